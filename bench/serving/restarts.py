@@ -31,6 +31,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import pairwise
+from typing import Protocol
 
 import httpx2
 import numpy as np
@@ -54,8 +55,8 @@ PATIENCE_SECONDS = 60.0
 
 AT_ONCE = 8
 LOAD = 0.4
-"""Of what the slowest system completes with AT_ONCE requests under way: a process that starts takes cores from the
-others here, which on machines of their own it would not."""
+"""The load, as a part of what the slowest system completes with AT_ONCE requests under way. It is low, since a process
+that starts takes cores from the others here, which on machines of their own it would not."""
 
 ROUND = ("verifier", "draft", "orchestrator")
 """Roles of specdec, of which one pod after the other is killed."""
@@ -79,22 +80,18 @@ class Seen:
         self.text += text
 
 
-class System:
+class System(Protocol):
     """Servers that serve the same target, and how they are asked."""
-
-    name: str
 
     async def ask(self, seen: Seen) -> None:
         """Have a text written to its end; mark it where it fails."""
-        raise NotImplementedError
 
-    def kill(self, turn: int) -> str:
-        """Kill a process and start it again; say which."""
-        raise NotImplementedError
+    def kill(self, turn: int) -> None:
+        """Kill a process and start it again."""
 
 
-class Specdec(System):
-    name = "specdec"
+class Specdec:
+    """Two verifiers, drafts and orchestrators."""
 
     def __init__(self, pods: dict[str, list[Pod]], client: AsyncClient) -> None:
         self._pods = pods
@@ -114,13 +111,12 @@ class Specdec(System):
         except SpecdecError:
             seen.failed = True
 
-    def kill(self, turn: int) -> str:
+    def kill(self, turn: int) -> None:
         role = ROUND[turn % len(ROUND)]
         pod = self._pods[role][turn // len(ROUND) % 2]
         pod.child.process.kill()
         pod.child.process.wait()
         pod.child = pod.child.again(pod.address)
-        return role
 
 
 class VllmServer:
@@ -149,8 +145,8 @@ class VllmServer:
         self.process.wait()
 
 
-class Vllm(System):
-    name = "vllm serve"
+class Vllm:
+    """Two `vllm serve`, asked in turns as a load balancer would."""
 
     def __init__(self, servers: list[VllmServer], model: str, client: httpx2.AsyncClient) -> None:
         self._servers = servers
@@ -196,11 +192,10 @@ class Vllm(System):
         if not done:
             raise httpx2.RemoteProtocolError("the stream broke off")
 
-    def kill(self, turn: int) -> str:
+    def kill(self, turn: int) -> None:
         server = self._servers[turn % len(self._servers)]
         server.kill()
         server.start()
-        return "server"
 
     async def ready(self) -> None:
         """Wait until all servers serve."""
@@ -276,7 +271,7 @@ async def capacity(system: System) -> float:
     begin = time.monotonic()
     done = await in_turns(system, range(PROMPTS))
     if any(seen.failed for seen in done):
-        raise SystemExit(f"{system.name} does not answer while nothing is wrong")
+        raise SystemExit(f"{type(system).__name__} does not answer while nothing is wrong")
     return PROMPTS / (time.monotonic() - begin)
 
 

@@ -20,8 +20,8 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     python3 -m venv /opt/tools \
     && /opt/tools/bin/pip install --no-cache-dir cyclonedx-bom==7.5.0
 
-# 2. Our code, as a wheel of the source tree, and what it needs there. Versions are those of constraints.txt for what
-# vLLM's environment has not or has another one of; its own torch, numpy and so on stay as they are.
+# 2. Our code, as a wheel of the source tree, and the list of what it needs. A few packages get the versions of
+# constraints.txt; those that vLLM brings, such as torch and numpy, stay as they are.
 FROM tools AS wheel
 ARG EXTRAS=grammar,otel
 COPY pyproject.toml constraints.txt README.md LICENSE deploy/images/requirements.py ./
