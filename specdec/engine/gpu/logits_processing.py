@@ -34,7 +34,8 @@ def adjusted(logits: Tensor, queries: Sequence[SamplingQuery]) -> Tensor:
         for query in queries
     ]
     if any(len(ids) for ids in ruled_out):
-        z[_indices(z, ruled_out)] = -torch.inf
+        rows, ids = _indices(z, ruled_out)
+        z[rows, ids] = z.new_full((), -torch.inf)  # a number would come from the host, which would wait for the GPU
     _keep_allowed(z, queries)
     return z
 
