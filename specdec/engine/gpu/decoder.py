@@ -43,13 +43,12 @@ class GpuDecoder:
         self._epsilon = float(config.rms_norm_eps)
         self._embed = inside.embed_tokens
         self._norm = inside.norm.weight.detach()
-        self._head = model.get_output_embeddings()
         self._layers = [_layer(*pair) for pair in zip(inside.layers, attends, strict=True)]
         self._cos, self._sin = _angles(inside.rotary_emb, context, model.device)
 
-    def __call__(self, tokens: Tensor, positions: Tensor, wanted: Tensor, attention: SplitKvAttention) -> Tensor:
-        """Return the logits [n, vocabulary], float32, of the wanted rows. `positions` are those of the attention's
-        batch."""
+    def __call__(self, tokens: Tensor, positions: Tensor, attention: SplitKvAttention) -> Tensor:
+        """Return the hidden states [t, hidden] of all rows, as the output head reads them. `positions` are those of
+        the attention's batch."""
         update = self._embed(tokens)
         rows, width = len(tokens), self._layers[0].attends.width
         residual = torch.zeros_like(update)
@@ -77,8 +76,7 @@ class GpuDecoder:
             gate(layer.gate_and_up(normal), gated)
             update = layer.down(gated)
         add_and_normalise(residual, update, self._norm, self._epsilon, normal)
-        logits: Tensor = self._head(normal.index_select(0, wanted))
-        return logits
+        return normal
 
 
 def _layer(layer: Any, attends: LayerAttention) -> _Layer:

@@ -22,8 +22,9 @@ from specdec.decoding.query import SamplingQuery
 from specdec.engine.batch import PackedBatch
 from specdec.engine.gpu.attention import SplitKvAttention, SplitKvMemory
 from specdec.engine.gpu.decoder import GpuDecoder
-from specdec.engine.gpu.graphs import MOST_ROWS, Graphs, Pass
+from specdec.engine.gpu.graphs import MOST_ROWS, Graphs
 from specdec.engine.gpu.layout import SplitKvBatch, SplitKvPacker, tile_rows_for
+from specdec.engine.gpu.linear import SplitKLinear, split_k
 from specdec.engine.gpu.sampler import GpuLogits
 from specdec.engine.gpu.staging import SplitKvTensors
 from specdec.engine.gpu.upload import upload
@@ -92,7 +93,10 @@ class GpuEngine:
         with phase("compiled_loops"):
             own.check(self)
         with phase("exactness"):
-            self.exact = exact and make_exact(self)
+            self.exact = exact and make_exact(self, instead=split_k)
+        split = {
+            (each.in_features, each.out_features) for each in self.model.modules() if isinstance(each, SplitKLinear)
+        }
         self.numerics = "/".join(
             (
                 f"torch-{torch.__version__}",
@@ -101,6 +105,7 @@ class GpuEngine:
                 dtype,
                 "joined" if self._joined else "layers",
                 f"split-kv-triton-{triton.__version__}",
+                f"split-k-{len(split)}",
                 f"exact-{self._classes or self._rows}" if self.exact else "fast",
             )
         )
@@ -110,17 +115,17 @@ class GpuEngine:
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         with self._computing():
-            (logits,) = self._execute(self._pass, batch)
+            logits, _ = self._execute(batch)
             return np.asarray(logits.cpu().numpy())
 
     def forward_hidden(self, batch: PackedBatch) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         with self._computing():
-            logits, hidden = self._execute(self._pass_with_hidden, batch)
+            logits, hidden = self._execute(batch)
             return np.asarray(logits.cpu().numpy()), np.asarray(hidden.float().cpu().numpy())
 
     def step(self, batch: PackedBatch, asked: Mapping[int, SamplingQuery]) -> GpuLogits:
         with self._computing():
-            (logits,) = self._execute(self._pass, batch)
+            logits, _ = self._execute(batch)
             rows = GpuLogits(logits, asked)
             if not asked and self._device.type == "cuda":
                 torch.cuda.synchronize()  # a fetch would have waited: the call must not return before the step is over
@@ -148,41 +153,45 @@ class GpuEngine:
         with torch.inference_mode(), torch.accelerator.device_index(self._device.index):
             yield
 
-    def _execute(self, run: Pass, batch: PackedBatch) -> tuple[Tensor, ...]:
-        """Run a forward pass and return its results for the wanted rows, on the GPU."""
+    def _execute(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Run a forward pass; return logits [n, vocabulary] and hidden states [n, hidden] of the wanted rows, on the
+        GPU."""
         assert isinstance(batch, SplitKvBatch)  # from our own packer
         batch.check(self.capacity, self._context)
         if self._memory.reserve(1 << (batch.partials - 1).bit_length(), self._heads):
             self._assemble()
+        if self._decoder is None:
+            tensors = SplitKvTensors.of(batch, self._device)
+            return with_hidden_states(self.model, lambda: self._logits(tensors))
         wanted, rows = len(batch.wanted), len(batch.tokens)
-        if self._graphs is None or not wanted <= rows <= MOST_ROWS:
-            return run(SplitKvTensors.of(batch, self._device))
-        # A graph always has as many wanted rows as rows: more of them cost little, as the head's weights are read once.
-        every = np.concatenate([batch.wanted, np.repeat(batch.wanted[:1], rows - wanted)])
-        return tuple(each[:wanted] for each in self._graphs.forward(run, replace(batch, wanted=every)))
+        if self._graphs is not None and wanted <= rows <= MOST_ROWS:
+            room = np.concatenate([batch.wanted, np.zeros(rows - wanted, dtype=np.int64)])
+            tensors, states = self._graphs.forward(replace(batch, wanted=room))
+        else:
+            tensors = SplitKvTensors.of(batch, self._device)
+            states = self._states(tensors)
+        # Outside of graphs, since a prompt wants one row of many, and logits are large.
+        hidden = states.index_select(0, tensors.wanted[:wanted])
+        return self.model.get_output_embeddings()(hidden), hidden
 
     def _assemble(self) -> None:
         """Make the decoder and the graphs anew, for the layers and the memory as they are now."""
         self._decoder = GpuDecoder(self.model, self._layers, self._context) if self._joined else None
         graphed = self._decoder is not None and self._cuda_graphs
-        self._graphs = Graphs(self._device) if graphed else None
+        self._graphs = Graphs(self._states, self._device) if graphed else None
 
-    def _pass(self, batch: SplitKvTensors) -> tuple[Tensor]:
-        return (self._logits(batch),)
-
-    def _pass_with_hidden(self, batch: SplitKvTensors) -> tuple[Tensor, Tensor]:
-        return with_hidden_states(self.model, lambda: self._logits(batch))
+    def _states(self, batch: SplitKvTensors) -> Tensor:
+        """Run joined layers; return the hidden states [t, hidden] of all rows."""
+        assert self._decoder is not None
+        return self._decoder(batch.tokens, batch.positions, SplitKvAttention(self._memory, batch))
 
     def _logits(self, batch: SplitKvTensors) -> Tensor:
-        """Return the logits [n, vocabulary] of the wanted rows."""
-        attention = SplitKvAttention(self._memory, batch)
-        if self._decoder is not None:
-            return self._decoder(batch.tokens, batch.positions, batch.wanted, attention)
+        """Run a model's own layers; return the logits [n, vocabulary] of the wanted rows."""
         logits: Tensor = self.model(
             input_ids=batch.tokens[None],
             position_ids=batch.positions[None],
             logits_to_keep=batch.wanted,
             use_cache=False,
-            packed=attention,
+            packed=SplitKvAttention(self._memory, batch),
         ).logits
         return logits[0]

@@ -16,53 +16,54 @@ from torch import Tensor
 from specdec.engine.gpu.layout import SplitKvBatch
 from specdec.engine.gpu.staging import SplitKvTensors
 
-MOST_ROWS = 128
+MOST_ROWS = 512
 """Rows of the largest batch that is recorded: the kernels of larger ones take longer than launching them."""
 
-MOST_GRAPHS = 96
-"""Graphs that are kept at most; the least recently used is dropped first. Each holds its results."""
+MOST_GRAPHS = 256
+"""Graphs that are kept at most; the least recently used is dropped first. Each holds its result and its batch."""
 
-Pass = Callable[[SplitKvTensors], tuple[Tensor, ...]]
-"""A forward pass in which the host never waits for the GPU; returns tensors [wanted, ...], logits and maybe more."""
+Pass = Callable[[SplitKvTensors], Tensor]
+"""A forward pass in which the host never waits for the GPU; returns a tensor [rows, ...]."""
 
 
 @dataclass(frozen=True)
 class _Recorded:
     graph: torch.cuda.CUDAGraph
     batch: SplitKvTensors
-    results: tuple[Tensor, ...]
+    result: Tensor
 
 
 class Graphs:
-    """The CUDA graphs of an engine's passes, each recorded when a batch of its size first comes up."""
+    """The CUDA graphs of a forward pass, each recorded when a batch of its size first comes up."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, run: Pass, device: torch.device) -> None:
+        self._run = run
         self._device = device
-        self._recorded: OrderedDict[tuple[Pass, int, int], _Recorded] = OrderedDict()
+        self._recorded: OrderedDict[tuple[int, int], _Recorded] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def forward(self, run: Pass, batch: SplitKvBatch) -> tuple[Tensor, ...]:
-        """Run a pass and return its results, which are valid until the next call. Batches of the same rows and tiles
-        must have the same number of wanted rows."""
-        key = run, len(batch.tokens), len(batch.tile_counts)
+    def forward(self, batch: SplitKvBatch) -> tuple[SplitKvTensors, Tensor]:
+        """Run the pass and return the batch on the GPU and the result, which are valid until the next call. Batches of
+        the same rows and tiles must have the same number of wanted rows."""
+        key = len(batch.tokens), len(batch.tile_counts)
         recorded = self._recorded.get(key)
         if recorded is None:
-            recorded = self._recorded[key] = self._record(run, batch)
+            recorded = self._recorded[key] = self._record(batch)
             if len(self._recorded) > MOST_GRAPHS:
                 self._recorded.popitem(last=False)
         self._recorded.move_to_end(key)
         recorded.batch.fill(batch)
         recorded.graph.replay()
-        return recorded.results
+        return recorded.batch, recorded.result
 
-    def _record(self, run: Pass, batch: SplitKvBatch) -> _Recorded:
+    def _record(self, batch: SplitKvBatch) -> _Recorded:
         """Record the pass, on a stream of its own: the current one cannot be recorded."""
         tensors = SplitKvTensors.of(batch, self._device)
         self._beside.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._beside):
-            run(tensors)  # compiles kernels, and lets libraries set up what they need on a new stream
+            self._run(tensors)  # compiles kernels, and lets libraries set up what they need on a new stream
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._beside):  # waits for all earlier work
-            results = run(tensors)
-        return _Recorded(graph, tensors, results)
+            result = self._run(tensors)
+        return _Recorded(graph, tensors, result)

@@ -64,6 +64,8 @@ class GpuLogits:
             self._known.update(zip(whole, zip(tokens, sound, strict=True), strict=True))
 
     def _of(self, rows: Sequence[int]) -> Tensor:
+        if list(rows) == list(range(len(rows))):
+            return self._logits[: len(rows)]
         return self._logits.index_select(0, upload(np.asarray(rows), self._logits.device))
 
     def _whole(self, rows: Sequence[int]) -> Logits:

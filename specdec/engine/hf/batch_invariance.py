@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import structlog
@@ -53,20 +53,21 @@ def _shape(layer: Linear) -> Shape:
     return layer.in_features, layer.out_features
 
 
-@torch.inference_mode()
 def find(layers: Iterable[Linear], device: str, threads: Sequence[int] = ()) -> ShapeRowCounts | None:
     """Return the invariant row counts of each shape of layer, which hold with each of the thread counts `threads`, or
-    with what torch has now; None if no number of rows can be made up of tiles in all shapes.
+    with what torch has now; None if no number of rows can be made up of tiles in all shapes."""
+    return ShapeRowCounts.made_up_of(_products(layers, device, threads))
 
-    Runs one layer of each shape with a bias and one without, as far as there are such. Leaves torch with threads[0]
-    threads.
-    """
+
+@torch.inference_mode()
+def _products(layers: Iterable[Linear], device: str, threads: Sequence[int]) -> dict[Shape, InvariantRowCounts]:
+    """Return the invariant row counts of each shape of layer. Runs one layer of each shape with a bias and one without,
+    as far as there are such. Leaves torch with threads[0] threads."""
     threads = threads or (torch.get_num_threads(),)
     shapes: dict[Shape, dict[bool, Linear]] = defaultdict(dict)
     for layer in layers:
         shapes[_shape(layer)][layer.bias is None] = layer
-    products = {shape: _largest_class(alike.values(), device, threads) for shape, alike in shapes.items()}
-    return ShapeRowCounts.made_up_of(products)
+    return {shape: _largest_class(alike.values(), device, threads) for shape, alike in shapes.items()}
 
 
 def _largest_class(layers: Iterable[Linear], device: str, threads: Sequence[int]) -> InvariantRowCounts:
@@ -118,9 +119,36 @@ class Tileable(Engine, Protocol):
         """Run products at these row counts only; with None at the usual ones."""
 
 
-def make_exact(engine: Tileable, contents: bytes | None = None) -> bool:
+Counterpart = Callable[[torch.nn.Module], torch.nn.Linear | None]
+"""Returns a layer that computes the same function as another, in a way that depends less on the number of rows; None if
+there is none."""
+
+
+def _replace(
+    model: PreTrainedModel, products: dict[Shape, InvariantRowCounts], instead: Counterpart, threads: Sequence[int]
+) -> dict[Shape, InvariantRowCounts]:
+    """Replace a model's layers by their counterparts, in all shapes of which these are invariant at more row counts;
+    return the row counts of such shapes."""
+    others: dict[Shape, dict[torch.nn.Module, torch.nn.Linear | None]] = defaultdict(dict)
+    for layer in model.modules():
+        if isinstance(layer, Linear) and products[_shape(layer)].counts != CANDIDATES:
+            others[_shape(layer)][layer] = instead(layer)
+    known = [other for alike in others.values() if all(alike.values()) for other in alike.values() if other is not None]
+    wider = {
+        shape: rows
+        for shape, rows in _products(known, str(model.device), threads).items()
+        if len(rows.counts) > len(products[shape].counts)
+    }
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Linear) and _shape(child) in wider:
+                setattr(module, name, others[_shape(child)][child])
+    return wider
+
+
+def make_exact(engine: Tileable, contents: bytes | None = None, instead: Counterpart | None = None) -> bool:
     """Have an engine run at invariant row counts only, if a check finds that rows then do not depend on their batch;
-    return whether they do not.
+    return whether they do not. `instead` has counterparts of layers that are invariant at few row counts.
 
     `contents` is a digest that differs where the model's weights do: by it what is found is kept for the next start
     (`kept_exactness.py`). Without it nothing is kept.
@@ -139,7 +167,10 @@ def make_exact(engine: Tileable, contents: bytes | None = None) -> bool:
             return True
         log.warning("kept_exactness_refused", why="the same text has other bits now")
         engine.tile(None)
-    classes = find(linears, str(engine.model.device), threads)
+    products = _products(linears, str(engine.model.device), threads)
+    if instead is not None:
+        products |= _replace(engine.model, products, instead, threads)
+    classes = ShapeRowCounts.made_up_of(products)
     if classes is None:
         return False
     engine.tile(classes)

@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specdec.engine.gpu import attention, kernels
+from specdec.engine.gpu import attention, kernels, linear
 from specdec.engine.gpu.attention import Tiling
 from specdec.engine.gpu.layout import SPLIT, TILE_ROWS
 
@@ -84,6 +84,27 @@ def main(capability: int, dtype: str) -> None:
         | {"key_row": "i32", "key_head": "i32", "value_row": "i32", "value_head": "i32"},
         {"KV_HEADS": 2, "WIDTH": WIDTH, "VALUE_WIDTH": WIDTH, "BLOCK": 64},
         num_warps=1,
+    )
+    if dtype == "fp32":
+        return  # such layers are left to cuBLAS
+    products = {"x": stored, "weight": stored, "bias": stored, "rows": "i32", "x_row": "i32"}
+    for whole, block in ((False, linear.LEAST_ROWS), (False, 64), (False, linear.MOST_ROWS), (True, linear.MOST_ROWS)):
+        many = block == linear.MOST_ROWS
+        compile_for(
+            capability,
+            linear._sums,
+            products | {"sums": stored if whole else "*fp32"},
+            {"INPUTS": 4096, "OUTPUTS": 4096, "PARTS": 4, "LENGTH": 1024, "ROW_BLOCK": block}
+            | {"COLUMN_BLOCK": linear.COLUMNS * (1 + many), "TERMS": linear.TERMS // (1 + many)}
+            | {"WHOLE": whole, "BIASED": whole, "WIDENED": False},
+            num_warps=8 if many else 4,
+            num_stages=4 if block == linear.LEAST_ROWS else 3,
+        )
+    compile_for(
+        capability,
+        linear._add_up,
+        {"sums": "*fp32", "bias": stored, "out": stored, "rows": "i32"},
+        {"OUTPUTS": 4096, "PARTS": 4, "BLOCK": linear.ADDED, "BIASED": True},
     )
 
 

@@ -93,10 +93,11 @@ def run(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     packed = SplitKvAttention(memory, tensors)
     with torch.inference_mode():
         if llama_like.fits(model):
-            model.set_output_embeddings(GpuHead(model.get_output_embeddings()))
+            head = GpuHead(model.get_output_embeddings())
             llama_like.join_products(model)
             run = GpuDecoder(model, layers, CONTEXT)
-            return run(tensors.tokens, tensors.positions, tensors.wanted, packed), want
+            states = run(tensors.tokens, tensors.positions, packed)
+            return head(states.index_select(0, tensors.wanted)), want
         logits = model(
             input_ids=tensors.tokens[None],
             position_ids=tensors.positions[None],

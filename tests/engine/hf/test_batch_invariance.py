@@ -11,11 +11,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from specdec.engine.batch import PackedBatch
 from specdec.engine.batch_independence import rows_are_independent
 from specdec.engine.engines.cpu_engine import CpuEngine
-from specdec.engine.hf.batch_invariance import TiledLinear, find, tile, untile
+from specdec.engine.hf.batch_invariance import TiledLinear, find, make_exact, tile, untile
 from specdec.engine.hf.linear import PackedLinear, can_pack
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, ShapeRowCounts
@@ -253,3 +254,56 @@ def test_exactness_is_for_who_asks(tmp_path: Path) -> None:
     engine = CpuEngine(ModelDirectory(make("llama", tmp_path)), capacity=256, exact=False)
     assert not engine.exact
     assert engine.numerics.endswith("/fast")
+
+
+class Layers(torch.nn.Module):
+    """What `make_exact` asks of a model."""
+
+    def __init__(self, **layers: torch.nn.Linear) -> None:
+        super().__init__()
+        self.device, self.config = torch.device("cpu"), PretrainedConfig()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+
+class Replaced(TextEngine):
+    """An engine with layers of its own, which it does not run."""
+
+    vocabulary = BAD  # without it
+
+    def __init__(self, **layers: torch.nn.Linear) -> None:
+        super().__init__(10)
+        self.model: Any = Layers(**layers)
+        self.classes: ShapeRowCounts | None = None
+
+    def tile(self, classes: ShapeRowCounts | None) -> None:
+        self.classes = classes
+
+
+class TestCounterparts:
+    """A layer is replaced where its counterpart has the same bits at more row counts."""
+
+    def test_of_a_layer_that_depends_on_the_number_of_rows(self) -> None:
+        steady, fickle = Fickle(lambda rows: 0), Fickle(lambda rows: int(rows > 16), outputs=5)
+        engine, other = Replaced(steady=steady, fickle=fickle), Fickle(lambda rows: 0, outputs=5)
+        assert make_exact(engine, instead=lambda layer: {fickle: other}[layer])  # the steady one is not asked for
+        assert engine.model.steady is steady
+        assert engine.model.fickle is other
+        assert engine.classes is not None
+        assert engine.classes.products[8, 5].counts == CANDIDATES
+
+    def test_that_is_no_better_is_not_taken(self) -> None:
+        fickle = Fickle(lambda rows: int(rows > 16))
+        engine = Replaced(fickle=fickle)
+        assert make_exact(engine, instead=lambda _: Fickle(fickle.kind))
+        assert engine.model.fickle is fickle
+        assert engine.classes is not None
+        assert own(engine.classes) == members(lambda rows: rows <= 16)
+
+    def test_all_layers_of_a_shape_or_none(self) -> None:
+        """Or the two of them would have to agree on row counts."""
+        one, two = Fickle(lambda rows: int(rows > 16)), Fickle(lambda rows: int(rows > 16))
+        engine = Replaced(one=one, two=two)
+        assert make_exact(engine, instead=lambda layer: Fickle(lambda rows: 0) if layer is one else None)
+        assert engine.model.one is one
+        assert engine.model.two is two
