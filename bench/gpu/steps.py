@@ -82,6 +82,12 @@ def torch_drafting(at: Place) -> list[Command]:
     return [["-m", "bench.gpu.drafting", "--device", at.device, "--engine", "torch", *size, "--out", str(at.folder)]]
 
 
+def kernels(at: Place) -> list[Command]:
+    shape, steps = ("tiny", "1x1x64") if at.small else ("llama-3.1-8b", "1x1x1024,8x8x1024,32x8x1024,8x64x1024")
+    chosen = ["--shape", shape, "--device", at.device, "--steps", steps]
+    return [["-m", "bench.gpu.kernels", *chosen, "--out", str(at.folder)]]
+
+
 def engine(at: Place) -> list[Command]:
     if at.small:
         sizes = ["--shape", "tiny", "--tokens", "1,4", "--contexts", "64", "--sessions", "1,2", "--seconds", "0.1"]
@@ -149,6 +155,7 @@ STEPS = (
         (*_SERVICES, modules(EXPORT), memory(24)),
         speed,
     ),
+    Step("kernels", "where the time of a step goes, 8B", 60, (*_ENGINE, memory(40)), kernels),
     Step("large-engine", "step times over the memory's roofline, 8B", 100, (*_ENGINE, memory(40)), large_engine),
 )
 """All steps, in the order in which they run: what later ones depend on first, the long ones last."""

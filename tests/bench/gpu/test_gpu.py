@@ -76,7 +76,7 @@ class TestNeeds:
     def test_a_small_card_lacks_memory_for_large_models_only(self) -> None:
         has = WHOLE | {"gpu": WHOLE["gpu"] | {"free_gib": 12.0}}
         lacking = {step.name for step in STEPS if missing(step.needs, has, "cuda")}
-        assert lacking == {"speed", "large-engine"}
+        assert lacking == {"speed", "kernels", "large-engine"}
 
     def test_a_rehearsal_needs_no_gpu(self) -> None:
         none = WHOLE | {"gpu": None, "driver": None, "providers": [], "c_compiler": None, "python_headers": False}

@@ -1,0 +1,117 @@
+"""Where the time of a step on a GPU goes: `python -m bench.gpu.kernels --shape llama-3.1-8b --steps 32x8x1024`.
+
+A step is written as sessions x new tokens x context. For each: the time that the host takes to pack it, the time until
+the GPU has finished it, and the kernels that take longest, by torch's profiler. Weights are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bench.engine.shapes import SHAPES, write
+from bench.gpu.results import keep
+from specdec.engine.engine import step_of
+from specdec.engine.gpu.engine import GpuEngine
+from specdec.engine.gpu.layout import SplitKvBatch
+from specdec.engine.hf.random_weights import RandomWeights
+from verifier_service.costs.step_latency import GREEDY
+
+TIMED, PROFILED = 15, 3
+"""Steps of which the median is taken, and steps that the profiler sees."""
+
+KERNELS = 12
+"""Kernels that are told, of those that take longest."""
+
+Size = tuple[int, int, int]
+"""Sessions, new tokens of each, and tokens of each that are in the cache already."""
+
+
+def size(text: str) -> Size:
+    sessions, tokens, context = (int(number) for number in text.split("x"))
+    return sessions, tokens, context
+
+
+def packed(engine: GpuEngine, what: Size) -> SplitKvBatch:
+    sessions, tokens, context = what
+    packer = engine.packer()
+    for session in range(sessions):
+        first = 1 + session * (context + tokens)
+        slots = np.arange(first, first + context + tokens)
+        rows = packer.add_rows([1 + session] * tokens, context, slots[context:])
+        packer.add_path(slots, rows)
+        for row in rows:
+            packer.want(row)
+    return packer.pack()
+
+
+def measured(engine: GpuEngine, what: Size, times: int) -> dict[str, Any]:
+    """Return milliseconds of packing and of the rest, of the GPU's kernels together, and of those that take longest."""
+    step = step_of(engine)
+    queries = dict.fromkeys(range(what[0] * what[1]), GREEDY)
+
+    def run() -> tuple[float, float]:
+        begin = time.perf_counter()
+        batch = packed(engine, what)
+        between = time.perf_counter()
+        step(batch, lambda: queries)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return 1e3 * (between - begin), 1e3 * (time.perf_counter() - between)
+
+    for _ in range(2):  # compiles and records
+        run()
+    packing, rest = zip(*(run() for _ in range(times)), strict=True)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=activities) as seen:
+        for _ in range(min(times, PROFILED)):
+            run()
+    kernels = {
+        each.key: each.self_device_time_total / 1e3 / min(times, PROFILED)
+        for each in seen.key_averages()
+        if each.device_type.name == "CUDA"
+    }
+    longest = sorted(kernels, key=lambda name: -kernels[name])[:KERNELS]
+    return {
+        "pack_ms": round(statistics.median(packing), 3),
+        "step_ms": round(statistics.median(rest), 3),
+        "kernels_ms": round(sum(kernels.values()), 3),
+        "longest_ms": {name[:60]: round(kernels[name], 3) for name in longest},
+    }
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.2-1b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", default="1x1x1024,1x16x8192,32x1x1024,32x8x1024,32x64x1024")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the figures")
+    args = parser.parse_args(given)
+    steps = [size(text) for text in args.steps.split(",")]
+    on_gpu = args.device != "cpu"
+    slots = 1 + max(sessions * (tokens + context) for sessions, tokens, context in steps)
+    with tempfile.TemporaryDirectory() as folder:
+        engine = GpuEngine(
+            RandomWeights(write(SHAPES[args.shape], Path(folder) / args.shape)),
+            capacity=max(4096, slots) if on_gpu else 1024,
+            dtype="bfloat16" if on_gpu else "float32",
+            device=args.device,
+            exact=on_gpu,
+        )
+    found: dict[str, Any] = {"shape": args.shape, "numerics": engine.numerics}
+    for what in steps:
+        found["x".join(map(str, what))] = measured(engine, what, TIMED if on_gpu else 1)
+        keep(args.out, found)
+
+
+if __name__ == "__main__":
+    main()
