@@ -1,5 +1,5 @@
-"""Tries grammars before any pod sees them, where they can do no harm: in a process (`specdec.grammar.trial`) that is
-ended if one takes too long, or too much memory."""
+"""Tries grammars before any pod sees them, where they can do no harm: in a process (`specdec.grammar.trial`) that ends
+if one takes too much of a processor's time, or of memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from specdec.serving.errors import InternalError, InvalidRequestError, Overloade
 log = structlog.get_logger()
 
 SECONDS = 1.0
-"""Seconds that a grammar may take."""
+"""Seconds of a processor that a grammar may take: on a busy machine it is as good as on an idle one."""
+
+PATIENCE = 10.0
+"""Seconds after which a trial is given up, of which it may have got any part of a processor."""
 
 START_SECONDS = 30.0
 """Seconds that the process may take to start."""
@@ -36,11 +39,13 @@ REMEMBERED = 1024
 
 
 class GrammarCheck:
-    """Tries the grammars of requests for the model of a directory; each may take so many `seconds`."""
+    """Tries the grammars of requests for the model of a directory; each may take so many `seconds` of a processor, and
+    `patience` in all."""
 
-    def __init__(self, model: Path, seconds: float = SECONDS) -> None:
+    def __init__(self, model: Path, seconds: float = SECONDS, patience: float = PATIENCE) -> None:
         self._model = model
         self._seconds = seconds
+        self._patience = patience
         self._process: Process | None = None
         self._turn = asyncio.Lock()
         self._trials: dict[Key, asyncio.Task[str]] = {}  # under way
@@ -48,7 +53,7 @@ class GrammarCheck:
 
     async def check(self, grammar: Grammar, field: str) -> None:
         """Raise InvalidRequestError if a grammar, which comes of this field of a request, cannot be used, and
-        OverloadedError if too many wait to be tried."""
+        OverloadedError if too many wait to be tried, or the machine is too busy to try it."""
         key = grammar.kind, grammar.source
         problem = self._known.get(key)
         if problem is None:
@@ -77,14 +82,14 @@ class GrammarCheck:
         finally:
             del self._trials[key]
         if answer is None:
-            return f"takes longer than {self._seconds:g} s to compile, or too much memory"
+            return f"takes more than {self._seconds:g} s of a processor to compile, or too much memory"
         self._known[key] = answer
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         return answer
 
     async def _answer(self, key: Key) -> str | None:
-        """Return the process's answer; None if it has none, and is ended."""
+        """Return the process's answer; None if it has ended instead. OverloadedError if it does neither."""
         process, begin = await self._started(), time.monotonic()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -92,9 +97,10 @@ class GrammarCheck:
         answer = b""
         try:
             process.stdin.write(json.dumps({"kind": kind.value, "source": source}).encode() + b"\n")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._seconds):
-                    answer = await process.stdout.readline()
+            async with asyncio.timeout(self._patience):
+                answer = await process.stdout.readline()
+        except TimeoutError:
+            raise OverloadedError(f"a grammar could not be tried within {self._patience:g} s") from None
         finally:
             if not answer:
                 log.warning("grammar_check_ended", seconds=round(time.monotonic() - begin, 3))
@@ -105,7 +111,7 @@ class GrammarCheck:
         """Return the process, which is ready."""
         if self._process is not None and self._process.returncode is None:
             return self._process
-        command = (sys.executable, "-m", "specdec.grammar.trial", str(self._model))
+        command = (sys.executable, "-m", "specdec.grammar.trial", str(self._model), str(self._seconds))
         self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
         assert self._process.stdout is not None
         ready = b""

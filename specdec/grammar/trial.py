@@ -1,7 +1,8 @@
-"""`python -m specdec.grammar.trial MODEL`: compiles grammars as a service would, and says what is wrong with them.
+"""`python -m specdec.grammar.trial MODEL SECONDS`: compiles grammars as a service would, and says what is wrong with
+them.
 
 Each line of stdin is a grammar in JSON, each line of stdout what is wrong with it, empty if nothing is; the first line
-says that the process is ready. Memory is limited: a grammar that takes too much ends the process.
+says that the process is ready. Processor time and memory are limited: a grammar that takes more ends the process.
 """
 
 from __future__ import annotations
@@ -30,15 +31,19 @@ def problem_of(line: str, compiler: GrammarCompiler) -> str:
     return ""
 
 
-def main(model: Path) -> None:
-    """Answer until stdin is closed."""
+def main(model: Path, seconds: float) -> None:
+    """Answer until stdin is closed; a grammar may take so many seconds of a processor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is for the service, which ends this process
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     compiler = GrammarCompiler.of(ModelDirectory(model))
     compiler.compile(Grammar(Kind.REGEX, ("ready",)))  # the first one takes the longest
     _say("")
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process, whatever it is in the middle of
     for line in sys.stdin:
-        _say(problem_of(line, compiler))
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        problem = problem_of(line, compiler)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        _say(problem)
 
 
 def _say(problem: str) -> None:
@@ -47,4 +52,4 @@ def _say(problem: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), float(sys.argv[2]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 from collections.abc import AsyncIterator
 
@@ -18,11 +19,14 @@ from tests.stack import until
 
 GOOD = Grammar(Kind.REGEX, ("a+",))
 WRONG = Grammar(Kind.REGEX, ("(",))
+PROPERTIES = {f"p{n}": {"type": "string", "pattern": f"^[a-z]{{{n % 40}}}$"} for n in range(9999)}
+LONG = Grammar(Kind.JSON_SCHEMA, (json.dumps({"properties": PROPERTIES}),))
+"""It takes many seconds of a processor."""
 
 
 @contextlib.asynccontextmanager
-async def checking(seconds: float = 20.0) -> AsyncIterator[GrammarCheck]:
-    check = GrammarCheck(DEMO / "target", seconds)
+async def checking(seconds: float = 20.0, patience: float = 60.0) -> AsyncIterator[GrammarCheck]:
+    check = GrammarCheck(DEMO / "target", seconds, patience)
     try:
         yield check
     finally:
@@ -41,17 +45,41 @@ async def test_outcomes_are_told_and_remembered() -> None:
         assert check._process is None
 
 
-async def test_what_takes_too_long_is_ended() -> None:
+async def test_what_takes_too_much_of_a_processor_is_ended() -> None:
+    async with checking(seconds=0.4) as check:
+        for _ in range(2):  # it is tried again
+            with pytest.raises(InvalidRequestError, match=r"more than 0.4 s of a processor to compile, or"):
+                await check.check(LONG, "grammar.json_schema")
+            assert check._process is None
+        await check.check(GOOD, "grammar.regex")
+
+
+async def test_a_processor_that_is_busy_with_other_things_refuses_no_grammar() -> None:
+    """The process is stopped for longer than a grammar may take."""
+    async with checking(seconds=0.1) as check:
+        await check.check(GOOD, "grammar.regex")
+        process = check._process
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
+        asked = asyncio.create_task(check.check(Grammar(Kind.REGEX, ("b+",)), "grammar.regex"))
+        await asyncio.wait([asked], timeout=0.3)
+        assert not asked.done()
+        process.send_signal(signal.SIGCONT)
+        await asked
+
+
+async def test_what_cannot_be_tried_in_time_may_come_again() -> None:
     async with checking() as check:
         await check.check(GOOD, "grammar.regex")
-        check._seconds = 0.0
-        with pytest.raises(InvalidRequestError, match="takes longer than 0 s to compile, or too much memory"):
+        process, check._patience = check._process, 0.2
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(OverloadedError, match=r"a grammar could not be tried within 0.2 s"):
             await check.check(WRONG, "grammar.regex")
         assert check._process is None
-        check._seconds = 20.0
-        with pytest.raises(InvalidRequestError, match="unclosed group"):  # what took too long is tried again
+        check._patience = 60.0
+        with pytest.raises(InvalidRequestError, match="unclosed group"):
             await check.check(WRONG, "grammar.regex")
-        await check.check(Grammar(Kind.REGEX, ("b+",)), "grammar.regex")
 
 
 async def test_a_process_that_dies_takes_one_grammar_with_it() -> None:
