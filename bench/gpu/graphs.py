@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=DEMO / "target")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--rows", type=whole_numbers, default=[1, 4, 16, 64, 128])
+    parser.add_argument("--rows", type=whole_numbers, default=[1, 4, 16, 64, 128, 256, 512])
     parser.add_argument("--out", type=Path, required=True, help="folder for the figures")
     args = parser.parse_args()
     on_gpu = args.device != "cpu"

@@ -58,11 +58,12 @@ def microseconds(multiply: Product, rows: int, weights: Sequence[Tensor]) -> flo
 
 def of_way(multiply: Product, layer: torch.nn.Linear, rows: Sequence[int]) -> dict[str, Any]:
     inputs, outputs = layer.in_features, layer.out_features
-    found: dict[str, Any] = {"alike": f"none of {len(CANDIDATES)}"}
-    if (classes := find([layer], "cuda")) is not None:
-        found["alike"] = f"{len(classes.products[inputs, outputs].counts)} of {len(CANDIDATES)}"
+    alike = find([layer], "cuda")[inputs, outputs].counts
     weights = [torch.randn_like(layer.weight) for _ in range(max(2, COPIED_BYTES // (2 * inputs * outputs)))]
-    return found | {"us": {count: microseconds(multiply, count, weights) for count in rows}}
+    return {
+        "alike": f"{len(alike)} of {len(CANDIDATES)}",
+        "us": {count: microseconds(multiply, count, weights) for count in rows},
+    }
 
 
 @torch.inference_mode()

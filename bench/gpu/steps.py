@@ -68,7 +68,7 @@ def exactness(at: Place) -> list[Command]:
 
 
 def graphs(at: Place) -> list[Command]:
-    rows = "1,3" if at.small else "1,4,16,64,128"
+    rows = "1,3" if at.small else "1,4,16,64,128,256,512"
     return [["-m", "bench.gpu.graphs", "--device", at.device, "--rows", rows, "--out", str(at.folder)]]
 
 

@@ -24,7 +24,7 @@ from specdec.engine.gpu.attention import SplitKvAttention, SplitKvMemory
 from specdec.engine.gpu.decoder import GpuDecoder
 from specdec.engine.gpu.graphs import MOST_ROWS, Graphs
 from specdec.engine.gpu.layout import SplitKvBatch, SplitKvPacker, tile_rows_for
-from specdec.engine.gpu.linear import SplitKLinear, split_k
+from specdec.engine.gpu.linear import cuts, split_k
 from specdec.engine.gpu.sampler import GpuLogits
 from specdec.engine.gpu.staging import SplitKvTensors
 from specdec.engine.gpu.upload import upload
@@ -94,9 +94,6 @@ class GpuEngine:
             own.check(self)
         with phase("exactness"):
             self.exact = exact and make_exact(self, instead=split_k)
-        split = {
-            (each.in_features, each.out_features) for each in self.model.modules() if isinstance(each, SplitKLinear)
-        }
         self.numerics = "/".join(
             (
                 f"torch-{torch.__version__}",
@@ -105,7 +102,7 @@ class GpuEngine:
                 dtype,
                 "joined" if self._joined else "layers",
                 f"split-kv-triton-{triton.__version__}",
-                f"split-k-{len(split)}",
+                f"split-k-{cuts(self.model)}",
                 f"exact-{self._classes or self._rows}" if self.exact else "fast",
             )
         )
@@ -120,7 +117,7 @@ class GpuEngine:
 
     def forward_hidden(self, batch: PackedBatch) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         with self._computing():
-            logits, hidden = self._execute(batch)
+            logits, hidden = self._execute(batch, hidden=True)
             return np.asarray(logits.cpu().numpy()), np.asarray(hidden.float().cpu().numpy())
 
     def step(self, batch: PackedBatch, asked: Mapping[int, SamplingQuery]) -> GpuLogits:
@@ -153,16 +150,18 @@ class GpuEngine:
         with torch.inference_mode(), torch.accelerator.device_index(self._device.index):
             yield
 
-    def _execute(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Run a forward pass; return logits [n, vocabulary] and hidden states [n, hidden] of the wanted rows, on the
-        GPU."""
+    def _execute(self, batch: PackedBatch, *, hidden: bool = False) -> tuple[Tensor, Tensor]:
+        """Run a forward pass; return logits [n, vocabulary] of the wanted rows and, if asked for, their hidden states
+        [n, hidden_size], on the GPU."""
         assert isinstance(batch, SplitKvBatch)  # from our own packer
         batch.check(self.capacity, self._context)
         if self._memory.reserve(1 << (batch.partials - 1).bit_length(), self._heads):
             self._assemble()
         if self._decoder is None:
             tensors = SplitKvTensors.of(batch, self._device)
-            return with_hidden_states(self.model, lambda: self._logits(tensors))
+            if hidden:
+                return with_hidden_states(self.model, lambda: self._logits(tensors))
+            return self._logits(tensors), tensors.wanted.new_empty(0)
         wanted, rows = len(batch.wanted), len(batch.tokens)
         if self._graphs is not None and wanted <= rows <= MOST_ROWS:
             room = np.concatenate([batch.wanted, np.zeros(rows - wanted, dtype=np.int64)])
@@ -171,8 +170,8 @@ class GpuEngine:
             tensors = SplitKvTensors.of(batch, self._device)
             states = self._states(tensors)
         # Outside of graphs, since a prompt wants one row of many, and logits are large.
-        hidden = states.index_select(0, tensors.wanted[:wanted])
-        return self.model.get_output_embeddings()(hidden), hidden
+        chosen = states.index_select(0, tensors.wanted[:wanted])
+        return self.model.get_output_embeddings()(chosen), chosen
 
     def _assemble(self) -> None:
         """Make the decoder and the graphs anew, for the layers and the memory as they are now."""

@@ -17,10 +17,11 @@ from specdec.engine.gpu.layout import SplitKvBatch
 from specdec.engine.gpu.staging import SplitKvTensors
 
 MOST_ROWS = 512
-"""Rows of the largest batch that is recorded: the kernels of larger ones take longer than launching them."""
+"""Rows of the largest batch that is recorded. Larger ones, which are prompts mostly, come in too many sizes."""
 
 MOST_GRAPHS = 256
-"""Graphs that are kept at most; the least recently used is dropped first. Each holds its result and its batch."""
+"""Graphs that are kept at most; the least recently used is dropped first. Each holds its batch, its result, and
+what the driver keeps of its kernels."""
 
 Pass = Callable[[SplitKvTensors], Tensor]
 """A forward pass in which the host never waits for the GPU; returns a tensor [rows, ...]."""

@@ -8,13 +8,17 @@ for any number of rows: weights are its left factor, whose tiles are always whol
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.engine.hf.linear import is_plain
+
 LEAST_PART = 512
-"""Terms of a part's sums, at least: reading from memory takes a while to get under way."""
+"""Terms of a part's sums, about, at least: reading from memory takes a while to get under way."""
 
 PROGRAMS = 256
 """Programs, about, that compute the product of a few rows: two for each multiprocessor of a large GPU."""
@@ -29,7 +33,8 @@ TERMS = 128
 """Terms that are read at once for few rows; a part is a multiple of it."""
 
 WHOLE = 96
-"""Programs from which on each adds up its own parts: as many keep the GPU busy, and need no memory in between."""
+"""Programs from which on each adds up its own parts, which needs no memory in between. Chosen by hand: fewer would
+leave much of a large GPU idle."""
 
 ADDED = 1024
 """Numbers of the result that a program adds up."""
@@ -52,7 +57,7 @@ class SplitKLinear(torch.nn.Linear):
 
 def split_k(layer: torch.nn.Module) -> SplitKLinear | None:
     """Return a layer's counterpart here; None if it has none."""
-    if type(layer) is torch.nn.Linear and layer.weight.dtype.itemsize == 2 and layer.weight.is_contiguous():
+    if is_plain(layer) and layer.weight.dtype in (torch.float16, torch.bfloat16) and layer.weight.is_contiguous():
         return SplitKLinear(layer)
     return None
 
@@ -60,7 +65,20 @@ def split_k(layer: torch.nn.Module) -> SplitKLinear | None:
 def parts_of(inputs: int, outputs: int) -> int:
     """Return into how many parts the sums of a layer of this shape are cut."""
     blocks = -(-outputs // COLUMNS)
-    return max(1, min(PROGRAMS // blocks, inputs // LEAST_PART))
+    parts = max(1, min(PROGRAMS // blocks, inputs // LEAST_PART))
+    return -(-inputs // length_of(inputs, parts))
+
+
+def length_of(inputs: int, parts: int) -> int:
+    """Return the terms of a part; the last may have fewer."""
+    return TERMS * -(-inputs // (TERMS * parts))
+
+
+def cuts(model: torch.nn.Module) -> str:
+    """Return a name that differs where the cuts of a model's layers do, since other cuts give other bits."""
+    split = {(each.in_features, each.out_features) for each in model.modules() if isinstance(each, SplitKLinear)}
+    cut = sorted((*shape, length_of(shape[0], parts_of(*shape))) for shape in split)
+    return f"{len(cut)}-{zlib.crc32(repr(cut).encode()):08x}"
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -87,7 +105,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         INPUTS=inputs,
         OUTPUTS=outputs,
         PARTS=parts,
-        LENGTH=TERMS * triton.cdiv(inputs, TERMS * parts),
+        LENGTH=length_of(inputs, parts),
         ROW_BLOCK=row_block,
         COLUMN_BLOCK=column_block,
         TERMS=TERMS // 2 if many else TERMS,

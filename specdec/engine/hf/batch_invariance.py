@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import structlog
@@ -53,16 +53,14 @@ def _shape(layer: Linear) -> Shape:
     return layer.in_features, layer.out_features
 
 
-def find(layers: Iterable[Linear], device: str, threads: Sequence[int] = ()) -> ShapeRowCounts | None:
-    """Return the invariant row counts of each shape of layer, which hold with each of the thread counts `threads`, or
-    with what torch has now; None if no number of rows can be made up of tiles in all shapes."""
-    return ShapeRowCounts.made_up_of(_products(layers, device, threads))
-
-
 @torch.inference_mode()
-def _products(layers: Iterable[Linear], device: str, threads: Sequence[int]) -> dict[Shape, InvariantRowCounts]:
-    """Return the invariant row counts of each shape of layer. Runs one layer of each shape with a bias and one without,
-    as far as there are such. Leaves torch with threads[0] threads."""
+def find(layers: Iterable[Linear], device: str, threads: Sequence[int] = ()) -> dict[Shape, InvariantRowCounts]:
+    """Return the invariant row counts of each shape of layer, which hold with each of the thread counts `threads`, or
+    with what torch has now.
+
+    Runs one layer of each shape with a bias and one without, as far as there are such. Leaves torch with threads[0]
+    threads.
+    """
     threads = threads or (torch.get_num_threads(),)
     shapes: dict[Shape, dict[bool, Linear]] = defaultdict(dict)
     for layer in layers:
@@ -124,26 +122,34 @@ Counterpart = Callable[[torch.nn.Module], torch.nn.Linear | None]
 there is none."""
 
 
-def _replace(
-    model: PreTrainedModel, products: dict[Shape, InvariantRowCounts], instead: Counterpart, threads: Sequence[int]
-) -> dict[Shape, InvariantRowCounts]:
-    """Replace a model's layers by their counterparts, in all shapes of which these are invariant at more row counts;
-    return the row counts of such shapes."""
-    others: dict[Shape, dict[torch.nn.Module, torch.nn.Linear | None]] = defaultdict(dict)
-    for layer in model.modules():
-        if isinstance(layer, Linear) and products[_shape(layer)].counts != CANDIDATES:
-            others[_shape(layer)][layer] = instead(layer)
-    known = [other for alike in others.values() if all(alike.values()) for other in alike.values() if other is not None]
-    wider = {
-        shape: rows
-        for shape, rows in _products(known, str(model.device), threads).items()
-        if len(rows.counts) > len(products[shape].counts)
-    }
+def _counterparts(
+    layers: Sequence[Linear], products: dict[Shape, InvariantRowCounts], instead: Counterpart, device: str
+) -> dict[torch.nn.Module, torch.nn.Linear]:
+    """Return the counterparts of layers, for all shapes of which these are invariant at more row counts; put their row
+    counts in the place of the others in `products`."""
+    better: dict[torch.nn.Module, torch.nn.Linear] = {}
+    for shape in [shape for shape, rows in products.items() if rows.counts != CANDIDATES]:
+        alike = [layer for layer in layers if _shape(layer) == shape]
+        others = [other for layer in alike if (other := instead(layer)) is not None]
+        if len(others) < len(alike):
+            continue  # the two kinds would have to agree on row counts
+        try:
+            (rows,) = find(others, device).values()
+        except Exception as error:  # of a compiler, any: the layers do without
+            log.warning("counterpart_failed", shape=shape, error=f"{type(error).__name__}: {error}")
+            continue
+        if len(rows.counts) > len(products[shape].counts):
+            products[shape] = rows
+            better |= zip(alike, others, strict=True)
+    return better
+
+
+def _swap(model: PreTrainedModel, layers: Mapping[torch.nn.Module, torch.nn.Module]) -> None:
+    """Put layers of a model in the place of others."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, Linear) and _shape(child) in wider:
-                setattr(module, name, others[_shape(child)][child])
-    return wider
+            if child in layers:
+                setattr(module, name, layers[child])
 
 
 def make_exact(engine: Tileable, contents: bytes | None = None, instead: Counterpart | None = None) -> bool:
@@ -167,16 +173,18 @@ def make_exact(engine: Tileable, contents: bytes | None = None, instead: Counter
             return True
         log.warning("kept_exactness_refused", why="the same text has other bits now")
         engine.tile(None)
-    products = _products(linears, str(engine.model.device), threads)
-    if instead is not None:
-        products |= _replace(engine.model, products, instead, threads)
+    device = str(engine.model.device)
+    products = find(linears, device, threads)
+    swapped = {} if instead is None else _counterparts(linears, products, instead, device)
     classes = ShapeRowCounts.made_up_of(products)
     if classes is None:
         return False
+    _swap(engine.model, swapped)
     engine.tile(classes)
     if rows_are_independent(engine):
         if kept is not None:
             kept.write(classes, bits_of_prompt(engine))
         return True
+    _swap(engine.model, {other: layer for layer, other in swapped.items()})
     engine.tile(None)
     return False

@@ -19,6 +19,7 @@ from specdec.engine.batch import Packer
 from specdec.engine.engine import GpuSampling, Placed, hidden_states
 from specdec.engine.gpu import engine as gpu_engine
 from specdec.engine.gpu.engine import GpuEngine
+from specdec.engine.gpu.linear import SplitKLinear, split_k
 from specdec.engine.model_directory import ModelDirectory
 from tests.models import VOCABULARY, make
 
@@ -160,3 +161,24 @@ def test_the_second_gpu_of_a_machine(tmp_path: Path) -> None:
     packer, texts = branched(subject.engine, [5, 6, 7], [8])
     want = subject.own_logits(texts[1])
     assert np.abs(subject.engine.forward(packer.pack())[1] - want).max() < 1e-4 * np.abs(want).max()
+
+
+def test_layers_whose_sums_are_cut_within_an_engine(tmp_path: Path) -> None:
+    """In place of all products of a model in bfloat16, in steps of several sizes, the longest a prompt of which few rows
+    are wanted; graphs, where there are any, against none bit by bit."""
+    graphed, eager = (
+        Subject("llama", tmp_path, dtype="bfloat16", exact=False, cuda_graphs=graphs) for graphs in (True, False)
+    )
+    for engine in (graphed.engine, eager.engine):
+        for module in list(engine.model.modules()):
+            for name, child in list(module.named_children()):
+                if (other := split_k(child)) is not None:
+                    setattr(module, name, other)
+        engine.tile(None)
+        assert sum(isinstance(each, SplitKLinear) for each in engine.model.modules()) >= 4
+    for length in (3, 250, 40, 3) if ON_GPU else (3,):
+        text = np.random.default_rng(length).integers(3, VOCABULARY, length).tolist()
+        got, want = (each.engine.forward(branched(each.engine, text, [7, 9])[0].pack()) for each in (graphed, eager))
+        assert np.array_equal(got, want)
+        own = graphed.own_logits(text)
+        assert np.abs(got[1] - own).max() < 0.1 * np.abs(own).max()

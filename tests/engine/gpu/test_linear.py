@@ -59,7 +59,7 @@ def test_parts_added_in_memory_and_at_once_are_the_same_sum(monkeypatch: pytest.
         torch.testing.assert_close(apart, whole)
 
 
-def test_shapes_are_kept_and_views_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_are_kept_and_views_are_read() -> None:
     own, x = layer(64, 32), rows_of(6, 128)
     with torch.inference_mode():
         got = own(x[:, :64].view(2, 3, 64))

@@ -44,7 +44,7 @@ def members(condition: Callable[[int], bool]) -> tuple[int, ...]:
 
 
 def found(*layers: Fickle, threads: Sequence[int] = (1,)) -> ShapeRowCounts:
-    classes = find(layers, "cpu", threads)
+    classes = ShapeRowCounts.made_up_of(find(layers, "cpu", threads))
     assert classes is not None
     return classes
 
@@ -101,15 +101,13 @@ class TestFind:
         """Of threes and nines neither can be made up."""
         large = Fickle(lambda rows: 0 if rows in (256, 512) else rows)
         small = Fickle(lambda rows: 0 if rows in (3, 9) else rows, outputs=5)
-        assert find([large, small], "cpu", [1]) is None
+        assert ShapeRowCounts.made_up_of(find([large, small], "cpu", [1])) is None
 
     def test_real_layers(self) -> None:
         """Whatever this machine's class is: at its members all rows have equal bits."""
         torch.manual_seed(0)
         layer = torch.nn.Linear(64, 96)
-        classes = find([layer], "cpu", [1])
-        assert classes is not None
-        (rows,) = classes.products.values()
+        (rows,) = find([layer], "cpu", [1]).values()
         x = torch.randn(600, 64)
         with torch.inference_mode():
             whole = layer(x[: rows.counts[-1]])
@@ -139,7 +137,7 @@ class TestFind:
         try:
             for inputs, outputs in ((1024, 384), (7936, 384), (384, 2048)):
                 layer = PackedLinear(torch.nn.Linear(inputs, outputs, False).to(dtype).requires_grad_(False))
-                classes = find([layer], "cpu", (2, 1))
+                classes = ShapeRowCounts.made_up_of(find([layer], "cpu", (2, 1)))
                 assert classes is not None
                 tiled = TiledLinear(layer, classes)
                 x = torch.randn(512, inputs).to(dtype)
@@ -275,9 +273,10 @@ class Replaced(TextEngine):
         super().__init__(10)
         self.model: Any = Layers(**layers)
         self.classes: ShapeRowCounts | None = None
+        self.run: list[torch.nn.Module] = []  # when it was tiled last
 
     def tile(self, classes: ShapeRowCounts | None) -> None:
-        self.classes = classes
+        self.classes, self.run = classes, list(self.model.children())
 
 
 class TestCounterparts:
@@ -286,7 +285,9 @@ class TestCounterparts:
     def test_of_a_layer_that_depends_on_the_number_of_rows(self) -> None:
         steady, fickle = Fickle(lambda rows: 0), Fickle(lambda rows: int(rows > 16), outputs=5)
         engine, other = Replaced(steady=steady, fickle=fickle), Fickle(lambda rows: 0, outputs=5)
-        assert make_exact(engine, instead=lambda layer: {fickle: other}[layer])  # the steady one is not asked for
+        assert make_exact(
+            engine, instead=lambda layer: {id(fickle): other}[id(layer)]
+        )  # the steady one is not asked for
         assert engine.model.steady is steady
         assert engine.model.fickle is other
         assert engine.classes is not None
@@ -307,3 +308,18 @@ class TestCounterparts:
         assert make_exact(engine, instead=lambda layer: Fickle(lambda rows: 0) if layer is one else None)
         assert engine.model.one is one
         assert engine.model.two is two
+
+    def test_that_cannot_be_run_is_not_taken(self) -> None:
+        fickle, broken = Fickle(lambda rows: int(rows > 16)), Fickle(lambda rows: 1 // 0)
+        engine = Replaced(fickle=fickle)
+        assert make_exact(engine, instead=lambda _: broken)
+        assert engine.model.fickle is fickle
+
+    def test_none_is_left_where_rows_depend_on_their_batch_all_the_same(self) -> None:
+        fickle = Fickle(lambda rows: int(rows > 16))
+        engine = Replaced(fickle=fickle)
+        engine.speak = lambda number: TextEngine.speak(engine, number) + len(engine.run) * next(moved)  # type: ignore[method-assign]
+        moved = (np.float32(1e-3 * n) for n in range(1 << 20))
+        assert not make_exact(engine, instead=lambda _: Fickle(lambda rows: 0))
+        assert engine.run == [fickle]
+        assert engine.classes is None
