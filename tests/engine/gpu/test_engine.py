@@ -164,8 +164,8 @@ def test_the_second_gpu_of_a_machine(tmp_path: Path) -> None:
 
 
 def test_layers_whose_sums_are_cut_within_an_engine(tmp_path: Path) -> None:
-    """In place of all products of a model in bfloat16, in steps of several sizes, the longest a prompt of which few rows
-    are wanted; graphs, where there are any, against none bit by bit."""
+    """In place of all products of a model in bfloat16, in steps of several sizes, the longest a prompt that wants few
+    of its rows; graphs, where there are any, against none bit by bit."""
     graphed, eager = (
         Subject("llama", tmp_path, dtype="bfloat16", exact=False, cuda_graphs=graphs) for graphs in (True, False)
     )
