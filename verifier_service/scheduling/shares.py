@@ -2,7 +2,8 @@
 
 Turns go by virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models", Algorithm 2): each
 tenant's counter grows with what it gets, divided by its weight, and the tenant with the smallest counter is next. Who
-comes back after a pause starts at the smallest counter of those who are there: time that was not used is not saved up.
+comes, or comes back after a pause, starts no lower than the smallest counter of those who are there or, if nobody is,
+than that of who left last: time that was not used is not saved up, and what a tenant had alone is not held against it.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ class Shares:
     def __init__(self) -> None:
         self._counters: OrderedDict[str, float] = OrderedDict()  # tokens over weight
         self._sessions: Counter[str] = Counter()
+        self._level = 0.0  # the counter of the tenant that left last
 
     def joined(self, entry: RunningSession) -> None:
         """Note that a session has come."""
         tenant = entry.tenant
         if not self._sessions[tenant]:
             there = [self._counters[each] for each in self._sessions if self._sessions[each]]
-            self._counters[tenant] = max(self._counters.get(tenant, 0.0), min(there, default=0.0))
+            self._counters[tenant] = max(self._counters.get(tenant, 0.0), min(there, default=self._level))
             self._counters.move_to_end(tenant)
         self._sessions[tenant] += 1
 
@@ -47,6 +49,7 @@ class Shares:
         if self._sessions[entry.tenant]:
             return
         del self._sessions[entry.tenant]
+        self._level = self._counters[entry.tenant]
         forgotten = len(self._counters) - len(self._sessions) - REMEMBERED
         if forgotten > 0:
             idle = (each for each in self._counters if each not in self._sessions)

@@ -71,6 +71,20 @@ def test_who_was_away_gets_its_share_and_no_more() -> None:
     check_over(loop, engine, early, *busy, *late)
 
 
+def test_what_a_tenant_had_while_nobody_wanted_any_is_not_held_against_it() -> None:
+    """Nor does it wait until a newcomer has had as much."""
+    engine = TextEngine(3)
+    loop = step_loop(engine)
+    alone = [client(loop, LONG, seed, 30, tenant="early") for seed in range(12)]
+    run(loop, *alone)
+    flood = [client(loop, LONG, 50 + seed, 30, tenant="flood") for seed in range(8)]
+    turns(loop, 1)
+    early = [client(loop, LONG, 80 + seed, 30, tenant="early") for seed in range(8)]
+    order = order_of(loop, [*flood, *early])
+    assert Counter(each.session.request.tenant for each in order[:8])["early"] in (3, 4, 5)
+    check_over(loop, engine, *alone, *flood, *early)
+
+
 def test_priority_orders_the_requests_of_a_tenant_alone() -> None:
     engine = TextEngine(3)
     loop = step_loop(engine)
