@@ -67,12 +67,12 @@ def of_way(multiply: Product, layer: torch.nn.Linear, rows: Sequence[int]) -> di
 
 
 @torch.inference_mode()
-def main(given: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="2048x2048,8192x2048,4096x4096,14336x4096")
     parser.add_argument("--rows", type=whole_numbers, default=[1, 8, 32, 128, 512])
     parser.add_argument("--out", type=Path, required=True, help="folder for the figures")
-    args = parser.parse_args(given)
+    args = parser.parse_args()
     found: dict[str, Any] = {}
     for shape in args.shapes.split(","):
         inputs, outputs = (int(number) for number in shape.split("x"))

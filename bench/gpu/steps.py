@@ -85,7 +85,7 @@ def torch_drafting(at: Place) -> list[Command]:
 def kernels(at: Place) -> list[Command]:
     shape, steps = ("tiny", "1x1x64") if at.small else ("llama-3.1-8b", "1x1x1024,8x8x1024,32x8x1024,8x64x1024")
     chosen = ["--shape", shape, "--device", at.device, "--steps", steps]
-    return [["-m", "bench.gpu.kernels", *chosen, "--out", str(at.folder)]]
+    return [["-m", "bench.engine.kernels", *chosen, "--out", str(at.folder)]]
 
 
 def engine(at: Place) -> list[Command]:

@@ -1,4 +1,4 @@
-"""Where the time of a step on a GPU goes: `python -m bench.gpu.kernels --shape llama-3.1-8b --steps 32x8x1024`.
+"""Where the time of a step on a GPU goes: `python -m bench.engine.kernels --shape llama-3.1-8b --steps 32x8x1024`.
 
 A step is written as sessions x new tokens x context. For each: the time that the host takes to pack it, the time until
 the GPU has finished it, and the kernels that take longest, by torch's profiler. Weights are random.
@@ -7,10 +7,10 @@ the GPU has finished it, and the kernels that take longest, by torch's profiler.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.engine.shapes import SHAPES, write
-from bench.gpu.results import keep
+from bench.report import folder
 from specdec.engine.engine import step_of
 from specdec.engine.gpu.engine import GpuEngine
 from specdec.engine.gpu.layout import SplitKvBatch
@@ -89,19 +89,19 @@ def measured(engine: GpuEngine, what: Size, times: int) -> dict[str, Any]:
     }
 
 
-def main(given: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.2-1b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", default="1x1x1024,1x16x8192,32x1x1024,32x8x1024,32x64x1024")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the figures")
-    args = parser.parse_args(given)
+    parser.add_argument("--out", type=folder, required=True, help="folder for the figures")
+    args = parser.parse_args()
     steps = [size(text) for text in args.steps.split(",")]
     on_gpu = args.device != "cpu"
     slots = 1 + max(sessions * (tokens + context) for sessions, tokens, context in steps)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as scratch:
         engine = GpuEngine(
-            RandomWeights(write(SHAPES[args.shape], Path(folder) / args.shape)),
+            RandomWeights(write(SHAPES[args.shape], Path(scratch) / args.shape)),
             capacity=max(4096, slots) if on_gpu else 1024,
             dtype="bfloat16" if on_gpu else "float32",
             device=args.device,
@@ -109,8 +109,10 @@ def main(given: Sequence[str] | None = None) -> None:
         )
     found: dict[str, Any] = {"shape": args.shape, "numerics": engine.numerics}
     for what in steps:
-        found["x".join(map(str, what))] = measured(engine, what, TIMED if on_gpu else 1)
-        keep(args.out, found)
+        name = "x".join(map(str, what))
+        found[name] = measured(engine, what, TIMED if on_gpu else 1)
+        print(f"{name}: {found[name]}", flush=True)
+        (args.out / "figures.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
