@@ -1,4 +1,4 @@
-"""Where the time of a step on a GPU goes: `python -m bench.engine.kernels --shape llama-3.1-8b --steps 32x8x1024`.
+"""Measures where the time of a step on a GPU goes: `python -m bench.engine.kernels --steps 32x8x1024`.
 
 A step is written as sessions x new tokens x context. For each: the time that the host takes to pack it, the time until
 the GPU has finished it, and the kernels that take longest, by torch's profiler. Weights are random.
@@ -14,15 +14,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.engine.shapes import SHAPES, write
+from bench.engine.shapes import SHAPES, Combination, write
+from bench.engine.systems import packed
 from bench.report import folder
 from specdec.engine.engine import step_of
 from specdec.engine.gpu.engine import GpuEngine
-from specdec.engine.gpu.layout import SplitKvBatch
 from specdec.engine.hf.random_weights import RandomWeights
 from verifier_service.costs.step_latency import GREEDY
 
@@ -32,32 +31,16 @@ TIMED, PROFILED = 15, 3
 KERNELS = 12
 """Kernels that are told, of those that take longest."""
 
-Size = tuple[int, int, int]
-"""Sessions, new tokens of each, and tokens of each that are in the cache already."""
 
-
-def size(text: str) -> Size:
+def step_size(text: str) -> Combination:
     sessions, tokens, context = (int(number) for number in text.split("x"))
-    return sessions, tokens, context
+    return Combination(tokens=tokens, context=context, sessions=sessions)
 
 
-def packed(engine: GpuEngine, what: Size) -> SplitKvBatch:
-    sessions, tokens, context = what
-    packer = engine.packer()
-    for session in range(sessions):
-        first = 1 + session * (context + tokens)
-        slots = np.arange(first, first + context + tokens)
-        rows = packer.add_rows([1 + session] * tokens, context, slots[context:])
-        packer.add_path(slots, rows)
-        for row in rows:
-            packer.want(row)
-    return packer.pack()
-
-
-def measured(engine: GpuEngine, what: Size, times: int) -> dict[str, Any]:
+def measured(engine: GpuEngine, what: Combination, times: int) -> dict[str, Any]:
     """Return milliseconds of packing and of the rest, of the GPU's kernels together, and of those that take longest."""
     step = step_of(engine)
-    queries = dict.fromkeys(range(what[0] * what[1]), GREEDY)
+    queries = dict.fromkeys(range(what.rows), GREEDY)
 
     def run() -> tuple[float, float]:
         begin = time.perf_counter()
@@ -96,9 +79,10 @@ def main() -> None:
     parser.add_argument("--steps", default="1x1x1024,1x16x8192,32x1x1024,32x8x1024,32x64x1024")
     parser.add_argument("--out", type=folder, required=True, help="folder for the figures")
     args = parser.parse_args()
-    steps = [size(text) for text in args.steps.split(",")]
+    names = args.steps.split(",")
+    steps = [step_size(name) for name in names]
     on_gpu = args.device != "cpu"
-    slots = 1 + max(sessions * (tokens + context) for sessions, tokens, context in steps)
+    slots = 1 + max(what.slots for what in steps)  # the first one is padding
     with tempfile.TemporaryDirectory() as scratch:
         engine = GpuEngine(
             RandomWeights(write(SHAPES[args.shape], Path(scratch) / args.shape)),
@@ -108,8 +92,7 @@ def main() -> None:
             exact=on_gpu,
         )
     found: dict[str, Any] = {"shape": args.shape, "numerics": engine.numerics}
-    for what in steps:
-        name = "x".join(map(str, what))
+    for name, what in zip(names, steps, strict=True):
         found[name] = measured(engine, what, TIMED if on_gpu else 1)
         print(f"{name}: {found[name]}", flush=True)
         (args.out / "figures.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

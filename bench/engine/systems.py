@@ -14,6 +14,7 @@ import numpy as np
 
 from bench.engine.device import Device
 from bench.engine.shapes import Combination
+from specdec.engine.batch import PackedBatch
 from specdec.engine.engine import Engine, step_of
 from verifier_service.costs.step_latency import GREEDY
 
@@ -28,8 +29,21 @@ class SteppedSystem(Protocol):
         """Take one step; return seconds until control was back, and until the device was done."""
 
 
+def packed(engine: Engine, what: Combination) -> PackedBatch:
+    """Return a step of `what`. Texts lie side by side in the engine's KV cache, from slot 1 on."""
+    packer = engine.packer()
+    for session in range(what.sessions):
+        first = 1 + session * (what.context + what.tokens)
+        slots = np.arange(first, first + what.context + what.tokens)
+        rows = packer.add_rows([1 + session] * what.tokens, what.context, slots[what.context :])
+        packer.add_path(slots, rows)
+        for row in rows:
+            packer.want(row)
+    return packer.pack()
+
+
 class SpecdecEngine:
-    """An engine of specdec, as `load_engine` returned it. Texts lie side by side in its KV cache, from slot 1 on."""
+    """An engine of specdec, as `load_engine` returned it."""
 
     name = "specdec"
     repeated = True
@@ -44,15 +58,8 @@ class SpecdecEngine:
         on its device."""
 
         def run() -> None:
-            packer = self._engine.packer()
-            for session in range(what.sessions):
-                first = 1 + session * (what.context + what.tokens)
-                slots = np.arange(first, first + what.context + what.tokens)
-                rows = packer.add_rows([1 + session] * what.tokens, what.context, slots[what.context :])
-                packer.add_path(slots, rows)
-                for row in rows:
-                    packer.want(row)
-            self._forward(packer.pack(), lambda: dict.fromkeys(range(what.sessions * what.tokens), GREEDY))
+            batch = packed(self._engine, what)
+            self._forward(batch, lambda: dict.fromkeys(range(what.rows), GREEDY))
 
         return self._device.timed(run)
 

@@ -118,6 +118,7 @@ class GpuEngine:
     def forward_hidden(self, batch: PackedBatch) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         with self._computing():
             logits, hidden = self._execute(batch, hidden=True)
+            assert hidden is not None
             return np.asarray(logits.cpu().numpy()), np.asarray(hidden.float().cpu().numpy())
 
     def step(self, batch: PackedBatch, asked: Mapping[int, SamplingQuery]) -> GpuLogits:
@@ -150,7 +151,7 @@ class GpuEngine:
         with torch.inference_mode(), torch.accelerator.device_index(self._device.index):
             yield
 
-    def _execute(self, batch: PackedBatch, *, hidden: bool = False) -> tuple[Tensor, Tensor]:
+    def _execute(self, batch: PackedBatch, *, hidden: bool = False) -> tuple[Tensor, Tensor | None]:
         """Run a forward pass; return logits [n, vocabulary] of the wanted rows and, if asked for, their hidden states
         [n, hidden_size], on the GPU."""
         assert isinstance(batch, SplitKvBatch)  # from our own packer
@@ -161,7 +162,7 @@ class GpuEngine:
             tensors = SplitKvTensors.of(batch, self._device)
             if hidden:
                 return with_hidden_states(self.model, lambda: self._logits(tensors))
-            return self._logits(tensors), tensors.wanted.new_empty(0)
+            return self._logits(tensors), None
         wanted, rows = len(batch.wanted), len(batch.tokens)
         if self._graphs is not None and wanted <= rows <= MOST_ROWS:
             room = np.concatenate([batch.wanted, np.zeros(rows - wanted, dtype=np.int64)])

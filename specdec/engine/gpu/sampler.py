@@ -64,7 +64,7 @@ class GpuLogits:
             self._known.update(zip(whole, zip(tokens, sound, strict=True), strict=True))
 
     def _of(self, rows: Sequence[int]) -> Tensor:
-        if list(rows) == list(range(len(rows))):
+        if list(rows) == list(range(len(rows))):  # all of a kind, as in most steps: nothing need be copied
             return self._logits[: len(rows)]
         return self._logits.index_select(0, upload(np.asarray(rows), self._logits.device))
 
