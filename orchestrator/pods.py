@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 
 import grpc
@@ -14,6 +14,7 @@ from orchestrator.admission import Admission
 from orchestrator.pod_capacity import PodCapacity
 from specdec.serving.pods.breaker import Breaker
 from specdec.serving.pods.connections import connect
+from specdec.serving.pods.replicas import Replicas
 
 log = structlog.get_logger()
 
@@ -40,6 +41,10 @@ class Pod:
         return self.address
 
     @property
+    def in_use(self) -> bool:
+        return bool(self.load.ours)
+
+    @property
     def unfit(self) -> str:
         """The reason why it can serve no request here; empty if it can."""
         return self._unfit if self._clock() < self._unfit_until else ""
@@ -52,7 +57,7 @@ class Pod:
         self._unfit, self._unfit_until = why, self._clock() + UNFIT_SECONDS
 
 
-class Pods:
+class Pods(Replicas[Pod]):
     """The replicas of a role. Their addresses may change while sessions run."""
 
     def __init__(
@@ -62,28 +67,8 @@ class Pods:
         connect: Callable[[str], grpc.aio.Channel] = connect,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._connect = connect
-        self._clock = clock
-        self._pods: dict[str, Pod] = {}
-        self._leaving: list[Pod] = []  # their addresses are gone; their last sessions may still run
+        super().__init__(lambda address: Pod(address, connect(address), clock), addresses)
         self._turns = itertools.count(1)
-        self.become(addresses)
-
-    def __iter__(self) -> Iterator[Pod]:
-        return iter(self._pods.values())
-
-    def __len__(self) -> int:
-        return len(self._pods)
-
-    def become(self, addresses: Iterable[str]) -> None:
-        """Have pods at these addresses, and no others. A pod that stays keeps what is known of it."""
-        wanted = dict.fromkeys(addresses)
-        gone = [address for address in self._pods if address not in wanted]
-        new = [address for address in wanted if address not in self._pods]
-        self._leaving += [self._pods.pop(address) for address in gone]
-        self._pods |= {address: Pod(address, self._connect(address), self._clock) for address in new}
-        if gone:
-            log.info("pods_gone", addresses=gone)
 
     def choose(
         self,
@@ -112,15 +97,3 @@ class Pods:
     def willing(self) -> list[Pod]:
         """Pods that may be asked."""
         return [pod for pod in self if not pod.unfit and pod.breaker.state != "open"]
-
-    async def close_idle(self) -> None:
-        """Close the channels of pods that are gone, once nobody uses them."""
-        idle = [pod for pod in self._leaving if not pod.load.ours]
-        self._leaving = [pod for pod in self._leaving if pod.load.ours]
-        for pod in idle:
-            await pod.channel.close()
-
-    async def close(self) -> None:
-        """Close all channels; called after the last session."""
-        for pod in (*self, *self._leaving):
-            await pod.channel.close()

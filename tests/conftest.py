@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -25,6 +26,13 @@ settings.register_profile(
 )
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("specdec")
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what is loaded from garbage collection, as services do at their start. Many tests have services in their
+    own process; to scan all tests and their modules would stop these for half a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -71,6 +71,7 @@ class PlainLoop(EngineWorker[Session]):
             times = StepTimes(verified.forward_seconds, now - start, 0.0, entry.queued)
             entry.responses.send(entry.message(result, times))
             if result.finish:
+                self._queue.lengths.add(entry.session.generated)
                 self.detach(entry.session)
         self.stats.observe(rows, now - start, [result for _, result in results])
         return 0.0

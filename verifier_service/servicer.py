@@ -62,7 +62,7 @@ class Limits:
     max_candidates: int = 64  # in one step of a session
     max_sessions: int = 512
     max_sessions_per_client: int | None = None  # None: no limit of its own
-    max_waiting: int = 128  # sessions that are open but have no memory yet
+    max_waiting: int = 128  # sessions that are open but have had no memory yet
 
 
 class VerifierServicer(
@@ -123,7 +123,7 @@ class VerifierServicer(
                 retry_after=self._backend.stats.expected_wait(waiting),
             )
         tenant = request.open.tenant
-        share, own = QUEUE_SHARE * (limit - waiting), self._backend.stats.waiting_of[tenant]
+        share, own = QUEUE_SHARE * (limit - waiting), self._backend.stats.new_of[tenant]
         if own >= max(1, share) and request.open.attempt <= 1:
             problem = f"{own} of its sessions wait for memory, {share} may while {waiting} do in all"
             raise TenantLimitError(tenant, problem, self._backend.stats.expected_wait(waiting))
@@ -139,12 +139,14 @@ class VerifierServicer(
         return model_pb2.PodCapacity(sessions=self._sessions, room=room, wait_us=int(1e6 * wait))
 
     def _waiting(self, tokens: float) -> int:
-        """Return the number of sessions that wait for memory; if it is negative, so many more would get memory at once.
+        """Return the number of sessions in the waiting room, which wait for their first memory; if it is negative, so
+        many more would get memory at once.
 
-        Sessions on their way to the loop count as well, with texts of `tokens` tokens each."""
-        waiting = self._backend.stats.waiting - self._backend.stats.throttled
-        fitting = 0 if waiting else self._backend.fitting(tokens)
-        return waiting + self.arriving - fitting
+        Sessions on their way to the loop count as well, with texts of `tokens` tokens each. Preempted ones do not:
+        while a flood's texts are preempted again and again, others would be refused because of them."""
+        load = self._backend.stats
+        fitting = 0 if load.waiting > load.throttled else self._backend.fitting(tokens)
+        return load.waiting - load.preempted + self.arriving - fitting
 
     async def FindPrefix(
         self,

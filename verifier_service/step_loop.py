@@ -81,7 +81,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         blocks = max(2, (engine.capacity - MOST_CANDIDATES) // BLOCK)
         self.pool = BlockPool(blocks)
         tree_slots = list(range(blocks * BLOCK, engine.capacity))[:MOST_CANDIDATES]
-        self._queue = RunQueue(engine, self.pool, self.stats, max_unread_tokens, self._on_preempt, tuning.spare_share)
+        self._queue = RunQueue(engine, self.pool, self.stats, max_unread_tokens, self._on_preempt)
         slots = blocks * BLOCK
         beside = [] if draft_model is None else [draft_model.engine]
         with phase("step_times"):
@@ -238,8 +238,9 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         """End a session whose text is complete."""
         self._speculation.finished(entry.session)
         session = entry.session
-        tokens = session.tree.base - len(session.request.prompt) - len(session.request.generated)
-        self.stats.finished(tokens, time.monotonic() - entry.admitted_at, self._tuning.lifetime_smoothing)
+        tokens, seconds = session.generated - len(session.request.generated), time.monotonic() - entry.admitted_at
+        self.stats.finished(tokens, seconds, self._tuning.lifetime_smoothing)
+        self._queue.lengths.add(session.generated)
         self.detach(entry.session)
 
     # --- sessions that leave, and failures ----------------------------------------------------------

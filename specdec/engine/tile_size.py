@@ -15,12 +15,13 @@ ENOUGH = 0.3
 """Seconds of measurement after which the last of the repeats is left out."""
 
 CHEAPER = 0.93
-"""Fraction of the time for a row in larger tiles that smaller ones must stay below: a smaller gain may be chance."""
+"""Fraction of one time for a row that another must stay below to count as less: a smaller gain may be chance."""
 
 
-def cheapest(seconds: Callable[[int], float], most: int, long: float = math.inf) -> int:
-    """Return the number of rows, up to `most`, at which a row takes the least time; seconds(rows) measures a tile.
-    Once a tile takes more than `long` seconds, larger ones are not tried any more."""
+def cheapest(seconds: Callable[[int], float], most: int, long: float = math.inf, *, few: bool = False) -> int:
+    """Return the number of rows, up to `most`, at which a row takes the least time; seconds(rows) measures a tile. Of
+    those that are as good, it is the largest, with `few` the smallest. Once a tile takes more than `long` seconds,
+    larger ones are not tried any more."""
     sizes = [*(n for n in SIZES if n < most), most]
     least = dict.fromkeys(sizes, math.inf)
     total = 0.0
@@ -35,8 +36,11 @@ def cheapest(seconds: Callable[[int], float], most: int, long: float = math.inf)
             if least[rows] > long:
                 sizes = [n for n in sizes if n <= rows]
                 break
+    row_seconds = {rows: least[rows] / rows for rows in sizes}
+    if few:
+        return next(rows for rows in sizes if CHEAPER * row_seconds[rows] <= min(row_seconds.values()))
     best = sizes.pop()
     for rows in reversed(sizes):
-        if least[rows] / rows < CHEAPER * least[best] / best:
+        if row_seconds[rows] < CHEAPER * row_seconds[best]:
             best = rows
     return best

@@ -8,7 +8,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from specdec.serving.messages import paths_from, sampling_message
 from specdec.serving.pods.breaker import Breaker
 from specdec.serving.pods.connections import SecureConnections, connect
 from specdec.serving.pods.discovery import Discovery
+from specdec.serving.pods.replicas import Replicas
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
 from specdec.vllm.settings import Settings
 from specdec.vllm.texts import Text
@@ -75,30 +76,18 @@ class Pod:
     left_alone_until: float = 0.0
     refused: str = ""  # why, as logged
 
+    @property
+    def in_use(self) -> bool:
+        return bool(self.sessions)
 
-class Pods:
+
+class Pods(Replicas[Pod]):
     """The draft services. Only the event loop touches them."""
 
     def __init__(self, tls: TlsFiles | None) -> None:
         self.names: dict[str, str] = {}  # of those that are found in DNS, for which their certificates are
-        self._connect = connect if tls is None else SecureConnections(tls, None, self.names)
-        self._pods: dict[str, Pod] = {}
-        self._leaving: list[Pod] = []
-
-    def __iter__(self) -> Iterator[Pod]:
-        return iter(self._pods.values())
-
-    def become(self, addresses: Iterable[str]) -> None:
-        wanted = dict.fromkeys(addresses)
-        self._leaving += [self._pods.pop(address) for address in list(self._pods) if address not in wanted]
-        new = [address for address in wanted if address not in self._pods]
-        self._pods |= {address: Pod(address, self._connect(address), Breaker(address)) for address in new}
-
-    async def close_idle(self) -> None:
-        idle = [pod for pod in self._leaving if not pod.sessions]
-        self._leaving = [pod for pod in self._leaving if pod.sessions]
-        for pod in idle:
-            await pod.channel.close()
+        channel = connect if tls is None else SecureConnections(tls, None, self.names)
+        super().__init__(lambda address: Pod(address, channel(address), Breaker(address)))
 
     def choose(self) -> Pod | None:
         """Return the pod with the fewest sessions of those that are worth asking."""

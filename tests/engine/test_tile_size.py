@@ -25,6 +25,20 @@ def test_as_many_rows_as_make_a_row_the_cheapest(seconds: dict[int, float], most
     assert cheapest(seconds.__getitem__, most, LONG) == rows
 
 
+@pytest.mark.parametrize(
+    ("seconds", "rows"),
+    [
+        ({128: 0.01, 256: 0.02, 512: 0.04}, 128),
+        ({128: 0.0107, 256: 0.02, 512: 0.04}, 128),  # by so little that it may be chance
+        ({128: 0.011, 256: 0.02, 512: 0.04}, 256),
+        ({128: 0.02, 256: 0.03, 512: 0.05}, 512),
+        ({128: 0.15, 256: 1.01 * LONG}, 256),
+    ],
+)
+def test_or_as_few_as_are_as_cheap(seconds: dict[int, float], rows: int) -> None:
+    assert cheapest(seconds.__getitem__, 512, LONG, few=True) == rows
+
+
 def test_a_slow_spell_falls_on_all_alike() -> None:
     """Of three rounds two are slow."""
     taken = iter([0.09, 0.09, 0.09, 0.01, 0.018, 0.035, 0.09, 0.09, 0.09])

@@ -138,7 +138,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     ),
     "preemption": Scenario(
         tuple(
-            Request(arrives=i, prompt=60, tokens=80, sampling=WARM, reads=7, **(DRAFTED if i % 2 else GUESSED))
+            Request(arrives=i, prompt=60, tokens=100, sampling=WARM, reads=7, **(DRAFTED if i % 2 else GUESSED))
             for i in range(6)
         ),
         blocks=6,

@@ -1,4 +1,5 @@
-"""Pods of the last version and of this one work together, in every combination and while one replaces the other."""
+"""Pods from the wheels of the last version and of this one work together: in every combination, and while one replaces
+the other."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import zipfile
 from contextlib import ExitStack
 from itertools import count, product
 from pathlib import Path
@@ -34,18 +36,38 @@ def git(*words: str) -> bytes:
     return subprocess.run(["git", *words], cwd=FOLDER, capture_output=True, check=True).stdout
 
 
+def wheel(commit: str, folder: Path) -> Path:
+    """Make the wheel of a commit, and return the folder with all that is in it."""
+    sources, made, installed = (folder / name for name in ("sources", "made", "installed"))
+    with tarfile.open(fileobj=io.BytesIO(git("archive", commit))) as files:
+        files.extractall(sources, filter="data")
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(made), str(sources)]
+    subprocess.run(build, check=True)
+    (file,) = made.glob("*.whl")
+    with zipfile.ZipFile(file) as files:
+        files.extractall(installed)
+    return installed
+
+
 @pytest.fixture(scope="module")
 def last(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sources of the last version."""
+    """What is in the wheel of the last version."""
     try:
         tags = git("tag", "--list", "v*", "--sort=-version:refname").decode().split()
-        archive = git("archive", tags[0] if tags else UNRELEASED)
+        commit = git("rev-parse", "--verify", f"{tags[0] if tags else UNRELEASED}^{{commit}}").decode().strip()
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("the last version is not in this checkout's history")
-    folder = tmp_path_factory.mktemp("last")
-    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-        files.extractall(folder, filter="data")
-    return folder
+    return wheel(commit, tmp_path_factory.mktemp("last"))
+
+
+@pytest.fixture(scope="module")
+def this(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is in the wheel of this version, with changes of tracked files that are not committed yet."""
+    try:
+        commit = git("stash", "create").decode().strip() or "HEAD"
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this is no checkout")
+    return wheel(commit, tmp_path_factory.mktemp("this"))
 
 
 class Pod:
@@ -57,13 +79,14 @@ class Pod:
         self._command = ("-m", MODULES[role], *options, "--port", port, "--stop-with-stdin", "--log-level", "warning")
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, sources: Path) -> None:
+    def start(self, installed: Path) -> None:
+        """Start the version whose wheel's content is in this folder."""
+        services = installed / "specdec" / "roles"
         # What `-m` runs is looked for in the working directory first.
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self._process = subprocess.Popen(
             [sys.executable, *self._command],
-            cwd=sources,
-            env=environment | {"PYTHONPATH": str(sources)},
+            cwd=services,
+            env=os.environ | {"PYTHONPATH": f"{services}{os.pathsep}{installed}"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -75,14 +98,14 @@ class Pod:
         line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), START_SECONDS)
         assert line == f"ready {self.address}\n".encode()
 
-    async def replace(self, sources: Path) -> None:
+    async def replace(self, installed: Path) -> None:
         """Drain it, and start another version in its place."""
         process = self._process
         assert process is not None
         process.terminate()
         assert await asyncio.to_thread(process.wait, START_SECONDS) == 0
         self.end()
-        self.start(sources)
+        self.start(installed)
         await self.until_ready()
 
     def end(self) -> None:
@@ -97,9 +120,9 @@ class Pod:
 
 async def started(exits: ExitStack, *pods: tuple[Pod, Path]) -> None:
     """Start pods together; they end with `exits`."""
-    for pod, sources in pods:
+    for pod, installed in pods:
         exits.callback(pod.end)
-        pod.start(sources)
+        pod.start(installed)
     await asyncio.gather(*(pod.until_ready() for pod, _ in pods))
 
 
@@ -133,17 +156,17 @@ async def tokens(
     return completion.tokens, completion.finish.speculation.accepted
 
 
-async def test_every_combination_gives_the_same_tokens(directories: Directories, last: Path) -> None:
+async def test_every_combination_gives_the_same_tokens(directories: Directories, last: Path, this: Path) -> None:
     with ExitStack() as exits:
-        versions = (last, FOLDER)
+        versions = (last, this)
         verifiers = [Pod("verifier", *target_options(directories)) for _ in versions]
         drafts = [Pod("draft", *draft_options(directories)) for _ in versions]
         both = [*zip(verifiers, versions, strict=True), *zip(drafts, versions, strict=True)]
         await started(exits, *both)
         pairs = list(product(verifiers, drafts, versions))
         fronts = [
-            (Pod("orchestrator", *front_options(directories, [verifier], [draft])), sources)
-            for verifier, draft, sources in pairs
+            (Pod("orchestrator", *front_options(directories, [verifier], [draft])), installed)
+            for verifier, draft, installed in pairs
         ]
         await started(exits, *fronts)
         wanted = None
@@ -156,7 +179,7 @@ async def test_every_combination_gives_the_same_tokens(directories: Directories,
                     assert text == wanted
 
 
-async def test_a_rolling_upgrade_fails_no_request(directories: Directories, last: Path) -> None:
+async def test_a_rolling_upgrade_fails_no_request(directories: Directories, last: Path, this: Path) -> None:
     """Two replicas of each role are replaced one after the other, under load, by this version."""
     with ExitStack() as exits:
         verifiers = [Pod("verifier", *target_options(directories)) for _ in range(2)]
@@ -178,7 +201,7 @@ async def test_a_rolling_upgrade_fails_no_request(directories: Directories, last
                 for _ in range(4):
                     group.create_task(ask_on())
                 for pod in (*fronts, *verifiers, *drafts):  # so that orchestrators ask for what verifiers do not know
-                    await pod.replace(FOLDER)
+                    await pod.replace(this)
                 over = True
             assert len(found) > 20
             for seed in range(0, len(found), max(1, len(found) // 20)):

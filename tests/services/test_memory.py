@@ -21,6 +21,7 @@ from specdec.v2 import generation_pb2, model_pb2, verifier_pb2, verifier_pb2_grp
 from tests.services.conftest import Directories
 from tests.services.test_equality import slow_target
 from tests.stack import ALWAYS, Stack, stack, until
+from tests.verifier_service.step_loop.helpers import expect_no_growth
 from verifier_service.servicer import Limits as VerifierLimits
 
 PROMPT = [50 + i % 60 for i in range(2 * BLOCK + 20)]
@@ -193,6 +194,7 @@ async def test_a_completion_says_how_often_it_lost_its_memory(directories: Direc
     texts = prompts(3, BLOCK - 4)
     async with gated(directories, capacity=256 + 4 * BLOCK) as (services, gate):
         loop = services.verifier_loop
+        expect_no_growth(loop)
         with gate.closed():
             tasks = [begin(services, texts[0], 40)]
             await until(lambda: loop.stats.running == 1, NEVER_AT_ONCE)

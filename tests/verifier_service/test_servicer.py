@@ -100,7 +100,7 @@ def test_a_tenant_leaves_places_in_the_waiting_room_to_others() -> None:
             service.admit(request, None)
         except OverloadedError:
             return False
-        load.waiting_of[tenant] += 1
+        load.new_of[tenant] += 1
         load.waiting += 1
         return True
 
@@ -112,6 +112,19 @@ def test_a_tenant_leaves_places_in_the_waiting_room_to_others() -> None:
     assert refused.value.retry_after > 0
     again = verifier_pb2.VerifyOpen(prompt_tokens=[2], tenant="flood", attempt=2)
     service.admit(verifier_pb2.VerifyRequest(open=again), None)  # a text that has begun goes on
+
+
+def test_preempted_texts_take_no_place_in_the_waiting_room() -> None:
+    """However many a flood has: another tenant is not refused for them."""
+    service = servicer()
+    load = service._backend.stats
+    load.waiting, load.preempted, load.new_of["flood"] = 114 + 200, 200, 114
+    request = verifier_pb2.VerifyRequest(open=verifier_pb2.VerifyOpen(prompt_tokens=[2], tenant="other"))
+    service.admit(request, None)
+    assert service.capacity().room == 128 - 114
+    load.preempted = 0
+    with pytest.raises(OverloadedError, match="314 sessions wait for memory, the limit is 128"):
+        service.admit(request, None)
 
 
 def test_a_text_that_cannot_be_finished_in_time_is_refused_at_once() -> None:

@@ -27,7 +27,8 @@ class VerifierStats:
 
     running: int = 0
     waiting: int = 0
-    waiting_of: Counter[str] = field(default_factory=Counter)  # waiting sessions by tenant; replaced as a whole
+    preempted: int = 0  # waiting sessions that have had memory before
+    new_of: Counter[str] = field(default_factory=Counter)  # the other waiting sessions by tenant; replaced as a whole
     throttled: int = 0  # waiting sessions that are far ahead of their readers
     steps: int = 0
     rows: int = 0

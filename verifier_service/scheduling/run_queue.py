@@ -22,10 +22,10 @@ from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.kv.slots import PADDING_SLOT, PoolFullError, Slots
 from specdec.serving.errors import TooLateError
 from verifier_service.backend.stats import VerifierStats
-from verifier_service.scheduling.shares import Shares, youngest_beyond, youngest_of_largest
+from verifier_service.scheduling.memory_forecast import TextLengths, expected_growth
+from verifier_service.scheduling.shares import Shares, tenants_beyond, youngest_beyond, youngest_of_largest
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import Session
-from verifier_service.settings.tuning import DEFAULTS
 
 log = structlog.get_logger()
 
@@ -41,17 +41,16 @@ class RunQueue:
         stats: VerifierStats,
         max_unread_tokens: int,
         on_preempt: Callable[[RunningSession], None],
-        spare_share: int = DEFAULTS.spare_share,
     ) -> None:
         self.pool = pool
         self.running: list[RunningSession] = []  # sessions that have memory, in order of arrival
         self._waiting: list[RunningSession] = []  # sessions that wait for memory
         self.shares = Shares()
+        self.lengths = TextLengths()
         self._engine = engine
         self._stats = stats
         self._max_unread_tokens = max_unread_tokens
         self._on_preempt = on_preempt
-        self._spare_share = spare_share
         self._arrivals = itertools.count()
 
     @property
@@ -79,7 +78,7 @@ class RunQueue:
         self._count()
 
     def admit(self) -> None:
-        """Give memory to waiting sessions, in turn, until there is too little for the next one.
+        """Give memory to waiting sessions, in turn, until there is too little for the next one, now or by forecast.
 
         Throttled sessions are passed over while they wait, and preempted for others while they run; so are running
         sessions of a tenant that has more than its share. A text that would not be finished before its deadline is
@@ -139,7 +138,7 @@ class RunQueue:
     def _admit(self, entry: RunningSession) -> bool:
         session = entry.session
         try:
-            source, target = session.allocate(self.pool, min(len(self.running), self.pool.usable // self._spare_share))
+            source, target = session.allocate(self.pool, self._spare(entry))
         except PoolFullError:
             return False
         self._waiting.remove(entry)
@@ -157,6 +156,13 @@ class RunQueue:
         entry.computing_prompt = True
         self._count()
         return True
+
+    def _spare(self, entry: RunningSession) -> int:
+        """Return the blocks that must stay available when a session is admitted, for it and the others to grow. Tenants
+        that have too much beside its own do not count: if memory runs out, it is theirs that is taken."""
+        beyond = tenants_beyond(self.running, entry, entry.session.tree.base)
+        texts = [each.session for each in self.running if each.tenant not in beyond]
+        return expected_growth([*texts, entry.session], self.lengths)
 
     def _preempt(self, entry: RunningSession) -> None:
         """Take a session's memory; its text is computed anew when there is room, before new sessions are admitted."""
@@ -182,4 +188,5 @@ class RunQueue:
     def _count(self) -> None:
         self._stats.running, self._stats.waiting = len(self.running), len(self._waiting)
         self._stats.throttled = sum(self.throttled(entry) for entry in self._waiting)
-        self._stats.waiting_of = Counter(entry.tenant for entry in self._waiting)
+        new = [entry.tenant for entry in self._waiting if not entry.preemptions]
+        self._stats.preempted, self._stats.new_of = len(self._waiting) - len(new), Counter(new)

@@ -86,6 +86,11 @@ class Session:
         return self.tree.base - 1 - self.computed
 
     @property
+    def generated(self) -> int:
+        """The number of generated tokens, those before a resumption included."""
+        return self.tree.base - len(self.request.prompt)
+
+    @property
     def needs_draft(self) -> bool:
         """True if no token can be chosen without the draft's distribution at its place."""
         return self.request.sampler.rule is Rule.CONTRASTIVE

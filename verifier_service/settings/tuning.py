@@ -221,10 +221,6 @@ class Tuning:
     price_smoothing: float = 0.2
     """Weight of the latest step in the moving average of the break-even probability."""
 
-    spare_share: int = 16
-    """Divisor of the number of KV blocks: a session is admitted only if 1/16 of all blocks stays available, or one
-    block for each running session if that is less."""
-
     lifetime_smoothing: float = 0.1
     """Weight of the session that has ended last in the moving average of lifetimes, from which waits are estimated."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.speculation import Drafter
@@ -16,6 +17,7 @@ from tests.verifier_service.fakes import (
     Client,
     TextEngine,
 )
+from verifier_service.scheduling.memory_forecast import TextLengths
 from verifier_service.step_loop import StepLoop
 
 REMOTE = frozenset({Drafter.REMOTE})
@@ -36,6 +38,18 @@ def text(length: int, seed: int) -> list[int]:
 
 def client(loop: StepLoop, length: int = 5, seed: int = 0, max_tokens: int = 20, **fields: Any) -> Client:
     return Client(loop, text(length, seed), max_tokens, **{"sampling": NO_BAD} | fields)
+
+
+class NoGrowth(TextLengths):
+    """Expects every text to end at once."""
+
+    def expected(self, generated: NDArray[np.int64]) -> NDArray[np.int64]:
+        return generated
+
+
+def expect_no_growth(loop: StepLoop) -> None:
+    """Let the loop admit sessions that do not fit as they grow."""
+    loop._queue.lengths = NoGrowth()
 
 
 def turns(loop: StepLoop, count: int) -> None:

@@ -14,7 +14,15 @@ from tests.verifier_service.fakes import (
     run,
     step_loop,
 )
-from tests.verifier_service.step_loop.helpers import NO_BAD, SAMPLINGS, check_over, client, text, turns
+from tests.verifier_service.step_loop.helpers import (
+    NO_BAD,
+    SAMPLINGS,
+    check_over,
+    client,
+    expect_no_growth,
+    text,
+    turns,
+)
 from verifier_service.settings.tuning import DEFAULTS
 
 
@@ -152,6 +160,7 @@ class TestMemory:
     def test_the_youngest_gives_way(self) -> None:
         engine = TextEngine(4)
         loop = step_loop(engine)
+        expect_no_growth(loop)
         clients = [client(loop, 60, seed, 20) for seed in range(3)]
         old, middle, young = clients
         turns(loop, 5)
@@ -169,6 +178,7 @@ class TestMemory:
         """They have waited longer, though they come to wait later; and in order of arrival."""
         engine = TextEngine(4)
         loop = step_loop(engine)
+        expect_no_growth(loop)
         clients = [client(loop, 60, seed, 20) for seed in range(3)]
         turns(loop, 3)
         new = client(loop, 60, 9, 2)
@@ -186,17 +196,28 @@ class TestMemory:
         check_over(loop, engine, *clients, new)
 
     def test_room_to_grow_stays_for_those_who_run(self) -> None:
-        """A part of the memory is not given to newcomers."""
-        engine = TextEngine(DEFAULTS.spare_share + 1)
+        """Four blocks would do for four prompts, but not for three texts."""
+        engine = TextEngine(5)
         loop = step_loop(engine)
-        first = client(loop, (DEFAULTS.spare_share - 2) * BLOCK + 1, 1, 70)  # all blocks but one
-        second = client(loop, 10, 2, 5)
+        clients = [client(loop, 60, seed, 20) for seed in range(4)]
         turns(loop, 1)
-        assert loop.pool.available == 1
-        assert not second.has_memory
-        run(loop, first, second)
+        assert loop.pool.available == 2
+        assert [each.has_memory for each in clients] == [True, True, False, False]
+        run(loop, *clients)
         assert loop.stats.preemptions == 0
-        check_over(loop, engine, first, second)
+        check_over(loop, engine, *clients)
+
+    def test_who_ends_first_makes_room(self) -> None:
+        """A newcomer need not wait for memory that is free again before it needs it."""
+        engine = TextEngine(5)
+        loop = step_loop(engine)
+        ending, first, second = client(loop, 60, 1, 3), client(loop, 60, 2, 20), client(loop, 50, 3, 20)
+        turns(loop, 1)
+        assert all(each.has_memory for each in (ending, first, second))
+        assert loop.pool.available == 1
+        run(loop, ending, first, second)
+        assert loop.stats.preemptions == 0
+        check_over(loop, engine, ending, first, second)
 
     @pytest.mark.parametrize("blocks", [2, 3, 4, 6])
     def test_the_smallest_memory_serves_everyone(self, blocks: int) -> None:
@@ -217,6 +238,7 @@ class TestMemory:
         """The memory of the preempted is found again if nobody took it."""
         engine = TextEngine(5)
         loop = step_loop(engine)
+        expect_no_growth(loop)
         old, young = client(loop, 120, 1, 30), client(loop, 125, 2, 10)
         turns(loop, 3)
         assert all(each.has_memory for each in (old, young))

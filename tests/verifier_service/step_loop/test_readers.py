@@ -10,7 +10,7 @@ from tests.verifier_service.fakes import (
     run,
     step_loop,
 )
-from tests.verifier_service.step_loop.helpers import check_over, client, turns
+from tests.verifier_service.step_loop.helpers import check_over, client, expect_no_growth, turns
 
 
 class TestReaders:
@@ -53,6 +53,7 @@ class TestReaders:
         """Of two that run, the one that came later gives way, though it was let in first."""
         engine = TextEngine(3)
         loop = step_loop(engine, max_unread_tokens=6)
+        expect_no_growth(loop)
         lazy, large, young = client(loop, 40, 1, 40), client(loop, 100, 2, 10), client(loop, 60, 3, 10)
         run(loop, large)
         turns(loop, 1)
@@ -66,6 +67,7 @@ class TestReaders:
         """The young one finds no room, gives up its own, and gets the old one's."""
         engine = TextEngine(3)
         loop = step_loop(engine, max_unread_tokens=6)
+        expect_no_growth(loop)
         lazy, eager = client(loop, 30, 1, 30), client(loop, 30, 2, 80)
         run(loop, eager)
         assert not lazy.over
@@ -75,6 +77,7 @@ class TestReaders:
     def test_a_waiting_one_that_does_not_read_lets_others_pass(self) -> None:
         engine = TextEngine(3)
         loop = step_loop(engine, max_unread_tokens=6)
+        expect_no_growth(loop)
         old, lazy = client(loop, 60, 1, 30), client(loop, 60, 2, 30)
         for _ in range(7):
             old.read()
@@ -128,6 +131,7 @@ class TestCancel:
     def test_preempted(self) -> None:
         engine = TextEngine(3)
         loop = step_loop(engine)
+        expect_no_growth(loop)
         old, young = client(loop, 60, 1, 20), client(loop, 60, 2, 20)
         turns(loop, 6)
         assert not young.has_memory

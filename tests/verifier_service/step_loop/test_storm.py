@@ -32,7 +32,7 @@ from tests.verifier_service.fakes import (
     run,
     step_loop,
 )
-from tests.verifier_service.step_loop.helpers import REMOTE, SAMPLINGS, text
+from tests.verifier_service.step_loop.helpers import REMOTE, SAMPLINGS, expect_no_growth, text
 from verifier_service.backend.request import Policy
 from verifier_service.step_loop import MOST_CANDIDATES
 
@@ -59,6 +59,7 @@ class ManySessions(RuleBasedStateMachine):
         step_rows=st.sampled_from([8, 40, 512]),
         max_unread_tokens=st.sampled_from([4, 256]),
         kind=st.sampled_from(ENGINES),
+        foreseen=st.booleans(),
     )
     def start(
         self,
@@ -68,9 +69,12 @@ class ManySessions(RuleBasedStateMachine):
         step_rows: int,
         max_unread_tokens: int,
         kind: type[TextEngine | PagedTextEngine],
+        foreseen: bool,
     ) -> None:
         self.engine = kind(blocks, 3 if blocks == 2 else MOST_CANDIDATES, rows)
         self.loop = step_loop(self.engine, latency, step_rows=step_rows, max_unread_tokens=max_unread_tokens)
+        if not foreseen:
+            expect_no_growth(self.loop)
         self.clients: list[Client] = []
         self.failed = False  # some session has, whether or not it was cancelled afterwards
 
@@ -196,6 +200,7 @@ def test_a_storm(seed: int) -> None:
         [8, 40, 512][seed % 3],
         40,
         ENGINES[seed // 3],
+        foreseen=False,
     )
     for _ in range(300):
         who = dice.randrange(100)

@@ -309,7 +309,6 @@ def test_every_group_of_a_tuning_reaches_who_uses_it() -> None:
         draft_model=replace(DEFAULTS.draft_model, max_depth=15),
         latency=replace(DEFAULTS.latency, scale_learns=0.2),
         threads=replace(DEFAULTS.threads, min_steps=6),
-        spare_share=15,
     )
     draft = DraftModelProposer(TextEngine(8), 512, tuning=tuning)
     loop = StepLoop(ThreadedTextEngine(12), draft_model=draft, tuning=tuning)
@@ -324,7 +323,6 @@ def test_every_group_of_a_tuning_reaches_who_uses_it() -> None:
         loop._threads.latency._tuning,
         loop._threads._tuning,  # type: ignore[attr-defined]
         loop._planner._tuning,
-        loop._queue._spare_share,
     ]
     assert used == [
         tuning.controller,
@@ -336,5 +334,4 @@ def test_every_group_of_a_tuning_reaches_who_uses_it() -> None:
         tuning.latency,
         tuning.threads,
         tuning,
-        15,
     ]

@@ -1,0 +1,117 @@
+"""The forecast of memory: what running texts take until they end, by the lengths of those before them."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from specdec.decoding.query import RequestSampler
+from specdec.decoding.sampling import Sampling
+from specdec.decoding.speculation import NO_DRAFTERS
+from specdec.engine.kv.blocks import BLOCK, BlockPool
+from tests.verifier_service.fakes import VOCABULARY, TextEngine, run, step_loop
+from tests.verifier_service.step_loop.helpers import check_over, client, text
+from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.scheduling.memory_forecast import REMEMBERED, TextLengths, expected_growth
+from verifier_service.sessions.session import Session
+
+
+class ToTheLimit(TextLengths):
+    """Expects every text to go on until its limit."""
+
+    def expected(self, generated: NDArray[np.int64]) -> NDArray[np.int64]:
+        return generated + 1_000_000
+
+
+def lengths_of(*tokens: int) -> TextLengths:
+    lengths = TextLengths()
+    for each in tokens:
+        lengths.add(each)
+    return lengths
+
+
+def session(tokens: int, to_come: int, pool: BlockPool | None) -> Session:
+    """A text of so many tokens, which may have as many more; without a pool it waits for memory."""
+    request = SessionRequest(text(tokens, 1), [], RequestSampler(Sampling()), frozenset(), to_come, None, 10_000)
+    made = Session(request, Policy(NO_DRAFTERS, 8, 0.0), 64, VOCABULARY)
+    if pool is not None:
+        made.allocate(pool)
+    return made
+
+
+class TestLengths:
+    def test_nothing_is_known_at_first(self) -> None:
+        assert lengths_of().expected(np.array([0, 7])).tolist() == [BLOCK, 7 + BLOCK]
+
+    def test_texts_together_end_as_those_before_them(self) -> None:
+        lengths = lengths_of(40, 10, 30, 20)
+        assert lengths.expected(np.zeros(4, dtype=np.int64)).tolist() == [10, 20, 30, 40]
+        assert lengths.expected(np.array([0, 0])).tolist() == [20, 40]
+
+    def test_who_is_longer_than_some_is_like_the_others(self) -> None:
+        lengths = lengths_of(10, 20, 30, 40)
+        assert lengths.expected(np.array([20, 20])).tolist() == [30, 40]
+        assert lengths.expected(np.array([39, 40])).tolist() == [40, 40 + BLOCK]
+
+    def test_the_latest_are_remembered(self) -> None:
+        lengths = lengths_of(5, *[9] * REMEMBERED)
+        assert set(lengths.expected(np.zeros(500, dtype=np.int64)).tolist()) == {9}
+
+
+class TestGrowth:
+    def test_one_text_takes_what_its_limit_asks(self) -> None:
+        """The last token is in no step."""
+        pool = BlockPool(30)
+        assert expected_growth([session(60, 5, pool)], ToTheLimit()) == 0
+        assert expected_growth([session(60, 6, pool)], ToTheLimit()) == 1
+
+    def test_one_that_may_go_on_is_expected_to_end_as_others_did(self) -> None:
+        pool = BlockPool(30)
+        assert expected_growth([session(60, 200, pool)], lengths_of(69)) == 1
+        assert expected_growth([session(60, 200, pool)], lengths_of(70)) == 2
+
+    def test_one_that_waits_has_its_text_already(self) -> None:
+        assert expected_growth([session(60, 6, None)], ToTheLimit()) == 1
+
+    def test_what_is_given_back_in_time_counts(self) -> None:
+        pool = BlockPool(30)
+        long = session(60, 20, pool)
+        assert expected_growth([long, session(60, 5, pool)], ToTheLimit()) == 0
+        assert expected_growth([long, session(60, 6, pool)], ToTheLimit()) == 2
+
+    def test_what_is_shared_is_not_given_back(self) -> None:
+        pool = BlockPool(30)
+        long, first = session(BLOCK, 2 * BLOCK, pool), session(2 * BLOCK, 1, pool)
+        assert expected_growth([long, first], ToTheLimit()) == 0  # it takes two when two have been given back
+        first.computed = 2 * BLOCK
+        first.cache_prefix()
+        same = session(2 * BLOCK, 1, pool)
+        assert same.table is not None
+        assert same.table.shared // BLOCK == 1
+        assert expected_growth([long, same], ToTheLimit()) == 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 150)), min_size=1, max_size=30))
+def test_it_is_the_most_that_texts_take_token_by_token(texts: list[tuple[int, int]]) -> None:
+    pool = BlockPool(400)
+    sessions = [session(tokens, to_come, pool) for tokens, to_come in texts]
+    before = sum(-(-tokens // BLOCK) for tokens, _ in texts)
+    most = max(
+        sum(-(-(tokens + moment) // BLOCK) for tokens, to_come in texts if moment < to_come)
+        for moment in range(max(to_come for _, to_come in texts))
+    )
+    assert before + expected_growth(sessions, ToTheLimit()) == most
+
+
+@given(st.integers(4, 8), st.lists(st.tuples(st.integers(5, 120), st.integers(1, 70)), min_size=1, max_size=20))
+def test_texts_that_are_as_long_as_expected_are_not_preempted(blocks: int, asked: list[tuple[int, int]]) -> None:
+    """All their prompts fit into a step."""
+    engine = TextEngine(blocks)
+    loop = step_loop(engine)
+    loop._queue.lengths = ToTheLimit()
+    clients = [client(loop, length, seed, most) for seed, (length, most) in enumerate(asked)]
+    run(loop, *clients, turns=5000)
+    assert loop.stats.preemptions == 0
+    check_over(loop, engine, *clients)

@@ -1,0 +1,77 @@
+"""The memory forecast: how much more KV memory running texts will take before enough of them have ended.
+
+A prompt that fits now is a text that may not fit later; whatever does not is preempted and computed again. So a text is
+admitted when all are expected to fit until they end, by how long the texts before them were: the Past-Future scheduler
+(Gong et al. 2025, "Past-Future Scheduler for LLM Serving under SLA Guarantees").
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.engine.kv.blocks import BLOCK
+from verifier_service.sessions.session import Session
+
+REMEMBERED = 256
+"""Finished texts whose lengths are remembered."""
+
+MOMENTS = 64
+"""Most moments that are looked at, of those at which texts are expected to end. What is overlooked between two of them
+costs a preemption at worst."""
+
+
+class TextLengths:
+    """How many tokens the texts had that ended last. Belongs to the step loop's thread."""
+
+    def __init__(self) -> None:
+        self._last: deque[int] = deque(maxlen=REMEMBERED)
+        self._sorted: NDArray[np.int64] | None = np.zeros(0, dtype=np.int64)  # None: to be sorted again
+
+    def add(self, tokens: int) -> None:
+        """Remember the generated tokens of a text that has ended."""
+        self._last.append(tokens)
+        self._sorted = None
+
+    def expected(self, generated: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many tokens [n] texts will have in the end that have `generated` [n] now, in order of arrival.
+
+        Each is like one of the remembered texts that were longer than it is now; of n, the k-th is like the one at
+        (k + 1/2) / n of these by length, so together they end as texts do. Where none was longer, or nothing is
+        remembered, it is a block more."""
+        if self._sorted is None:
+            self._sorted = np.sort(np.asarray(self._last, dtype=np.int64))
+        known = self._sorted
+        first = np.searchsorted(known, generated, side="right")
+        share = (np.arange(len(generated)) + 0.5) / max(1, len(generated))
+        like = first + (share * (len(known) - first)).astype(np.int64)
+        return np.where(first < len(known), np.append(known, 0)[like], generated + BLOCK)
+
+
+def expected_growth(texts: Sequence[Session], lengths: TextLengths) -> int:
+    """Return how many blocks more than now these texts will take at most, if none is added; those that end give back
+    what they do not share. Texts are in order of arrival; one without memory counts as if it had enough for its present
+    text. Each is taken to grow by a token a step; its last token is in none."""
+    now, generated, left, blocks, shared = np.array(
+        [
+            (
+                text.tree.base,
+                text.generated,
+                text.end - text.tree.base,
+                -(-text.tree.base // BLOCK) if text.table is None else len(text.slots) // BLOCK,
+                0 if text.table is None else text.table.shared // BLOCK,
+            )
+            for text in texts
+        ],
+        dtype=np.int64,
+    ).T
+    steps = np.maximum(1, np.minimum(left, lengths.expected(generated) - generated)) - 1  # of each, until its last
+    moments = np.unique(steps)
+    moments = moments[:: -(-len(moments) // MOMENTS)]
+    going_on = steps >= moments[:, None]  # [moments, texts]
+    taken = np.maximum(0, -(-(now + moments[:, None]) // BLOCK) - blocks)
+    balance = np.where(going_on, taken, shared - blocks).sum(axis=1)
+    return max(0, int(balance.max()))
