@@ -37,10 +37,10 @@ async def measure(address: str, rounds: int, seconds: float) -> None:
                 mine, *theirs = await asyncio.gather(*both)
                 found[name] += mine
                 floods[name] += theirs[0] if theirs else []
-    alone = np.percentile([each.first or np.inf for each in found["alone"]], 95)
+    alone = np.percentile([each.first or np.inf for each in found["alone"]], 95, method="higher")
     for name, answers in found.items():
         firsts = [each.first or np.inf for each in answers]
-        p50, p95 = np.percentile(firsts, [50, 95])
+        p50, p95 = np.percentile(firsts, [50, 95], method="higher")
         errors = Counter(each.error for each in answers if each.error)
         print(
             f"{name:12} quiet: {len(answers)} asked, {len(completed(answers))} complete {dict(errors)}; first token "

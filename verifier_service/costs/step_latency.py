@@ -152,8 +152,8 @@ def least_seconds(rows: Sequence[int], seconds: Callable[[int], float], enough: 
 
 def best_prefill_rows(engine: Engine, slots: int, most: int) -> int:
     """Return the least number of prompt rows, up to `most`, with which a row takes as little time as with any: whoever
-    comes waits for the end of a step. Found by running the engine over its first `slots` slots, which no session may use
-    yet; `most` if they are too few."""
+    comes waits for the end of a step. Found by running the engine over its first `slots` slots, which no session may
+    use yet; `most` if they are too few."""
     room = slots // BLOCK * WARM_UP_KEYS if chains_only(engine) else slots
     best = cheapest(lambda rows: _timed_prefill(engine, rows), most, LONG, few=True) if most < room else most
     log.info("prefill_rows", best=best)
