@@ -102,14 +102,14 @@ def main(
         ),
     ] = None,
     max_waiting: Annotated[
-        int, typer.Option(min=1, help="Most sessions that wait for room in the KV cache; more are refused.")
+        int, typer.Option(min=1, help="Most sessions that wait for their first room in the KV cache; more are refused.")
     ] = 128,
     step_rows: Annotated[
         int,
         typer.Option(
             min=8,
-            help="Rows (tokens) up to which prompts fill a step. The verifier takes fewer if a row then costs less, as "
-            "it measures at start.",
+            help="Rows (tokens) up to which prompts fill a step. The verifier takes fewer if a row costs as little "
+            "then, as it measures at start.",
         ),
     ] = 512,
     max_candidates: Annotated[

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import grpc
 import structlog
@@ -65,6 +65,16 @@ class Limits:
     max_waiting: int = 128  # sessions that are open but have had no memory yet
 
 
+class Queue(NamedTuple):
+    """Sessions that wait for memory; a negative number says that there is room for so many more."""
+
+    new: int
+    """That never had any: the waiting room. If the preempted took places in it, a flood's would have others refused."""
+
+    ahead: int
+    """Before one that comes now: the preempted as well, but none that waits for its own reader."""
+
+
 class VerifierServicer(
     SessionServicer[BackendSession, verifier_pb2.VerifyRequest, verifier_pb2.VerifyResponse],
     verifier_pb2_grpc.VerifierServiceServicer,
@@ -116,37 +126,33 @@ class VerifierServicer(
         text = len(request.open.prompt_tokens) + len(request.open.generated_tokens)
         tokens = BLOCK * -(-(text + 1) // BLOCK)  # whole blocks for the text and one token more
         self._usual_tokens += 0.1 * (tokens - self._usual_tokens)
-        waiting, limit = self._waiting(tokens), self._limits.max_waiting
-        if waiting >= limit and request.open.attempt <= 1:
-            raise OverloadedError(
-                f"{waiting} sessions wait for memory, the limit is {limit}",
-                retry_after=self._backend.stats.expected_wait(waiting),
-            )
+        if request.open.attempt > 1:
+            return  # a text that has begun goes on
+        queue, limit, load = self._queue(tokens), self._limits.max_waiting, self._backend.stats
+        wait = load.expected_wait(queue.ahead)
+        if queue.new >= limit:
+            raise OverloadedError(f"{queue.new} sessions wait for memory, the limit is {limit}", retry_after=wait)
         tenant = request.open.tenant
-        share, own = QUEUE_SHARE * (limit - waiting), self._backend.stats.new_of[tenant]
-        if own >= max(1, share) and request.open.attempt <= 1:
-            problem = f"{own} of its sessions wait for memory, {share} may while {waiting} do in all"
-            raise TenantLimitError(tenant, problem, self._backend.stats.expected_wait(waiting))
-        if request.open.attempt <= 1:
-            error = self._backend.stats.too_late(request.open.max_tokens, deadline, max(0, waiting))
-            if error is not None:
-                raise error
+        share, own = QUEUE_SHARE * (limit - queue.new), load.new_of[tenant]
+        if own >= max(1, share):
+            problem = f"{own} of its sessions wait for memory, {share} may while {queue.new} do in all"
+            raise TenantLimitError(tenant, problem, wait)
+        error = load.too_late(request.open.max_tokens, deadline, max(0, queue.ahead))
+        if error is not None:
+            raise error
 
     def capacity(self) -> model_pb2.PodCapacity:
-        waiting = self._waiting(self._usual_tokens)
-        room = max(0, min(self.room, self._limits.max_waiting - waiting))
-        wait = self._backend.stats.expected_wait(max(0, waiting))
+        queue = self._queue(self._usual_tokens)
+        room = max(0, min(self.room, self._limits.max_waiting - queue.new))
+        wait = self._backend.stats.expected_wait(max(0, queue.ahead))
         return model_pb2.PodCapacity(sessions=self._sessions, room=room, wait_us=int(1e6 * wait))
 
-    def _waiting(self, tokens: float) -> int:
-        """Return the number of sessions in the waiting room, which wait for their first memory; if it is negative, so
-        many more would get memory at once.
-
-        Sessions on their way to the loop count as well, with texts of `tokens` tokens each. Preempted ones do not:
-        while a flood's texts are preempted again and again, others would be refused because of them."""
+    def _queue(self, tokens: float) -> Queue:
+        """Return how many sessions wait. Those on their way to the loop count, with texts of `tokens` tokens each."""
         load = self._backend.stats
-        fitting = 0 if load.waiting > load.throttled else self._backend.fitting(tokens)
-        return load.waiting - load.preempted + self.arriving - fitting
+        waiting = load.waiting - load.throttled
+        coming = self.arriving - (0 if waiting else self._backend.fitting(tokens))
+        return Queue(load.new_of.total() + coming, waiting + coming)
 
     async def FindPrefix(
         self,

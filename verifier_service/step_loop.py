@@ -51,9 +51,9 @@ MOST_CANDIDATES = 256
 class StepLoop(EngineWorker[Session], SessionBackend):
     """The step loop of a verifier.
 
-    `step_rows`: rows up to which prompts fill a step, or fewer if a row costs less then; `max_unread_tokens`: tokens
-    that a session may be ahead of what its client has read; `suffix_cache_tokens`: tokens of finished texts that are
-    kept for each tenant; `latency`: of the target's steps, measured if not given; `draft_model`: the local draft;
+    `step_rows`: rows up to which prompts fill a step, or fewer if a row costs as little then; `max_unread_tokens`:
+    tokens that a session may be ahead of what its client has read; `suffix_cache_tokens`: tokens of finished texts that
+    are kept for each tenant; `latency`: of the target's steps, measured if not given; `draft_model`: the local draft;
     `proposers`: further drafters; `tuning`: numbers that were fitted.
     """
 
@@ -88,7 +88,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
             self._threads = thread_policy(
                 engine, lambda: latency or StepLatency.measure(engine, slots, tuning.latency), beside, tuning.threads
             )
-            step_rows = step_rows if latency is not None else best_prefill_rows(engine, slots, step_rows)
+            prefill_rows = step_rows if latency is not None else best_prefill_rows(engine, slots, step_rows)
         with phase("compiled_loops"):
             warm_up(engine.vocabulary)
         local = [] if draft_model is None else [draft_model]
@@ -97,7 +97,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
             controller or SpeculationController(tuning.controller), draft_model, proposers, self._threads
         )
         eligibility = self._speculation.eligibility
-        self._planner = Planner(self._queue, self._threads, eligibility, tree_slots, step_rows, tuning)
+        self._planner = Planner(self._queue, self._threads, eligibility, tree_slots, step_rows, prefill_rows, tuning)
         self._publisher = CommitPublisher(self._queue, self._planner, eligibility, tuning.commits)
         self._delay = StepDelay()
         self._last_step = 0.0  # when the last step ended

@@ -81,7 +81,7 @@ def _candidates(offered: int, accepted: int) -> str:
 def _of_verifier(stats: GetStatsResponse, before: Stats | None) -> Iterator[Line]:
     yield from _process(stats)
     yield from _computing(stats.identity, stats.pod)
-    waiting = f"{stats.waiting} waiting (at most {stats.max_waiting})"
+    waiting = f"{stats.waiting} waiting (at most {stats.max_waiting} new ones)"
     throttled = f", {stats.throttled} of them ahead of their readers" if stats.throttled else ""
     yield (
         "sessions",

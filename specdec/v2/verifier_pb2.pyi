@@ -578,7 +578,7 @@ class GetStatsResponse(google.protobuf.message.Message):
     max_sessions: builtins.int
     """Most sessions that may be open."""
     max_waiting: builtins.int
-    """Most sessions that may wait for memory."""
+    """Most sessions that may wait for their first memory."""
     throttled: builtins.int
     """Of the sessions that wait, those that are far ahead of what their clients have read."""
     serving: builtins.bool

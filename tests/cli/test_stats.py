@@ -188,7 +188,8 @@ def test_the_lines_of_a_verifier() -> None:
     assert shown[:2] == ["verifier at h:1", "  process      7, specdec 1.2, up 3 min 20 s"]
     for line in (
         "  computes     on cpu in bfloat16, with 4 or 3 threads, not exact",
-        "  sessions     3 open (at most 5): 2 running, 1 waiting (at most 4), 1 of them ahead of their readers",
+        "  sessions     3 open (at most 5): 2 running, 1 waiting (at most 4 new ones), "
+        "1 of them ahead of their readers",
         "  KV memory    1000 tokens, 10 % held, 5 % cached",
         "  steps        10 of 3.5 rows each; 25 % busy since the start",
         "  candidates   8 verified, 6 accepted (75 %)",

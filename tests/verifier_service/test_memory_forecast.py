@@ -72,8 +72,22 @@ class TestGrowth:
         assert expected_growth([session(60, 200, pool)], lengths_of(69)) == 1
         assert expected_growth([session(60, 200, pool)], lengths_of(70)) == 2
 
-    def test_one_that_waits_has_its_text_already(self) -> None:
-        assert expected_growth([session(60, 6, None)], ToTheLimit()) == 1
+    def test_a_newcomer_takes_its_text_as_well(self) -> None:
+        """But not what is found in the prefix cache."""
+        pool, found = BlockPool(30), []
+        for begun in (None, session(3 * BLOCK, 1, pool)):
+            if begun is not None:
+                begun.computed = 2 * BLOCK
+                begun.cache_prefix()
+            newcomer = session(3 * BLOCK, 6, None)
+
+            def growth(newcomer: Session = newcomer) -> int:
+                found.append(expected_growth([newcomer], ToTheLimit()))
+                return 0
+
+            newcomer.allocate(pool, growth)
+            newcomer.free()
+        assert found == [4, 2]
 
     def test_what_is_given_back_in_time_counts(self) -> None:
         pool = BlockPool(30)
@@ -91,6 +105,9 @@ class TestGrowth:
         assert same.table is not None
         assert same.table.shared // BLOCK == 1
         assert expected_growth([long, same], ToTheLimit()) == 1
+        assert expected_growth([long, first], ToTheLimit()) == 1
+        first.free()
+        assert expected_growth([long, same], ToTheLimit()) == 0
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 150)), min_size=1, max_size=30))
@@ -103,6 +120,17 @@ def test_it_is_the_most_that_texts_take_token_by_token(texts: list[tuple[int, in
         for moment in range(max(to_come for _, to_come in texts))
     )
     assert before + expected_growth(sessions, ToTheLimit()) == most
+
+
+def test_of_many_texts_it_is_nearly_the_most() -> None:
+    """More of them than moments are looked at."""
+    pool = BlockPool(2000)
+    texts = [(1 + 7 * number % 60, 1 + 37 * number % 301) for number in range(300)]
+    sessions = [session(tokens, to_come, pool) for tokens, to_come in texts]
+    most = max(
+        sum(-(-(tokens + moment) // BLOCK) for tokens, to_come in texts if moment < to_come) for moment in range(301)
+    )
+    assert 0.95 * (most - len(texts)) <= expected_growth(sessions, ToTheLimit()) <= most - len(texts)
 
 
 @given(st.integers(4, 8), st.lists(st.tuples(st.integers(5, 120), st.integers(1, 70)), min_size=1, max_size=20))

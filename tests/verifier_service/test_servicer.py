@@ -107,6 +107,7 @@ def test_a_tenant_leaves_places_in_the_waiting_room_to_others() -> None:
     counts = {tenant: sum(admitted(tenant) for _ in range(200)) for tenant in ("flood", "other", "third")}
     assert counts == {"flood": 114, "other": 13, "third": 1}
     load.waiting -= 1
+    load.new_of["third"] -= 1
     with pytest.raises(TenantLimitError, match="'flood': 114 of its sessions wait") as refused:
         service.admit(verifier_pb2.VerifyRequest(open=verifier_pb2.VerifyOpen(prompt_tokens=[2], tenant="flood")), None)
     assert refused.value.retry_after > 0
@@ -118,12 +119,13 @@ def test_preempted_texts_take_no_place_in_the_waiting_room() -> None:
     """However many a flood has: another tenant is not refused for them."""
     service = servicer()
     load = service._backend.stats
-    load.waiting, load.preempted, load.new_of["flood"] = 114 + 200, 200, 114
+    load.waiting, load.new_of["flood"], load.running, load.lifetime = 114 + 200, 114, 1, 0.01
     request = verifier_pb2.VerifyRequest(open=verifier_pb2.VerifyOpen(prompt_tokens=[2], tenant="other"))
     service.admit(request, None)
     assert service.capacity().room == 128 - 114
-    load.preempted = 0
-    with pytest.raises(OverloadedError, match="314 sessions wait for memory, the limit is 128"):
+    assert service.capacity().wait_us == pytest.approx(10_000 * 315, abs=1)  # it is behind all of them
+    load.new_of["flood"] = 128
+    with pytest.raises(OverloadedError, match="128 sessions wait for memory, the limit is 128"):
         service.admit(request, None)
 
 

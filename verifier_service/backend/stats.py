@@ -27,8 +27,8 @@ class VerifierStats:
 
     running: int = 0
     waiting: int = 0
-    preempted: int = 0  # waiting sessions that have had memory before
-    new_of: Counter[str] = field(default_factory=Counter)  # the other waiting sessions by tenant; replaced as a whole
+    # By tenant, and replaced as a whole:
+    new_of: Counter[str] = field(default_factory=Counter)  # those of them that never had memory
     throttled: int = 0  # waiting sessions that are far ahead of their readers
     steps: int = 0
     rows: int = 0

@@ -21,7 +21,7 @@ REMEMBERED = 256
 
 MOMENTS = 64
 """Most moments that are looked at, of those at which texts are expected to end. What is overlooked between two of them
-costs a preemption at worst."""
+may cost preemptions."""
 
 
 class TextLengths:
@@ -37,11 +37,11 @@ class TextLengths:
         self._sorted = None
 
     def expected(self, generated: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many tokens [n] texts will have in the end that have `generated` [n] now, in order of arrival.
+        """Return how many tokens [n] texts will have in the end that have `generated` [n] now, the oldest text first.
 
         Each is like one of the remembered texts that were longer than it is now; of n, the k-th is like the one at
-        (k + 1/2) / n of these by length, so together they end as texts do. Where none was longer, or nothing is
-        remembered, it is a block more."""
+        (k + 1/2) / n of these by length: together they end as texts do, the oldest first. Where none was longer, or
+        nothing is remembered, it is a block more."""
         if self._sorted is None:
             self._sorted = np.sort(np.asarray(self._last, dtype=np.int64))
         known = self._sorted
@@ -52,17 +52,17 @@ class TextLengths:
 
 
 def expected_growth(texts: Sequence[Session], lengths: TextLengths) -> int:
-    """Return how many blocks more than now these texts will take at most, if none is added; those that end give back
-    what they do not share. Texts are in order of arrival; one without memory counts as if it had enough for its present
-    text. Each is taken to grow by a token a step; its last token is in none."""
-    now, generated, left, blocks, shared = np.array(
+    """Return how many blocks more than now these texts will take at most, the oldest first, if none is added. All have
+    memory; a newcomer may have too little for its present text. Each is taken to grow by a token a step, and its last
+    token is in none; when it ends, it gives back the blocks that no other text holds."""
+    now, generated, left, blocks, exclusive = np.array(
         [
             (
                 text.tree.base,
                 text.generated,
                 text.end - text.tree.base,
-                -(-text.tree.base // BLOCK) if text.table is None else len(text.slots) // BLOCK,
-                0 if text.table is None else text.table.shared // BLOCK,
+                len(text.slots) // BLOCK,
+                0 if text.table is None else text.table.exclusive,
             )
             for text in texts
         ],
@@ -73,5 +73,5 @@ def expected_growth(texts: Sequence[Session], lengths: TextLengths) -> int:
     moments = moments[:: -(-len(moments) // MOMENTS)]
     going_on = steps >= moments[:, None]  # [moments, texts]
     taken = np.maximum(0, -(-(now + moments[:, None]) // BLOCK) - blocks)
-    balance = np.where(going_on, taken, shared - blocks).sum(axis=1)
+    balance = np.where(going_on, taken, -exclusive).sum(axis=1)
     return max(0, int(balance.max()))

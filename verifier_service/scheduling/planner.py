@@ -50,7 +50,8 @@ class Planner:
     """Fills steps: the roots of sessions that decode, the candidates that pay, lookahead windows, chunks of prompts.
 
     `price` is the break-even probability: from which on a candidate has paid of late, as a moving average. `tree_slots`
-    are for side branches of token trees; `step_rows` are the rows up to which prompts fill a step.
+    are for side branches of token trees. Prompts fill a step up to `step_rows` beside sessions that decode, as far as
+    time allows, and otherwise up to `prefill_rows`.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Planner:
         eligibility: Eligibility,
         tree_slots: Sequence[int],
         step_rows: int,
+        prefill_rows: int,
         tuning: Tuning,
     ) -> None:
         self.price = 0.0
@@ -69,6 +71,7 @@ class Planner:
         self._eligibility = eligibility
         self._tree_slots = tree_slots
         self._step_rows = step_rows
+        self._prefill_rows = prefill_rows
         self._prefill_slowdown = PrefillSlowdown(tuning.prefill)
 
     def plan(self, packer: Packer, ready: Sequence[RunningSession], spent: float) -> StepPlan:
@@ -122,8 +125,8 @@ class Planner:
             weights = prompt_weights(of)
             return prefill_chunks(remaining, waiting, latency, rows, most, slowdown, tuning, weights, urgent_rows)
 
-        uncut = chunks(first, 0, max(tuning.min_chunk_tokens, self._step_rows - rows))
-        rest = chunks(others, decoding, self._step_rows, sum(uncut))
+        uncut = chunks(first, 0, max(tuning.min_chunk_tokens, self._prefill_rows - rows))
+        rest = chunks(others, decoding, self._step_rows if decoding else self._prefill_rows, sum(uncut))
         return [*zip(first, uncut, strict=True), *zip(others, rest, strict=True)]
 
     def _give_way(
@@ -135,7 +138,7 @@ class Planner:
         if not rows:
             return False
         staying = sum(entry.tenant in urgent for entry in decoding)
-        rows = min(rows, self._step_rows)
+        rows = min(rows, self._prefill_rows)
         latency = self._threads.latency
         return latency.of(rows + len(decoding)) > self._tuning.prefill.worth_a_wait * latency.of(rows + staying)
 

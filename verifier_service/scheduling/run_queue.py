@@ -23,7 +23,7 @@ from specdec.engine.kv.slots import PADDING_SLOT, PoolFullError, Slots
 from specdec.serving.errors import TooLateError
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.scheduling.memory_forecast import TextLengths, expected_growth
-from verifier_service.scheduling.shares import Shares, tenants_beyond, youngest_beyond, youngest_of_largest
+from verifier_service.scheduling.shares import Shares, who_counts, youngest_beyond, youngest_of_largest
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import Session
 
@@ -138,7 +138,7 @@ class RunQueue:
     def _admit(self, entry: RunningSession) -> bool:
         session = entry.session
         try:
-            source, target = session.allocate(self.pool, self._spare(entry))
+            source, target = session.allocate(self.pool, lambda: self._growth(entry))
         except PoolFullError:
             return False
         self._waiting.remove(entry)
@@ -157,12 +157,14 @@ class RunQueue:
         self._count()
         return True
 
-    def _spare(self, entry: RunningSession) -> int:
-        """Return the blocks that must stay available when a session is admitted, for it and the others to grow. Tenants
-        that have too much beside its own do not count: if memory runs out, it is theirs that is taken."""
-        beyond = tenants_beyond(self.running, entry, entry.session.tree.base)
-        texts = [each.session for each in self.running if each.tenant not in beyond]
-        return expected_growth([*texts, entry.session], self.lengths)
+    def _growth(self, entry: RunningSession) -> int:
+        """Return how many blocks a session that is being admitted and the running ones will take. Those that would be
+        preempted for it count only if they give back more than they take."""
+        growth = expected_growth([*(each.session for each in self.running), entry.session], self.lengths)
+        counted = who_counts(self.running, entry, entry.session.tree.base)
+        if len(counted) < len(self.running):
+            growth = min(growth, expected_growth([*(each.session for each in counted), entry.session], self.lengths))
+        return growth
 
     def _preempt(self, entry: RunningSession) -> None:
         """Take a session's memory; its text is computed anew when there is room, before new sessions are admitted."""
@@ -188,5 +190,4 @@ class RunQueue:
     def _count(self) -> None:
         self._stats.running, self._stats.waiting = len(self.running), len(self._waiting)
         self._stats.throttled = sum(self.throttled(entry) for entry in self._waiting)
-        new = [entry.tenant for entry in self._waiting if not entry.preemptions]
-        self._stats.preempted, self._stats.new_of = len(self._waiting) - len(new), Counter(new)
+        self._stats.new_of = Counter(entry.tenant for entry in self._waiting if not entry.preemptions)

@@ -116,12 +116,15 @@ def youngest_of_largest(running: list[RunningSession]) -> RunningSession:
     return max(reversed(spared(running) or running[-1:]), key=lambda entry: shares[entry.tenant])
 
 
-def tenants_beyond(running: Sequence[RunningSession], entry: RunningSession, tokens: int) -> set[str]:
-    """Return the tenants that hold at least `IMBALANCE` times what the tenant of `entry`, which waits, would hold for
-    its weight with `tokens` tokens more."""
+def who_counts(running: Sequence[RunningSession], entry: RunningSession, tokens: int) -> list[RunningSession]:
+    """Return the running sessions whose growth may take memory from `entry`, which waits and needs memory for `tokens`
+    tokens: not those that would be preempted before it, which are all but the oldest ones of tenants that hold
+    `IMBALANCE` times what its tenant would hold then."""
     shares = held(running)
     own = shares.pop(entry.tenant, 0.0) + tokens / entry.weight
-    return {tenant for tenant, tokens_held in shares.items() if tokens_held >= IMBALANCE * own}
+    beyond = {tenant for tenant, tokens_held in shares.items() if tokens_held >= IMBALANCE * own}
+    giving_way = {id(each) for each in spared(running) if each.tenant in beyond}
+    return [each for each in running if id(each) not in giving_way]
 
 
 def youngest_beyond(running: list[RunningSession], entry: RunningSession, tokens: int) -> RunningSession | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -124,19 +124,22 @@ class Session:
 
     # --- memory -------------------------------------------------------------------------------------
 
-    def allocate(self, pool: BlockPool, spare: int = 0) -> tuple[Slots, Slots]:
-        """Take memory for the text, and leave `spare` blocks to others; PoolFullError, with none taken, if there is too
-        little. Return the slots (from, to) to copy before the next step."""
-        table, source, target = pool.open(self.tree.committed, self.request.tenant)
-        missing = max(0, self.tree.base - len(table.slots))
+    def allocate(self, pool: BlockPool, growth: Callable[[], int] = lambda: 0) -> tuple[Slots, Slots]:
+        """Take memory for the text; PoolFullError, with none taken, if there is too little for it, or for all that
+        sessions will take, growth() blocks. It is called when the session has the memory that was found in the prefix
+        cache. Return the slots (from, to) to copy before the next step."""
+        self.table, source, target = pool.open(self.tree.committed, self.request.tenant)
         try:
-            if -(-missing // BLOCK) + spare > pool.available:
-                raise PoolFullError(missing + spare * BLOCK, pool.available * BLOCK)
-            table.reserve(self.tree.base)
+            blocks = max(0, -(-(self.tree.base - len(self.table.slots)) // BLOCK))
+            if blocks <= pool.available:
+                blocks = max(blocks, growth())
+            if blocks > pool.available:
+                raise PoolFullError(blocks * BLOCK, pool.available * BLOCK)
+            self.table.reserve(self.tree.base)
         except Exception:
-            table.close()
+            self.free()
             raise
-        self.table, self.computed = table, table.shared
+        self.computed = self.table.shared
         return source, target
 
     def free(self, *, wipe: bool = False) -> Slots:

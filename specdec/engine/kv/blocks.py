@@ -232,6 +232,12 @@ class BlockTable:
         self._origin: _Node | None = None  # where rows were copied from
         self._closed = False
 
+    @property
+    def exclusive(self) -> int:
+        """The number of blocks that no other table holds; they are available once this table is closed."""
+        # Whoever holds a node holds all its ancestors, so nodes with one holder stand at the end.
+        return len(self._blocks) - bisect_left(self._chain, True, key=lambda node: node.holders == 1)
+
     def reserve(self, length: int) -> None:
         """Make room for `length` tokens; PoolFullError, with nothing taken, if there is too little.
 

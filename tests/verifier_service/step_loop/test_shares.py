@@ -15,7 +15,7 @@ from specdec.serving.errors import TooLateError
 from tests.verifier_service.fakes import FREE, Client, TextEngine, run, step_loop
 from tests.verifier_service.step_loop.helpers import check_over, client, expect_no_growth, turns
 from verifier_service.costs.step_latency import StepLatency
-from verifier_service.scheduling.shares import REMEMBERED
+from verifier_service.scheduling.shares import REMEMBERED, who_counts
 from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.step_loop import StepLoop
 
@@ -115,6 +115,22 @@ def test_a_tenant_with_too_much_memory_gives_some_to_one_with_less() -> None:
     assert loop.stats.preemptions >= 1
     run(loop, *flood, other)
     check_over(loop, engine, *flood, other)
+
+
+def test_texts_that_would_give_way_do_not_count() -> None:
+    """All of a tenant that holds twice as much but its oldest one, which is never preempted for others."""
+    engine = TextEngine(30)
+    loop = step_loop(engine)
+    flood = [client(loop, SHORT, seed, 20, tenant="flood") for seed in range(4)]
+    mine = client(loop, SHORT, 5, 20, tenant="mine")
+    turns(loop, 1)
+    running, waits = [each.running for each in (*flood, mine)], client(loop, SHORT, 6, 20, tenant="mine").running
+    assert who_counts(running, waits, BLOCK) == [flood[0].running, mine.running]
+    assert who_counts(running, waits, 2 * BLOCK) == running
+    late = client(loop, SHORT, 7, 20, tenant="late").running
+    assert who_counts([flood[0].running, mine.running], late, BLOCK // 2) == [flood[0].running, mine.running]
+    for each in (*flood, mine):
+        each.cancel()
 
 
 def test_memory_is_not_taken_from_who_has_no_more() -> None:
