@@ -73,13 +73,16 @@ class Planner:
         self._step_rows = step_rows
         self._prefill_rows = prefill_rows
         self._prefill_slowdown = PrefillSlowdown(tuning.prefill)
+        self._sat_out = False  # texts have sat out the last step
 
     def plan(self, packer: Packer, ready: Sequence[RunningSession], spent: float) -> StepPlan:
         """Add the rows of all sessions to an empty batch; proposers have `spent` so many seconds for them."""
         prompts, plain, speculating = self._sorted(ready)
         decoders = [*plain, *speculating]
-        urgent = self._queue.shares.urgent(prompts, decoders)
-        if self._give_way(prompts, urgent, decoders):
+        # No text sits out two steps in a row, whoever comes.
+        urgent = set() if self._sat_out else self._queue.shares.urgent(prompts, decoders)
+        self._sat_out = self._give_way(prompts, urgent, decoders)
+        if self._sat_out:
             prompts, plain, speculating = (
                 [entry for entry in entries if entry.tenant in urgent] for entries in (prompts, plain, speculating)
             )

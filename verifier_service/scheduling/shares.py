@@ -21,9 +21,8 @@ REMEMBERED = 1024
 """Tenants without sessions whose counters are kept. Who leaves with much and returns at once is not given it anew."""
 
 IMBALANCE = 2.0
-"""How many times as much for its weight a tenant must have for another to go before it: memory that is left when some
-is taken from it, or sessions that wait while the other's prompts are computed. A text that loses its memory is computed
-again, and smaller differences even out as texts end."""
+"""How many times as much memory for its weight a tenant must have for some to be taken from it, counting what is left
+then. A text that loses its memory is computed again, and smaller differences even out as texts end."""
 
 
 class Shares:
@@ -70,8 +69,7 @@ class Shares:
 
     def urgent(self, prompts: Collection[RunningSession], decoding: Collection[RunningSession]) -> set[str]:
         """Return the tenants whose prompts need not wait for the texts of others: every other tenant that decodes has
-        `IMBALANCE` times as many sessions for its weight, and a counter that is not below theirs before these prompts.
-        """
+        more sessions for its weight, and a counter that is not below theirs before these prompts."""
         if not prompts or len(self._sessions) < 2:  # as in most steps
             return set()
         decoders = {entry.tenant for entry in decoding}
@@ -85,7 +83,7 @@ class Shares:
 
         def has_less(tenant: str, other: str) -> bool:
             before = self._counters[tenant] - asked[tenant]
-            return IMBALANCE * sessions[tenant] <= sessions[other] and before <= self._counters[other]
+            return sessions[tenant] < sessions[other] and before <= self._counters[other]
 
         return {
             tenant
