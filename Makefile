@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Where torch comes from. The constraints pin a CPU build of it; for CUDA, say for example
-#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130
+# Where torch comes from, if not from PyPI, whose build for Linux is CUDA's. For the CPU's, say
+#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 BUF := build/node_modules/.bin/buf

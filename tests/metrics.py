@@ -1,14 +1,16 @@
-"""Every metric of the three services, for the page: `python -m tests.metrics` prints the table of docs/metrics.md."""
+"""Every metric, for the page: `python -m tests.metrics` prints the table of docs/metrics.md."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from prometheus_client.metrics_core import Metric
+from starlette.types import Receive, Scope, Send
 
 from draft_service.metrics import metrics as of_draft
 from orchestrator.metrics import metrics as of_orchestrator
 from orchestrator.stats import OrchestratorStats
+from specdec.openai_api.metrics import Counted
 from specdec.serving.metrics.families import Families
 from specdec.serving.mux.stream import Traffic
 from specdec.v2 import draft_pb2, generation_pb2, verifier_pb2
@@ -17,7 +19,7 @@ from verifier_service.metrics import metrics as of_verifier
 
 
 def families() -> Iterator[Metric]:
-    """Yield the metrics of services that have just started."""
+    """Yield the metrics of the three services when they have just started."""
     told = generation_pb2.GenerationServiceGetStatsResponse()
     yield from of_orchestrator(told, {("", ""): OrchestratorStats()}, {})
     yield from of_verifier(verifier_pb2.GetStatsResponse(kv_tokens=1), VerifierStats())
@@ -31,6 +33,15 @@ def of_messages(role: str) -> list[Metric]:
     found = Families(role)
     found.traffic(Traffic())
     return found.made
+
+
+def of_http() -> list[Metric]:
+    """Return the metrics of the HTTP server when it has just started."""
+
+    async def unasked(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("this application is never asked")
+
+    return Counted(unasked, ()).metrics()
 
 
 def name(family: Metric) -> str:
@@ -50,9 +61,11 @@ def table() -> str:
     """Return the table in Markdown."""
 
     def row(each: Metric) -> str:
-        return f"| `{name(each)}` | {each.type} | {each.documentation} |"
+        labels = ", ".join(f"`{label}`" for label in getattr(each, "_labelnames", ()))
+        return f"| `{name(each)}` | {each.type} | {labels} | {each.documentation} |"
 
-    return "\n".join(("| Metric | Type | Meaning |", "|---|---|---|", *map(row, families())))
+    rows = map(row, (*families(), *of_http()))
+    return "\n".join(("| Metric | Type | Labels | Meaning |", "|---|---|---|---|", *rows))
 
 
 if __name__ == "__main__":

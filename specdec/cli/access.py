@@ -1,4 +1,4 @@
-"""How commands reach a server: their options for its address, for TLS and for an API key."""
+"""How commands reach a server: their options for its address, for the model to ask, for TLS and for an API key."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ Orchestrators = Annotated[
         callback=addresses,
         help="Address of the orchestrator: HOST:PORT, or as gRPC spells it; several are joined by commas.",
     ),
+]
+ModelName = Annotated[
+    str | None, typer.Option("--model", help="Model to ask, where several are served: NAME, or NAME@REVISION.")
 ]
 Tls = Annotated[
     bool, typer.Option("--tls", envvar="SPECDEC_TLS", help="Use TLS, and trust the public authorities, as gRPC does.")

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from specdec import ports
-from specdec.cli.access import ApiKeyFile, Orchestrators, Tls, TlsCa, TlsCert, TlsKey, access
+from specdec.cli.access import ApiKeyFile, ModelName, Orchestrators, Tls, TlsCa, TlsCert, TlsKey, access
 from specdec.cli.conversation import Conversation, LeaveError
 from specdec.cli.failure import fail
 from specdec.cli.generate import coloured
@@ -28,6 +28,7 @@ ASKS = "> "
 
 def chat(
     address: Orchestrators = f"127.0.0.1:{ports.ORCHESTRATOR}",
+    model: ModelName = None,
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of an answer. By default as many as the context holds.")
@@ -50,7 +51,13 @@ def chat(
     api_key_file: ApiKeyFile = None,
 ) -> None:
     """Talk with the model. Ctrl-C stops an answer, Ctrl-D leaves; /help lists what else can be said."""
-    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "speculation": speculation}
+    options = {
+        "model": model,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "speculation": speculation,
+    }
     conversation = Conversation(options, system, colours)
     allowed = access(tls, tls_ca, tls_cert, tls_key, api_key_file)
     at_terminal = sys.stdin.isatty()

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec import ports
-from specdec.cli.access import Access, ApiKeyFile, Orchestrators, Tls, TlsCa, TlsCert, TlsKey, access
+from specdec.cli.access import Access, ApiKeyFile, ModelName, Orchestrators, Tls, TlsCa, TlsCert, TlsKey, access
 from specdec.cli.failure import fail
 from specdec.cli.many import generate_many
 from specdec.cli.prompt_file import PromptFile
@@ -50,6 +50,7 @@ def generate(
         ),
     ] = None,
     address: Orchestrators = f"127.0.0.1:{ports.ORCHESTRATOR}",
+    model: ModelName = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate for a prompt.")] = 128,
     temperature: Annotated[
         float | None,
@@ -168,6 +169,7 @@ def generate(
     if resume and out is None:
         fail("--resume needs --out", ExitStatus.USAGE)
     options: dict[str, Any] = {
+        "model": model,
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,

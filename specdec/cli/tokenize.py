@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from specdec import ports
-from specdec.cli.access import ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, access
+from specdec.cli.access import ApiKeyFile, ModelName, Tls, TlsCa, TlsCert, TlsKey, access
 from specdec.cli.failure import fail
 from specdec.cli.waiting import Waiting
 from specdec.client import Client
@@ -22,6 +22,7 @@ def tokenize(
     address: Annotated[
         str, typer.Option(callback=addresses, help="Address of the orchestrator; several are joined by commas.")
     ] = f"127.0.0.1:{ports.ORCHESTRATOR}",
+    model: ModelName = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Take PROMPT as a user's message, rendered by the model's chat template.")
     ] = False,
@@ -48,9 +49,9 @@ def tokenize(
             Waiting(address, access=allowed),
         ):
             if chat:
-                found = client.tokenize(messages=[{"role": "user", "content": text}], pieces=not count)
+                found = client.tokenize(messages=[{"role": "user", "content": text}], model=model, pieces=not count)
             else:
-                found = client.tokenize(text, add_special=None if special else False, pieces=not count)
+                found = client.tokenize(text, model=model, add_special=None if special else False, pieces=not count)
     except ValueError as error:  # what no message can say
         fail(str(error), ExitStatus.USAGE)
     if json_output:

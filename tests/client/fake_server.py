@@ -124,7 +124,7 @@ class FakeServer(GenerationServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """Tokens are bytes of the text, and what is special is one more of them, 0, in front."""
-        await self._play_end(self._begin(pb.GenerateRequest(text=request.text), context), context)
+        await self._play_end(self._begin(pb.GenerateRequest(text=request.text, model=request.model), context), context)
         ids = [*([] if request.HasField("add_special") and not request.add_special else [0]), *request.text.encode()]
         pieces = [pb.TokenPiece(text=bytes([each]).decode(errors="replace"), bytes=bytes([each])) for each in ids]
         return pb.TokenizeResponse(
