@@ -79,7 +79,10 @@ class VerifierStream(PeerStream):
         return opened
 
     def _check_opened(self, opened: verifier_pb2.VerifyOpened, revision: str) -> None:
-        """Raise UnfitError if the verifier serves something else, LostError if it grants what no verifier does."""
+        """Raise UnfitError if the verifier serves something else, LostError if it grants what no verifier does or if
+        its answer was changed on its way."""
+        if opened.HasField("checksum") and opened.checksum != checksum.of_opening(opened):
+            raise LostError("the checksum of the answer to an opening is wrong: it was changed on its way")
         identity = opened.identity
         check_verifier(identity, self._context.model)
         if not 0 <= opened.min_candidate_probability <= 1 or opened.max_nodes > MAX_GRANTED_NODES:

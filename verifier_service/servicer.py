@@ -245,6 +245,7 @@ class VerifierServicer(
             follows_grammar=session.request.grammar is not None,
             max_branches=1 if self._backend.chains_only else 0,
         )
+        opened.checksum = checksum.of_opening(opened)
         return verifier_pb2.VerifyResponse(opened=opened)
 
     def heartbeat(self, session: BackendSession) -> verifier_pb2.VerifyResponse:

@@ -1,8 +1,9 @@
 """The checksum of a verifier session: a running CRC-32 over its opening and what it has committed, which shows that
-what was sent is what was received.
+what was sent is what was received. The answer to the opening has one of its own.
 
-Most damaged messages break something that is checked. But a flipped bit in a token id makes another token, and in a
-seed another text: nobody could tell. TLS could; within a cluster many do without it.
+Most damaged messages break something that is checked. But a flipped bit in a token id makes another token, in a seed
+another text, and in the model's fingerprint another model, which no verifier serves: nobody could tell. TLS could;
+within a cluster many do without it.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Iterable
+from typing import TypeVar
 
 from specdec.v2 import verifier_pb2
 
+Opening = TypeVar("Opening", verifier_pb2.VerifyOpen, verifier_pb2.VerifyOpened)
 
-def of_opening(message: verifier_pb2.VerifyOpen) -> int:
-    """Return the checksum that a session begins with, which covers all that its opening asks for."""
-    bare = verifier_pb2.VerifyOpen()
+
+def of_opening(message: Opening) -> int:
+    """Return the checksum of a session's opening, with which it begins, or of the answer to it: it covers all fields
+    but the checksum itself."""
+    bare = type(message)()
     bare.CopyFrom(message)
     bare.ClearField("checksum")
     return zlib.crc32(bare.SerializeToString(deterministic=True))

@@ -204,6 +204,7 @@ class VerifyOpened(google.protobuf.message.Message):
     MAX_CANDIDATES_FIELD_NUMBER: builtins.int
     FOLLOWS_GRAMMAR_FIELD_NUMBER: builtins.int
     MAX_BRANCHES_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
     max_nodes: builtins.int
     """Candidate nodes this session may have alive."""
     drafting_wanted: builtins.bool
@@ -220,6 +221,8 @@ class VerifyOpened(google.protobuf.message.Message):
     """Candidates for one place that a step verifies at most: 1 where the engine verifies one chain and no tree. 0: as many
     as there are.
     """
+    checksum: builtins.int
+    """CRC-32 (ISO 3309) of this message without this field, serialized with its fields in order. Unset: not checked."""
     @property
     def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
         """What this pod serves."""
@@ -239,9 +242,11 @@ class VerifyOpened(google.protobuf.message.Message):
         max_candidates: builtins.int = ...,
         follows_grammar: builtins.bool = ...,
         max_branches: builtins.int = ...,
+        checksum: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["capacity", b"capacity", "identity", b"identity"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["capacity", b"capacity", "drafting_wanted", b"drafting_wanted", "follows_grammar", b"follows_grammar", "identity", b"identity", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_nodes", b"max_nodes", "min_candidate_probability", b"min_candidate_probability"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "capacity", b"capacity", "checksum", b"checksum", "identity", b"identity"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "capacity", b"capacity", "checksum", b"checksum", "drafting_wanted", b"drafting_wanted", "follows_grammar", b"follows_grammar", "identity", b"identity", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_nodes", b"max_nodes", "min_candidate_probability", b"min_candidate_probability"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_checksum", b"_checksum"]) -> typing.Literal["checksum"] | None: ...
 
 global___VerifyOpened = VerifyOpened
 

@@ -50,13 +50,21 @@ class LyingSession:
             yield response
 
     async def say(self, response: verifier_pb2.VerifyResponse | bytes) -> None:
-        """With a checksum that fits, if it is a commit."""
+        """With a checksum that fits."""
+        if isinstance(response, verifier_pb2.VerifyResponse) and response.HasField("opened"):
+            response.opened.checksum = checksum.of_opening(response.opened)
         if isinstance(response, verifier_pb2.VerifyResponse) and response.HasField("commit"):
             commit = response.commit
             self._checksum = checksum.extended(self._checksum, commit.committed.tokens, commit.finish_reason)
             commit.checksum = self._checksum
             self.base += len(commit.committed.tokens)
             self.commits += 1
+        await self._context.write(response)
+
+    async def say_damaged(self, response: verifier_pb2.VerifyResponse) -> None:
+        """As the honest one said it, checksum included, but for one bit of the model's fingerprint."""
+        identity = response.opened.identity
+        identity.model_fingerprint = chr(ord(identity.model_fingerprint[0]) ^ 1) + identity.model_fingerprint[1:]
         await self._context.write(response)
 
     async def commit(self, tokens: list[int], **fields: Any) -> None:
@@ -397,6 +405,17 @@ async def changes_its_model(session: LyingSession) -> None:
             return
 
 
+async def is_damaged_on_its_way(session: LyingSession) -> None:
+    """One bit of the answer to each opening; then it breaks off."""
+    async for response in session.responses():
+        if response.HasField("opened"):
+            await session.say_damaged(response)
+        else:
+            await session.say(response)
+        if session.commits >= session.true_commits:
+            return
+
+
 async def fails_inside(session: LyingSession) -> None:
     await begun(session)
     await session.end(to_status(ModelFailureError("the step failed: RuntimeError: " + "x" * 5000)))
@@ -474,6 +493,7 @@ CONDUCTS: tuple[Lie, ...] = (
     says_everything_twice,
     is_preempted_more_each_time,
     changes_its_model,
+    is_damaged_on_its_way,
     fails_inside,
     fails_inside_before_it_opens,
     finds_fault_too_late,

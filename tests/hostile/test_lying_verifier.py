@@ -149,3 +149,15 @@ async def lies(honest: Honest, name: str, alone: bool, authority: Authority | No
     assert volume.bytes < MOST_LOG_BYTES
     assert pulse.seconds < MOST_PULSE
     assert growth < MOST_GROWTH_MIB
+
+
+async def test_an_answer_that_was_damaged_on_its_way_begins_no_text(honest: Honest) -> None:
+    """Nobody serves the model that it names, so a text that was begun with it could not go on anywhere."""
+    liar = LyingVerifier(LIES["is damaged on its way"], honest.services.verifiers[0].address)
+    async with AsyncExitStack() as exits:
+        address, _ = await exits.enter_async_context(served(liar))
+        verifiers = [address, honest.services.verifiers[0].address]
+        stub = await exits.enter_async_context(orchestrator_with(honest.services, verifiers))
+        asked = await asyncio.gather(*(ask(stub, DEADLINE, fields) for fields in ASKS.values()))
+    assert [got.text for got in asked] == [each.text for each in honest.wanted.values()]
+    assert liar.sessions > 0
