@@ -27,7 +27,7 @@ def metrics(told: verifier_pb2.GetStatsResponse, stats: VerifierStats) -> list[M
         ("free",): free,
     }
     found.gauges("kv_cache_tokens", "Tokens of the KV cache, by what they are used for.", ("state",), tokens)
-    found.counter("prompt_tokens", "Tokens that sessions came with.", told.prompt_tokens)
+    found.counter("prompt_tokens", "Tokens that sessions came with when they got KV memory.", told.prompt_tokens)
     found.counter("prefix_cache_queries", "Tokens that were looked for in the KV cache.", told.prompt_tokens)
     found.counter("prefix_cache_hits", "Tokens of them that were found there.", told.cached_tokens)
     found.counter("generation_tokens", "Tokens committed.", told.committed_tokens)

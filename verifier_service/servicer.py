@@ -74,6 +74,9 @@ class Queue(NamedTuple):
     ahead: int
     """Before one that comes now: the preempted as well, but none that waits for its own reader."""
 
+    coming: int
+    """On their way to the loop, which count as waiting."""
+
 
 class VerifierServicer(
     SessionServicer[BackendSession, verifier_pb2.VerifyRequest, verifier_pb2.VerifyResponse],
@@ -133,7 +136,8 @@ class VerifierServicer(
         if queue.new >= limit:
             raise OverloadedError(f"{queue.new} sessions wait for memory, the limit is {limit}", retry_after=wait)
         tenant = request.open.tenant
-        share, own = QUEUE_SHARE * (limit - queue.new), load.new_of[tenant]
+        own = load.new_of[tenant] + min(self.arriving.count(tenant), max(0, queue.coming))
+        share = QUEUE_SHARE * (limit - queue.new)
         if own >= max(1, share):
             problem = f"{own} of its sessions wait for memory, {share} may while {queue.new} do in all"
             raise TenantLimitError(tenant, problem, wait)
@@ -151,8 +155,11 @@ class VerifierServicer(
         """Return how many sessions wait. Those on their way to the loop count, with texts of `tokens` tokens each."""
         load = self._backend.stats
         waiting = load.waiting - load.throttled
-        coming = self.arriving - (0 if waiting else self._backend.fitting(tokens))
-        return Queue(load.new_of.total() + coming, waiting + coming)
+        coming = len(self.arriving) - (0 if waiting else self._backend.fitting(tokens))
+        return Queue(load.new_of.total() + coming, waiting + coming, coming)
+
+    def tenant_of(self, request: verifier_pb2.VerifyRequest) -> str:
+        return request.open.tenant
 
     async def FindPrefix(
         self,

@@ -18,6 +18,7 @@ from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.probe import EngineProbe
 from specdec.engine.start_phases import phase
 from specdec.serving.engine_worker import EngineWorker
+from specdec.serving.errors import GrammarFailureError
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
 from verifier_service.adaptive_speculation import AdaptiveSpeculation
@@ -136,8 +137,12 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self._queue.add(entry)
 
     def detach(self, session: Session) -> None:
-        """Forget a session and free its memory, whatever state it is in."""
-        self._queue.remove(session)
+        """Forget a session and free its memory, whatever state it is in. However its text has ended (its stop string
+        may be known to its caller alone), others are expected to be like it."""
+        entry = self._queue.remove(session)
+        if entry is not None and (tokens := session.generated - len(session.request.generated)):
+            self.stats.finished(tokens, entry.had_memory, self._tuning.lifetime_smoothing)
+            self._queue.lengths.add(session.generated)
         self._forget(session)
 
     # --- a step -------------------------------------------------------------------------------------
@@ -195,6 +200,8 @@ class StepLoop(EngineWorker[Session], SessionBackend):
             self.stats.mode = self._speculation.controller.mode.value
         plan = self._planner.plan(self._engine.packer(), ready, proposed.seconds)
         self.stats.step_expected = plan.expected
+        for entry in plan.sitting_out:  # their readers would wait for two steps
+            self._publisher.send_pending(entry)
 
         # 2. Run one forward pass, and verify all trees.
         try:
@@ -219,7 +226,9 @@ class StepLoop(EngineWorker[Session], SessionBackend):
 
         # 4. Learn from the step, and send its results.
         self._planner.observe(plan, end - start)
-        self.stats.observe(plan.rows, end - start, [result for _, result in results])
+        added = [result for _, result in results]
+        self.stats.observe(plan.rows, end - start, added)
+        self.stats.observe_pace(end - begin, added, sat_out=bool(plan.sitting_out))
         self.stats.observe_parts(forward=verified.forward_seconds, proposing=proposed.seconds, delayed=waited)
         if batch is not None and plan.decodes_only and batch.sessions + batch.exempt == len(results):
             self._speculation.update(batch, plan, results, seconds=end - begin, proposed=proposed)
@@ -227,6 +236,8 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self._publisher.publish(results, StepSeconds(verified.forward_seconds, end - start, waited))
         for entry, result in results:
             self._queue.shares.got_tokens(entry, len(result.tokens))
+        self._queue.shares.stepped(entry for entry, _ in results)
+        for entry, result in results:
             entry.awaiting_draft = entry.session.policy.remote
             if entry.computing_prompt:
                 entry.computing_prompt = False
@@ -237,10 +248,6 @@ class StepLoop(EngineWorker[Session], SessionBackend):
     def _finish(self, entry: RunningSession) -> None:
         """End a session whose text is complete."""
         self._speculation.finished(entry.session)
-        session = entry.session
-        tokens, seconds = session.generated - len(session.request.generated), time.monotonic() - entry.admitted_at
-        self.stats.finished(tokens, seconds, self._tuning.lifetime_smoothing)
-        self._queue.lengths.add(session.generated)
         self.detach(entry.session)
 
     # --- sessions that leave, and failures ----------------------------------------------------------
@@ -264,14 +271,16 @@ class StepLoop(EngineWorker[Session], SessionBackend):
     def end_sessions(self, error: Exception) -> None:
         for entry in self._queue.all:
             self._publisher.send_pending(entry)
-            self.detach(entry.session)
+            self._queue.remove(entry.session)
+            self._forget(entry.session)
             entry.responses.send(error)
         self.pool.forget_prefixes()
 
     def _quarantine(self, entry: RunningSession, error: Exception) -> None:
-        """End a session that failed, and wipe its memory: a NaN in it would spread to the session that gets it next."""
+        """End a session that failed, and wipe its memory: a NaN in it would spread to the session that gets it next.
+        Where a grammar was too complex, the memory is as good as before."""
         log.error("session_failed", exc_info=error)
         self._publisher.send_pending(entry)
-        self._queue.remove(entry.session, wipe=True)
+        self._queue.remove(entry.session, wipe=not isinstance(error, GrammarFailureError))
         self._forget(entry.session)
         entry.responses.send(error)

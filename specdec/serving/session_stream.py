@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -60,8 +61,10 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         self._clients = ClientSessions(max_sessions_per_client)
         self._openings = Openings(OPEN_SECONDS)
         self._sessions = 0
-        self._submitted = 0  # to the worker, of all sessions so far
-        self._taken = 0  # of these, by the worker; written in its thread
+        self._parsing: list[str] = []  # tenants of sessions that are being parsed
+        self._submitted: deque[str] = deque()  # tenants of sessions that went to the worker, without some it has taken
+        self._known_taken = 0  # those that are left out
+        self._taken = 0  # sessions that the worker has taken so far; written in its thread
         self.timelines = Timelines()
 
     async def close(self) -> None:
@@ -82,9 +85,16 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         return self._worker.works
 
     @property
-    def arriving(self) -> int:
-        """Sessions that the worker has not taken yet."""
-        return self._submitted - self._taken
+    def arriving(self) -> list[str]:
+        """The tenants of sessions that the worker has not taken yet."""
+        while self._known_taken < self._taken:
+            self._submitted.popleft()
+            self._known_taken += 1
+        return [*self._parsing, *self._submitted]
+
+    def tenant_of(self, request: Request) -> str:
+        """Return whose session an `open` asks for."""
+        return ""
 
     def admit(self, request: Request, deadline: float | None) -> None:
         """Raise OverloadedError if no more sessions can be taken, EngineLostError if none can be served. `deadline` is
@@ -148,13 +158,21 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         self._sessions += 1
         try:
             with self._clients.session(context), self.timelines.begin(self.timeline_name) as timeline:
-                if self.takes_long(first):
-                    session = await asyncio.to_thread(self.parse, first, deadline)
-                else:
-                    session = self.parse(first, deadline)
+                session = await self._parsed(first, deadline)
+                self._submitted.append(self.tenant_of(first))
                 await self._serve(session, requests, context, timeline)
         finally:
             self._sessions -= 1
+
+    async def _parsed(self, request: Request, deadline: float | None) -> Session:
+        if not self.takes_long(request):
+            return self.parse(request, deadline)
+        tenant = self.tenant_of(request)
+        self._parsing.append(tenant)
+        try:
+            return await asyncio.to_thread(self.parse, request, deadline)
+        finally:
+            self._parsing.remove(tenant)
 
     async def _serve(
         self,
@@ -165,7 +183,6 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
     ) -> None:
         """Serve a session that was parsed, until its stream ends."""
         responses: ResponseQueue[Response] = ResponseQueue()
-        self._submitted += 1
         self._worker.submit(partial(self._take, session, responses, timeline))
         reader: asyncio.Task[None] | None = None
         try:

@@ -81,11 +81,10 @@ class TestGrowth:
                 begun.cache_prefix()
             newcomer = session(3 * BLOCK, 6, None)
 
-            def growth(newcomer: Session = newcomer) -> int:
+            def make_room(_: int, newcomer: Session = newcomer) -> None:
                 found.append(expected_growth([newcomer], ToTheLimit()))
-                return 0
 
-            newcomer.allocate(pool, growth)
+            newcomer.allocate(pool, make_room)
             newcomer.free()
         assert found == [4, 2]
 
@@ -131,6 +130,19 @@ def test_of_many_texts_it_is_nearly_the_most() -> None:
         sum(-(-(tokens + moment) // BLOCK) for tokens, to_come in texts if moment < to_come) for moment in range(301)
     )
     assert 0.95 * (most - len(texts)) <= expected_growth(sessions, ToTheLimit()) <= most - len(texts)
+
+
+def test_texts_that_their_callers_end_are_remembered() -> None:
+    """As by a stop string, which the verifier does not know; not those that have no token yet."""
+    loop = step_loop(TextEngine(8))
+    ended = client(loop, 5, 1, 100)
+    while len(ended.tokens) < 30:
+        loop.turn()
+    waits = client(loop, 5, 2, 100)
+    for each in (ended, waits):
+        each.cancel()
+    assert loop._queue.lengths.expected(np.array([0])).tolist() == [30]
+    assert loop.stats.usual_tokens == 30
 
 
 @given(st.integers(4, 8), st.lists(st.tuples(st.integers(5, 120), st.integers(1, 70)), min_size=1, max_size=20))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -10,14 +12,33 @@ import pytest
 from specdec.decoding.speculation import NO_DRAFTERS, Drafter
 from specdec.serving.errors import InvalidRequestError, OverloadedError, TenantLimitError, TooLateError
 from specdec.v2 import model_pb2, verifier_pb2
+from tests.stack import until
 from tests.verifier_service.fakes import VOCABULARY, TextEngine, step_loop
 from verifier_service.servicer import MOST_LOGPROBS, Limits, VerifierServicer
 from verifier_service.sessions.session import Session
 
 
-def servicer() -> VerifierServicer:
+class ParsingInThreads(VerifierServicer):
+    """Takes every `open` to be long."""
+
+    def takes_long(self, request: verifier_pb2.VerifyRequest) -> bool:
+        return True
+
+
+class Caller:
+    """Takes what is written."""
+
+    def time_remaining(self) -> None:
+        pass
+
+    async def write(self, response: Any) -> None:
+        pass
+
+
+def servicer(kind: type[VerifierServicer] = VerifierServicer) -> VerifierServicer:
+    """A servicer of a loop whose thread was never started."""
     identity = model_pb2.ModelIdentity(vocabulary_size=VOCABULARY, context_tokens=256)
-    return VerifierServicer(step_loop(TextEngine(8)), identity, Limits())
+    return kind(step_loop(TextEngine(8)), identity, Limits())
 
 
 def parsed(**fields: Any) -> Session:
@@ -113,6 +134,31 @@ def test_a_tenant_leaves_places_in_the_waiting_room_to_others() -> None:
     assert refused.value.retry_after > 0
     again = verifier_pb2.VerifyOpen(prompt_tokens=[2], tenant="flood", attempt=2)
     service.admit(verifier_pb2.VerifyRequest(open=again), None)  # a text that has begun goes on
+
+
+@pytest.mark.parametrize("long", [False, True], ids=["parsed at once", "parsed in threads"])
+async def test_sessions_on_their_way_to_the_loop_take_places(long: bool) -> None:
+    """A step takes its time, and the loop takes no session meanwhile: a flood does not get more places by that."""
+    service = servicer(ParsingInThreads if long else VerifierServicer)
+    service._backend.stats.waiting = 1  # so what comes waits as well
+    service._backend.stats.new_of["other"] = 1
+    opening = verifier_pb2.VerifyOpen(prompt_tokens=[2], max_tokens=10, tenant="flood")
+
+    async def requests() -> AsyncIterator[verifier_pb2.VerifyRequest]:
+        yield verifier_pb2.VerifyRequest(open=opening)
+        await asyncio.Event().wait()
+
+    context: Any = Caller()
+    calls = [asyncio.create_task(service.run(requests(), context)) for _ in range(200)]
+    try:
+        await until(lambda: service.capacity().sessions + sum(call.done() for call in calls) == 200)
+        refused = [call.exception() for call in calls if call.done()]
+        assert {type(error) for error in refused} == {TenantLimitError}
+        assert len(calls) - len(refused) == 113
+    finally:
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
 
 
 def test_preempted_texts_take_no_place_in_the_waiting_room() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from specdec.serving.errors import TooLateError
@@ -38,7 +38,7 @@ class VerifierStats:
     drafted_steps: int = 0  # steps of sessions that have a draft, after which the text goes on
     draft_ready_steps: int = 0  # those of them that ended with the next candidates already there
     refused: int = 0  # messages of candidates that were invalid
-    prompt_tokens: int = 0  # tokens that sessions came with, generated ones included
+    prompt_tokens: int = 0  # tokens that sessions came with when they got memory, generated ones included
     cached_tokens: int = 0  # those of them that were in the KV cache already
     preemptions: int = 0
     busy: float = 0.0  # seconds spent in steps
@@ -54,7 +54,8 @@ class VerifierStats:
     """Steps of sessions that had candidates, by how many were accepted."""
     interval: float = 0.0  # seconds from token to token of a session, moving average; 0: not known
     usual_tokens: float = 0.0  # tokens that are generated in a session until it is finished, moving average
-    lifetime: float = 1.0  # seconds from admission to the end of a session, moving average
+    lifetime: float = 1.0  # seconds for which a session has memory, moving average
+    _held_up: float = 0.0  # seconds for which texts that decode have had no step
 
     def observe(self, rows: int, seconds: float, results: Iterable[VerifyResult]) -> None:
         """Count a step."""
@@ -62,16 +63,23 @@ class VerifierStats:
         self.rows += rows
         self.busy += seconds
         self.step_seconds.observe(seconds)
-        results = list(results)
-        if results:
-            interval = seconds * len(results) / max(1, sum(len(result.tokens) for result in results))
-            self.interval += INTERVAL_SMOOTHING * (interval - self.interval) if self.interval else interval
         for result in results:
             self.committed += len(result.tokens)
             self.drafted += result.offered
             self.accepted += result.accepted
             if result.offered:
                 self.accepted_lengths[min(result.accepted, LONGEST_TOLD)] += 1
+
+    def observe_pace(self, seconds: float, results: Sequence[VerifyResult], *, sat_out: bool) -> None:
+        """Count the seconds from step to step, whatever they went to. Where texts have sat out the step, they wait for
+        the next one as well."""
+        self._held_up += seconds
+        if sat_out:
+            return
+        held_up, self._held_up = self._held_up, 0.0
+        if results:
+            interval = held_up * len(results) / max(1, sum(len(result.tokens) for result in results))
+            self.interval += INTERVAL_SMOOTHING * (interval - self.interval) if self.interval else interval
 
     def observe_parts(self, *, forward: float, proposing: float, delayed: float) -> None:
         """Count the seconds of a step's forward pass, and of what went before the step."""
@@ -80,7 +88,7 @@ class VerifierStats:
         self.delayed += delayed
 
     def finished(self, tokens: int, seconds: float, smoothing: float) -> None:
-        """Count a session that has generated so many tokens in so many seconds, until it was finished."""
+        """Count a session that has ended: it has generated so many tokens, and had memory for so many seconds."""
         self.lifetime += smoothing * (seconds - self.lifetime)
         self.usual_tokens += smoothing * (tokens - self.usual_tokens) if self.usual_tokens else tokens
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from verifier_service.proposers.windows import open_windows
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
 from verifier_service.scheduling.prefill import PrefillSlowdown, prefill_chunks
 from verifier_service.scheduling.run_queue import RunQueue
-from verifier_service.scheduling.shares import prompt_weights
+from verifier_service.scheduling.shares import NOBODY, Urgent, prompt_weights
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.step_rows import ScheduledRows
 from verifier_service.settings.tuning import Tuning
@@ -29,6 +29,7 @@ class StepPlan:
     entries: list[tuple[RunningSession, ScheduledRows]]
     rows: int  # without those that packing adds
     expected: float  # seconds
+    sitting_out: list[RunningSession]  # that decode, and have no rows in it
 
     @property
     def slots(self) -> Slots:
@@ -73,18 +74,22 @@ class Planner:
         self._step_rows = step_rows
         self._prefill_rows = prefill_rows
         self._prefill_slowdown = PrefillSlowdown(tuning.prefill)
-        self._sat_out = False  # texts have sat out the last step
+        self._went_first = False  # prompts have gone before texts of others in the last step with texts
 
     def plan(self, packer: Packer, ready: Sequence[RunningSession], spent: float) -> StepPlan:
         """Add the rows of all sessions to an empty batch; proposers have `spent` so many seconds for them."""
         prompts, plain, speculating = self._sorted(ready)
         decoders = [*plain, *speculating]
-        # No text sits out two steps in a row, whoever comes.
-        urgent = set() if self._sat_out else self._queue.shares.urgent(prompts, decoders)
-        self._sat_out = self._give_way(prompts, urgent, decoders)
-        if self._sat_out:
+        # Prompts go first in every second step at most, whoever comes.
+        urgent = NOBODY if self._went_first else self._queue.shares.urgent(prompts, decoders)
+        if decoders:
+            self._went_first = bool(urgent.tenants)
+        sitting_out: list[RunningSession] = []
+        if self._give_way(prompts, urgent, decoders):
+            sitting_out = [entry for entry in decoders if entry.tenant in urgent.yielding]
             prompts, plain, speculating = (
-                [entry for entry in entries if entry.tenant in urgent] for entries in (prompts, plain, speculating)
+                [entry for entry in entries if entry.tenant not in urgent.yielding]
+                for entries in (prompts, plain, speculating)
             )
         decoding, latency, tree_slots = len(plain) + len(speculating), self._threads.latency, list(self._tree_slots)
         offers = [entry.session.candidates() for entry in speculating]
@@ -103,10 +108,10 @@ class Planner:
         for entry in (*plain, *prompts):
             entry.session.ngrams.close_window()
         entries += [(entry, entry.session.plan(packer, 1, [], tree_slots)) for entry in plain]
-        for entry, chunk in self._chunks(prompts, urgent, decoding, len(packer.tokens)):
+        for entry, chunk in self._chunks(prompts, urgent.tenants, decoding, len(packer.tokens)):
             entries.append((entry, entry.session.plan(packer, chunk, [], tree_slots)))
         taken = len(packer.tokens)
-        return StepPlan(packer, entries, taken, latency.of(taken))
+        return StepPlan(packer, entries, taken, latency.of(taken), sitting_out)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn from how long a step took."""
@@ -115,7 +120,7 @@ class Planner:
         self._threads.observe(plan.rows, seconds)
 
     def _chunks(
-        self, prompts: Sequence[RunningSession], urgent: set[str], decoding: int, rows: int
+        self, prompts: Sequence[RunningSession], urgent: Set[str], decoding: int, rows: int
     ) -> list[tuple[RunningSession, int]]:
         """Return how many tokens of each prompt are computed beside so many `rows` of `decoding` sessions. Those of
         `urgent` tenants are not cut up for them."""
@@ -132,15 +137,13 @@ class Planner:
         rest = chunks(others, decoding, self._step_rows if decoding else self._prefill_rows, sum(uncut))
         return [*zip(first, uncut, strict=True), *zip(others, rest, strict=True)]
 
-    def _give_way(
-        self, prompts: Sequence[RunningSession], urgent: set[str], decoding: Sequence[RunningSession]
-    ) -> bool:
-        """Return whether sessions of other tenants than the `urgent` ones sit out this step, since it is shorter so:
-        where more rows take no more time, they need not."""
-        rows = sum(entry.session.computable for entry in prompts if entry.tenant in urgent)
+    def _give_way(self, prompts: Sequence[RunningSession], urgent: Urgent, decoding: Sequence[RunningSession]) -> bool:
+        """Return whether sessions that yield to `urgent` prompts sit out this step, since it is shorter so: where more
+        rows take no more time, they need not."""
+        rows = sum(entry.session.computable for entry in prompts if entry.tenant in urgent.tenants)
         if not rows:
             return False
-        staying = sum(entry.tenant in urgent for entry in decoding)
+        staying = sum(entry.tenant not in urgent.yielding for entry in decoding)
         rows = min(rows, self._prefill_rows)
         latency = self._threads.latency
         return latency.of(rows + len(decoding)) > self._tuning.prefill.worth_a_wait * latency.of(rows + staying)

@@ -12,6 +12,7 @@ import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 import structlog
@@ -62,20 +63,25 @@ class RunQueue:
         """Queue a session: it is admitted as soon as there is memory for it."""
         entry.arrival = next(self._arrivals)
         entry.waiting_since = time.monotonic()
+        # One that is far ahead of its reader does not want any.
+        self.shares.joined(entry, {each.tenant for each in self._waiting if not self.throttled(each)})
         self._waiting.append(entry)
-        self.shares.joined(entry)
-        self._stats.prompt_tokens += entry.session.tree.base
         self._count()
 
-    def remove(self, session: Session, *, wipe: bool = False) -> None:
-        """Forget a session and free its memory, whatever state it is in."""
+    def remove(self, session: Session, *, wipe: bool = False) -> RunningSession | None:
+        """Forget a session and free its memory, whatever state it is in. Return it; None if it is not there."""
         self._take_memory(session, wipe=wipe)
-        for entry in self.all:
-            if entry.session is session:
-                self.shares.left(entry)
-        self._waiting = [a for a in self._waiting if a.session is not session]
-        self.running = [a for a in self.running if a.session is not session]
+        found = next((entry for entry in self.all if entry.session is session), None)
+        if found is None:
+            return None
+        if found in self._waiting:
+            self._waiting.remove(found)
+        else:
+            self.running.remove(found)
+            found.had_memory += time.monotonic() - found.admitted_at
+        self.shares.left(found)
         self._count()
+        return found
 
     def admit(self) -> None:
         """Give memory to waiting sessions, in turn, until there is too little for the next one, now or by forecast.
@@ -88,13 +94,9 @@ class RunQueue:
                 self.remove(entry.session)
                 entry.responses.send(error)
                 continue
-            while not self._admit(entry):
-                throttled = [a for a in self.running if self.throttled(a)]
-                # One that is throttled cannot use its memory until its reader catches up.
-                victim = throttled[-1] if throttled else youngest_beyond(self.running, entry, entry.session.tree.base)
-                if victim is None:
-                    return
-                self._preempt(victim)
+            if not self._admit(entry):
+                break
+        self._count()
 
     def throttled(self, entry: RunningSession) -> bool:
         """True if the session is too far ahead of its reader; a `consumed` message will wake the loop."""
@@ -138,7 +140,7 @@ class RunQueue:
     def _admit(self, entry: RunningSession) -> bool:
         session = entry.session
         try:
-            source, target = session.allocate(self.pool, lambda: self._growth(entry))
+            source, target = session.allocate(self.pool, partial(self._make_room, entry))
         except PoolFullError:
             return False
         self._waiting.remove(entry)
@@ -149,20 +151,43 @@ class RunQueue:
         entry.queued += now - entry.waiting_since
         if not entry.preemptions:
             session.cached_tokens = session.computed
+            self._stats.prompt_tokens += session.tree.base
             self._stats.cached_tokens += session.cached_tokens
             self._stats.queue_seconds.observe(now - entry.waiting_since)
             self.shares.got_prompt(entry, session.tree.base - session.computed)
         entry.timeline.event("admitted", cached_tokens=session.computed)
         entry.computing_prompt = True
-        self._count()
         return True
 
-    def _growth(self, entry: RunningSession) -> int:
+    def _make_room(self, entry: RunningSession, blocks: int) -> None:
+        """Preempt those that give way to `entry`, which waits, so that there is memory for it: `blocks` for its text,
+        and what it and the running ones will take by forecast. PoolFullError, with nobody preempted, if there would be
+        too little even so."""
+        running, victims, room = self.running, list[RunningSession](), self.pool.available
+        while (wanted := blocks if blocks > room else max(blocks, self._growth(entry, running))) > room:
+            victim = self._next_victim(entry, running)
+            if victim is None:
+                raise PoolFullError(wanted * BLOCK, room * BLOCK)
+            victims.append(victim)
+            running = [each for each in running if each is not victim]
+            assert victim.session.table is not None
+            room += victim.session.table.exclusive
+        for victim in victims:
+            self._preempt(victim)
+
+    def _next_victim(self, entry: RunningSession, running: list[RunningSession]) -> RunningSession | None:
+        """Return who of the `running` ones loses its memory first for `entry`; None: nobody does."""
+        throttled = [each for each in running if self.throttled(each)]
+        if throttled:  # it cannot use its memory until its reader catches up
+            return throttled[-1]
+        return youngest_beyond(running, entry, entry.session.tree.base)
+
+    def _growth(self, entry: RunningSession, running: list[RunningSession]) -> int:
         """Return how many blocks a session that is being admitted and the running ones will take. Those that would be
         preempted for it count only if they give back more than they take."""
-        growth = expected_growth([*(each.session for each in self.running), entry.session], self.lengths)
-        counted = who_counts(self.running, entry, entry.session.tree.base)
-        if len(counted) < len(self.running):
+        growth = expected_growth([*(each.session for each in running), entry.session], self.lengths)
+        counted = who_counts(running, entry, entry.session.tree.base)
+        if len(counted) < len(running):
             growth = min(growth, expected_growth([*(each.session for each in counted), entry.session], self.lengths))
         return growth
 
@@ -172,6 +197,7 @@ class RunQueue:
         self._take_memory(entry.session)
         entry.preemptions += 1
         entry.waiting_since = time.monotonic()
+        entry.had_memory += entry.waiting_since - entry.admitted_at
         self.running.remove(entry)
         self._waiting.append(entry)
         self._stats.preemptions += 1
@@ -188,6 +214,7 @@ class RunQueue:
             self._engine.copy(source, target)
 
     def _count(self) -> None:
+        """Tell how many wait and run, and why."""
         self._stats.running, self._stats.waiting = len(self.running), len(self._waiting)
         self._stats.throttled = sum(self.throttled(entry) for entry in self._waiting)
         self._stats.new_of = Counter(entry.tenant for entry in self._waiting if not entry.preemptions)

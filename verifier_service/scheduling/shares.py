@@ -1,17 +1,21 @@
 """Shares of tenants: whose turn it is to get memory, and who has more of it than others would.
 
 Turns go by virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models", Algorithm 2): each
-tenant's counter grows with what it gets, divided by its weight, and the tenant with the smallest counter is next. Who
-comes, or comes back after a pause, starts no lower than the smallest counter of those who are there or, if nobody is,
-than that of who left last: time that was not used is not saved up, and what a tenant had alone is not held against it.
+tenant's counter grows with what it gets, divided by its weight, and the tenant with the smallest counter is next. One
+for which nothing waits has all it wants: when it wants more, its counter is raised to the smallest of those for which
+something waits, and to the level that all tenants of some step had reached (a virtual time, as in start-time fair
+queueing, Goyal et al. 1996). So time that was not used is not saved up, and what a tenant had alone is not held
+against it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from itertools import islice
+from typing import NamedTuple
 
+from specdec.engine.kv.blocks import BLOCK
 from verifier_service.sessions.running_session import RunningSession
 
 GENERATED_COST = 2.0
@@ -25,30 +29,40 @@ IMBALANCE = 2.0
 then. A text that loses its memory is computed again, and smaller differences even out as texts end."""
 
 
+class Urgent(NamedTuple):
+    """Whose prompts go before whose texts in a step: no tenant is in both."""
+
+    tenants: Set[str]
+    yielding: Set[str]
+
+
+NOBODY = Urgent(frozenset(), frozenset())
+
+
 class Shares:
     """The counters of tenants. Belongs to the step loop's thread."""
 
     def __init__(self) -> None:
-        self._counters: OrderedDict[str, float] = OrderedDict()  # tokens over weight
+        self._counters: OrderedDict[str, float] = OrderedDict()  # tokens over weight; who left last comes last
         self._sessions: Counter[str] = Counter()
-        self._level = 0.0  # the counter of the tenant that left last
+        self._level = 0.0  # that the counters of all tenants of some step had reached
 
-    def joined(self, entry: RunningSession) -> None:
-        """Note that a session has come."""
+    def joined(self, entry: RunningSession, wanting: Collection[str]) -> None:
+        """Note that a session has come, which waits for memory as those of the tenants `wanting` it do."""
         tenant = entry.tenant
-        if not self._sessions[tenant]:
-            there = [self._counters[each] for each in self._sessions if self._sessions[each]]
-            self._counters[tenant] = max(self._counters.get(tenant, 0.0), min(there, default=self._level))
-            self._counters.move_to_end(tenant)
+        if tenant not in wanting:
+            of_others = min((self._counters[each] for each in wanting), default=0.0)
+            self._counters[tenant] = max(self._counters.get(tenant, 0.0), of_others, self._level)
         self._sessions[tenant] += 1
 
     def left(self, entry: RunningSession) -> None:
         """Note that a session is over."""
-        self._sessions[entry.tenant] -= 1
-        if self._sessions[entry.tenant]:
+        tenant = entry.tenant
+        self._sessions[tenant] -= 1
+        if self._sessions[tenant]:
             return
-        del self._sessions[entry.tenant]
-        self._level = self._counters[entry.tenant]
+        del self._sessions[tenant]
+        self._counters.move_to_end(tenant)
         forgotten = len(self._counters) - len(self._sessions) - REMEMBERED
         if forgotten > 0:
             idle = (each for each in self._counters if each not in self._sessions)
@@ -63,41 +77,63 @@ class Shares:
         """Count generated tokens."""
         self._counters[entry.tenant] += GENERATED_COST * tokens / entry.weight
 
-    def next(self, waiting: Iterable[RunningSession]) -> RunningSession | None:
-        """Return the waiting session whose turn it is: of the tenant with the smallest counter the first."""
-        return min(waiting, key=lambda entry: (self._counters[entry.tenant], entry.precedence), default=None)
+    def stepped(self, entries: Iterable[RunningSession]) -> None:
+        """Note whose sessions have got tokens in a step; their tokens are counted already."""
+        counters = [self._counters[tenant] for tenant in {entry.tenant for entry in entries}]
+        self._level = max(self._level, min(counters, default=0.0))
 
-    def urgent(self, prompts: Collection[RunningSession], decoding: Collection[RunningSession]) -> set[str]:
-        """Return the tenants whose prompts need not wait for the texts of others: every other tenant that decodes has
-        more sessions for its weight, and a counter that is not below theirs before these prompts."""
+    def next(self, waiting: Iterable[RunningSession]) -> RunningSession | None:
+        """Return the waiting session whose turn it is: the first one of the tenant with the smallest counter, and of
+        equal ones of that with fewer sessions for its weight."""
+
+        def turn(entry: RunningSession) -> tuple[float, float, tuple[bool, int, int]]:
+            return self._counters[entry.tenant], self._sessions[entry.tenant] / entry.weight, entry.precedence
+
+        return min(waiting, key=turn, default=None)
+
+    def urgent(self, prompts: Collection[RunningSession], decoding: Collection[RunningSession]) -> Urgent:
+        """Return whose prompts go before whose texts. The texts are of tenants that have more sessions for their
+        weight, and counters that are not below those of the others but for what these prompts still lack."""
         if not prompts or len(self._sessions) < 2:  # as in most steps
-            return set()
-        decoders = {entry.tenant for entry in decoding}
+            return NOBODY
         sessions: defaultdict[str, float] = defaultdict(float)
-        asked: defaultdict[str, float] = defaultdict(float)  # what the prompts have added to the counters
+        lacking: defaultdict[str, float] = defaultdict(float)  # counted with the prompts, but not computed
         for entry in (*prompts, *decoding):
             sessions[entry.tenant] += 1 / entry.weight
         for entry in prompts:
             if not entry.preemptions:
-                asked[entry.tenant] += (entry.session.tree.base - entry.session.cached_tokens) / entry.weight
-
-        def has_less(tenant: str, other: str) -> bool:
-            before = self._counters[tenant] - asked[tenant]
-            return sessions[tenant] < sessions[other] and before <= self._counters[other]
-
-        return {
-            tenant
-            for tenant in asked
-            if decoders - {tenant} and all(has_less(tenant, other) for other in decoders - {tenant})
+                lacking[entry.tenant] += (entry.session.tree.base - entry.session.computed) / entry.weight
+        had = {tenant: self._counters[tenant] - tokens for tenant, tokens in lacking.items()}
+        decoders = {entry.tenant for entry in decoding}
+        most = max((sessions[each] for each in decoders), default=0.0)
+        highest = max((self._counters[each] for each in decoders), default=0.0)
+        able = [each for each in had if sessions[each] < most and had[each] <= highest]
+        if not able:
+            return NOBODY
+        neediest = min(able, key=lambda each: (sessions[each], had[each]))
+        yielding = {
+            each for each in decoders if sessions[neediest] < sessions[each] and had[neediest] <= self._counters[each]
         }
+        if not yielding:
+            return NOBODY
+        fewest = min(sessions[each] for each in yielding)
+        lowest = min(self._counters[each] for each in yielding)
+        return Urgent({each for each in able if sessions[each] < fewest and had[each] <= lowest}, yielding)
 
 
 def held(running: Iterable[RunningSession]) -> dict[str, float]:
-    """Return the tokens of KV memory that each tenant's sessions hold, divided by its weight."""
+    """Return the tokens of KV memory that each tenant's sessions would give back, divided by its weight. A prefix that
+    several of them share is not counted: none of them alone gives it back."""
     found: defaultdict[str, float] = defaultdict(float)
     for entry in running:
-        found[entry.tenant] += len(entry.session.slots) / entry.weight
+        found[entry.tenant] += given_back(entry)
     return found
+
+
+def given_back(entry: RunningSession) -> float:
+    """Return the tokens of KV memory that are free once a running session is preempted, divided by its weight."""
+    table = entry.session.table
+    return 0.0 if table is None else table.exclusive * BLOCK / entry.weight
 
 
 def spared(running: Iterable[RunningSession]) -> list[RunningSession]:
@@ -126,16 +162,16 @@ def who_counts(running: Sequence[RunningSession], entry: RunningSession, tokens:
 
 
 def youngest_beyond(running: list[RunningSession], entry: RunningSession, tokens: int) -> RunningSession | None:
-    """Return the session to preempt so that `entry`, which waits, gets memory for `tokens` tokens: the youngest of the
-    tenant that holds most for its weight, if that then still holds `IMBALANCE` times what the tenant of `entry` does;
-    None: nobody has so much."""
+    """Return the session to preempt so that `entry`, which waits, gets memory for `tokens` tokens: of those whose
+    tenant then still holds `IMBALANCE` times what the tenant of `entry` does, the youngest of the tenant that holds
+    most for its weight; None: nobody has so much."""
     others = [each for each in spared(running) if each.tenant != entry.tenant]
     if not others:
         return None
     shares = held(running)
-    victim = max(reversed(others), key=lambda each: shares[each.tenant])
-    left = shares[victim.tenant] - len(victim.session.slots) / victim.weight
-    return victim if IMBALANCE * (shares[entry.tenant] + tokens / entry.weight) <= left else None
+    wanted = IMBALANCE * (shares[entry.tenant] + tokens / entry.weight)
+    beyond = (each for each in reversed(others) if wanted <= shares[each.tenant] - given_back(each))
+    return max(beyond, key=lambda each: shares[each.tenant], default=None)
 
 
 def prompt_weights(prompts: Sequence[RunningSession]) -> list[float]:

@@ -15,7 +15,7 @@ from specdec.decoding.token_mask import TokenMask
 from specdec.decoding.tree import Node, Paths, TokenTree, expected_tokens
 from specdec.engine.batch import Packer
 from specdec.engine.kv.blocks import BLOCK, BlockPool, BlockTable
-from specdec.engine.kv.slots import PoolFullError, Slots
+from specdec.engine.kv.slots import Slots
 from specdec.serving import checksum
 from verifier_service.backend.request import Policy, SessionRequest
 from verifier_service.backend.result import (
@@ -124,17 +124,13 @@ class Session:
 
     # --- memory -------------------------------------------------------------------------------------
 
-    def allocate(self, pool: BlockPool, growth: Callable[[], int] = lambda: 0) -> tuple[Slots, Slots]:
-        """Take memory for the text; PoolFullError, with none taken, if there is too little for it, or for all that
-        sessions will take, growth() blocks. It is called when the session has the memory that was found in the prefix
-        cache. Return the slots (from, to) to copy before the next step."""
+    def allocate(self, pool: BlockPool, make_room: Callable[[int], None] = lambda _: None) -> tuple[Slots, Slots]:
+        """Take memory for the text; PoolFullError, with none taken, if there is too little. `make_room` is called when
+        the session has the memory that was found in the prefix cache, with the blocks that it lacks; it may raise the
+        same. Return the slots (from, to) to copy before the next step."""
         self.table, source, target = pool.open(self.tree.committed, self.request.tenant)
         try:
-            blocks = max(0, -(-(self.tree.base - len(self.table.slots)) // BLOCK))
-            if blocks <= pool.available:
-                blocks = max(blocks, growth())
-            if blocks > pool.available:
-                raise PoolFullError(blocks * BLOCK, pool.available * BLOCK)
+            make_room(max(0, -(-(self.tree.base - len(self.table.slots)) // BLOCK)))
             self.table.reserve(self.tree.base)
         except Exception:
             self.free()

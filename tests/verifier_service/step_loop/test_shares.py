@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from specdec.engine.kv.blocks import BLOCK
 from specdec.serving.errors import TooLateError
 from tests.verifier_service.fakes import FREE, Client, TextEngine, run, step_loop
-from tests.verifier_service.step_loop.helpers import check_over, client, expect_no_growth, turns
+from tests.verifier_service.step_loop.helpers import NO_BAD, check_over, client, expect_no_growth, text, turns
 from verifier_service.costs.step_latency import StepLatency
-from verifier_service.scheduling.shares import REMEMBERED, who_counts
+from verifier_service.scheduling.shares import REMEMBERED, held, who_counts, youngest_beyond, youngest_of_largest
 from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.step_loop import StepLoop
 
@@ -85,6 +85,31 @@ def test_what_a_tenant_had_while_nobody_wanted_any_is_not_held_against_it() -> N
     check_over(loop, engine, *alone, *flood, *early)
 
 
+def test_a_session_that_is_left_open_saves_nothing_up() -> None:
+    """Its tenant has all it wants, and wants more later: others did not take that from it. Nor does a third tenant, for
+    which this one is the only other, start with its credit."""
+    engine = TextEngine(4)
+    loop = step_loop(engine, max_unread_tokens=20)
+    idle = client(loop, 5, 1, 50, tenant="idle")
+    turns(loop, 21)
+    assert loop.turn() is None
+    assert loop._queue.throttled(idle.running)
+    busy = [client(loop, 5, 10 + seed, 50, tenant="busy") for seed in range(20)]
+    for _ in range(150):
+        for each in busy:
+            each.read()
+        turns(loop, 1)
+    left = [each for each in busy if not (each.over or each.has_memory)]
+    assert len(left) > 8
+    more = [client(loop, 5, 50 + seed, 50, tenant="idle") for seed in range(8)]
+    third = [client(loop, 5, 70 + seed, 50, tenant="third") for seed in range(8)]
+    order = order_of(loop, [*left, *more, *third])
+    counts = Counter(each.session.request.tenant for each in order[:12])
+    assert max(counts.values()) <= 5, counts
+    run(loop, idle)
+    check_over(loop, engine, idle, *busy, *more, *third)
+
+
 def test_priority_orders_the_requests_of_a_tenant_alone() -> None:
     engine = TextEngine(3)
     loop = step_loop(engine)
@@ -130,6 +155,55 @@ def test_texts_that_would_give_way_do_not_count() -> None:
     late = client(loop, SHORT, 7, 20, tenant="late").running
     assert who_counts([flood[0].running, mine.running], late, BLOCK // 2) == [flood[0].running, mine.running]
     for each in (*flood, mine):
+        each.cancel()
+
+
+def test_nobody_is_preempted_for_a_text_that_would_not_fit_even_so() -> None:
+    """By forecast: the newcomer and the flood's oldest text, which is never preempted for others, take all memory."""
+    engine = TextEngine(30)
+    loop = step_loop(engine)
+    loop._queue.lengths.add(900)
+    first = client(loop, 100, 0, 900, tenant="flood")
+    flood = [first, *(client(loop, 100, 1 + seed, 20, tenant="flood") for seed in range(13))]
+    turns(loop, 1)
+    assert all(each.has_memory for each in flood)
+    newcomer = client(loop, 100, 50, 900, tenant="newcomer")
+    turns(loop, 3)
+    assert not newcomer.has_memory
+    assert loop.stats.preemptions == 0
+    for each in (*flood, newcomer):
+        each.cancel()
+
+
+def test_a_prefix_that_texts_share_counts_for_none_of_them() -> None:
+    """It takes its memory once: whose texts have it in common does not hold more than others for it."""
+    engine = TextEngine(40)
+    loop = step_loop(engine)
+    prefix = text(4 * BLOCK, 1)
+    shared = [Client(loop, [*prefix, 3 + seed], 200, sampling=NO_BAD, tenant="shared") for seed in range(1)]
+    turns(loop, 2)
+    shared += [Client(loop, [*prefix, 3 + seed], 200, sampling=NO_BAD, tenant="shared") for seed in range(1, 6)]
+    apart = [client(loop, 3 * BLOCK, 9 + seed, 200, tenant="apart") for seed in range(3)]
+    turns(loop, 1)
+    running = [each.running for each in (*shared, *apart)]
+    assert all(each.session.table is not None for each in running)
+    found = held(running)
+    assert found == {"shared": 6 * BLOCK, "apart": 9 * BLOCK}
+    assert youngest_of_largest(running) is apart[-1].running
+    for each in (*shared, *apart):
+        each.cancel()
+
+
+def test_memory_is_taken_from_another_if_the_largest_cannot_spare_its_youngest_text() -> None:
+    engine = TextEngine(40)
+    loop = step_loop(engine)
+    largest = [client(loop, tokens, seed, 20, tenant="largest") for seed, tokens in enumerate((BLOCK // 2, 9 * BLOCK))]
+    others = [client(loop, BLOCK // 2, 5 + seed, 20, tenant="other") for seed in range(9)]
+    turns(loop, 1)
+    waits = client(loop, BLOCK // 2, 20, 20, tenant="newcomer").running
+    assert youngest_beyond([each.running for each in (*largest, *others)], waits, BLOCK) is others[-1].running
+    assert youngest_beyond([each.running for each in largest], waits, BLOCK) is None
+    for each in (*largest, *others):
         each.cancel()
 
 
@@ -219,6 +293,44 @@ def test_prompt_after_prompt_does_not_stop_a_flood() -> None:
         each.cancel()
 
 
+def test_texts_of_a_third_tenant_go_on_beside_a_prompt_that_others_yield_to() -> None:
+    """They have no more than the tenant whose prompt it is."""
+    engine = TextEngine(200)
+    loop = step_loop(engine, latency=copy.deepcopy(DEAR))
+    flood = [client(loop, 5, seed, 200, tenant="flood") for seed in range(12)]
+    third = client(loop, 5, 50, 200, tenant="third")
+    while not all(each.tokens for each in (*flood, third)):
+        turns(loop, 1)
+    turns(loop, 1)
+    for each in (*flood, third):
+        each.read()
+    before, had = len(third.tokens), [len(each.tokens) for each in flood]
+    prompt = client(loop, BLOCK, 9, 2, tenant="other")
+    turns(loop, 1)
+    assert len(third.tokens) == before + 1
+    assert [len(each.tokens) for each in flood] == had
+    assert prompt.tokens
+    for each in (*flood, third, prompt):
+        each.cancel()
+
+
+def test_a_prompt_does_not_lengthen_each_step_where_texts_need_not_sit_out() -> None:
+    """A new name for each: in every second step prompts are cut up for the texts."""
+    engine = TextEngine(400)
+    loop = step_loop(engine, latency=StepLatency((1, 500), [1.0, 6.0]))
+    texts = [client(loop, 5, seed, 1000, tenant="there") for seed in range(12)]
+    while not all(each.tokens for each in texts):
+        turns(loop, 1)
+    before, newcomers = [len(each.tokens) for each in texts], []
+    for seed in range(2):
+        newcomers.append(client(loop, 400, 100 + seed, 1, tenant=f"newcomer {seed}"))
+        turns(loop, 1)
+    assert [len(each.tokens) for each in texts] == [count + 2 for count in before]
+    assert min(engine.steps[-2:]) < 300 < 400 < max(engine.steps[-2:])
+    for each in (*texts, *newcomers):
+        each.cancel()
+
+
 @pytest.mark.parametrize("name", ["newcomer", "newcomer {}"], ids=["one tenant", "a new tenant each"])
 def test_newcomers_never_stop_the_texts_that_are_there(name: str) -> None:
     """A text takes part in every second step at least, even if each prompt comes under a new name that had nothing yet,
@@ -264,10 +376,11 @@ def test_tenants_that_are_gone_are_forgotten_in_time() -> None:
     """The latest ones keep their counters: whoever leaves with much and returns at once is not given it anew."""
     loop = step_loop(TextEngine(8))
     shares = loop._queue.shares
+    early = client(loop, 5, 0, 1, tenant="early")
     gone = [client(loop, 5, seed, 1, tenant=f"tenant {seed}") for seed in range(REMEMBERED + 50)]
-    for each in gone:
+    for each in (*gone, early):
         each.cancel()
-    assert set(shares._counters) == {each.session.request.tenant for each in gone[50:]}
+    assert set(shares._counters) == {"early", *(each.session.request.tenant for each in gone[51:])}
 
 
 @settings(max_examples=30, deadline=None)
