@@ -267,15 +267,6 @@ class BlockTable:
             else:
                 self._chain.append(self._pool._publish(parent, key, self._blocks[index]))
 
-    def trim(self, length: int) -> None:
-        """Give back the blocks past `length` tokens, except those that are filled or were found at open."""
-        filled = len(self._chain) + len(self._late)
-        keep = max(filled, -(-max(length, self.shared) // BLOCK))
-        if keep < len(self._blocks):
-            self._pool._give(self._blocks[keep:])
-            del self._blocks[keep:]
-            self._lay()
-
     def close(self, *, wipe: bool = False) -> Slots:
         """Give all blocks back; filled blocks stay cached. Closing again does nothing.
 

@@ -281,14 +281,6 @@ class Sessions(RuleBasedStateMachine):
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data())
-    def trim(self, data: st.DataObject) -> None:
-        session = self.pick(data)
-        length = data.draw(st.integers(session.computed, len(session.table.slots)))
-        session.table.trim(length)
-        session.blocks = -(-length // BLOCK)
-
-    @precondition(lambda self: self.sessions)
-    @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
         self.end(self.pick(data))
 
@@ -593,24 +585,6 @@ def test_publishing_touches_no_token_until_a_block_is_filled() -> None:
     for computed in range(len(tokens) + 1):
         table.publish(tokens, computed)
     assert tokens.reads == 5
-
-
-def test_trim_keeps_what_is_filled_or_was_found() -> None:
-    pool = BlockPool(12)
-    tokens = text((1, 2 * BLOCK + 10))
-    table = filled(pool, tokens)
-    table.reserve(6 * BLOCK)
-    table.trim(2 * BLOCK + 10)
-    assert len(table.slots) == 3 * BLOCK
-    table.trim(0)
-    assert len(table.slots) == 2 * BLOCK
-    found, source, _ = pool.open(text((1, BLOCK + 20)))
-    assert len(source) == 19
-    found.trim(0)
-    assert len(found.slots) == 2 * BLOCK
-    table.close()
-    found.close()
-    assert pool.held == 0
 
 
 def test_misuse_is_refused() -> None:
