@@ -14,7 +14,7 @@ from verifier_service.proposers.windows import open_windows
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
 from verifier_service.scheduling.prefill import PrefillSlowdown, prefill_chunks
 from verifier_service.scheduling.run_queue import RunQueue
-from verifier_service.scheduling.shares import NOBODY, Urgent, prompt_weights
+from verifier_service.scheduling.shares import Urgent, prompt_weights
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.step_rows import ScheduledRows
 from verifier_service.settings.tuning import Tuning
@@ -74,18 +74,19 @@ class Planner:
         self._step_rows = step_rows
         self._prefill_rows = prefill_rows
         self._prefill_slowdown = PrefillSlowdown(tuning.prefill)
-        self._went_first = False  # prompts have gone before texts of others in the last step with texts
+        self._waited = 0  # steps in a row in which texts have waited for prompts of others
 
     def plan(self, packer: Packer, ready: Sequence[RunningSession], spent: float) -> StepPlan:
         """Add the rows of all sessions to an empty batch; proposers have `spent` so many seconds for them."""
         prompts, plain, speculating = self._sorted(ready)
         decoders = [*plain, *speculating]
-        # Prompts go first in every second step at most, whoever comes.
-        urgent = NOBODY if self._went_first else self._queue.shares.urgent(prompts, decoders)
+        urgent = self._queue.shares.urgent(prompts, decoders)
+        # Whoever comes, texts do not wait for prompts of others without end.
+        goes_first = bool(urgent.tenants) and self._waited < self._tuning.prefill.most_waiting_steps
         if decoders:
-            self._went_first = bool(urgent.tenants)
+            self._waited = self._waited + 1 if goes_first else 0
         sitting_out: list[RunningSession] = []
-        if self._give_way(prompts, urgent, decoders):
+        if goes_first and self._give_way(prompts, urgent, decoders):
             sitting_out = [entry for entry in decoders if entry.tenant in urgent.yielding]
             prompts, plain, speculating = (
                 [entry for entry in entries if entry.tenant not in urgent.yielding]
@@ -108,7 +109,7 @@ class Planner:
         for entry in (*plain, *prompts):
             entry.session.ngrams.close_window()
         entries += [(entry, entry.session.plan(packer, 1, [], tree_slots)) for entry in plain]
-        for entry, chunk in self._chunks(prompts, urgent.tenants, decoding, len(packer.tokens)):
+        for entry, chunk in self._chunks(prompts, urgent.tenants, goes_first, decoding, len(packer.tokens)):
             entries.append((entry, entry.session.plan(packer, chunk, [], tree_slots)))
         taken = len(packer.tokens)
         return StepPlan(packer, entries, taken, latency.of(taken), sitting_out)
@@ -120,10 +121,10 @@ class Planner:
         self._threads.observe(plan.rows, seconds)
 
     def _chunks(
-        self, prompts: Sequence[RunningSession], urgent: Set[str], decoding: int, rows: int
+        self, prompts: Sequence[RunningSession], urgent: Set[str], goes_first: bool, decoding: int, rows: int
     ) -> list[tuple[RunningSession, int]]:
         """Return how many tokens of each prompt are computed beside so many `rows` of `decoding` sessions. Those of
-        `urgent` tenants are not cut up for them."""
+        `urgent` tenants come before other prompts and, where that `goes_first`, are not cut up for those sessions."""
         first = [entry for entry in prompts if entry.tenant in urgent]
         others = [entry for entry in prompts if entry.tenant not in urgent]
         latency, tuning = self._threads.latency, self._tuning.prefill
@@ -133,9 +134,13 @@ class Planner:
             weights = prompt_weights(of)
             return prefill_chunks(remaining, waiting, latency, rows, most, slowdown, tuning, weights, urgent_rows)
 
-        uncut = chunks(first, 0, max(tuning.min_chunk_tokens, self._prefill_rows - rows))
-        rest = chunks(others, decoding, self._step_rows if decoding else self._prefill_rows, sum(uncut))
-        return [*zip(first, uncut, strict=True), *zip(others, rest, strict=True)]
+        most = self._step_rows if decoding else self._prefill_rows
+        if goes_first:
+            ahead = chunks(first, 0, max(tuning.min_chunk_tokens, self._prefill_rows - rows))
+        else:
+            ahead = chunks(first, decoding, most)
+        rest = chunks(others, decoding, most, sum(ahead))
+        return [*zip(first, ahead, strict=True), *zip(others, rest, strict=True)]
 
     def _give_way(self, prompts: Sequence[RunningSession], urgent: Urgent, decoding: Sequence[RunningSession]) -> bool:
         """Return whether sessions that yield to `urgent` prompts sit out this step, since it is shorter so: where more

@@ -2,10 +2,10 @@
 
 Turns go by virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models", Algorithm 2): each
 tenant's counter grows with what it gets, divided by its weight, and the tenant with the smallest counter is next. One
-for which nothing waits has all it wants: when it wants more, its counter is raised to the smallest of those for which
-something waits, and to the level that all tenants of some step had reached (a virtual time, as in start-time fair
-queueing, Goyal et al. 1996). So time that was not used is not saved up, and what a tenant had alone is not held
-against it.
+for which nothing waits has all it wants: when it wants more, its counter is raised to some texts' worth (`BURST`) below
+the smallest of those for which something waits, and below the level that all tenants of some step had reached (a
+virtual time, as in start-time fair queueing, Goyal et al. 1996). So hardly any time that was not used is saved up, and
+what a tenant had alone is not held against it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,20 @@ from verifier_service.sessions.running_session import RunningSession
 GENERATED_COST = 2.0
 """Cost of a generated token, where one of a prompt costs 1, as in the paper: it takes a step, not a row of one."""
 
+BURST = 4.0
+"""Usual texts that a tenant may have before others if it wants some again. Without, each of a few requests that come at
+once would wait until others have had as much as the one before it: who asks for little seldom asks evenly."""
+
+USUAL_SMOOTHING = 0.05
+"""Weight of the latest text in the moving average of what texts cost."""
+
 REMEMBERED = 1024
 """Tenants without sessions whose counters are kept. Who leaves with much and returns at once is not given it anew."""
 
-IMBALANCE = 2.0
+IMBALANCE = 1.25
 """How many times as much memory for its weight a tenant must have for some to be taken from it, counting what is left
-then. A text that loses its memory is computed again, and smaller differences even out as texts end."""
+then. A text that loses its memory is computed again, and smaller differences even out as texts end. With 2, a tenant
+that asks for a fifth of what fits waits now and then until a text of one that floods has ended."""
 
 
 class Urgent(NamedTuple):
@@ -46,18 +54,23 @@ class Shares:
         self._counters: OrderedDict[str, float] = OrderedDict()  # tokens over weight; who left last comes last
         self._sessions: Counter[str] = Counter()
         self._level = 0.0  # that the counters of all tenants of some step had reached
+        self._usual = 0.0  # cost of a text, moving average
 
     def joined(self, entry: RunningSession, wanting: Collection[str]) -> None:
         """Note that a session has come, which waits for memory as those of the tenants `wanting` it do."""
         tenant = entry.tenant
         if tenant not in wanting:
             of_others = min((self._counters[each] for each in wanting), default=0.0)
-            self._counters[tenant] = max(self._counters.get(tenant, 0.0), of_others, self._level)
+            least = max(of_others, self._level) - BURST * self._usual / entry.weight
+            self._counters[tenant] = max(self._counters.get(tenant, 0.0), least)
         self._sessions[tenant] += 1
 
     def left(self, entry: RunningSession) -> None:
         """Note that a session is over."""
-        tenant = entry.tenant
+        tenant, session = entry.tenant, entry.session
+        if new := session.generated - len(session.request.generated):
+            cost = session.tree.base - new + GENERATED_COST * new
+            self._usual += USUAL_SMOOTHING * (cost - self._usual) if self._usual else cost
         self._sessions[tenant] -= 1
         if self._sessions[tenant]:
             return

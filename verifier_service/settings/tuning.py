@@ -103,6 +103,10 @@ class PrefillTuning:
     """How many times as long a step with urgent prompts must be with the texts of other tenants as without them, for
     those to sit it out."""
 
+    most_waiting_steps: int = 2
+    """Steps in a row in which texts of a tenant that has much may wait for prompts of one that has less. With one, the
+    second of two prompts that come at once takes three steps instead of two."""
+
     min_chunk_tokens: int = 8
     """Least number of tokens by which all prompts together advance in a step."""
 
