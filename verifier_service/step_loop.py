@@ -137,10 +137,11 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self._queue.add(entry)
 
     def detach(self, session: Session) -> None:
-        """Forget a session and free its memory, whatever state it is in. However its text has ended (its stop string
-        may be known to its caller alone), others are expected to be like it."""
-        entry = self._queue.remove(session)
-        if entry is not None and (tokens := session.generated - len(session.request.generated)):
+        """Forget a session and free its memory, whatever state it is in. Others are expected to be like it, also where
+        its caller has ended it (a stop string may be known to that one alone), unless its time was up."""
+        entry, deadline = self._queue.remove(session), session.request.deadline
+        in_time = deadline is None or time.monotonic() < deadline
+        if entry is not None and in_time and (tokens := session.generated - len(session.request.generated)):
             self.stats.finished(tokens, entry.had_memory, self._tuning.lifetime_smoothing)
             self._queue.lengths.add(session.generated)
         self._forget(session)
@@ -153,6 +154,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         if not ready:
             self._delay.end(time.monotonic())
             self._idle = True
+            self.stats.forget_pace()
             return None  # the next action wakes the loop
         sessions = [entry.session for entry in ready]
         for entry in ready:
@@ -200,8 +202,6 @@ class StepLoop(EngineWorker[Session], SessionBackend):
             self.stats.mode = self._speculation.controller.mode.value
         plan = self._planner.plan(self._engine.packer(), ready, proposed.seconds)
         self.stats.step_expected = plan.expected
-        for entry in plan.sitting_out:  # their readers would wait for two steps
-            self._publisher.send_pending(entry)
 
         # 2. Run one forward pass, and verify all trees.
         try:
@@ -233,10 +233,9 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         if batch is not None and plan.decodes_only and batch.sessions + batch.exempt == len(results):
             self._speculation.update(batch, plan, results, seconds=end - begin, proposed=proposed)
         self._speculation.share_threads(self._queue.running)
-        self._publisher.publish(results, StepSeconds(verified.forward_seconds, end - start, waited))
-        for entry, result in results:
-            self._queue.shares.got_tokens(entry, len(result.tokens))
-        self._queue.shares.stepped(entry for entry, _ in results)
+        seconds = StepSeconds(verified.forward_seconds, end - start, waited)
+        self._publisher.publish(results, seconds, plan.sitting_out)
+        self._queue.got_tokens(results)
         for entry, result in results:
             entry.awaiting_draft = entry.session.policy.remote
             if entry.computing_prompt:
@@ -278,9 +277,10 @@ class StepLoop(EngineWorker[Session], SessionBackend):
 
     def _quarantine(self, entry: RunningSession, error: Exception) -> None:
         """End a session that failed, and wipe its memory: a NaN in it would spread to the session that gets it next.
-        Where a grammar was too complex, the memory is as good as before."""
+        Where a grammar became too complex, the logits before were all finite."""
         log.error("session_failed", exc_info=error)
         self._publisher.send_pending(entry)
-        self._queue.remove(entry.session, wipe=not isinstance(error, GrammarFailureError))
+        finite = isinstance(error, GrammarFailureError) and not entry.computing_prompt
+        self._queue.remove(entry.session, wipe=not finite)
         self._forget(entry.session)
         entry.responses.send(error)

@@ -62,9 +62,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         self._openings = Openings(OPEN_SECONDS)
         self._sessions = 0
         self._parsing: list[str] = []  # tenants of sessions that are being parsed
-        self._submitted: deque[str] = deque()  # tenants of sessions that went to the worker, without some it has taken
-        self._known_taken = 0  # those that are left out
-        self._taken = 0  # sessions that the worker has taken so far; written in its thread
+        self._submitted: deque[str] = deque()  # tenants of sessions that the worker is to take, which removes them
         self.timelines = Timelines()
 
     async def close(self) -> None:
@@ -87,10 +85,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
     @property
     def arriving(self) -> list[str]:
         """The tenants of sessions that the worker has not taken yet."""
-        while self._known_taken < self._taken:
-            self._submitted.popleft()
-            self._known_taken += 1
-        return [*self._parsing, *self._submitted]
+        return [*self._parsing, *self._submitted.copy()]  # iterating over it itself, it might change meanwhile
 
     def tenant_of(self, request: Request) -> str:
         """Return whose session an `open` asks for."""
@@ -199,7 +194,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
 
     def _take(self, session: Session, responses: ResponseQueue[Response], timeline: Timeline) -> None:
         """Attach a session; runs in the worker's thread."""
-        self._taken += 1
+        self._submitted.popleft()
         try:
             self.attach(session, responses, timeline)
         except PoolFullError as full:

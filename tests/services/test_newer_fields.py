@@ -64,6 +64,18 @@ def test_an_opening_of_a_newer_orchestrator_has_the_checksum_that_it_says() -> N
     assert checksum.of_opening(verifier_pb2.VerifyOpen.FromString(opening.SerializeToString())) != said
 
 
+def test_the_answer_of_a_newer_verifier_has_the_checksum_that_it_says() -> None:
+    opened = newer("VerifyOpened")
+    opened.identity.model_fingerprint, opened.capacity.room = "f", 3
+    for number, part in enumerate((opened, opened.identity, opened.capacity)):
+        setattr(part, NEW, f"value {number}")
+    opened.checksum = zlib.crc32(opened.SerializeToString(deterministic=True))
+    heard = verifier_pb2.VerifyOpened.FromString(opened.SerializeToString())
+    assert checksum.of_opening(heard) == heard.checksum
+    heard.identity.model_fingerprint = "g"
+    assert checksum.of_opening(heard) != heard.checksum
+
+
 def test_candidates_of_a_newer_draft_are_relayed_whole() -> None:
     sent = newer("Extend")
     sent.base = 5

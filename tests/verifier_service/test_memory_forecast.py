@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -133,16 +135,19 @@ def test_of_many_texts_it_is_nearly_the_most() -> None:
 
 
 def test_texts_that_their_callers_end_are_remembered() -> None:
-    """As by a stop string, which the verifier does not know; not those that have no token yet."""
+    """As by a stop string, which the verifier does not know; not those that have no token yet, or whose time was up."""
     loop = step_loop(TextEngine(8))
+    late = client(loop, 5, 3, 100, deadline=time.monotonic() - 1)  # while nothing runs, none is refused for that
     ended = client(loop, 5, 1, 100)
-    while len(ended.tokens) < 30:
+    while ended.session.generated < 30:
         loop.turn()
     waits = client(loop, 5, 2, 100)
-    for each in (ended, waits):
+    generated = ended.session.generated
+    assert late.session.generated
+    for each in (late, ended, waits):
         each.cancel()
-    assert loop._queue.lengths.expected(np.array([0])).tolist() == [30]
-    assert loop.stats.usual_tokens == 30
+    assert loop._queue.lengths.expected(np.array([0])).tolist() == [generated]
+    assert loop.stats.usual_tokens == generated
 
 
 @given(st.integers(4, 8), st.lists(st.tuples(st.integers(5, 120), st.integers(1, 70)), min_size=1, max_size=20))

@@ -53,7 +53,7 @@ class VerifierStats:
     accepted_lengths: list[int] = field(default_factory=lambda: [0] * (LONGEST_TOLD + 1))
     """Steps of sessions that had candidates, by how many were accepted."""
     interval: float = 0.0  # seconds from token to token of a session, moving average; 0: not known
-    usual_tokens: float = 0.0  # tokens that are generated in a session until it is finished, moving average
+    usual_tokens: float = 0.0  # tokens that are generated in a session until it ends, moving average
     lifetime: float = 1.0  # seconds for which a session has memory, moving average
     _held_up: float = 0.0  # seconds for which texts that decode have had no step
 
@@ -81,6 +81,10 @@ class VerifierStats:
             interval = held_up * len(results) / max(1, sum(len(result.tokens) for result in results))
             self.interval += INTERVAL_SMOOTHING * (interval - self.interval) if self.interval else interval
 
+    def forget_pace(self) -> None:
+        """Note that there is nothing to do: what texts have waited for counts no more."""
+        self._held_up = 0.0
+
     def observe_parts(self, *, forward: float, proposing: float, delayed: float) -> None:
         """Count the seconds of a step's forward pass, and of what went before the step."""
         self.forward += forward
@@ -95,7 +99,7 @@ class VerifierStats:
     def too_late(self, most: int, deadline: float | None, waiting: int) -> TooLateError | None:
         """Return the error for a text of at most `most` tokens, or as many as texts usually have, that is behind
         `waiting` others, if at the present pace it would not be finished by its deadline (monotonic time). None: it
-        would, or nobody knows: nothing runs, or nothing was finished yet."""
+        would, or nobody knows: nothing runs, or nothing has ended yet."""
         if deadline is None or not self.running:
             return None
         wait = self.expected_wait(waiting) if waiting else 0.0

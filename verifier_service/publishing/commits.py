@@ -34,21 +34,34 @@ class CommitPublisher:
         self._tuning = tuning
         self._drafted = 0  # running sessions that have a remote draft
 
-    def publish(self, results: Sequence[tuple[RunningSession, VerifyResult]], seconds: StepSeconds) -> None:
-        """Add a step's results to what is pending, and send what is due."""
+    def publish(
+        self,
+        results: Sequence[tuple[RunningSession, VerifyResult]],
+        seconds: StepSeconds,
+        sitting_out: Sequence[RunningSession] = (),
+    ) -> None:
+        """Add a step's results to what is pending, and send what is due, of sessions that sat it out as well."""
         now = time.monotonic()
         self._drafted = sum(entry.session.policy.remote for entry in self._queue.running)
         tuning = self._tuning
         spacing = max(tuning.coalesce_seconds, len(self._queue.running) / tuning.messages_a_second)
         relaxed = max(tuning.relaxed_coalesce_seconds, spacing)
-        messages = []
+
+        def is_due(entry: RunningSession) -> bool:
+            pause = relaxed if entry.session.request.coalesce_commits else spacing
+            return now - entry.last_sent_at >= pause
+
+        messages = [
+            self._message(entry, StepSeconds())
+            for entry in sitting_out
+            if entry.pending_result is not None and is_due(entry)
+        ]
         for entry, result in results:
             if entry.pending_result is None:
                 entry.pending_result = result
             else:
                 entry.pending_result.join(result)
-            pause = relaxed if entry.session.request.coalesce_commits else spacing
-            if result.finish or now - entry.last_sent_at >= pause or self._is_awaited(entry):
+            if result.finish or is_due(entry) or self._is_awaited(entry):
                 messages.append(self._message(entry, seconds))
         ResponseQueue.send_all(messages)
 

@@ -17,7 +17,7 @@ from specdec.engine.kv.blocks import BLOCK
 from verifier_service.sessions.session import Session
 
 REMEMBERED = 256
-"""Finished texts whose lengths are remembered."""
+"""Texts that have ended whose lengths are remembered."""
 
 MOMENTS = 64
 """Most moments that are looked at, of those at which texts are expected to end. What is overlooked between two of them

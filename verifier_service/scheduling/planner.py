@@ -77,7 +77,8 @@ class Planner:
         self._waited = 0  # steps in a row in which texts have waited for prompts of others
 
     def plan(self, packer: Packer, ready: Sequence[RunningSession], spent: float) -> StepPlan:
-        """Add the rows of all sessions to an empty batch; proposers have `spent` so many seconds for them."""
+        """Add the rows of sessions, all but those that wait for prompts of others, to an empty batch; proposers have
+        `spent` so many seconds for them."""
         prompts, plain, speculating = self._sorted(ready)
         decoders = [*plain, *speculating]
         urgent = self._queue.shares.urgent(prompts, decoders)
@@ -88,9 +89,9 @@ class Planner:
         sitting_out: list[RunningSession] = []
         if goes_first and self._give_way(prompts, urgent, decoders):
             sitting_out = [entry for entry in decoders if entry.tenant in urgent.yielding]
-            prompts, plain, speculating = (
-                [entry for entry in entries if entry.tenant not in urgent.yielding]
-                for entries in (prompts, plain, speculating)
+            prompts = [entry for entry in prompts if entry.tenant in urgent.tenants]
+            plain, speculating = (
+                [entry for entry in entries if entry.tenant not in urgent.yielding] for entries in (plain, speculating)
             )
         decoding, latency, tree_slots = len(plain) + len(speculating), self._threads.latency, list(self._tree_slots)
         offers = [entry.session.candidates() for entry in speculating]

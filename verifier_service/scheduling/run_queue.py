@@ -11,7 +11,7 @@ import itertools
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -19,9 +19,10 @@ import structlog
 
 from specdec.decoding.tree import Node
 from specdec.engine.engine import Engine
-from specdec.engine.kv.blocks import BLOCK, BlockPool
+from specdec.engine.kv.blocks import BLOCK, BlockPool, BlockTable, blocks_freed
 from specdec.engine.kv.slots import PADDING_SLOT, PoolFullError, Slots
 from specdec.serving.errors import TooLateError
+from verifier_service.backend.result import VerifyResult
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.scheduling.memory_forecast import TextLengths, expected_growth
 from verifier_service.scheduling.shares import Shares, who_counts, youngest_beyond, youngest_of_largest
@@ -63,8 +64,7 @@ class RunQueue:
         """Queue a session: it is admitted as soon as there is memory for it."""
         entry.arrival = next(self._arrivals)
         entry.waiting_since = time.monotonic()
-        # One that is far ahead of its reader does not want any.
-        self.shares.joined(entry, {each.tenant for each in self._waiting if not self.throttled(each)})
+        self.shares.joined(entry, {each.tenant for each in self._waiting if not each.preemptions})
         self._waiting.append(entry)
         self._count()
 
@@ -97,6 +97,14 @@ class RunQueue:
             if not self._admit(entry):
                 break
         self._count()
+
+    def got_tokens(self, results: Sequence[tuple[RunningSession, VerifyResult]]) -> None:
+        """Count what a step has added to sessions."""
+        for entry, result in results:
+            self.shares.got_tokens(entry, len(result.tokens))
+        waiting = {entry.tenant for entry in self._waiting if not self.throttled(entry)}
+        if results:
+            self.shares.stepped(waiting.union(entry.tenant for entry, _ in results))
 
     def throttled(self, entry: RunningSession) -> bool:
         """True if the session is too far ahead of its reader; a `consumed` message will wake the loop."""
@@ -163,15 +171,17 @@ class RunQueue:
         """Preempt those that give way to `entry`, which waits, so that there is memory for it: `blocks` for its text,
         and what it and the running ones will take by forecast. PoolFullError, with nobody preempted, if there would be
         too little even so."""
-        running, victims, room = self.running, list[RunningSession](), self.pool.available
+        running, room = self.running, self.pool.available
+        victims, tables = list[RunningSession](), list[BlockTable]()
         while (wanted := blocks if blocks > room else max(blocks, self._growth(entry, running))) > room:
             victim = self._next_victim(entry, running)
             if victim is None:
                 raise PoolFullError(wanted * BLOCK, room * BLOCK)
-            victims.append(victim)
-            running = [each for each in running if each is not victim]
             assert victim.session.table is not None
-            room += victim.session.table.exclusive
+            victims.append(victim)
+            tables.append(victim.session.table)
+            running = [each for each in running if each is not victim]
+            room = self.pool.available + blocks_freed(tables)
         for victim in victims:
             self._preempt(victim)
 

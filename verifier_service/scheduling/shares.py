@@ -2,10 +2,10 @@
 
 Turns go by virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models", Algorithm 2): each
 tenant's counter grows with what it gets, divided by its weight, and the tenant with the smallest counter is next. One
-for which nothing waits has all it wants: when it wants more, its counter is raised to some texts' worth (`BURST`) below
-the smallest of those for which something waits, and below the level that all tenants of some step had reached (a
-virtual time, as in start-time fair queueing, Goyal et al. 1996). So hardly any time that was not used is saved up, and
-what a tenant had alone is not held against it.
+for which nothing new waits has all it wants: when it wants more, its counter is raised to some texts' worth (`BURST`)
+below the smallest of those for which something does or, if that is larger, below the level that all tenants had reached
+that were in some step or waited during it (a virtual time, as in start-time fair queueing, Goyal et al. 1996). So
+hardly any time that was not used is saved up, and what a tenant had alone is not held against it.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Shares:
     def __init__(self) -> None:
         self._counters: OrderedDict[str, float] = OrderedDict()  # tokens over weight; who left last comes last
         self._sessions: Counter[str] = Counter()
-        self._level = 0.0  # that the counters of all tenants of some step had reached
+        self._level = 0.0  # that the counters of all tenants had reached that were in some step or waited
         self._usual = 0.0  # cost of a text, moving average
 
     def joined(self, entry: RunningSession, wanting: Collection[str]) -> None:
-        """Note that a session has come, which waits for memory as those of the tenants `wanting` it do."""
+        """Note that a session has come, which waits for memory as other new ones of the tenants `wanting` it do."""
         tenant = entry.tenant
         if tenant not in wanting:
             of_others = min((self._counters[each] for each in wanting), default=0.0)
@@ -67,9 +67,8 @@ class Shares:
 
     def left(self, entry: RunningSession) -> None:
         """Note that a session is over."""
-        tenant, session = entry.tenant, entry.session
-        if new := session.generated - len(session.request.generated):
-            cost = session.tree.base - new + GENERATED_COST * new
+        tenant, cost = entry.tenant, entry.cost
+        if cost:
             self._usual += USUAL_SMOOTHING * (cost - self._usual) if self._usual else cost
         self._sessions[tenant] -= 1
         if self._sessions[tenant]:
@@ -84,16 +83,15 @@ class Shares:
 
     def got_prompt(self, entry: RunningSession, tokens: int) -> None:
         """Count tokens of a prompt that are to be computed."""
-        self._counters[entry.tenant] += tokens / entry.weight
+        self._count(entry, tokens)
 
     def got_tokens(self, entry: RunningSession, tokens: int) -> None:
         """Count generated tokens."""
-        self._counters[entry.tenant] += GENERATED_COST * tokens / entry.weight
+        self._count(entry, GENERATED_COST * tokens)
 
-    def stepped(self, entries: Iterable[RunningSession]) -> None:
-        """Note whose sessions have got tokens in a step; their tokens are counted already."""
-        counters = [self._counters[tenant] for tenant in {entry.tenant for entry in entries}]
-        self._level = max(self._level, min(counters, default=0.0))
+    def stepped(self, tenants: Collection[str]) -> None:
+        """Note whose sessions were in a step, or waited; their tokens are counted already."""
+        self._level = max(self._level, min((self._counters[each] for each in tenants), default=0.0))
 
     def next(self, waiting: Iterable[RunningSession]) -> RunningSession | None:
         """Return the waiting session whose turn it is: the first one of the tenant with the smallest counter, and of
@@ -133,20 +131,25 @@ class Shares:
         lowest = min(self._counters[each] for each in yielding)
         return Urgent({each for each in able if sessions[each] < fewest and had[each] <= lowest}, yielding)
 
+    def _count(self, entry: RunningSession, cost: float) -> None:
+        entry.cost += cost
+        self._counters[entry.tenant] += cost / entry.weight
+
 
 def held(running: Iterable[RunningSession]) -> dict[str, float]:
-    """Return the tokens of KV memory that each tenant's sessions would give back, divided by its weight. A prefix that
-    several of them share is not counted: none of them alone gives it back."""
+    """Return the tokens of KV memory that each tenant's sessions hold, divided by its weight. What several of them
+    share, which those of one tenant alone do, is counted once."""
     found: defaultdict[str, float] = defaultdict(float)
     for entry in running:
-        found[entry.tenant] += given_back(entry)
+        assert entry.session.table is not None
+        found[entry.tenant] += entry.session.table.share * BLOCK / entry.weight
     return found
 
 
 def given_back(entry: RunningSession) -> float:
     """Return the tokens of KV memory that are free once a running session is preempted, divided by its weight."""
-    table = entry.session.table
-    return 0.0 if table is None else table.exclusive * BLOCK / entry.weight
+    assert entry.session.table is not None
+    return entry.session.table.exclusive * BLOCK / entry.weight
 
 
 def spared(running: Iterable[RunningSession]) -> list[RunningSession]:

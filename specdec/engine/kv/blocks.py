@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -90,8 +90,8 @@ class BlockPool:
     def open(self, tokens: Sequence[int], tenant: str = "") -> tuple[BlockTable, Slots, Slots]:
         """Open a table that starts with the longest cached prefix of `tokens` without the last, which must be computed.
 
-        Returns the table and the slots that the caller must copy, from source to target, before the pool is used
-        again: where the prefix ends inside a block and memory allows, the table gets a block of its own for that part.
+        Returns the table and the slots that the caller must copy, from source to target, before anything is written:
+        where the prefix ends inside a block and memory allows, the table gets a block of its own for that part.
         """
         table = BlockTable(self, tenant.encode())
         start, limit = 0, len(tokens) - 1
@@ -215,6 +215,13 @@ class BlockPool:
         return unheld
 
 
+def blocks_freed(tables: Sequence[BlockTable]) -> int:
+    """Return the number of blocks that are available once all these tables are closed."""
+    held = Counter(node for table in tables for node in table._chain)
+    own = sum(len(table._blocks) - len(table._chain) for table in tables)
+    return own + sum(node.holders == count for node, count in held.items())
+
+
 class BlockTable:
     """One session's blocks, in order of position: published ones that it holds, then its own.
 
@@ -237,6 +244,16 @@ class BlockTable:
         """The number of blocks that no other table holds; they are available once this table is closed."""
         # Whoever holds a node holds all its ancestors, so nodes with one holder stand at the end.
         return len(self._blocks) - bisect_left(self._chain, True, key=lambda node: node.holders == 1)
+
+    @property
+    def share(self) -> float:
+        """The number of blocks that this table holds, each divided by how many tables hold it."""
+        blocks, start = float(len(self._blocks) - len(self._chain)), 0
+        while start < len(self._chain):  # holders never become more along the chain
+            holders = self._chain[start].holders
+            end = bisect_left(self._chain, True, lo=start, key=lambda node: node.holders < holders)
+            blocks, start = blocks + (end - start) / holders, end
+        return blocks
 
     def reserve(self, length: int) -> None:
         """Make room for `length` tokens; PoolFullError, with nothing taken, if there is too little.

@@ -209,7 +209,8 @@ def test_a_storm(seed: int) -> None:
             sampling = dice.choice([*SAMPLINGS, Sampling()])
             clients.arrive(prompt, dice.randrange(3), sampling, dice.randint(20, 60), dice.choice("aab"), who < 20)
         if clients.alive:
-            clients.draft(who, dice.randrange(6), [dice.randrange(2, BAD) for _ in range(5)])
+            running = [number for number, each in enumerate(clients.alive) if each.has_memory]
+            clients.draft(dice.choice([who, *running]), dice.randrange(6), [dice.randrange(2, BAD) for _ in range(5)])
             clients.draft_late(who + 1, dice.randint(1, 3))
             clients.read(who + 2)
         if clients.alive and dice.random() < 0.1:
