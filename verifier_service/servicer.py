@@ -69,13 +69,14 @@ class Queue(NamedTuple):
     """Sessions that wait for memory; a negative number says that there is room for so many more."""
 
     new: int
-    """That never had any: the waiting room. If the preempted took places in it, a flood's would have others refused."""
+    """Sessions that never had memory: the waiting room. Preempted ones take no places in it, or those of a flood would
+    have others refused."""
 
     ahead: int
-    """Before one that comes now: the preempted as well, but none that waits for its own reader."""
+    """Sessions before one that comes now: preempted ones as well, but none that waits for its own reader."""
 
     coming: int
-    """On their way to the loop, which count as waiting."""
+    """Sessions on their way to the loop, which count as waiting."""
 
 
 class VerifierServicer(

@@ -563,7 +563,7 @@ class GetStatsResponse(google.protobuf.message.Message):
     accepted_candidates: builtins.int
     """Counter: candidates accepted."""
     prompt_tokens: builtins.int
-    """Counter: tokens that sessions came with."""
+    """Counter: tokens that sessions came with when they got memory."""
     cached_tokens: builtins.int
     """Counter: of these, tokens that were in memory already."""
     preemptions: builtins.int

@@ -12,6 +12,7 @@ import pytest
 from specdec.decoding.speculation import NO_DRAFTERS, Drafter
 from specdec.serving.errors import InvalidRequestError, OverloadedError, TenantLimitError, TooLateError
 from specdec.v2 import model_pb2, verifier_pb2
+from tests.serving.test_sessions import Context
 from tests.stack import until
 from tests.verifier_service.fakes import VOCABULARY, TextEngine, step_loop
 from verifier_service.servicer import MOST_LOGPROBS, Limits, VerifierServicer
@@ -23,16 +24,6 @@ class ParsingInThreads(VerifierServicer):
 
     def takes_long(self, request: verifier_pb2.VerifyRequest) -> bool:
         return True
-
-
-class Caller:
-    """Takes what is written."""
-
-    def time_remaining(self) -> None:
-        pass
-
-    async def write(self, response: Any) -> None:
-        pass
 
 
 def servicer(kind: type[VerifierServicer] = VerifierServicer) -> VerifierServicer:
@@ -148,7 +139,7 @@ async def test_sessions_on_their_way_to_the_loop_take_places(long: bool) -> None
         yield verifier_pb2.VerifyRequest(open=opening)
         await asyncio.Event().wait()
 
-    context: Any = Caller()
+    context: Any = Context()
     calls = [asyncio.create_task(service.run(requests(), context)) for _ in range(200)]
     try:
         await until(lambda: service.capacity().sessions + sum(call.done() for call in calls) == 200)

@@ -1,11 +1,11 @@
 """Shares of tenants: whose turn it is to get memory, and who has more of it than others would.
 
 Turns go by virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models", Algorithm 2): each
-tenant's counter grows with what it gets, divided by its weight, and the tenant with the smallest counter is next. One
-for which nothing new waits has all it wants: when it wants more, its counter is raised to some texts' worth (`BURST`)
-below the smallest of those for which something does or, if that is larger, below the level that all tenants had reached
-that were in some step or waited during it (a virtual time, as in start-time fair queueing, Goyal et al. 1996). So
-hardly any time that was not used is saved up, and what a tenant had alone is not held against it.
+tenant's counter grows with what it gets, divided by its weight, and the tenant with the smallest counter is next. When
+a tenant asks that had no new session waiting, its counter is raised to at least the smallest one of tenants that have
+some, and to at least the level, less some texts' worth (`BURST`). The level is what the counters of all tenants had
+reached that were in some step or waited during it: a virtual time, as in start-time fair queueing (Goyal et al. 1996).
+So hardly any time that was not used is saved up, and what a tenant had alone is not held against it.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class RunningSession:
     drafting_wanted: bool = False  # as was sent with it
     admitted_at: float = 0.0  # when it last got memory
     had_memory: float = 0.0  # seconds for which it has had memory, before it last lost it
-    cost: float = 0.0  # that its tenant's counter has grown by for it, times its weight
+    cost: float = 0.0  # tokens that its tenant was charged for it, each at its cost
     awaiting_draft: bool = False  # it has a draft, and its last step is not counted in `draft_ready_steps` yet
     timeline: Timeline = field(default_factory=Timeline)
     computing_prompt: bool = False  # it has memory, and no step has chosen a token of it since
