@@ -119,8 +119,8 @@ class Deployment:
         target, local = self._pair.target, None
         if layout.local:
             draft = self._pair.local_draft
-            local = DraftModelProposer(self.draft, draft.directory.context, deepcopy(draft.latency))
-        latency = deepcopy(target.latency)  # every step corrects it
+            local = DraftModelProposer(self.draft, draft.directory.context, _at(layout.draft_speed, draft.latency))
+        latency = _at(layout.target_speed, target.latency)
         if layout.step_seconds is not None:
             latency = StepLatency(MEASURED_ROWS, [layout.step_seconds] * len(MEASURED_ROWS))
         kind = VirtualStepLoop if layout.step_seconds is None else PatientStepLoop
@@ -136,3 +136,10 @@ class Deployment:
         self._loops.append(loop)
         identity = identity_of(draft.directory, draft.engine, draft.engine.capacity - 1 - limits.max_nodes)
         return DraftServicer(loop, identity, limits, grammars=GrammarCompiler.of(draft.directory))
+
+
+def _at(speed: float, latency: StepLatency) -> StepLatency:
+    """Return a latency, which steps will correct, on a device so many times as fast."""
+    found = deepcopy(latency)
+    found.become(1, latency.of(1) / speed)
+    return found

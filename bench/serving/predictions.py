@@ -1,11 +1,15 @@
 """Compare what `specdec evaluate` predicts with what the services do.
 
     python -m bench predictions [--rounds 3] [--streams 1,4]
+    python -m bench predictions --slower 3      # on devices of their own, simulated
 
 Four pairs: the demo's, its target padded to 60M and to 230M parameters, and a draft of random weights. Each is
 predicted and measured with a draft service on a core of its own, with the draft within the verifier, and without any.
-Target and draft have one thread each, on a machine with two cores at least, so that the two run side by side as on two
-devices. Rounds of all measurements take turns; told are medians.
+Target and draft have one thread each. Rounds of all measurements take turns; told are medians.
+
+With two cores, target and draft do not run side by side as on two devices: an orchestrator and a client want the same
+cores. With `--slower` each device is so many times slower than a core, and sleeps in the rest of its passes
+(`bench.systems.long_steps`), which leaves the cores to others; the prediction is for such devices.
 """
 
 from __future__ import annotations
@@ -28,12 +32,15 @@ from evaluation.pair import Pair, Place
 from orchestrator.request import parse
 from orchestrator.sample import Sample
 from specdec.client.request import build_request
-from specdec.local import DEMO
+from specdec.local import DEMO, PROGRAMS
 from testing.padded_model import pad_model
 
 ONE_THREAD = ("--threads", "1")
 WITHIN = 0.15
 """How far a prediction may be off."""
+
+NETWORK = 0.0002
+"""Seconds from a service to another one, one way, as predicted: the default of `specdec evaluate`."""
 
 MODES: Mapping[Way, str] = {PLAIN: "off", ABSENT: "local", LOCAL: "local", REMOTE_DRAFT: "auto"}
 """The requests' speculation, by the way to serve."""
@@ -71,23 +78,25 @@ def samples(pair: Pair, prompts: Sequence[list[int]], tokens: int, temperature: 
     ]
 
 
-def predicted(models: Models, loads: Mapping[int, Load], rounds: int) -> dict[tuple[Way, int], float]:
-    """Return the predicted tokens a second by way and streams."""
+def predicted(models: Models, loads: Mapping[int, Load], rounds: int, slower: float) -> dict[tuple[Way, int], float]:
+    """Return the predicted tokens a second by way and streams, on devices so many times slower."""
     pair = Pair(models.target, models.draft, Place(dtype="float32"), Place("onnx", dtype="float32"))
-    remote = replace(REMOTE_DRAFT, layout=replace(REMOTE_DRAFT.layout, delay=0.0002))
     found: dict[tuple[Way, int], float] = {}
     for way in MODES:
-        used = remote if way is REMOTE_DRAFT else way
+        delay = NETWORK if way is REMOTE_DRAFT else 0.0
+        layout = replace(way.layout, delay=delay, target_speed=1 / slower, draft_speed=1 / slower)
+        used = replace(way, layout=layout)
         for streams, load in loads.items():
             asked = samples(pair, load.prompts, load.max_tokens, load.temperature)
             found[way, streams] = median(speed(pair, asked, used, streams).rate for _ in range(rounds))
     return found
 
 
-def measured(models: Models, loads: Mapping[int, Load], rounds: int) -> dict[tuple[Way, int], float]:
-    """Return the measured tokens a second by way and streams."""
+def measured(models: Models, loads: Mapping[int, Load], rounds: int, slower: float) -> dict[tuple[Way, int], float]:
+    """Return the measured tokens a second by way and streams, on devices so many times slower."""
     setup = Setup(models.target, models.draft, "float32", streams=max(loads), context=1024)
-    start = partial(Specdec.start, setup, verifier_options=ONE_THREAD)
+    programs = PROGRAMS | {role: ("bench.systems.pod", role, "--slower", f"{slower}") for role in ("verifier", "draft")}
+    start = partial(Specdec.start, setup, verifier_options=ONE_THREAD, programs=PROGRAMS if slower == 1.0 else programs)
     systems: dict[tuple[Way, ...], Callable[[], AbstractContextManager[Specdec]]] = {
         (PLAIN, ABSENT): start,
         (LOCAL,): partial(start, local_draft=models.draft),
@@ -112,6 +121,7 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--streams", type=whole_numbers, default=[1, 4])
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--slower", type=float, default=1.0, help="how many times slower than a core a device is")
     parser.add_argument("--quick", action="store_true", help="the demo pair alone, one round")
     args = parser.parse_args(given)
     loads = {
@@ -122,7 +132,7 @@ def main(given: Sequence[str]) -> None:
     off: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for models in pairs(Path(folder)):
-            guess, truth = predicted(models, loads, rounds), measured(models, loads, rounds)
+            guess, truth = predicted(models, loads, rounds, args.slower), measured(models, loads, rounds, args.slower)
             for (way, streams), rate in truth.items():
                 ratio = guess[way, streams] / rate
                 figures = f"{guess[way, streams]:.0f} | {rate:.0f} | {ratio:.2f}"

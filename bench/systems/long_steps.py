@@ -1,8 +1,13 @@
-"""An engine whose steps last as long as a larger model's would, on a device of its own."""
+"""An engine on a device of its own, which is slower than this machine's processor or as fast for any number of rows.
+
+It computes here and sleeps for the rest of each forward pass, which takes no processor time of the host, as if a GPU
+did the work. So services that share a few cores here seem to have a device each.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,16 +16,26 @@ from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.engine import CpuThreads, Engine, cpu_threads
 from specdec.engine.kv.slots import Slots
 
+Lasting = Callable[[float], float]
+"""A function from the seconds that a pass has taken here to those that it takes on the device."""
+
+
+def at_least(least: float) -> Lasting:
+    """Have every pass take `least` seconds: another row costs nothing until a pass takes longer here."""
+    return lambda seconds: max(least, seconds)
+
+
+def times(factor: float) -> Lasting:
+    """Have every pass take `factor` times as long as it does here."""
+    return lambda seconds: factor * seconds
+
 
 class LongSteps:
-    """An engine that wraps `inner` and makes every forward pass take at least `seconds`.
+    """An engine that wraps `inner` and makes every forward pass last as `lasting` says."""
 
-    It sleeps for the rest, which takes no processor time of the host, as if a GPU did the work; another row costs
-    nothing until the inner engine takes longer."""
-
-    def __init__(self, inner: Engine, seconds: float) -> None:
+    def __init__(self, inner: Engine, lasting: Lasting) -> None:
         self._inner = inner
-        self._seconds = seconds
+        self._lasting = lasting
         self.capacity = inner.capacity
         self.vocabulary = inner.vocabulary
         self.numerics = inner.numerics
@@ -30,9 +45,10 @@ class LongSteps:
         return self._inner.packer()
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
-        end = time.monotonic() + self._seconds
+        begin = time.monotonic()
         logits = self._inner.forward(batch)
-        time.sleep(max(0.0, end - time.monotonic()))
+        taken = time.monotonic() - begin
+        time.sleep(max(0.0, self._lasting(taken) - taken))
         return logits
 
     def copy(self, source: Slots, target: Slots) -> None:
@@ -42,13 +58,13 @@ class LongSteps:
 class LongCpuSteps(LongSteps):
     """Long steps of an engine whose number of threads can be changed."""
 
-    def __init__(self, inner: Engine, threaded: CpuThreads, seconds: float) -> None:
-        super().__init__(inner, seconds)
+    def __init__(self, inner: Engine, threaded: CpuThreads, lasting: Lasting) -> None:
+        super().__init__(inner, lasting)
         self.threads = threaded.threads
         self.use_threads = threaded.use_threads
 
 
-def with_long_steps(engine: Engine, seconds: float) -> Engine:
+def with_long_steps(engine: Engine, lasting: Lasting) -> Engine:
     """Return an engine that does what this one does, in long steps."""
     threaded = cpu_threads(engine)
-    return LongSteps(engine, seconds) if threaded is None else LongCpuSteps(engine, threaded, seconds)
+    return LongSteps(engine, lasting) if threaded is None else LongCpuSteps(engine, threaded, lasting)

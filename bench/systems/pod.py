@@ -1,10 +1,10 @@
 """Run a verifier or a draft as a process, in the variants that benchmarks compare.
 
-    python -m bench.systems.pod verifier --model demo/target [--synchronous] [--step-ms 30]
+    python -m bench.systems.pod verifier --model demo/target [--synchronous] [--step-ms 30 | --slower 3]
 
 takes the place of `python -m verifier_service` in a Stack; `draft` likewise. `--synchronous` serves the baseline of
-`bench.systems.synchronous`, `--step-ms` makes every forward pass as long as a larger model's
-(`bench.systems.long_steps`).
+`bench.systems.synchronous`. `--step-ms` makes every forward pass as long as a larger model's, `--slower` as long as on
+a device of its own that is so many times slower (`bench.systems.long_steps`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 from bench.systems import synchronous
-from bench.systems.long_steps import with_long_steps
+from bench.systems.long_steps import at_least, times, with_long_steps
 from draft_service import expansion_width
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
@@ -26,6 +26,7 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import WantedDtype
 from specdec.serving.identity import identity_of
 from specdec.serving.process.server import ServerSettings, Service, in_a_thread_of_its_own, run
+from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.servicer import Limits as VerifierLimits
 from verifier_service.servicer import VerifierServicer
 from verifier_service.step_loop import StepLoop
@@ -33,15 +34,25 @@ from verifier_service.step_loop import StepLoop
 
 def verifier(args: argparse.Namespace) -> Service:
     directory = ModelDirectory(args.model)
-    engine = load_engine(
-        "torch",
-        directory,
-        capacity=args.kv_tokens,
-        threads=(args.threads, min(args.threads, args.threads_while_drafting or args.threads)),
-        dtype=args.dtype,
-        exact=True,
-    )
-    loop = StepLoop(_paced(engine, args.step_ms))
+    threads = (args.threads, min(args.threads, args.threads_while_drafting or args.threads))
+
+    def loaded(model: ModelDirectory, *, exact: bool) -> Engine:
+        return load_engine(
+            "torch",
+            model,
+            capacity=args.kv_tokens,
+            threads=threads,
+            dtype=args.dtype,
+            device=args.device,
+            exact=exact,
+        )
+
+    engine = loaded(directory, exact=True)
+    local = None
+    if args.draft_model is not None:
+        small = ModelDirectory(args.draft_model)
+        local = DraftModelProposer(_paced(loaded(small, exact=False), args), small.context)
+    loop = StepLoop(_paced(engine, args), draft_model=local)
     loop.start()
     kind = synchronous.VerifierServicer if args.synchronous else VerifierServicer
     limits = VerifierLimits(max_candidates=args.max_candidates)
@@ -52,7 +63,7 @@ def draft(args: argparse.Namespace) -> Service:
     directory = ModelDirectory(args.model)
     engine = load_engine("onnx", directory, capacity=args.kv_tokens, threads=(args.threads,))
     limits = DraftLimits()
-    paced = _paced(engine, args.step_ms)
+    paced = _paced(engine, args)
     width = expansion_width.measured(paced, limits.defaults.max_branches)
     loop = DraftLoop(LanguageModelDrafter(paced, rows_per_session=width))
     loop.start()
@@ -60,17 +71,23 @@ def draft(args: argparse.Namespace) -> Service:
     return kind(loop, identity_of(directory, engine, args.kv_tokens - 1 - limits.max_nodes), limits)
 
 
-def _paced(engine: Engine, step_ms: float) -> Engine:
-    return with_long_steps(engine, step_ms / 1000) if step_ms else engine
+def _paced(engine: Engine, args: argparse.Namespace) -> Engine:
+    if args.step_ms:
+        return with_long_steps(engine, at_least(args.step_ms / 1000))
+    return with_long_steps(engine, times(args.slower)) if args.slower > 1.0 else engine
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("role", choices=["verifier", "draft"])
     parser.add_argument("--synchronous", action="store_true")
-    parser.add_argument("--step-ms", type=float, default=0.0)
+    pace = parser.add_mutually_exclusive_group()
+    pace.add_argument("--step-ms", type=float, default=0.0)
+    pace.add_argument("--slower", type=float, default=1.0)
     parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--draft-model", type=Path, help="a verifier's local draft")
     parser.add_argument("--dtype", choices=get_args(WantedDtype), default="auto", help="of a verifier")
+    parser.add_argument("--device", default="cpu", help="of a verifier")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--threads-while-drafting", type=int, help="of a verifier")
     parser.add_argument("--kv-tokens", type=int, default=16384)
