@@ -6,6 +6,7 @@ that goes on for ever would keep the verifier from its steps and the orchestrato
 
 from __future__ import annotations
 
+from specdec.serving.mux.stream import MOST_BYTES
 from specdec.serving.validation import MAX_NODES_A_MESSAGE
 from specdec.v2 import model_pb2
 
@@ -14,6 +15,10 @@ MESSAGES_A_COMMIT = 16
 candidates that the draft may have, since distributions of the whole vocabulary (CONTRASTIVE) do not wait for each
 other."""
 
+
+MOST_EXTEND_BYTES = MOST_BYTES - 64
+"""Bytes of a message that a verifier can be sent: it goes there within a message of its own, which is a little
+longer."""
 
 NODES_FOR_ONE = 64
 """Candidates, ancestors included, for which a message counts as one more: the longest that is allowed
@@ -40,4 +45,6 @@ class CandidateFlow:
             return f"it sends too many messages: {self._most} at once and {self._refill} a commit are allowed"
         if (nodes := len(extend.tokens)) > MAX_NODES_A_MESSAGE:
             return f"it sends {nodes} candidates in a message, at most {MAX_NODES_A_MESSAGE} are allowed"
+        if (size := extend.ByteSize()) > MOST_EXTEND_BYTES:
+            return f"it sends a message of {size} bytes, at most {MOST_EXTEND_BYTES} are allowed"
         return ""

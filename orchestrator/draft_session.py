@@ -13,7 +13,7 @@ from orchestrator.speculation_state import SpeculationState
 from specdec.v2 import model_pb2, verifier_pb2
 
 USELESS_AFTER_STEPS = 128
-"""Steps in a row in which candidates were wanted and none was accepted, after which a draft is given up: it lags, or
+"""Steps in which candidates were wanted and none was accepted, after which a draft is given up: it lags, or
 guesses at random. Of a draft that helps in one step of twenty, so many steps without help have a probability of
 0.14 %."""
 
@@ -45,8 +45,8 @@ class DraftSession:
         self._policy = state.draft_policy(context.sample)
         self._control = DraftControl(self._policy, needed=context.sample.needs_draft)
         self._flow = CandidateFlow(state.max_nodes)
-        self._fruitless = 0  # steps in a row without an accepted candidate
-        self._offered = 0  # candidates verified in them
+        self._fruitless = 0  # steps in which nothing was accepted, since a candidate of the draft was
+        self._in_time = False  # in some of them it had candidates
         self._awaited_since: float | None = None  # the text cannot go on without the draft; monotonic
 
     async def open(self) -> None:
@@ -89,14 +89,21 @@ class DraftSession:
 
     def _evaluate(self, commit: verifier_pb2.Commit) -> bool:
         """Return False if candidates were wanted and none was accepted; abort the session if that goes on for too
-        long. A draft without which no token can be chosen is of use in any case."""
-        if commit.accepted or not commit.drafting_wanted or self._context.sample.needs_draft:
-            self._fruitless = self._offered = 0
-            self._stream.pod.breaker.succeeded()
+        long. A draft without which no token can be chosen is of use in any case. Steps in which other proposers were
+        right say nothing of the draft, which may have guessed the same."""
+        helped = self._context.sample.needs_draft or model_pb2.TOKEN_SOURCE_REMOTE_DRAFT in commit.sources
+        if helped or not commit.drafting_wanted:
+            self._fruitless, self._in_time = 0, False
+            if helped:
+                self._stream.pod.breaker.succeeded()
+            return True
+        if commit.accepted:
             return True
         self._fruitless += commit.steps
-        self._offered += commit.offered
+        self._in_time |= commit.undrafted_tokens < len(commit.committed.tokens)
         if self._fruitless >= USELESS_AFTER_STEPS:
-            kind = UselessError if self._offered else LaggingError
-            self._stream.abort(kind(f"none of {self._offered} candidates in {self._fruitless} steps was accepted"))
+            if self._in_time:
+                self._stream.abort(UselessError(f"none of its candidates was accepted in {self._fruitless} steps"))
+            else:
+                self._stream.abort(LaggingError(f"none of its candidates came in time for {self._fruitless} steps"))
         return False

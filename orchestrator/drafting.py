@@ -19,7 +19,7 @@ from orchestrator.backoff import Backoff
 from orchestrator.draft_session import DraftSession, FloodError, LaggingError, UselessError
 from orchestrator.draft_stream import DraftStream
 from orchestrator.failover_events import FailoverReason
-from orchestrator.pod_errors import LostError, OtherTokenizerError
+from orchestrator.pod_errors import ForeignPodError, LostError, UnfitError
 from orchestrator.pods import Pod, Pods
 from orchestrator.sample_context import SampleContext
 from orchestrator.speculation_state import SpeculationState
@@ -159,7 +159,9 @@ class Drafting:
             now = time.monotonic()
             useless = {pod for pod, until in self._useless_until.items() if until > now}
             pod = pods.choose(but=tried | useless)
-            if pod is not None:
+            if self._context.sample.needs_draft and self._backoff.exhausted:  # drafts take turns at being of no use
+                self._give_up()
+            elif pod is not None:
                 was_at_work = await self._draft_at(pod)
                 tried = {pod} if was_at_work else {*tried, pod}
             else:
@@ -199,8 +201,8 @@ class Drafting:
         pod = stream.pod
         reason: FailoverReason | None = None  # of an event, unless the session was never open
         match error:
-            case OtherTokenizerError():
-                pod.found_unfit("tokenizer_mismatch", str(error))
+            case ForeignPodError():
+                pod.found_unfit(error.reason, error)
                 return
             case UselessError():  # for this text only: the pod goes on with others
                 self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
@@ -209,32 +211,37 @@ class Drafting:
                 pod.breaker.failed()
                 reason = "draft_useless"
             case FloodError():
-                pod.found_unfit("draft_lost", str(error))
+                pod.found_unfit("draft_lost", error)
                 reason = "draft_lost"
             case LostError():
                 pod.breaker.failed(conclusive=error.conclusive)
                 reason = "draft_lost"
             case ModelFailureError() | InvalidRequestError():
                 self._useless_until[pod] = math.inf
-            case _:  # the pod is full, or refuses the session
+            case UnfitError() | ServiceError():  # the pod is full, or refuses the session
                 pass
+            case _:  # a mistake of ours
+                log.error("drafting_failed", exc_info=error)
         if reason is None or not stream.opened:
             self._last_failure = "no_draft", f"{pod}: {error}"
         else:
             self._last_failure = reason, f"{pod}: {error}"
             self._context.events.record(reason, pod, str(error))
 
+    def _give_up(self) -> None:
+        """End the request, which needs a draft."""
+        reason, why = self._last_failure
+        log.warning("no_draft", reason=reason, why=why)
+        self._given_up = _draft_required("none is available")
+        self._sink.abort(self._given_up)
+
     async def _go_without(self, pods: Pods) -> None:
-        """Go on without a draft, since none can be had now; end the request if it needs one and the time is up."""
+        """Go on without a draft, since none can be had now, unless the text needs one."""
         if pods and all(pod.unfit for pod in pods):
             self._last_failure = next(iter(pods)).unfit_reason, "; ".join(f"{pod}: {pod.unfit}" for pod in pods)
         reason, why = self._last_failure
         self._backoff.failed()
         if self._context.sample.needs_draft:
-            if self._backoff.exhausted:
-                log.warning("no_draft", reason=reason, why=why)
-                self._given_up = _draft_required("none is available")
-                self._sink.abort(self._given_up)
             return
         if not self._undrafted:
             self._undrafted = True

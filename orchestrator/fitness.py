@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.model import Model
-from orchestrator.pod_errors import LostError, OtherTokenizerError, UnfitError
+from orchestrator.pod_errors import ForeignPodError, LostError
 from specdec.serving.errors import ProtocolError
 from specdec.serving.identity import protocol_mismatch
 from specdec.v2 import model_pb2
@@ -13,17 +13,18 @@ MAX_IDENTITY_BYTES = 4096
 
 
 def check_fit(identity: model_pb2.ModelIdentity, model: Model, peer: str) -> None:
-    """Raise UnfitError unless the pod, called `peer` in messages, has our protocol and tokenizer; LostError if no pod
-    has such an identity."""
+    """Raise ForeignPodError unless the pod, called `peer` in messages, has our protocol and tokenizer; LostError if no
+    pod has such an identity."""
     if identity.ByteSize() > MAX_IDENTITY_BYTES or not identity.context_tokens:
         raise LostError(
             f"its identity has {identity.ByteSize()} bytes and a context of {identity.context_tokens} tokens"
         )
     if (mismatch := protocol_mismatch(identity)) is not None:
-        raise UnfitError(ProtocolError(f"{peer}: {mismatch}"))
+        raise ForeignPodError("protocol_mismatch", ProtocolError(f"{peer}: {mismatch}"))
     if identity.tokenizer_fingerprint != model.tokenizer_fingerprint:
-        raise OtherTokenizerError(
-            ProtocolError(f"{peer}: serves {identity.model!r} with another tokenizer than {model.name!r} has here")
+        raise ForeignPodError(
+            "tokenizer_mismatch",
+            ProtocolError(f"{peer}: serves {identity.model!r} with another tokenizer than {model.name!r} has here"),
         )
 
 
@@ -31,9 +32,10 @@ def check_verifier(identity: model_pb2.ModelIdentity, model: Model) -> None:
     """Check a verifier as `check_fit` does; its target must not read longer texts than the model that is served."""
     check_fit(identity, model, "verifier")
     if identity.context_tokens > model.context:
-        raise UnfitError(
+        raise ForeignPodError(
+            "context_mismatch",
             ProtocolError(
                 f"verifier: has a context of {identity.context_tokens} tokens, more than the {model.context} "
                 f"of {model.name!r} here"
-            )
+            ),
         )

@@ -70,7 +70,9 @@ class FollowedCatalog(Catalog):
                 new.append((revision, each))
             served.append((revision, each))
         try:
-            await asyncio.gather(*(_begin(revision, each) for revision, each in new))
+            async with asyncio.TaskGroup() as beginning:  # all have ended when one has failed
+                for revision, each in new:
+                    beginning.create_task(_begin(revision, each))
         except BaseException:
             await asyncio.gather(*(revision.close() for revision, _ in new))
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import sys
 import time
@@ -14,8 +15,9 @@ from pathlib import Path
 
 import structlog
 
-from specdec.grammar.grammar import Grammar, Kind
-from specdec.serving.errors import InternalError, InvalidRequestError, OverloadedError
+from specdec.grammar.grammar import Grammar
+from specdec.serving.echo import cut
+from specdec.serving.errors import PROBLEM_BYTES, InternalError, InvalidRequestError, OverloadedError
 
 log = structlog.get_logger()
 
@@ -31,9 +33,6 @@ START_SECONDS = 30.0
 MAX_WAITING = 64
 """Requests that may wait for their grammars to be tried. They are tried one after another."""
 
-Key = tuple[Kind, tuple[str, ...]]
-"""The part of a grammar that is tried: its kind and its source."""
-
 REMEMBERED = 1024
 """Grammars whose outcome is remembered."""
 
@@ -48,19 +47,21 @@ class GrammarCheck:
         self._patience = patience
         self._process: Process | None = None
         self._turn = asyncio.Lock()
-        self._trials: dict[Key, asyncio.Task[str]] = {}  # under way
-        self._known: OrderedDict[Key, str] = OrderedDict()  # to what is wrong; empty: nothing
+        # By digest, since sources may be long:
+        self._trials: dict[bytes, asyncio.Task[str]] = {}  # under way
+        self._known: OrderedDict[bytes, str] = OrderedDict()  # to what is wrong; empty: nothing
 
     async def check(self, grammar: Grammar, field: str) -> None:
         """Raise InvalidRequestError if a grammar, which comes of this field of a request, cannot be used, and
         OverloadedError if too many wait to be tried, or the machine is too busy to try it."""
-        key = grammar.kind, grammar.source
+        asked = json.dumps({"kind": grammar.kind.value, "source": grammar.source}).encode()
+        key = hashlib.sha256(asked).digest()
         problem = self._known.get(key)
         if problem is None:
             if key not in self._trials:
                 if len(self._trials) >= MAX_WAITING:
                     raise OverloadedError(f"{len(self._trials)} grammars are waiting already, the limit is reached")
-                self._trials[key] = asyncio.create_task(self._try(key))
+                self._trials[key] = asyncio.create_task(self._try(key, asked))
             # Whoever leaves does not end the trial: its answer would be taken for that to the next question.
             problem = await asyncio.shield(self._trials[key])
         if problem:
@@ -73,30 +74,31 @@ class GrammarCheck:
         await asyncio.gather(*self._trials.values(), return_exceptions=True)
         await self._end()
 
-    async def _try(self, key: Key) -> str:
+    async def _try(self, key: bytes, asked: bytes) -> str:
         """Return what is wrong with a grammar. It is remembered, unless the grammar may do another time: the process
         may have been slow, or died, for a reason of its own."""
         try:
             async with self._turn:
-                answer = await self._answer(key)
+                answer = await self._answer(asked)
         finally:
             del self._trials[key]
         if answer is None:
             return f"takes more than {self._seconds:g} s of a processor to compile, or too much memory"
+        answer = cut(answer, PROBLEM_BYTES)
         self._known[key] = answer
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         return answer
 
-    async def _answer(self, key: Key) -> str | None:
-        """Return the process's answer; None if it has ended instead. OverloadedError if it does neither."""
+    async def _answer(self, asked: bytes) -> str | None:
+        """Return the process's answer to a grammar in JSON; None if it has ended instead. OverloadedError if it does
+        neither."""
         process, begin = await self._started(), time.monotonic()
         assert process.stdin is not None
         assert process.stdout is not None
-        kind, source = key
         answer = b""
         try:
-            process.stdin.write(json.dumps({"kind": kind.value, "source": source}).encode() + b"\n")
+            process.stdin.write(asked + b"\n")
             async with asyncio.timeout(self._patience):
                 answer = await process.stdout.readline()
         except TimeoutError:

@@ -20,7 +20,7 @@ ERRORS = {
 }
 """Reasons of errors that end requests."""
 
-FALLBACKS = ("no_draft", "draft_lost", "draft_useless", "tokenizer_mismatch", "late")
+FALLBACKS = ("no_draft", "draft_lost", "draft_useless", "tokenizer_mismatch", "protocol_mismatch", "late")
 """Reasons for which texts go on without a draft that they want."""
 
 STATES = ("closed", "open", "half_open", "unfit")

@@ -99,9 +99,9 @@ class PeerStream:
             with self._watchdog.listening():
                 response = await self._call.read()
         except asyncio.CancelledError:
-            if self._aborted_by is None or _being_cancelled():
+            if _being_cancelled():
                 raise
-            raise self._aborted_by from None
+            raise self._aborted_by or LostError("its channel was closed", conclusive=True) from None
         except grpc.aio.AioRpcError as error:
             seen, said = (
                 from_rpc(error, self.peer),

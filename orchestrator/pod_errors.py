@@ -21,5 +21,9 @@ class UnfitError(Exception):
         self.error = error
 
 
-class OtherTokenizerError(UnfitError):
-    """The pod's model has another tokenizer: it can serve no request here."""
+class ForeignPodError(UnfitError):
+    """The pod can serve no request here: its protocol or its model is another. `reason` is for machines."""
+
+    def __init__(self, reason: str, error: ServiceError) -> None:
+        super().__init__(error)
+        self.reason = reason

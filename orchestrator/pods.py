@@ -18,8 +18,9 @@ from specdec.serving.pods.replicas import Replicas
 
 log = structlog.get_logger()
 
-UNFIT_SECONDS = 60.0
-"""Seconds in which a pod that serves something else is not asked: then another pod may have its address."""
+UNFIT_SECONDS = 10.0
+"""Seconds in which a pod that serves something else is not asked: then another pod may have its address. To ask it
+costs one text the opening of a session."""
 
 
 class Pod:
@@ -35,24 +36,25 @@ class Pod:
         self.turn = 0  # when it was last chosen
         self._clock = clock
         self.unfit_reason = ""  # of the last time it was found unfit, for machines
-        self._unfit, self._unfit_until = "", 0.0
+        self._unfit: Exception | None = None
+        self._unfit_until = 0.0
 
     def __str__(self) -> str:
         return self.address
 
     @property
     def in_use(self) -> bool:
-        return bool(self.load.ours)
+        return bool(self.load.ours or self.load.coming)
 
     @property
-    def unfit(self) -> str:
-        """The reason why it can serve no request here; empty if it can."""
-        return self._unfit if self._clock() < self._unfit_until else ""
+    def unfit(self) -> Exception | None:
+        """Why it can serve no request here; None if it can."""
+        return self._unfit if self._clock() < self._unfit_until else None
 
-    def found_unfit(self, reason: str, why: str) -> None:
+    def found_unfit(self, reason: str, why: Exception) -> None:
         """Do not ask it until another pod may have taken its place."""
-        if not self.unfit:
-            log.warning("pod_unfit", pod=str(self), reason=reason, why=why)
+        if self.unfit is None:
+            log.warning("pod_unfit", pod=str(self), reason=reason, why=str(why))
         self.unfit_reason = reason
         self._unfit, self._unfit_until = why, self._clock() + UNFIT_SECONDS
 
@@ -96,4 +98,4 @@ class Pods(Replicas[Pod]):
     @property
     def willing(self) -> list[Pod]:
         """Pods that may be asked."""
-        return [pod for pod in self if not pod.unfit and pod.breaker.state != "open"]
+        return [pod for pod in self if pod.unfit is None and pod.breaker.state != "open"]

@@ -14,7 +14,9 @@ from typing import Any
 
 import grpc
 
+from orchestrator.pod_errors import LostError
 from orchestrator.pods import Pod
+from orchestrator.unary import answer_of
 from specdec.decoding.block_hashes import block_hashes
 from specdec.serving.propagation import carried
 from specdec.v2 import verifier_pb2, verifier_pb2_grpc
@@ -48,8 +50,8 @@ async def cached_tokens(
 async def _ask(pod: Pod, request: verifier_pb2.FindPrefixRequest, seconds: float) -> int:
     stub: Any = verifier_pb2_grpc.VerifierServiceStub(pod.channel)
     try:
-        found = await stub.FindPrefix(request, timeout=seconds, metadata=carried())
-    except (grpc.aio.AioRpcError, grpc.aio.UsageError):  # the session that is opened next finds out what is wrong
+        found = await answer_of(stub.FindPrefix(request, timeout=seconds, metadata=carried()))
+    except (grpc.aio.AioRpcError, grpc.aio.UsageError, LostError):  # the session that is opened next finds out why
         return 0
     except asyncio.CancelledError:
         task = asyncio.current_task()

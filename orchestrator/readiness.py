@@ -20,6 +20,7 @@ from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pod_errors import LostError, UnfitError
 from orchestrator.pods import Pod
+from orchestrator.unary import answer_of
 from specdec.v2 import verifier_pb2, verifier_pb2_grpc
 
 log = structlog.get_logger()
@@ -80,7 +81,10 @@ class Readiness:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._look_seconds)
-            await self._look()
+            try:
+                await self._look()
+            except Exception:  # whoever stops looking never serves again
+                log.exception("look_failed")
 
     async def _look(self) -> None:
         """Find a verifier that is reachable, or none; log what has changed."""
@@ -136,12 +140,12 @@ class Readiness:
     async def _check(self, pod: Pod) -> None:
         seconds = self._peers.silence_seconds
         asked = health_pb2.HealthCheckRequest(service=VERIFIER)
-        answer = await health_pb2_grpc.HealthStub(pod.channel).Check(asked, timeout=seconds)
+        answer = await answer_of(health_pb2_grpc.HealthStub(pod.channel).Check(asked, timeout=seconds))
         if answer.status != health_pb2.HealthCheckResponse.SERVING:
             raise LostError("is NOT_SERVING")
         if pod not in self._fit:
             stub: Any = verifier_pb2_grpc.VerifierServiceStub(pod.channel)
-            told = await stub.GetStats(verifier_pb2.GetStatsRequest(), timeout=seconds)
+            told = await answer_of(stub.GetStats(verifier_pb2.GetStatsRequest(), timeout=seconds))
             check_verifier(told.identity, self._model)
             self._fit.add(pod)
             self.fingerprints.add(told.identity.model_fingerprint)

@@ -63,3 +63,8 @@ class Request:
     @property
     def prompt_tokens(self) -> int:
         return len(self.samples[0].prompt)
+
+    @property
+    def given_tokens(self) -> int:
+        """Tokens that a verifier must read before it chooses the first one."""
+        return self.prompt_tokens + len(self.samples[0].generated)

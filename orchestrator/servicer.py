@@ -30,13 +30,13 @@ from orchestrator.tenants.accounts import Accounts
 from orchestrator.tokenization import tokenize
 from orchestrator.trace import OrchestratorTraceServicer
 from orchestrator.views import pod_view, revision_view
-from specdec.serving.errors import ServiceError
+from specdec.serving.errors import InvalidRequestError, ServiceError
 from specdec.serving.identity import pod_info
 from specdec.serving.interceptor import Context
 from specdec.serving.interleaved import interleaved
 from specdec.serving.messages import grammar_from
 from specdec.serving.timeline import Timeline, Timelines
-from specdec.serving.validation import MAX_MESSAGE_BYTES
+from specdec.serving.validation import MAX_ANSWER_BYTES, MAX_MESSAGE_BYTES
 from specdec.v2 import generation_pb2, generation_pb2_grpc
 
 SHORT_BYTES = 1 << 14
@@ -111,7 +111,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         account = self._accounts.of(context)
         with self._request(request, account, streamed=True) as (revision, peers, timeline):
             valid = await self._parse(request, revision, peers, account, timeline)
-            account.spend_tokens(valid.prompt_tokens)
+            account.spend_tokens(valid.given_tokens)
             first = True
             async with aclosing(self._responses(valid, revision, peers, context, timeline)) as responses:
                 async for response in responses:
@@ -129,12 +129,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         account = self._accounts.of(context)
         with self._request(request.request, account, streamed=False) as (revision, peers, timeline):
             valid = await self._parse(request.request, revision, peers, account, timeline, streamed=False)
-            account.spend_tokens(valid.prompt_tokens)
+            account.spend_tokens(valid.given_tokens)
             answer = generation_pb2.CompleteResponse(seed=valid.seed)
             completions = [answer.completions.add() for _ in valid.samples]
+            size = 0
             async with aclosing(self._responses(valid, revision, peers, context, timeline)) as responses:
                 async for response in responses:
                     account.spend_tokens(len(response.tokens))
+                    size += response.ByteSize()
+                    if size > MAX_ANSWER_BYTES:
+                        limit = f"{MAX_ANSWER_BYTES >> 20} MiB, which is the most that one may have"
+                        raise InvalidRequestError([("max_tokens", f"the answer is longer than {limit}: ask Generate")])
                     if response.HasField("resolved"):
                         answer.resolved.CopyFrom(response.resolved)
                     completion = completions[response.index]

@@ -9,7 +9,9 @@ from typing import Any
 
 import grpc
 
+from orchestrator.pod_errors import LostError
 from orchestrator.pods import Pod
+from orchestrator.unary import answer_of
 from specdec.serving.propagation import carried
 from specdec.serving.timeline import Timeline, Timelines
 from specdec.serving.tracing.servicer import TraceServicer
@@ -55,9 +57,11 @@ class OrchestratorTraceServicer(TraceServicer):
         begin = time.monotonic()
         try:
             stub: Any = trace_pb2_grpc.TraceServiceStub(pod.channel)
-            part = await stub.GetTrace(request, timeout=ASK_SECONDS, metadata=carried())
+            part = await answer_of(stub.GetTrace(request, timeout=ASK_SECONDS, metadata=carried()))
         except grpc.aio.AioRpcError as error:
             part.missing.add(pod=address, reason=_why(error))
+        except LostError as error:
+            part.missing.add(pod=address, reason=str(error))
         half = (time.monotonic() - begin) / 2
         for timeline in part.timelines:
             timeline.pod, timeline.clock_error_us = address, round(1e6 * half)

@@ -13,7 +13,7 @@ import structlog
 
 from orchestrator.admission import LeftAloneError
 from orchestrator.commit_check import CommitCheck
-from orchestrator.pod_errors import LostError, UnfitError
+from orchestrator.pod_errors import ForeignPodError, LostError, UnfitError
 from orchestrator.pods import Pod
 from orchestrator.sample_context import SampleContext
 from orchestrator.verifier_choice import VerifierChoice
@@ -73,6 +73,8 @@ class Verification:
                         raise  # it has waited for memory in vain; elsewhere it would begin to wait anew
                     choice.refused(pod, error)
                 except UnfitError as unfit:
+                    if isinstance(unfit, ForeignPodError):
+                        pod.found_unfit(unfit.reason, unfit.error)
                     choice.unfit(pod, unfit.error)
                 except (ModelFailureError, InvalidRequestError) as error:
                     self._note_failed(pod, error)
@@ -110,6 +112,11 @@ class Verification:
         return self._attempt > 1
 
     @property
+    def _pinned(self) -> str:
+        """The revision that the text must go on with; empty while it has no token."""
+        return self.revision if self._context.text.generated else self._context.sample.revision
+
+    @property
     def _attempt(self) -> int:
         """The number of the text's next session."""
         return len(self._preemptions) + 1
@@ -118,8 +125,9 @@ class Verification:
         pod = stream.pod
         async with pod.admission.opening(self._context.sample.tenant, again=self._resumed):
             pod.breaker.attempt()
-            opened = await stream.open(self._policy, attempt=self._attempt, revision=self.revision)
-        before, self.identity = self.identity.numerics_fingerprint, opened.identity
+            opened = await stream.open(self._policy, attempt=self._attempt, revision=self._pinned)
+        before = self.identity.numerics_fingerprint if self._context.text.generated else ""
+        self.identity = opened.identity
         self.revision = self.identity.model_fingerprint
         if before and self.identity.numerics_fingerprint != before:
             self.numerics_changed = True

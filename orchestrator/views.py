@@ -18,7 +18,7 @@ def pod_view(pod: Pod, model: str = "") -> generation_pb2.PodView:
     return generation_pb2.PodView(
         address=pod.address,
         breaker=BREAKER_STATES[pod.breaker.state],
-        unfit_reason=pod.unfit_reason if pod.unfit else "",
+        unfit_reason="" if pod.unfit is None else pod.unfit_reason,
         sessions=pod.load.ours,
         capacity=pod.load.reported,
         numerics_fingerprint=pod.numerics,

@@ -78,8 +78,11 @@ class Accounts:
     async def _reload(self, watched: Watched[Tenants]) -> None:
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
-            if await asyncio.to_thread(watched.changed):
-                self._take(watched.contents)
+            try:
+                if await asyncio.to_thread(watched.changed):
+                    self._take(watched.contents)
+            except Exception:  # who stops reading the file accepts withdrawn keys for ever
+                log.exception("tenants_not_taken")
 
     def _take(self, tenants: Tenants) -> None:
         """Have these tenants from now on. Who stays keeps the account; running requests of others go on."""

@@ -1,4 +1,5 @@
-"""Sessions by client: so many may one of them have open, that one which floods leaves room for the others.
+"""Sessions and connections by client: so many may one of them have open, that one which floods leaves room for the
+others.
 
 A client is who its certificate says that it is, whatever connections it opens; without certificates it is the host that
 it calls from.
@@ -23,11 +24,12 @@ LONGEST_NAME = 200
 
 
 class ClientSessions:
-    """Counts of open sessions. Only the event loop touches them."""
+    """Counts of open sessions, or of what else is called `what`. Only the event loop touches them."""
 
-    def __init__(self, most: int | None) -> None:
+    def __init__(self, most: int | None, what: str = "sessions") -> None:
         """Allow each client so many; None: any number."""
         self._most = most
+        self._what = what
         self._open: Counter[str] = Counter()
 
     @contextmanager
@@ -39,8 +41,8 @@ class ClientSessions:
         client = client_of(context)
         if self._open[client] >= self._most:
             # It goes on to whoever asked the orchestrator, who is not to know its certificate.
-            log.warning("client_sessions_full", client=client[:LONGEST_NAME], sessions=self._most)
-            raise OverloadedError(f"{self._most} sessions are open for one client, the limit is reached")
+            log.warning("client_full", client=client[:LONGEST_NAME], what=self._what, limit=self._most)
+            raise OverloadedError(f"{self._most} {self._what} are open for one client, the limit is reached")
         self._open[client] += 1
         try:
             yield

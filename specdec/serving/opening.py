@@ -26,7 +26,8 @@ class Openings:
         if len(self._waiting) >= MAX_UNOPENED:
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]
-            oldest.reschedule(asyncio.get_running_loop().time())
+            if not oldest.expired():  # its task has not noticed yet
+                oldest.reschedule(asyncio.get_running_loop().time())
         try:
             async with asyncio.timeout(self._seconds) as limit:
                 self._waiting[limit] = None

@@ -13,7 +13,10 @@ from specdec.serving.messages import RULES, contrast_from, lookahead_from
 from specdec.v2 import draft_pb2, generation_pb2, model_pb2, verifier_pb2
 
 MAX_MESSAGE_BYTES = 16 << 20
+"""Bytes of a message between services, and of a request."""
 
+MAX_ANSWER_BYTES = 64 << 20
+"""Bytes of an answer to a client, which holds whole texts with log-probabilities: as many as our clients take."""
 
 MAX_NODES_A_MESSAGE = 1024
 """Candidates in an `Extend` at most: several times what a verifier grants a session."""

@@ -874,8 +874,8 @@ class SpeculationStatistics(google.protobuf.message.Message):
     """Tokens computed past a stop string and dropped."""
     undrafted_reason: builtins.str
     """Why tokens were chosen without candidates of a draft service, if some were: "off", "no_draft",
-    "tokenizer_mismatch", "draft_lost", "draft_useless", or, where the request insists on a draft (`forced`, or the
-    REJECTION rule), "late": there was a draft, and its candidates came too late.
+    "tokenizer_mismatch", "protocol_mismatch", "draft_lost", "draft_useless", or, where the request insists on a draft
+    (`forced`, or the REJECTION rule), "late": there was a draft, and its candidates came too late.
     """
     undrafted_tokens: builtins.int
     """Tokens of steps that should have had candidates of a draft service, and had none: no draft could be had, or it was
@@ -1490,7 +1490,7 @@ class PodView(google.protobuf.message.Message):
     breaker: global___BreakerState.ValueType
     """State of its circuit breaker."""
     unfit_reason: builtins.str
-    """Why it is not asked although it answers, as in "tokenizer_mismatch". Empty: it is asked."""
+    """Why it is not asked although it answers, as in "tokenizer_mismatch" or "context_mismatch". Empty: it is asked."""
     sessions: builtins.int
     """Sessions that this orchestrator has open there."""
     numerics_fingerprint: builtins.str

@@ -40,6 +40,10 @@ class Stream:
         return [message.WhichOneof("message") for message in self.sent]
 
 
+def is_closed(stream: Stream) -> bool:
+    return stream.pod.breaker.state == "closed"
+
+
 def session_over(stream: Stream, **fields: Any) -> DraftSession:
     return DraftSession(cast("DraftStream", stream), context(**fields), STATE)
 
@@ -49,13 +53,20 @@ def commit(**fields: Any) -> verifier_pb2.Commit:
     return verifier_pb2.Commit(committed=model_pb2.Committed(base=3, tokens=[5]), **(usual | fields))
 
 
-@pytest.mark.parametrize(("offered", "why"), [(4, UselessError), (0, LaggingError)])
-def test_a_draft_without_an_accepted_candidate_is_given_up(offered: int, why: type[Exception]) -> None:
+ACCEPTED = {"offered": 4, "accepted": 1, "sources": [model_pb2.TOKEN_SOURCE_REMOTE_DRAFT, model_pb2.TOKEN_SOURCE_BONUS]}
+OF_ANOTHER = {"offered": 4, "accepted": 1, "sources": [model_pb2.TOKEN_SOURCE_NGRAM, model_pb2.TOKEN_SOURCE_BONUS]}
+"""Commits in which a candidate was right: the draft's, or another proposer's."""
+
+
+@pytest.mark.parametrize(("late", "why"), [(0, UselessError), (1, LaggingError)])
+def test_a_draft_without_an_accepted_candidate_is_given_up(late: int, why: type[Exception]) -> None:
+    """Other proposers have candidates as well, which say nothing of the draft's."""
     stream = Stream()
     session = session_over(stream)
-    assert not any(session.on_commit(commit(offered=offered)) for _ in range(USELESS_AFTER_STEPS - 1))
+    wrong = commit(offered=4, undrafted_tokens=late)
+    assert not any(session.on_commit(wrong) for _ in range(USELESS_AFTER_STEPS - 1))
     assert stream.aborted_by is None
-    assert not session.on_commit(commit(offered=offered))
+    assert not session.on_commit(wrong)
     assert isinstance(stream.aborted_by, why)
 
 
@@ -64,8 +75,30 @@ def test_an_accepted_candidate_speaks_for_the_draft() -> None:
     session = session_over(stream)
     for _ in range(3):
         assert not any(session.on_commit(commit(offered=4)) for _ in range(USELESS_AFTER_STEPS - 1))
-        assert session.on_commit(commit(offered=4, accepted=1))
+        assert session.on_commit(commit(**ACCEPTED))
     assert stream.aborted_by is None
+
+
+def test_what_another_proposer_guesses_neither_speaks_for_a_draft_nor_against_it() -> None:
+    stream = Stream()
+    stream.pod.breaker.failed(conclusive=True)
+    session = session_over(stream)
+    for _ in range(USELESS_AFTER_STEPS - 1):
+        session.on_commit(commit(**OF_ANOTHER))
+        assert stream.aborted_by is None
+        session.on_commit(commit(offered=4))
+    session.on_commit(commit(offered=4))
+    assert isinstance(stream.aborted_by, UselessError)
+    assert not is_closed(stream)
+    session.on_commit(commit(**ACCEPTED))
+    assert is_closed(stream)
+
+
+def test_a_verifier_that_wants_no_candidates_says_nothing_of_a_drafts_pod() -> None:
+    stream = Stream()
+    stream.pod.breaker.failed(conclusive=True)
+    assert session_over(stream).on_commit(commit(drafting_wanted=False))
+    assert not is_closed(stream)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
+import grpc
 import pytest
 
 from orchestrator.drafting import Drafting
@@ -14,8 +16,8 @@ from orchestrator.pods import Pods
 from specdec.decoding.sampling import Rule
 from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, OWN_DRAFTERS, Drafter, Speculation
 from specdec.serving.errors import PeerLostError, ServiceError
-from specdec.v2 import model_pb2, verifier_pb2
-from tests.orchestrator.samples import context
+from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2
+from tests.orchestrator.samples import MODEL, context
 
 
 class Sink:
@@ -109,3 +111,52 @@ async def test_a_text_that_wants_no_draft_or_waits_for_it_does_not_go_on_without
             drafting.on_commit(commit(2))
     assert not text.fallback_seconds
     await peers.close()
+
+
+class Mute(draft_pb2_grpc.DraftServiceServicer):
+    """A draft that opens sessions and sends candidates which are of no use, never a distribution."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+
+    async def Draft(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+        self.opened += 1
+        identity = model_pb2.ModelIdentity(
+            protocol_version=2, tokenizer_fingerprint=MODEL.tokenizer_fingerprint, context_tokens=MODEL.context
+        )
+        await context.write(draft_pb2.DraftResponse(opened=draft_pb2.DraftOpened(identity=identity)))
+        await context.write(draft_pb2.DraftResponse(extend=model_pb2.Extend()))
+        await asyncio.Event().wait()
+
+    async def GetStats(self, request: Any, context: Any) -> draft_pb2.DraftServiceGetStatsResponse:
+        raise NotImplementedError
+
+
+class PatientSink(Sink):
+    async def extend(self, extend: model_pb2.Extend) -> None:
+        pass
+
+
+async def test_contrast_waits_no_longer_for_several_useless_drafts_than_for_one() -> None:
+    """They take turns: each one is at work, and none sends what the text waits for."""
+    drafts, sink = [Mute(), Mute()], PatientSink()
+    async with contextlib.AsyncExitStack() as exits:
+        addresses = []
+        for draft in drafts:
+            server = grpc.aio.server()
+            draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server)
+            addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+            await server.start()
+            exits.push_async_callback(server.stop, None)
+        peers = Peers(Pods(), Pods(addresses, connect=grpc.aio.insecure_channel), failover_seconds=1.0)
+        exits.push_async_callback(peers.close)
+        async with Drafting(context(peers, rule=Rule.CONTRASTIVE), sink) as drafting:
+            drafting.on_opened(verifier_pb2.VerifyOpened(max_nodes=8, drafting_wanted=True))
+            async with asyncio.timeout(30):
+                while not sink.errors:
+                    drafting.on_awaited()
+                    await asyncio.sleep(0.05)
+    assert all(draft.opened for draft in drafts)
+    (error,) = sink.errors
+    assert isinstance(error, PeerLostError)
+    assert error.reason == "DRAFT_REQUIRED"

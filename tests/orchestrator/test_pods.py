@@ -100,10 +100,10 @@ def test_the_unfit_are_not_asked_before_there_may_be_others_in_their_place() -> 
     clock = Clock()
     two = pods("ab", clock)
     first, _ = two
-    first.found_unfit("tokenizer_mismatch", "another tokenizer")
+    first.found_unfit("tokenizer_mismatch", ValueError("another tokenizer"))
     clock.now += UNFIT_SECONDS - 1
     assert chosen(two, 2) == ["b", "b"]
-    assert first.unfit == "another tokenizer"
+    assert str(first.unfit) == "another tokenizer"
     clock.now += 1
     assert set(chosen(two, 2)) == {"a", "b"}
 

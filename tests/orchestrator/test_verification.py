@@ -1,4 +1,4 @@
-"""Verification: what is logged of verifiers that do not take a text."""
+"""Verification: verifiers that do not take a text, and those that lose it before it has a token."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import pytest
 
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
 from orchestrator.verification import Verification
-from specdec.v2 import verifier_pb2, verifier_pb2_grpc
+from specdec.serving.errors import PeerLostError, ProtocolError
+from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.captured_logs import captured_logs
-from tests.orchestrator.samples import context
+from tests.orchestrator.samples import MODEL, context
 from tests.stack import until
 
 
@@ -37,6 +39,30 @@ class Refusing(verifier_pb2_grpc.VerifierServiceServicer):
 
     async def GetStats(self, request: Any, context: Any) -> verifier_pb2.GetStatsResponse:
         raise NotImplementedError
+
+
+class Changing(Refusing):
+    """A verifier that opens each session with another identity, and is gone before it has committed a token."""
+
+    def __init__(self, *identities: model_pb2.ModelIdentity) -> None:
+        super().__init__("gone")
+        self.identities = identities
+
+    async def Verify(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+        opened = verifier_pb2.VerifyOpened(identity=self.identities[min(self.asked, len(self.identities) - 1)])
+        await context.write(verifier_pb2.VerifyResponse(opened=opened))
+        await super().Verify(requests, context)
+
+
+def identity(**fields: Any) -> model_pb2.ModelIdentity:
+    usual: dict[str, Any] = {
+        "protocol_version": 2,
+        "tokenizer_fingerprint": MODEL.tokenizer_fingerprint,
+        "context_tokens": MODEL.context,
+        "model_fingerprint": "a",
+        "numerics_fingerprint": "n",
+    }
+    return model_pb2.ModelIdentity(**(usual | fields))
 
 
 @asynccontextmanager
@@ -64,3 +90,54 @@ async def test_a_verifier_that_cannot_be_opened_is_told_once_and_when_the_reason
         await pods.close()
     told = [(line["pod"], line["why"]) for line in logs if line["event"] == "verifier_not_opened"]
     assert told == [(address, "UNAVAILABLE: loading"), (address, "UNAVAILABLE: ending")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"tokenizer_fingerprint": "x"}, "tokenizer_mismatch"),
+        ({"protocol_version": 999}, "protocol_mismatch"),
+        ({"context_tokens": MODEL.context + 1}, "context_mismatch"),
+    ],
+)
+async def test_a_verifier_of_something_else_is_asked_once_for_all_texts(fields: dict[str, Any], reason: str) -> None:
+    verifier = Changing(identity(**fields))
+    async with serving(verifier) as address:
+        pods = Pods([address], connect=grpc.aio.insecure_channel)
+        with captured_logs() as logs:
+            for _ in range(3):
+                with pytest.raises(ProtocolError):
+                    await anext(Verification(context(Peers(pods)), verifier_pb2.VerifyPolicy()).messages())
+        await pods.close()
+    assert verifier.asked == 1
+    assert [(line["event"], line["reason"]) for line in logs] == [("pod_unfit", reason)]
+
+
+async def test_a_text_without_a_token_may_begin_at_other_weights() -> None:
+    """Nothing of the ones that it was opened with before is in it."""
+    verifier = Changing(identity(), identity(model_fingerprint="b", numerics_fingerprint="m"))
+    async with serving(verifier) as address:
+        pods = Pods([address], connect=grpc.aio.insecure_channel)
+        verification = Verification(context(Peers(pods)), verifier_pb2.VerifyPolicy())
+        messages = verification.messages()
+        for revision in "ab":
+            opened = await anext(messages)
+            assert isinstance(opened, verifier_pb2.VerifyOpened)
+            assert verification.revision == opened.identity.model_fingerprint == revision
+        assert not verification.numerics_changed
+        await messages.aclose()
+        await pods.close()
+
+
+async def test_a_text_with_tokens_keeps_its_weights() -> None:
+    verifier = Changing(identity(), identity(model_fingerprint="b"))
+    async with serving(verifier) as address:
+        pods = Pods([address], connect=grpc.aio.insecure_channel)
+        text = context(Peers(pods))
+        messages = Verification(text, verifier_pb2.VerifyPolicy()).messages()
+        await anext(messages)
+        text.text.add([5])
+        with pytest.raises(PeerLostError) as error:
+            await anext(messages)
+        await pods.close()
+    assert error.value.reason == "MODEL_CHANGED"

@@ -34,7 +34,9 @@ class MuxChannel:
     ) -> None:
         self._channel = channel
         self._renewed = renewed
-        self._retired: list[grpc.aio.Channel] = []
+        # Channels that are used no more for new calls, and the connections there:
+        self._retired: list[tuple[grpc.aio.Channel, Sequence[MuxConnection]]] = []
+        self._closing: set[asyncio.Task[None]] = set()
         self._connections: list[MuxConnection] = []  # the last one takes new streams, the others still carry some
         self._unknown = False  # True: the service does not support connections
 
@@ -68,15 +70,20 @@ class MuxChannel:
         """Close the channel; its streams end with UNAVAILABLE."""
         for connection in self._connections:
             await connection.close()
-        for channel in (*self._retired, self._channel):
+        for channel in (*(retired for retired, _ in self._retired), self._channel):
             await channel.close()
 
     def _renew(self) -> None:
-        """Use another channel, if there is one. The old ones stay until this one is closed: their connections end once
-        they carry no stream."""
+        """Use another channel, if there is one. The connections of the old one end once they carry no stream; it is
+        closed with a later renewal, when its last plain call has ended as well."""
         if (channel := self._renewed()) is None:
             return
-        self._retired.append(self._channel)
+        for retired, connections in self._retired:
+            if all(connection.broken for connection in connections):
+                self._closing.add(closing := asyncio.create_task(retired.close(None)))
+                closing.add_done_callback(self._closing.discard)
+        self._retired = [each for each in self._retired if not all(connection.broken for connection in each[1])]
+        self._retired.append((self._channel, tuple(self._connections)))
         self._channel, self._unknown = channel, False
         for connection in self._connections:
             connection.leave()

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import grpc
 import structlog
 
+from specdec.serving.client_sessions import ClientSessions
 from specdec.serving.echo import echo
 from specdec.serving.errors import STATUS_DETAILS, InternalError, OverloadedError, ProtocolError, to_status
 from specdec.serving.interceptor import guarded
@@ -24,7 +25,10 @@ FAREWELL_SECONDS = 5.0
 """Seconds that a caller has, when its connection ends, to read the batch being written and then the reason."""
 
 MAX_CONNECTIONS = 1024
-"""Most connections to a service. An orchestrator opens one."""
+"""Most connections to a service. An orchestrator opens one in each of its worker processes."""
+
+MAX_CONNECTIONS_OF_ONE = 256
+"""Most connections of one client, so that one which opens more and more keeps nobody out."""
 
 MAX_STREAMS = 4096
 """Most streams that a connection carries at once."""
@@ -41,6 +45,7 @@ class MuxServicer(mux_pb2_grpc.MuxServiceServicer):
         """Bytes of all streams so far."""
         self._methods: dict[str, Any] = {}
         self._connections: set[MuxConnection] = set()
+        self._clients = ClientSessions(MAX_CONNECTIONS_OF_ONE, "connections")
         self._draining = False
 
     def add_registered_method_handlers(self, service: str, methods: dict[str, Any]) -> None:
@@ -61,15 +66,16 @@ class MuxServicer(mux_pb2_grpc.MuxServiceServicer):
     ) -> None:
         if len(self._connections) >= MAX_CONNECTIONS:
             raise OverloadedError(f"{len(self._connections)} connections are open, the limit is {MAX_CONNECTIONS}")
-        connection = MuxConnection(self._methods, context, self.traffic)
-        self._connections.add(connection)
-        if self._draining:
-            connection.drain()
-        try:
-            await context.send_initial_metadata(())  # the caller's first batch waits for it
-            await connection.serve(request_iterator)
-        finally:
-            self._connections.remove(connection)
+        with self._clients.session(context):
+            connection = MuxConnection(self._methods, context, self.traffic)
+            self._connections.add(connection)
+            if self._draining:
+                connection.drain()
+            try:
+                await context.send_initial_metadata(())  # the caller's first batch waits for it
+                await connection.serve(request_iterator)
+            finally:
+                self._connections.remove(connection)
 
     def drain(self) -> None:
         """Take no new streams; every connection ends with its last stream."""

@@ -36,7 +36,7 @@ from specdec.serving.process.log_stream import guard_stderr
 from specdec.serving.timeline import Timelines
 from specdec.serving.tls import server_credentials
 from specdec.serving.tracing.servicer import TraceServicer
-from specdec.serving.validation import MAX_MESSAGE_BYTES
+from specdec.serving.validation import MAX_ANSWER_BYTES, MAX_MESSAGE_BYTES
 from specdec.settings import settings as started_with
 from specdec.v2 import mux_pb2_grpc
 
@@ -58,9 +58,15 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
 
-PATIENCE_OPTIONS: tuple[tuple[str, int], ...] = (("grpc.http2.min_ping_interval_without_data_ms", 10_000),)
-"""Options of servers for clients that ask every 20 s whether the server is still there: by default gRPC ends their
-connections."""
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
+    # Clients ask every 20 s whether the server is still there: by default gRPC would end their connections.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # A caller that is frozen, or gone without a word, must not hold memory and places for gRPC's two hours.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+)
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -160,7 +166,7 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     if exporter is not None:
         service.timelines.exporter = exporter
     log_settings()  # a start that fails tells its reason alone
-    options = [*CHANNEL_OPTIONS, *PATIENCE_OPTIONS, ("grpc.so_reuseport", int(settings.share_port))]
+    options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(settings.share_port))]
     names = [CertificateNames(settings.tls_client_names)] if settings.tls_client_names else []
     interceptor = CallInterceptor(lambda: service.max_request_bytes, [*names, *service.gates])
     server = grpc.aio.server(interceptors=[interceptor], options=options)
