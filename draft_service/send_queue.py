@@ -20,6 +20,10 @@ DISTRIBUTIONS_A_MESSAGE = 4
 """Whole distributions in a message, about: over a vocabulary of 128,000 tokens each takes a quarter of a megabyte."""
 
 
+MOST_DISTRIBUTION_BYTES = 4 << 20
+"""Bytes of the distributions in a message, which holds one in any case: a message has 16 MiB at most."""
+
+
 class Extension(NamedTuple):
     """New candidates below the committed text of `base` tokens, which the draft has known for `held` seconds; 0 if the
     send timer has seen no commit yet."""
@@ -73,7 +77,7 @@ class SendQueue:
         self._unsent = [node for node in self._unsent if node in alive]
         self._unsent_distributions = [n for n in self._unsent_distributions if n is root or n in alive]
         if self._contrasted and root.distribution is not None and root not in self._unsent_distributions:
-            self._unsent_distributions.append(root)  # the verifier may have dropped it, having no room for its node
+            self._unsent_distributions.insert(0, root)  # the verifier may have dropped it, having no room for its node
         self._release()
 
     def commit_arrived(self, now: float) -> None:
@@ -152,8 +156,22 @@ class SendQueue:
         return self._timer.next_send_at(policy.extend_interval, policy.round_trip, step, urgent=nothing_sent)
 
     def take(self, now: float) -> Extension:
-        """Return everything unsent as one extension, and count it as sent."""
-        paths = spell(self._unsent, self._unsent_distributions)
-        self._unsent, self._unsent_distributions = [], []
+        """Return what is unsent as one extension, and count it as sent; of distributions as many as fit into a
+        message, and of drawn nodes those that go with them."""
+        sent, later = self._first_distributions()
+        behind = set(map(id, later)) if self._drawn else set()
+        nodes = [node for node in self._unsent if id(node.parent) not in behind]
+        self._unsent = [node for node in self._unsent if id(node.parent) in behind]
+        self._unsent_distributions = later
         self._timer.sent(now)
-        return Extension(self._tree.base, paths, self._timer.base_age(now))
+        return Extension(self._tree.base, spell(nodes, sent), self._timer.base_age(now))
+
+    def _first_distributions(self) -> tuple[list[Node], list[Node]]:
+        """Return the nodes whose unsent distributions fit into a message, and the others."""
+        unsent, size = self._unsent_distributions, 0
+        for place, node in enumerate(unsent):
+            row = node.distribution
+            size += 0 if row is None else row.values.nbytes + (0 if row.ids is None else row.ids.nbytes)
+            if place and size > MOST_DISTRIBUTION_BYTES:
+                return unsent[:place], unsent[place:]
+        return unsent, []

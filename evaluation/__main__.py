@@ -18,6 +18,7 @@ with needed_by("evaluate", "evaluate"):
     from rich.console import Console
     from rich.progress import Progress
 
+    from draft_service.servicer import Limits as DraftLimits
     from evaluation.measurements import LOCAL, REMOTE_DRAFT, TREES, WAYS, Figures, Way, acceptance, speed
     from evaluation.pair import LoadedModel, Pair, Place
     from evaluation.pools import VERIFIERS, smallest
@@ -101,7 +102,11 @@ def main(
     streams = sorted(set(streams or (1, 8)))
     file = PromptFile(prompts, {"max_tokens": max_tokens, "temperature": temperature})
     try:
-        pair = Pair(target, draft, target_place, draft_place, kv_tokens)
+        for _ in islice(file.prompts(), max_prompts):  # a wrong one is told before models are loaded
+            pass
+        # A draft holds the candidates of each session beside its text.
+        candidates = max(streams) * DraftLimits().max_nodes
+        pair = Pair(target, draft, target_place, draft_place, kv_tokens, candidates)
         samples = list(_samples(pair, file, max_prompts, kv_tokens // max(streams)))
     except (ModelDirectoryError, UnsupportedModelError, PromptFileError) as error:
         fail(str(error), ExitStatus.USAGE)

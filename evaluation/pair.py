@@ -51,18 +51,25 @@ class Pair:
     has it beside its target."""
 
     def __init__(
-        self, target: Path, draft: Path, target_place: Place, draft_place: Place, kv_tokens: int = 16384
+        self,
+        target: Path,
+        draft: Path,
+        target_place: Place,
+        draft_place: Place,
+        kv_tokens: int = 16384,
+        candidates: int = 0,
     ) -> None:
-        """Load both, with room for so many tokens each. ModelDirectoryError or UnsupportedModelError says in one
-        line what cannot be."""
-        wanted = [Wanted(target, target_place.placement(kv_tokens)), Wanted(draft, draft_place.placement(kv_tokens))]
+        """Load both, with room for so many tokens each, and for `candidates` more at the draft.
+        ModelDirectoryError or UnsupportedModelError says in one line what cannot be."""
+        of_draft = kv_tokens + candidates
+        wanted = [Wanted(target, target_place.placement(kv_tokens)), Wanted(draft, draft_place.placement(of_draft))]
         self.has_local_draft = not (draft / GRAPH).exists()  # what was exported is for draft services alone
         if self.has_local_draft:
             wanted.append(Wanted(draft, target_place.placement(kv_tokens)))
         directory, small, *_ = check(*wanted)
         self.model = Model.of(directory)
         self.target = LoadedModel(directory, target_place, kv_tokens, exact=True)
-        self.draft = LoadedModel(small, draft_place, kv_tokens)
+        self.draft = LoadedModel(small, draft_place, of_draft)
         self._target_place, self._kv_tokens = target_place, kv_tokens
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from orchestrator.candidate_flow import CandidateFlow
@@ -48,9 +49,11 @@ class DraftSession:
         self._fruitless = 0  # steps in which nothing was accepted, since a candidate of the draft was
         self._in_time = False  # in some of them it had candidates
         self._awaited_since: float | None = None  # the text cannot go on without the draft; monotonic
+        self._wanted_since = math.inf  # its first candidates are wanted; monotonic
 
     async def open(self) -> None:
         """Open the session with the text as it is now."""
+        self._wanted_since = time.monotonic()
         await self._stream.open(self._policy)
 
     def check(self, extend: model_pb2.Extend) -> None:
@@ -82,10 +85,20 @@ class DraftSession:
         for message in self._control.messages(commit):
             self._stream.send(message)
         if not self._stream.at_work:
+            self._await_first(wanted=commit.drafting_wanted and not self._control.paused)
             return False
         if self._control.paused is not paused:
             self._context.events.record("draft_resumed" if paused else "draft_paused", self._stream.pod)
         return self._evaluate(commit)
+
+    def _await_first(self, *, wanted: bool) -> None:
+        """Abort the session of a draft that has sent nothing yet, if candidates have been wanted for too long: its
+        device may be stuck, while its service answers."""
+        now = time.monotonic()
+        if not wanted:
+            self._wanted_since = now
+        elif now - self._wanted_since >= self._context.peers.failover_seconds:
+            self._stream.abort(LaggingError(f"it has sent nothing for {now - self._wanted_since:.1f} s"))
 
     def _evaluate(self, commit: verifier_pb2.Commit) -> bool:
         """Return False if candidates were wanted and none was accepted; abort the session if that goes on for too

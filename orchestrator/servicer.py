@@ -12,7 +12,6 @@ from typing import Any
 import grpc
 from prometheus_client.metrics_core import Metric
 
-from orchestrator.bounded_threads import BoundedThreads
 from orchestrator.catalog import Catalog, largest
 from orchestrator.coalesce import Responses, coalesced
 from orchestrator.generation import Generation
@@ -30,6 +29,7 @@ from orchestrator.tenants.accounts import Accounts
 from orchestrator.tokenization import tokenize
 from orchestrator.trace import OrchestratorTraceServicer
 from orchestrator.views import pod_view, revision_view
+from specdec.serving.bounded_threads import BoundedThreads
 from specdec.serving.errors import InvalidRequestError, ServiceError
 from specdec.serving.identity import pod_info
 from specdec.serving.interceptor import Context

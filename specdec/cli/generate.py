@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from collections.abc import Mapping
@@ -17,11 +18,11 @@ from specdec import ports
 from specdec.cli.access import Access, ApiKeyFile, ModelName, Orchestrators, Tls, TlsCa, TlsCert, TlsKey, access
 from specdec.cli.failure import fail
 from specdec.cli.many import generate_many
-from specdec.cli.prompt_file import PromptFile
+from specdec.cli.prompt_file import PromptFile, PromptFileError
 from specdec.cli.report import Report
-from specdec.cli.results_file import ResultsFile
+from specdec.cli.results_file import ResultsFile, ResultsFileError
 from specdec.cli.waiting import Waiting
-from specdec.client import Chunk, Client, Speculation
+from specdec.client import Chunk, Client, Speculation, build_request
 from specdec.client.options import Speculation as SpeculationName
 from specdec.command_line import duration
 from specdec.exit_status import ExitStatus
@@ -188,25 +189,26 @@ def generate(
         "alpha": alpha,
     }
     allowed = access(tls, tls_ca, tls_cert, tls_key, api_key_file)
+    if prompt_file is not None:
+        _complete_file(
+            PromptFile(prompt_file, options),
+            address,
+            allowed,
+            timeout,
+            concurrency or 32,
+            json_output,
+            out,
+            resume,
+            fail_fast,
+        )
+        return
     try:
-        if prompt_file is not None:
-            _complete_file(
-                PromptFile(prompt_file, options),
-                address,
-                allowed,
-                timeout,
-                concurrency or 32,
-                json_output,
-                out,
-                resume,
-                fail_fast,
-            )
-            return
-        with Client(address, timeout=timeout, credentials=allowed.credentials, api_key=allowed.api_key) as client:
-            text = sys.stdin.read() if prompt == "-" else prompt
-            _complete(client, Waiting(address, access=allowed), text, options, json_output)
+        text = sys.stdin.read() if prompt == "-" else prompt
+        build_request(text, **options)
     except (ValueError, TypeError) as error:  # what no message can say
         fail(str(error), ExitStatus.USAGE)
+    with Client(address, timeout=timeout, credentials=allowed.credentials, api_key=allowed.api_key) as client:
+        _complete(client, Waiting(address, access=allowed), text, options, json_output)
 
 
 def _content(file: Path | None) -> str | None:
@@ -228,27 +230,34 @@ def _complete_file(
     resume: bool,
     fail_fast: bool,
 ) -> None:
-    count = sum(1 for _ in file.prompts())  # what is wrong is told before anything is sent
-    if not count:
-        fail(f"{file.path}: holds no prompt", ExitStatus.USAGE)
-    results = None if out is None else ResultsFile(out, resume=resume)
-    try:
-        status = asyncio.run(
-            generate_many(
-                address,
-                file,
-                count,
-                access=allowed,
-                timeout=timeout,
-                concurrency=concurrency,
-                json_output=json_output,
-                out=results,
-                fail_fast=fail_fast,
-            )
-        )
-    finally:
+    try:  # what is wrong is told before anything is sent
+        count = sum(1 for _ in file.prompts())
+        if not count:
+            fail(f"{file.path}: holds no prompt", ExitStatus.USAGE)
+        results = None if out is None else ResultsFile(out, resume=resume)
         if results is not None:
-            results.close()
+            results.check(file.prompts())
+    except (PromptFileError, ResultsFileError) as error:
+        fail(str(error), ExitStatus.USAGE)
+    try:
+        with contextlib.ExitStack() as exits:
+            if results is not None:
+                exits.callback(results.close)
+            status = asyncio.run(
+                generate_many(
+                    address,
+                    file,
+                    count,
+                    access=allowed,
+                    timeout=timeout,
+                    concurrency=concurrency,
+                    json_output=json_output,
+                    out=results,
+                    fail_fast=fail_fast,
+                )
+            )
+    except (PromptFileError, ResultsFileError) as error:  # the file has changed, or a disk is full
+        fail(str(error))
     if status is not None:
         raise SystemExit(status)
 

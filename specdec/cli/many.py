@@ -115,7 +115,6 @@ async def generate_many(
     None if all went well, else that of the first error."""
     kept = 0
     if out is not None:
-        out.check(file.prompts())
         out.begin()
         kept = len(out)
     left = (prompt for prompt in file.prompts() if out is None or prompt not in out)

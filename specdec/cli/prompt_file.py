@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class Prompt:
     @property
     def digest(self) -> str:
         """The digest of this prompt and its options, half a SHA-256 in hex: `--resume` matches results by it."""
-        content = json.dumps([self.text, dict(self.options)], sort_keys=True)
+        content = json.dumps([self.text, dict(self.options)], sort_keys=True, default=str)
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
@@ -87,6 +88,8 @@ class PromptFile:
         options |= {name: value for name, value in entry.items() if value is not None and name != "text"}
         if "logit_bias" in options and isinstance(options["logit_bias"], dict):
             options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}
+        if isinstance(options.get("time"), str):
+            options["time"] = datetime.fromisoformat(options["time"])
         if not isinstance(entry.get("text", ""), str):
             raise TypeError(f"text = {entry['text']!r}: must be a string")
         build_request(entry.get("text"), **options)  # what does not fit into a request is told before any is sent

@@ -60,24 +60,32 @@ class ResultsFile:
     def begin(self) -> None:
         """Drop what is to be done again: a line that was torn, and errors."""
         if self._dropped:
-            self._rewrite()
+            try:
+                self._rewrite()
+            except OSError as error:
+                raise ResultsFileError(f"{self.path}: {error.strerror}") from error
 
     def append(self, prompt: Prompt, result: dict[str, Any]) -> None:
         """Write a result; what is written before stays as it is."""
         line = json.dumps({"line": prompt.line, "request": prompt.digest, **result}).encode() + b"\n"
         try:
-            self._places[prompt.line] = (self._file.seek(0, os.SEEK_END), len(line))
+            place = self._file.seek(0, os.SEEK_END)
             self._file.write(line)
             self._file.flush()
         except OSError as error:
             raise ResultsFileError(f"{self.path}: {error.strerror}") from error
+        self._places[prompt.line] = (place, len(line))
 
     def close(self) -> None:
-        """Put the results in the order of their prompts, and close the file."""
+        """Put the results in the order of their prompts, and close the file. After a write that failed it stays as it
+        is: all but its last line are complete."""
         offsets = [self._places[line] for line in sorted(self._places)]
-        if offsets != sorted(offsets):
-            self._rewrite()
-        self._file.close()
+        try:
+            if offsets != sorted(offsets):
+                self._rewrite()
+            self._file.close()
+        except OSError as error:
+            raise ResultsFileError(f"{self.path}: {error.strerror}") from error
 
     def _index(self) -> None:
         offset = 0

@@ -100,6 +100,7 @@ def up(
     from specdec.engine.model_directory import ModelDirectoryError
     from specdec.engine.preflight.check import Wanted, check
     from specdec.local import LocalError, Models, Stack
+    from specdec.local.child import DRAIN_SECONDS
     from specdec.local.upkeep import Upkeep
     from specdec.serving.process.listening import ListenError, bound
     from specdec.text.check import check_text
@@ -113,8 +114,17 @@ def up(
     of_draft = passed["draft"]
     of_orchestrator: Values = {"host": host} | passed["orchestrator"]
     of_openai: Values = {"host": host}
+    drain = max(
+        float(values.get("drain_seconds", DRAIN_SECONDS)) for values in (of_verifier, of_draft, of_orchestrator)
+    )
     try:
         # 1. What can be known now is not found out by services that load.
+        if openai_port is not None and "tls_cert" in of_orchestrator:
+            fail(
+                "--openai-port: does not reach an orchestrator with --orchestrator-tls-cert; leave it out, and run "
+                "`specdec openai --orchestrator-tls-ca FILE` beside this command",
+                ExitStatus.USAGE,
+            )
         models = Models.chosen(target, draft, local_draft)
         wanted = [Wanted(models.target, _placement(of_verifier))]
         wanted += [] if models.local_draft is None else [Wanted(models.local_draft, _placement(of_verifier))]
@@ -146,6 +156,7 @@ def up(
             draft_options=arguments(of_draft),
             orchestrator_options=arguments(of_orchestrator),
             openai_options=None if openai_port is None else arguments(of_openai),
+            drain_seconds=drain,
         ) as stack:
             found = description(stack)
             print(json.dumps(found) if json_output else "\n".join(lines(found)), flush=True)
@@ -153,7 +164,7 @@ def up(
             while not stop:
                 time.sleep(0.2)
                 upkeep.look()
-            _say("stopping: running requests have two seconds")
+            _say(f"stopping: running requests have {drain:g} s")
     except (LocalError, ListenError, ModelDirectoryError, UnsupportedModelError) as error:
         if stop:
             raise SystemExit(ExitStatus.INTERRUPTED) from None

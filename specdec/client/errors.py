@@ -143,9 +143,12 @@ def from_rpc(error: grpc.RpcError) -> SpecdecError:
     except DecodeError:  # broken details must not hide the error they belong to
         violations, reason, delay, request_id = [], "", None, ""
     message = error.details() or error.code().name
+    kind = REASONS.get(reason, ERRORS[error.code()])
     if not details:  # no server of ours said it
+        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
+            kind = InvalidRequest  # a message is too long, however often it is sent
         message = _in_other_words(error.code(), message)
-    return REASONS.get(reason, ERRORS[error.code()])(
+    return kind(
         message,
         code=error.code(),
         reason=reason,

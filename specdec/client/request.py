@@ -169,6 +169,8 @@ def _put_arguments(chat: pb.ChatPrompt, arguments: object) -> None:
         chat.FromString(chat.SerializeToString())  # fails where it would at the server
     except (ValueError, TypeError, OverflowError, DecodeError) as error:
         raise ValueError(f"template_arguments = {arguments!r}: {error}") from error
+    except RecursionError:  # which the text of its value would be, too
+        raise ValueError("template_arguments = ...: are nested too deeply") from None
 
 
 def _turns(messages: object) -> Iterator[pb.ChatMessage]:

@@ -107,13 +107,20 @@ class ToolCallReader:
         return [] if None in calls else [call for call in calls if call is not None]
 
     def _call(self, found: object) -> ToolCall | None:
-        """Return a call; None if it is none, ValueError if its arguments are what JSON cannot say."""
+        """Return a call; None if it is none, ValueError if its name or its arguments are what no JSON in UTF-8 can say.
+        Half a surrogate pair in an argument stays escaped."""
         if not isinstance(found, dict) or not isinstance(name := found.get("name"), str):
             return None
         arguments = found.get(self._format.arguments, {})
         if not isinstance(arguments, dict):
             return None
-        return ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+        name.encode()
+        said = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        try:
+            said.encode()
+        except UnicodeEncodeError:
+            said = json.dumps(arguments, allow_nan=False)
+        return ToolCall(name, said)
 
 
 class _JsonEnd:

@@ -15,7 +15,11 @@ from dataclasses import dataclass, field
 from specdec.engine.start_phases import ON_STDOUT
 from specdec.roles import environment
 
-STOP_SECONDS = 10.0
+DRAIN_SECONDS = 2.0
+"""Seconds that running requests get when the services are told to stop, unless their options say otherwise."""
+
+END_SECONDS = 8.0
+"""Seconds that a service gets beyond those to end."""
 
 
 class LocalError(Exception):
@@ -81,12 +85,13 @@ class Child:
         return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
 
 
-def stop(children: Collection[Child]) -> None:
-    """End all services at the same time; each drains its running requests. After STOP_SECONDS they are killed."""
+def stop(children: Collection[Child], drain_seconds: float = DRAIN_SECONDS) -> None:
+    """End all services at the same time. Each drains its running requests, for so many seconds at most; one that does
+    not end then is killed."""
     alive = [child for child in children if child.process.poll() is None]
     for child in alive:
         child.process.terminate()
-    deadline = time.monotonic() + STOP_SECONDS
+    deadline = time.monotonic() + drain_seconds + END_SECONDS
     for child in alive:
         try:
             child.process.wait(max(0.0, deadline - time.monotonic()))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from specdec.engine.cpu_count import cores_given
 from specdec.engine.placement import WantedDtype
-from specdec.local.child import Child, LocalError, stop
+from specdec.local.child import DRAIN_SECONDS, Child, LocalError, stop
 from specdec.local.models import Models
 
 START_SECONDS = 1800.0
@@ -60,6 +60,7 @@ class Stack:
         draft_options: tuple[str, ...] = (),
         orchestrator_options: tuple[str, ...] = (),
         openai_options: tuple[str, ...] | None = None,
+        drain_seconds: float = DRAIN_SECONDS,
         programs: Mapping[str, tuple[str, ...]] = PROGRAMS,
         route: Callable[[str], str] = lambda address: address,
     ) -> Iterator[Stack]:
@@ -67,10 +68,10 @@ class Stack:
         they serve, `dtype` and `device` are the target's. LocalError if one does not start.
 
         With `openai_options` OpenAI's HTTP API is served as well. Verifier, draft and that one take free ports unless
-        their options name one. `say` takes a line for a person when a service
-        starts and when it is ready. `programs` holds what to run in each role; `route` turns the address of a service
-        into the one that the orchestrator is given. With these, benchmarks run variants of a service, and put a proxy
-        between two.
+        their options name one. `drain_seconds` is the longest that a service drains. `say` takes a line for a person
+        when a service starts and when it is ready. `programs` holds what to run in each role; `route` turns the
+        address of a service into the one that the orchestrator is given. With these, benchmarks run variants of a
+        service, and put a proxy between two.
         """
         models = Models.chosen(target, draft, local_draft)
         children: dict[str, Child] = {}
@@ -80,9 +81,10 @@ class Stack:
         def spawn(role: str, model: Path | None, *options: str) -> None:
             say(f"{role} starts" if model is None else f"{role} starts: {model}")
             # Of an option given twice the last one counts.
-            common = ("--port", "0", "--log-level", log_level, "--stop-with-stdin", "--drain-seconds", "2")
+            common = ("--port", "0", "--log-level", log_level, "--stop-with-stdin")
+            draining = ("--drain-seconds", f"{DRAIN_SECONDS:g}")
             served = () if model is None else ("--model", str(model))
-            children[role] = Child.start(role, "-m", *programs[role], *common, *served, *options)
+            children[role] = Child.start(role, "-m", *programs[role], *common, *draining, *served, *options)
 
         def starts(role: str, phase: str) -> None:
             say(f"{role} starts: {phase.replace('_', ' ')}")
@@ -120,7 +122,7 @@ class Stack:
                 await_ready("openai")
             yield cls(addresses["orchestrator"], children, addresses)
         finally:
-            stop(children.values())
+            stop(children.values(), drain_seconds)
 
 
 def _threads(device: str, *, drafted: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:

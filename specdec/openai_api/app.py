@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import structlog
@@ -24,6 +25,8 @@ from specdec.openai_api.event_stream import MISTAKE, EventStream
 from specdec.openai_api.gateway import Caller, Gateway
 from specdec.openai_api.presence import CallerLeftError, while_present
 from specdec.openai_api.requests import parse
+from specdec.serving.bounded_threads import BoundedThreads
+from specdec.serving.errors import OverloadedError
 
 log = structlog.get_logger()
 
@@ -32,6 +35,12 @@ ROUTES = (COMPLETIONS, CHAT, MODELS, HEALTH)
 
 MOST_BODY = 8 << 20
 """Bytes of a request's body."""
+
+SHORT_BODY = 1 << 16
+"""Bytes of a body that is parsed in milliseconds; longer ones are parsed in a thread, while streams go on."""
+
+MOST_WAITING = 16
+"""Long bodies that may wait for the thread."""
 
 MOST_BODIES = 64 << 20
 """Bytes of all bodies that are being received."""
@@ -54,9 +63,12 @@ def make_app(
     ask from browsers."""
     started = int(time.time())
     bodies = _Bodies(body_seconds)
+    threads = BoundedThreads("long bodies", 1, MOST_WAITING)
 
     async def generate(request: Request, *, chat: bool) -> JSONResponse | EventStream:
-        asked = parse(await bodies.read(request), chat=chat)
+        body = await bodies.read(request)
+        work = partial(parse, body, chat=chat)
+        asked = work() if len(body) <= SHORT_BODY else await threads.run(work)
         if asked.stream:
             return EventStream(await while_present(request.receive, gateway.events(asked, _caller(request))))
         return JSONResponse(await while_present(request.receive, gateway.answer(asked, _caller(request))))
@@ -68,6 +80,7 @@ def make_app(
         return await generate(request, chat=True)
 
     async def models(request: Request) -> JSONResponse:
+        told = await while_present(request.receive, gateway.models(_caller(request)))
         found = [
             {
                 "id": each.name,
@@ -76,14 +89,14 @@ def make_app(
                 "owned_by": "specdec",
                 "max_model_len": each.context_tokens,  # as vLLM names it
             }
-            for each in await while_present(request.receive, gateway.models(_caller(request)))
+            for each in told
         ]
         wanted = request.path_params.get("model")
         if wanted is None:
             return JSONResponse({"object": "list", "data": found})
-        for each in found:
-            if each["id"] == wanted:
-                return JSONResponse(each)
+        for each, model in zip(found, told, strict=True):
+            if model.is_asked_as(wanted):
+                return JSONResponse(each | {"id": wanted})
         raise ApiError(404, f"model: {wanted!r} is not served here", param="model", code="model_not_found")
 
     async def health(_: Request) -> JSONResponse:
@@ -92,6 +105,7 @@ def make_app(
 
     handlers: dict[Any, Any] = {
         ApiError: _answer_error,
+        OverloadedError: _answer_overloaded,
         HTTPException: _answer_http_error,
         CallerLeftError: _answer_nobody,
         ClientDisconnect: _answer_nobody,
@@ -188,6 +202,10 @@ def _answered(error: ApiError) -> JSONResponse:
 
 async def _answer_error(_: Request, error: ApiError) -> JSONResponse:
     return _answered(error)
+
+
+async def _answer_overloaded(_: Request, error: OverloadedError) -> JSONResponse:
+    return _answered(overloaded(str(error)))
 
 
 async def _answer_http_error(request: Request, error: HTTPException) -> JSONResponse:

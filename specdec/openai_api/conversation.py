@@ -46,8 +46,10 @@ def _message(message: object, name: str) -> dict[str, Any]:
         raise unsupported(f"{name}.role", "is of an older API: answers to calls have the role tool")
     if isinstance(content, list):
         content = "".join(_part(part, f"{name}.content[{index}]") for index, part in enumerate(content))
-    if content is None and any(message.get(key) for key in ("tool_calls", "reasoning", "reasoning_content")):
-        content = ""
+    if role == "assistant" and (content is None or content == ""):  # it only called, only thought, or declined
+        content = message.get("refusal") or ""
+    elif message.get("refusal"):
+        raise refused(f"{name}.refusal", "is given beside content")
     if not isinstance(content, str):
         raise refused(f"{name}.content", "must be text, or a list of parts of text")
     own = {name: message[key] for key, name in OF_TURN.items() if message.get(key)}

@@ -12,7 +12,7 @@ from typing import Any
 
 from specdec.client import AsyncClient, Chunk, Model, SpecdecError
 from specdec.client.endpoint import Metadata
-from specdec.client.request_id import REQUEST_ID_CHARACTERS
+from specdec.client.request_id import REQUEST_ID_CHARACTERS, new_request_id
 from specdec.client.tool_formats import FORMATS, ToolFormat
 from specdec.openai_api.answers import Calls, Choice, Frame, Json, fingerprint, usage_of
 from specdec.openai_api.errors import from_specdec, unsupported
@@ -117,6 +117,7 @@ class _Answer:
     frame: Frame = field(init=False)
     choices: list[Choice] = field(init=False)
     seeds: dict[int, int | None] = field(default_factory=dict)  # by prompt
+    salt: str = field(default_factory=new_request_id)
 
     def __post_init__(self) -> None:
         asked = self.asked
@@ -135,7 +136,8 @@ class _Answer:
         ]
 
     def _calls(self, index: int) -> Calls | None:
-        return None if self.tool_format is None else Calls(self.tool_format, f"{self.caller.request_id}-{index}")
+        # A caller may give several requests one id, and joins results with calls by the ids of these.
+        return None if self.tool_format is None else Calls(self.tool_format, f"{self.salt}-{index}")
 
     def choice(self, number: int, chunk: Chunk) -> Choice:
         """Return what a chunk of the prompt of this number belongs to."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import sys
 from contextlib import aclosing, closing
@@ -94,6 +95,15 @@ def test_a_line_has_the_last_word_on_options(tmp_path: Path) -> None:
 # --- the file of results ------------------------------------------------------------------------
 
 
+def test_a_line_may_say_the_time(tmp_path: Path) -> None:
+    entry = {"messages": [{"role": "user", "content": "a"}], "time": "2026-11-27T12:00:00+00:00"}
+    (prompt,) = PromptFile(written(tmp_path / "in", entry), {}).prompts()
+    assert prompt.options["time"].year == 2026
+    assert prompt.digest
+    with pytest.raises(PromptFileError, match="in:1: time = "):
+        list(PromptFile(written(tmp_path / "in", entry | {"time": "2026-11-27T12:00:00"}), {}).prompts())
+
+
 def test_results_go_on_where_they_broke_off(tmp_path: Path) -> None:
     """Complete lines stay, a torn one and errors are done again, and in the end all stand in order."""
     file = PromptFile(written(tmp_path / "prompts.jsonl", *({"text": str(i)} for i in range(4))), {})
@@ -137,6 +147,27 @@ def test_results_of_something_else_are_left_alone(tmp_path: Path, line: str, sai
 
 
 # --- all at once --------------------------------------------------------------------------------
+
+
+def test_a_disk_that_is_full_is_told_and_the_run_can_go_on(tmp_path: Path) -> None:
+    first, second = PromptFile(written(tmp_path / "in", {"text": "a"}, {"text": "b"}), {}).prompts()
+    file = ResultsFile(tmp_path / "out", resume=False)
+    file.append(first, {"text": "x"})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "out").stat().st_size + 20, before[1]))
+    try:
+        with pytest.raises(ResultsFileError, match="out: File too large"):
+            file.append(second, {"text": "y" * 100})
+        with pytest.raises(ResultsFileError, match="out: File too large"):
+            file.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with closing(ResultsFile(tmp_path / "out", resume=True)) as file:
+        assert first in file
+        assert second not in file
+        file.begin()
+        file.append(second, {"text": "y"})
+    assert [each["text"] for each in results(tmp_path / "out")] == ["x", "y"]
 
 
 async def test_so_many_at_once_and_in_order() -> None:

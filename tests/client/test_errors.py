@@ -71,3 +71,10 @@ def test_errors_survive_pickling() -> None:
     error = InvalidRequest("no", code=grpc.StatusCode.INVALID_ARGUMENT, violations=[("n", "17 is too many")])
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.code, copy.violations) == (str(error), error.code, error.violations)
+
+
+@pytest.mark.parametrize(
+    "said", ["SERVER: Received message larger than max (9 vs. 8)", "CLIENT: Sent message larger than max (9 vs. 8)"]
+)
+def test_a_message_that_is_too_long_is_not_sent_again(said: str) -> None:
+    assert type(from_rpc(failure(grpc.StatusCode.RESOURCE_EXHAUSTED, message=said))) is InvalidRequest

@@ -120,3 +120,13 @@ def test_a_long_call_is_read_once() -> None:
 def test_the_format_of_a_template(template: str, name: str | None) -> None:
     found = format_of(template)
     assert (found and found.name) == name
+
+
+def test_half_a_surrogate_pair_stays_escaped() -> None:
+    """JSON has it, UTF-8 does not: an answer could not be sent."""
+    call = '<tool_call>{"name": "f", "arguments": {"text": "\\ud83d"}}</tool_call>'
+    _, (made,) = read(HERMES, call)
+    assert json.loads(made.arguments) == {"text": "\ud83d"}
+    made.arguments.encode()
+    text, made_of_name = read(HERMES, call.replace('"f"', '"\\ud83d"'))
+    assert (text, made_of_name) == (call.replace('"f"', '"\\ud83d"'), [])

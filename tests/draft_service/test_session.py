@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from draft_service import send_queue
 from draft_service.language_model import PAUSED_LAG_TOKENS, LanguageModelDrafter
 from draft_service.request import ExpansionPolicy, SessionRequest
 from draft_service.session import Session
 from specdec.decoding.calibration import Calibration
+from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.tree import Paths, TokenTree
@@ -248,3 +250,31 @@ def test_a_text_beyond_the_drafts_context() -> None:
 def test_a_commit_that_cannot_be(base: int, tokens: list[int], what: str) -> None:
     with pytest.raises(ValueError, match=what):
         Draft().commit(base, tokens)
+
+
+@pytest.mark.parametrize(("rule", "temperature"), [(Rule.CONTRASTIVE, 0.0), (Rule.REJECTION, 1.0)])
+def test_a_message_holds_no_more_distributions_than_fit(
+    rule: Rule, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a verifier's death all are sent again: in several messages, of which each adds what it says."""
+    draft = Draft(rule, temperature, min_path_probability=1e-9)
+    while draft.wants_step:
+        draft.step()
+    everything = draft.take()
+    rows = [row for _, row in everything.distributions]
+    most = 2 * max(_bytes(row) for row in rows)
+    monkeypatch.setattr(send_queue, "MOST_DISTRIBUTION_BYTES", most)
+    known = TokenTree([1, 2, 3], vocabulary=VOCABULARY, last_position=CONTEXT, sampled=rule is Rule.REJECTION)
+    draft.session.outgoing.resend()
+    messages = 0
+    while draft.session.outgoing.has_unsent:
+        paths = draft.take()
+        assert sum(_bytes(row) for _, row in paths.distributions) <= most
+        known.insert(3, paths)
+        messages += 1
+    assert messages >= len(rows) / 2 > 1
+    assert _described(known) == _described(draft.tree)
+
+
+def _bytes(row: DraftDistribution) -> int:
+    return row.values.nbytes + (0 if row.ids is None else row.ids.nbytes)

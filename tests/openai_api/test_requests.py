@@ -64,6 +64,9 @@ def completion(**fields: Any) -> Asked:
         ({"temperature": "hot"}, "temperature", "temperature = 'hot'"),
         ({"temperature": True}, "temperature", "must be a number"),
         ({"ignore_eos": 1.5}, "ignore_eos", "ignore_eos = 1.5"),
+        ({"specdec": {"max_candidates": True}}, "specdec.max_candidates", "must be a number"),
+        ({"logit_bias": {"5": True}}, "logit_bias", "must be a number"),
+        ({"messages": [{"role": "user", "content": "a", "refusal": "no"}]}, "messages[0].refusal", "beside content"),
         ({"n": 0}, "n", "must be at least 1"),
         ({"n": 1.5}, "n", "n = 1.5"),
         ({"max_tokens": -1}, "max_tokens", "max_tokens = -1"),
@@ -155,6 +158,26 @@ def test_every_field_that_openai_has_is_known() -> None:
     assert of_completions - known == set()
     assert of_chat | {"chat_template_kwargs", "include_reasoning"} >= OF_CHAT  # vLLM's
     assert of_completions >= OF_COMPLETIONS
+
+
+def test_an_answer_that_says_nothing_can_be_sent_back() -> None:
+    """As clients keep it that drop what OpenAI does not have: of a model that only thought, or that declined."""
+    turns = [
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": None, "refusal": "I cannot."},
+        {"role": "assistant", "content": "", "refusal": None},
+    ]
+    (prompt,) = chat(messages=[*MESSAGES, *turns]).prompts
+    assert [turn["content"] for turn in prompt["messages"]] == ["hello", "", "I cannot.", ""]
+
+
+@pytest.mark.parametrize("depth", [200, 400, 900])
+def test_arguments_that_are_nested_too_deeply_are_refused(depth: int) -> None:
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": %s}}'
+    with pytest.raises(ApiError) as error:
+        parse(body % (b"[" * depth + b"]" * depth), chat=True)
+    assert error.value.status == 400
+    assert error.value.param == "chat_template_kwargs"
 
 
 def test_what_a_text_must_look_like() -> None:

@@ -10,7 +10,8 @@ import pytest
 from orchestrator.candidate_flow import MESSAGES_A_COMMIT
 from orchestrator.draft_session import USELESS_AFTER_STEPS, DraftSession, FloodError, LaggingError, UselessError
 from orchestrator.draft_stream import DraftStream
-from orchestrator.pods import Pod
+from orchestrator.peers import Peers
+from orchestrator.pods import Pod, Pods
 from orchestrator.speculation_state import SpeculationState
 from specdec.decoding.sampling import Rule
 from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
@@ -28,6 +29,9 @@ class Stream:
         self.at_work = at_work
         self.sent: list[draft_pb2.DraftRequest] = []
         self.aborted_by: Exception | None = None
+
+    async def open(self, policy: draft_pb2.DraftPolicy) -> None:
+        pass
 
     def send(self, message: draft_pb2.DraftRequest) -> None:
         self.sent.append(message)
@@ -114,6 +118,21 @@ def test_a_draft_that_cannot_be_judged_is_kept(stream: Stream, fields: dict[str,
     for _ in range(2 * USELESS_AFTER_STEPS):
         session.on_commit(commit(**fields))
     assert stream.aborted_by is None
+
+
+@pytest.mark.parametrize("failover_seconds", [0.0, 3600.0])
+async def test_a_draft_that_never_begins_is_given_up_in_the_end(failover_seconds: float) -> None:
+    """Its service answers, its device is stuck."""
+    stream = Stream(at_work=False)
+    given = context(Peers(Pods(), failover_seconds=failover_seconds))
+    session = DraftSession(cast("DraftStream", stream), given, STATE)
+    await session.open()
+    session.on_commit(commit(drafting_wanted=False))  # nobody waits for it
+    session.on_commit(commit(drafting_wanted=False))
+    assert stream.aborted_by is None
+    session.on_commit(commit())
+    session.on_commit(commit())
+    assert isinstance(stream.aborted_by, LaggingError) is (failover_seconds == 0.0)
 
 
 def test_pauses_are_events_once_it_is_at_work() -> None:

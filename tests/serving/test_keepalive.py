@@ -1,12 +1,15 @@
-"""A server does not hang up on a client that asks now and then whether it is still there."""
+"""A server does not hang up on a client that asks now and then whether it is still there, and asks that itself."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 
 import grpc
 
-from specdec.serving.process.server import PATIENCE_OPTIONS
+from specdec.serving.process.server import SERVER_OPTIONS
 
 SILENT_SECONDS = 8.0
 """Seconds without a message: several pings, of which gRPC by default takes two before it ends the connection."""
@@ -40,7 +43,56 @@ async def ended(options: list[tuple[str, int]]) -> grpc.StatusCode:
 
 async def test_pings_are_taken_at_the_rate_that_the_option_allows() -> None:
     """The option's name is what this proves, at a rate that takes seconds: gRPC ignores names unknown to it."""
-    ((name, milliseconds),) = PATIENCE_OPTIONS
-    assert milliseconds == 10_000
+    name = "grpc.http2.min_ping_interval_without_data_ms"
+    assert dict(SERVER_OPTIONS)[name] == 10_000
     assert await ended([(name, 100)]) is grpc.StatusCode.OK
     assert await ended([]) is grpc.StatusCode.UNAVAILABLE
+
+
+CALLER = """
+import sys, grpc
+channel = grpc.insecure_channel(sys.argv[1])
+channel.unary_unary("/test.Silent/Call")(b"")
+"""
+
+
+async def outlived(options: list[tuple[str, int]], seconds: float) -> bool:
+    """Return whether a call goes on for so long after its caller was frozen."""
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def silent(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        raise AssertionError
+
+    server = grpc.aio.server(options=options)
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(silent)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Silent", {"Call": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    caller = await asyncio.create_subprocess_exec(sys.executable, "-c", CALLER, f"127.0.0.1:{port}")
+    try:
+        await asyncio.wait_for(begun.wait(), 60)
+        os.kill(caller.pid, signal.SIGSTOP)
+        try:
+            await asyncio.wait_for(ended.wait(), seconds)
+        except TimeoutError:
+            return True
+        return False
+    finally:
+        caller.kill()
+        await caller.wait()
+        await server.stop(0)
+
+
+async def test_a_call_ends_whose_caller_is_frozen() -> None:
+    """Its kernel still takes what is sent, so that TCP notices nothing. At a rate that takes seconds."""
+    names = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
+    assert [dict(SERVER_OPTIONS)[name] for name in names] == [30_000, 20_000, 20_000]
+    unlimited = ("grpc.http2.max_pings_without_data", 0)
+    assert unlimited in SERVER_OPTIONS
+    assert not await outlived([unlimited, *((name, 1_000) for name in names)], 30.0)
+    assert await outlived([], 5.0)

@@ -66,6 +66,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # A caller that is frozen, or gone without a word, must not hold memory and places for gRPC's two hours.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),
 )
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
