@@ -57,6 +57,7 @@ MAX_WAITING_LONG = 16
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     name = "specdec.v2.GenerationService"
+    connection_seconds = 300.0
 
     def __init__(
         self,

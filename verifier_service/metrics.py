@@ -16,8 +16,11 @@ def metrics(told: verifier_pb2.GetStatsResponse, stats: VerifierStats) -> list[M
     found.process(told.pod, told.serving)
     found.gauge("num_sessions", "Sessions that are open.", told.sessions)
     found.gauge("num_requests_running", "Sessions that have KV memory.", told.running)
-    found.gauge("num_requests_waiting", "Sessions that wait for KV memory.", told.waiting)
-    found.gauge("num_requests_throttled", "Waiting sessions that are far ahead of their readers.", told.throttled)
+    waiting = max(0, told.waiting - told.throttled)
+    found.gauge("num_requests_waiting", "Sessions that wait for KV memory, and not for their readers.", waiting)
+    found.gauge(
+        "num_requests_throttled", "Sessions without KV memory that are far ahead of their readers.", told.throttled
+    )
     usage = told.kv_held_tokens / told.kv_tokens
     found.gauge("kv_cache_usage_perc", "Part of the KV cache that sessions hold; 1 is all.", usage)
     free = told.kv_tokens - told.kv_held_tokens - told.kv_cached_tokens

@@ -108,6 +108,7 @@ class Echo:
     name = "specdec.v2.VerifierService"
 
     max_request_bytes = MAX_MESSAGE_BYTES
+    connection_seconds = None
     gates = ()
     works = True
     needs: Mapping[str, bool] = MappingProxyType({})

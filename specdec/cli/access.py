@@ -37,6 +37,14 @@ TlsCert = Annotated[
 TlsKey = Annotated[
     Path | None, typer.Option(envvar="SPECDEC_TLS_KEY", help="PEM file of that certificate's key, unencrypted.")
 ]
+TlsName = Annotated[
+    str | None,
+    typer.Option(
+        envvar="SPECDEC_TLS_NAME",
+        help="Name that the server's certificate must be for, where it is reached by another: by the address of a pod, "
+        "say, or through a forwarded port.",
+    ),
+]
 ApiKeyFile = Annotated[
     Path | None,
     typer.Option(
@@ -52,12 +60,18 @@ class Access:
 
     credentials: grpc.ChannelCredentials | None  # None: no TLS
     api_key: str | None = field(default=None, repr=False)
+    tls_name: str | None = None  # that the certificate must be for; None: the one in the address
 
     def channel(self, target: str) -> grpc.Channel:
         """Return a channel to a server."""
         if self.credentials is None:
             return grpc.insecure_channel(target)
-        return grpc.secure_channel(target, self.credentials)
+        return grpc.secure_channel(target, self.credentials, self.options)
+
+    @property
+    def options(self) -> tuple[tuple[str, str], ...]:
+        """Options of each channel."""
+        return () if self.tls_name is None else (("grpc.ssl_target_name_override", self.tls_name),)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -69,9 +83,13 @@ OPEN = Access(None)
 """Access to servers without TLS that serve anybody."""
 
 
-def access(tls: bool, ca: Path | None, cert: Path | None, key: Path | None, api_key_file: Path | None) -> Access:
+def access(
+    tls: bool, ca: Path | None, cert: Path | None, key: Path | None, name: str | None, api_key_file: Path | None
+) -> Access:
     """Return what these options, and the environment, make of it."""
-    return Access(_credentials(tls, ca, cert, key), _api_key(api_key_file))
+    if name is not None and not tls and ca is None:
+        raise typer.BadParameter("is for TLS: give --tls-ca or --tls too", param_hint="'--tls-name'")
+    return Access(_credentials(tls, ca, cert, key), _api_key(api_key_file), name)
 
 
 def api_key_in(file: Path, option: str) -> str:

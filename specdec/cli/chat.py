@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from specdec import ports
-from specdec.cli.access import ApiKeyFile, ModelName, Orchestrators, Tls, TlsCa, TlsCert, TlsKey, access
+from specdec.cli.access import ApiKeyFile, ModelName, Orchestrators, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
 from specdec.cli.conversation import Conversation, LeaveError
 from specdec.cli.failure import fail
 from specdec.cli.generate import coloured
@@ -48,6 +48,7 @@ def chat(
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    tls_name: TlsName = None,
     api_key_file: ApiKeyFile = None,
 ) -> None:
     """Talk with the model. Ctrl-C stops an answer, Ctrl-D leaves; /help lists what else can be said."""
@@ -59,13 +60,13 @@ def chat(
         "speculation": speculation,
     }
     conversation = Conversation(options, system, colours)
-    allowed = access(tls, tls_ca, tls_cert, tls_key, api_key_file)
+    allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
     at_terminal = sys.stdin.isatty()
     asks = ASKS if at_terminal and sys.stdout.isatty() else ""
     if at_terminal:
         with contextlib.suppress(ImportError):  # where Python was built without it, lines cannot be edited
             import readline  # noqa: F401
-    with Client(address, credentials=allowed.credentials, api_key=allowed.api_key) as client:
+    with Client(address, credentials=allowed.credentials, api_key=allowed.api_key, options=allowed.options) as client:
         while True:
             try:
                 while True:  # in here, an interrupt between two turns is caught too

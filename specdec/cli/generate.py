@@ -15,7 +15,18 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec import ports
-from specdec.cli.access import Access, ApiKeyFile, ModelName, Orchestrators, Tls, TlsCa, TlsCert, TlsKey, access
+from specdec.cli.access import (
+    Access,
+    ApiKeyFile,
+    ModelName,
+    Orchestrators,
+    Tls,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TlsName,
+    access,
+)
 from specdec.cli.failure import fail
 from specdec.cli.many import generate_many
 from specdec.cli.prompt_file import PromptFile, PromptFileError
@@ -141,6 +152,7 @@ def generate(
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    tls_name: TlsName = None,
     api_key_file: ApiKeyFile = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print a JSON object for each prompt.")] = False,
     concurrency: Annotated[
@@ -188,7 +200,7 @@ def generate(
         "rule": rule,
         "alpha": alpha,
     }
-    allowed = access(tls, tls_ca, tls_cert, tls_key, api_key_file)
+    allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
     if prompt_file is not None:
         _complete_file(
             PromptFile(prompt_file, options),
@@ -207,7 +219,9 @@ def generate(
         build_request(text, **options)
     except (ValueError, TypeError) as error:  # what no message can say
         fail(str(error), ExitStatus.USAGE)
-    with Client(address, timeout=timeout, credentials=allowed.credentials, api_key=allowed.api_key) as client:
+    with Client(
+        address, timeout=timeout, credentials=allowed.credentials, api_key=allowed.api_key, options=allowed.options
+    ) as client:
         _complete(client, Waiting(address, access=allowed), text, options, json_output)
 
 

@@ -125,7 +125,9 @@ async def generate_many(
     drawn = console.is_terminal and (out is not None or not sys.stdout.isatty())  # never among results
     bar = Progress(*columns, console=console, disable=not drawn, redirect_stdout=False)
     waiting = Waiting(address, lambda line: console.print(f"specdec: {line}"), access=access)
-    async with AsyncClient(address, credentials=access.credentials, api_key=access.api_key) as client:
+    async with AsyncClient(
+        address, credentials=access.credentials, api_key=access.api_key, options=access.options
+    ) as client:
 
         async def one(prompt: Prompt) -> Answer:
             answer = await ask(client, prompt, timeout, waiting.heard)

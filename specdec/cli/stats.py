@@ -12,7 +12,7 @@ import grpc
 import typer
 
 from specdec import ports
-from specdec.cli.access import ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, access
+from specdec.cli.access import ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
 from specdec.cli.failure import fail, status_of
 from specdec.cli.pod_stats import NoSuchServiceError, PodStats, ask
 from specdec.cli.stats_table import printable, table
@@ -39,11 +39,12 @@ def stats(
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    tls_name: TlsName = None,
     api_key_file: ApiKeyFile = None,
 ) -> None:
     """Show who a service is, how full and how busy; of an orchestrator also which pods it sees."""
     before: PodStats | None = None
-    allowed = access(tls, tls_ca, tls_cert, tls_key, api_key_file)
+    allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
     with allowed.channel(at.target) as opened:
         while True:
             try:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from specdec import ports
-from specdec.cli.access import ApiKeyFile, ModelName, Tls, TlsCa, TlsCert, TlsKey, access
+from specdec.cli.access import ApiKeyFile, ModelName, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
 from specdec.cli.failure import fail
 from specdec.cli.waiting import Waiting
 from specdec.client import Client
@@ -36,16 +36,23 @@ def tokenize(
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    tls_name: TlsName = None,
     api_key_file: ApiKeyFile = None,
 ) -> None:
     """Print the tokens of a prompt, a line each: id and text. Nothing is generated."""
     text = sys.stdin.read() if prompt == "-" else prompt
     if chat and not special:
         fail("--no-special goes with plain text: a chat template says itself what it adds", ExitStatus.USAGE)
-    allowed = access(tls, tls_ca, tls_cert, tls_key, api_key_file)
+    allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
     try:
         with (
-            Client(address, timeout=timeout, credentials=allowed.credentials, api_key=allowed.api_key) as client,
+            Client(
+                address,
+                timeout=timeout,
+                credentials=allowed.credentials,
+                api_key=allowed.api_key,
+                options=allowed.options,
+            ) as client,
             Waiting(address, access=allowed),
         ):
             if chat:

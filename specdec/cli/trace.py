@@ -9,7 +9,7 @@ import grpc
 import typer
 
 from specdec import ports
-from specdec.cli.access import ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, access
+from specdec.cli.access import ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
 from specdec.cli.failure import fail, status_of
 from specdec.cli.stats_table import printable
 from specdec.cli.trace_table import TraceTable
@@ -43,13 +43,14 @@ def trace(
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    tls_name: TlsName = None,
     api_key_file: ApiKeyFile = None,
 ) -> None:
     """Show what happened to a request, when and in which service.
 
     Services keep this of requests that run and of the last few hundred that have ended.
     """
-    allowed = access(tls, tls_ca, tls_cert, tls_key, api_key_file)
+    allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
     with allowed.channel(at.target) as opened:
         stub: Any = TraceServiceStub(opened)
         try:

@@ -72,6 +72,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
     """Name of the timelines of its sessions."""
 
     max_request_bytes = MAX_MESSAGE_BYTES
+    connection_seconds = None  # orchestrators look for pods by themselves
 
     gates: Sequence[Gate] = ()
 

@@ -173,7 +173,9 @@ COMBINATIONS: dict[str, Object] = {
         ),
     ),
     "a load balancer": merged(
-        SMALL, at("orchestrator/service", {"type": "LoadBalancer", "annotations": {"internal": "true"}})
+        SMALL,
+        at("orchestrator/service", {"type": "LoadBalancer", "annotations": {"internal": "true"}}),
+        at("networkPolicy/clients", [{"ipBlock": {"cidr": "10.0.0.0/8"}}]),
     ),
     "pull secrets": merged(SMALL, at("defaults/imagePullSecrets", [{"name": "registry"}])),
     "accounts of a cloud": merged(SMALL, at("serviceAccountAnnotations", {"example.org/role": "reader"})),

@@ -8,6 +8,7 @@ import re
 import yaml
 
 from tests.deploy.chart import (
+    ALONE,
     CHART,
     NAMESPACE,
     RELEASE,
@@ -34,10 +35,20 @@ class TestWhatIsWatched:
     def test_alerts_and_dashboard_arrive_as_they_are(self) -> None:
         things = render(EVERYTHING)
         (found,) = of_kind(things, "PrometheusRule").values()
-        assert found["spec"] == yaml.safe_load(RULES.read_text())
+        absent = "absent(specdec_orchestrator_serving{})"
+        ours = absent.format('{job="specdec/serving/specdec/orchestrator"}')
+        assert found["spec"] == yaml.safe_load(RULES.read_text().replace(absent.format(""), ours))
         dashboard = of_kind(things, "ConfigMap")["specdec-dashboard"]
         assert json.loads(dashboard["data"]["specdec.json"]) == json.loads(DASHBOARD.read_text())
         assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+    def test_drafts_alone_are_told_of_no_orchestrator(self) -> None:
+        values = merged(ALONE, at("prometheusRule", {"enabled": True}))
+        (found,) = of_kind(render(values), "PrometheusRule").values()
+        (rule,) = [
+            each for group in found["spec"]["groups"] for each in group["rules"] if each["alert"] == "SpecdecNotServing"
+        ]
+        assert rule["expr"] == "(sum by (job) (specdec_orchestrator_serving)) == 0"
 
     def test_runbooks_have_an_address(self) -> None:
         values = merged(EVERYTHING, at("prometheusRule/runbooks", "https://git.example.com/specdec/"))

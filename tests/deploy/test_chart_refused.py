@@ -28,6 +28,10 @@ WRONG: dict[str, tuple[Object, str]] = {
         ),
         "pool a serves models.tiny.revisions.1",
     ),
+    "callers from outside whom nobody lets in": (
+        at("orchestrator/service/type", "NodePort"),
+        "orchestrator.service.type: is NodePort, and networkPolicy.clients has no ipBlock",
+    ),
     "no share": (at("models/tiny/revisions/1/share", 0), "models.tiny.revisions: all have a share of 0"),
     "a share below none": (at("models/tiny/revisions/1/share", -1), "share"),
     "a pool twice": (at("models/tiny/revisions/1/verifiers", ["a", "a"]), "/models/tiny/revisions/1/verifiers"),

@@ -19,6 +19,7 @@ class Service:
 
     name = "a.Service"
     max_request_bytes = 1
+    connection_seconds = None
     gates = ()
     works = True
 

@@ -1,4 +1,5 @@
-"""A server does not hang up on a client that asks now and then whether it is still there, and asks that itself."""
+"""A server does not hang up on a client that asks now and then whether it is still there, and asks that itself. Where
+connections get old, clients have to look for servers again."""
 
 from __future__ import annotations
 
@@ -96,3 +97,27 @@ async def test_a_call_ends_whose_caller_is_frozen() -> None:
     assert unlimited in SERVER_OPTIONS
     assert not await outlived([unlimited, *((name, 1_000) for name in names)], 30.0)
     assert await outlived([], 5.0)
+
+
+async def test_an_old_connection_takes_no_new_calls_and_ends_none() -> None:
+    """At an age of parts of a second: the option's name is what this proves."""
+
+    async def peer(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+        if request:
+            await asyncio.sleep(2.0)
+        return context.peer().encode()
+
+    server = grpc.aio.server(options=[("grpc.max_connection_age_ms", 200)])
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(peer)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Peer", {"Call": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/test.Peer/Call")
+        first = await ask(b"", wait_for_ready=True)
+        long = asyncio.ensure_future(ask(b"long"))
+        async with asyncio.timeout(30):
+            while await ask(b"", wait_for_ready=True) == first:
+                await asyncio.sleep(0.05)
+        assert await long == first
+    await server.stop(0)

@@ -116,10 +116,18 @@ def export(directory: ModelDirectory, target: Path, dtype: Dtype = "float32") ->
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             if (directory.path / name).is_file():
                 shutil.copy(directory.path / name, partial / name)
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+        _replace(target, partial)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _replace(target: Path, new: Path) -> None:
+    """Put a directory in the place of another one, which drafts may be about to read: it is gone for a moment only."""
+    before = new.with_name(f"{new.name}-before")
+    if target.exists():
+        target.rename(before)
+    new.rename(target)
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def _write_graph(model: PreTrainedModel, attends: list[LayerAttention], path: Path) -> None:

@@ -102,6 +102,11 @@ class Service(Servicer, Protocol):
         """Bytes of a valid request at most, where a call has a single one."""
 
     @property
+    def connection_seconds(self) -> float | None:
+        """Seconds after which a client's connection takes no more calls: the client looks for servers then, and finds
+        new ones. None: it is used for ever."""
+
+    @property
     def gates(self) -> Sequence[Gate]:
         """What calls have to pass."""
 
@@ -169,6 +174,8 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
         service.timelines.exporter = exporter
     log_settings()  # a start that fails tells its reason alone
     options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(settings.share_port))]
+    if service.connection_seconds is not None:  # calls that run go on, for as long as they like
+        options.append(("grpc.max_connection_age_ms", int(1e3 * service.connection_seconds)))
     names = [CertificateNames(settings.tls_client_names)] if settings.tls_client_names else []
     interceptor = CallInterceptor(lambda: service.max_request_bytes, [*names, *service.gates])
     server = grpc.aio.server(interceptors=[interceptor], options=options)

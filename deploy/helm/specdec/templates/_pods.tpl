@@ -28,7 +28,10 @@ spec:
   {{- if and $w.modelVolume.download (ne $w.role "openai") }}
   initContainers:
     - name: download
-      {{- toYaml (omit $w.modelVolume.download "sizeLimit") | nindent 6 }}
+      {{- toYaml (omit $w.modelVolume.download "sizeLimit" "env") | nindent 6 }}
+      env:
+        - {name: HOME, value: /tmp}
+        {{- with $w.modelVolume.download.env }}{{ toYaml . | nindent 8 }}{{ end }}
       securityContext:{{ toYaml $w.securityContext | nindent 8 }}
       volumeMounts:
         - {name: models, mountPath: /models}
@@ -45,6 +48,9 @@ spec:
         {{- if $caches }}
         # A folder that the service makes for itself: it uses none that others may write to.
         - {name: SPECDEC_CACHE_DIR, value: /var/cache/specdec/own}
+        {{- if $w.gpus }}
+        - {name: TRITON_CACHE_DIR, value: /var/cache/specdec/triton}
+        {{- end }}
         {{- end }}
         {{- with $w.env }}{{ toYaml . | nindent 8 }}{{ end }}
       {{- if .serves }}
