@@ -20,6 +20,7 @@ class Paged:
     """What `VllmEngine` is to the step loop."""
 
     inner: Engine
+    mixes_tokens: bool = False  # of a block, so that they cannot be cleared one by one, as on CPUs
     chains_only = True
 
     def __getattr__(self, name: str) -> Any:
@@ -44,6 +45,9 @@ class Paged:
     def copy(self, source: Slots, target: Slots) -> None:
         clears = source == PADDING_SLOT
         if clears.any():
+            _, counts = np.unique(target[clears] // BLOCK, return_counts=True)
+            if self.mixes_tokens and (counts < BLOCK).any():
+                raise RuntimeError("tokens cannot be cleared one by one")
             self.inner.copy(source[clears], target[clears])
         source, target = source[~clears], target[~clears]
         assert (source % BLOCK == target % BLOCK).all()

@@ -274,6 +274,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
             self._forget(entry.session)
             entry.responses.send(error)
         self.pool.forget_prefixes()
+        self._probe.sessions_ended()
 
     def _quarantine(self, entry: RunningSession, error: Exception) -> None:
         """End a session that failed, and wipe its memory: a NaN in it would spread to the session that gets it next.

@@ -9,6 +9,7 @@ import structlog
 
 from specdec.decoding.processing import MAX_ABS_LOGIT
 from specdec.engine.engine import Engine
+from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
 
 log = structlog.get_logger()
@@ -24,6 +25,13 @@ class EngineProbe:
     def pass_failed(self, written: Sequence[int] | Slots) -> None:
         """Note the slots that a failed pass may have written."""
         self._written = np.asarray(written, dtype=np.int64)
+
+    def sessions_ended(self) -> None:
+        """Note that no session has memory any more. From now on whole blocks are overwritten: some attention mixes the
+        tokens of a block in memory, and cannot be cleared by single ones."""
+        blocks = np.unique(self._written // BLOCK)
+        slots = (blocks[:, None] * BLOCK + np.arange(BLOCK)).ravel()
+        self._written = slots[slots < self._engine.capacity]
 
     def recovers(self) -> bool:
         """Overwrite the slots of the failed pass, and return whether a pass over a single token succeeds. A NaN in

@@ -168,7 +168,13 @@ class Drafts:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.call_later(IDLE_SECONDS / 2, self._end_idle)
-        self._loop.run_until_complete(self._find_pods())
+        while True:
+            try:
+                self._loop.run_until_complete(self._find_pods())
+                break
+            except Exception:  # certificates that are being replaced, say
+                log.exception("drafts_not_found")
+                time.sleep(AGAIN_SECONDS)
         self._loop.run_forever()
 
     async def _find_pods(self) -> None:

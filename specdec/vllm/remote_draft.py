@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from specdec.engine.model_directory import ModelDirectory
@@ -23,6 +24,11 @@ from specdec.vllm.drafts import Drafts, Target
 from specdec.vllm.settings import Settings
 from specdec.vllm.texts import TextTable
 from specdec.vllm.worth import Worth
+
+log = structlog.get_logger()
+
+MOST_MISTAKES = 8
+"""Steps in which proposing may fail by a mistake of ours: then nothing is proposed any more."""
 
 REMEMBERED_STEPS = 64
 """Steps after which a text that is not in the batch any more is over."""
@@ -48,6 +54,7 @@ class RemoteDraft:
         self._drafts = Drafts(settings, target) if self._asks else None
         self._worth = worth or Worth()
         self._step = 0
+        self._mistakes = 0
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """Do nothing: the model is elsewhere."""
@@ -57,15 +64,34 @@ class RemoteDraft:
         sampled_token_ids: list[list[int]],
         num_tokens_no_spec: NDArray[np.int32],
         token_ids_cpu: NDArray[np.int32],
-        slot_mappings: Any = None,
+        *_: Any,
+        **__: Any,
     ) -> list[list[int]]:
         """Return candidates for each row of vLLM's batch: none where nothing was sampled, or nothing came in time.
 
         `token_ids_cpu` [rows, context] holds the texts, of num_tokens_no_spec [rows] tokens each, what was sampled
-        included."""
+        included. An exception here would end vLLM's engine with all its requests: whatever goes wrong, nothing is
+        proposed, and after some times nothing any more."""
+        if self._drafts is not None:
+            try:
+                return self._candidates(self._drafts, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+            except Exception:
+                log.exception("proposing_failed")
+                self._mistakes += 1
+                if self._mistakes >= MOST_MISTAKES:
+                    log.error("proposing_ended", mistakes=self._mistakes)
+                    self._drafts = None
+        return [[] for _ in sampled_token_ids]
+
+    def _candidates(
+        self,
+        drafts: Drafts,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: NDArray[np.int32],
+        token_ids_cpu: NDArray[np.int32],
+    ) -> list[list[int]]:
+        """Return what `propose` does, of these drafts."""
         proposed: list[list[int]] = [[] for _ in sampled_token_ids]
-        if self._drafts is None:
-            return proposed
         self._step += 1
         rows = {
             number: token_ids_cpu[number, : num_tokens_no_spec[number]]
@@ -75,15 +101,15 @@ class RemoteDraft:
         if not rows:
             return proposed
         proposing = self._worth.after_step(len(rows), sum(map(len, sampled_token_ids)), time.monotonic())
-        with self._drafts.lock:
+        with drafts.lock:
             texts = self._texts.find(rows, self._step)
             for number, text in texts.items():
-                self._drafts.follow(text, text.extend_to(rows[number]), proposing=proposing)
+                drafts.follow(text, text.extend_to(rows[number]), proposing=proposing)
             if proposing:
-                self._drafts.wait(texts.values())
+                drafts.wait(texts.values())
                 for number, text in texts.items():
                     proposed[number] = text.chain(self._depth)
-        self._drafts.forget(self._texts.forget(self._step - REMEMBERED_STEPS))
+        drafts.forget(self._texts.forget(self._step - REMEMBERED_STEPS))
         return proposed
 
 

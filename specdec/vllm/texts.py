@@ -102,7 +102,9 @@ class TextTable:
                 homeless.append(number)
         for number in homeless:
             row = rows[number]
-            where = next((place for place, text in before.items() if text.continues_in(row)), None)
+            # Ends are compared first: texts are long, and mostly others.
+            alike = (place for place, text in before.items() if text.continues_in(row, COMPARED))
+            where = next((place for place in alike if before[place].continues_in(row)), None)
             found[number] = Text(row, *self._made_with) if where is None else before.pop(where)
         for text in found.values():
             text.seen = step

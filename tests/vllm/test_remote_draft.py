@@ -21,6 +21,7 @@ from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
 from specdec.v2 import draft_pb2
 from specdec.vllm import RemoteDraft
+from specdec.vllm.remote_draft import MOST_MISTAKES
 from specdec.vllm.settings import Settings
 from specdec.vllm.worth import Worth
 from tests.captured_logs import captured_logs
@@ -268,3 +269,26 @@ def test_settings_are_checked(tmp_path: Path) -> None:
     missing = str(tmp_path / "ca.pem")
     with pytest.raises(Exception, match="SPECDEC_DRAFT_TLS_CA"):
         Settings.of({"SPECDEC_DRAFTS": "a:1", "SPECDEC_DRAFT_TLS_CA": missing})
+
+
+async def test_a_mistake_of_ours_costs_vllm_proposals_alone(
+    directories: Directories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception would end its engine, with all requests."""
+
+    class Failing(Worth):
+        asked = 0
+
+        def after_step(self, texts: int, tokens: int, now: float) -> bool:
+            self.asked += 1
+            raise RuntimeError("a mistake")
+
+    monkeypatch.setenv("SPECDEC_DRAFTS", "127.0.0.1:1")
+    worth = Failing()
+    proposer = RemoteDraft(config(directories.target), worth)
+    tokens = np.arange(3, 3 + 2 * CONTEXT, dtype=np.int32).reshape(2, CONTEXT)
+    with captured_logs() as logs:
+        for _ in range(2 * MOST_MISTAKES):
+            assert proposer.propose([[5], []], np.array([4, 5]), tokens, None, something="newer") == [[], []]
+    assert worth.asked == MOST_MISTAKES
+    assert [line["event"] for line in logs] == ["proposing_failed"] * MOST_MISTAKES + ["proposing_ended"]

@@ -13,9 +13,10 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from specdec.decoding.choice import Tokens
@@ -34,6 +35,11 @@ from specdec.engine.start_phases import phase
 from specdec.engine.unsupported import UnsupportedModelError
 from specdec.engine.vllm.layout import BlockPacker
 from specdec.engine.vllm.options import MOST_ROWS, MOST_SEQUENCES, check_options
+
+log = structlog.get_logger()
+
+EX_SOFTWARE = 70
+"""Exit status of a process that cannot go on (sysexits.h)."""
 
 ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",  # what it logs goes where the service's own lines go
@@ -104,6 +110,7 @@ class VllmEngine:
                 enable_prefix_caching=False,
                 disable_hybrid_kv_cache_manager=True,
                 async_scheduling=False,
+                language_model_only=True,
                 enforce_eager=not (compiled if device == "cpu" else cuda_graphs),
                 worker_extension_cls="specdec.engine.vllm.worker.Passes",
                 **memory | options,
@@ -119,6 +126,8 @@ class VllmEngine:
         with phase("exactness"):
             long = min(LONG_TEXT, self.longest_text, self.capacity // 2 - BLOCK)
             self.exact = exact and rows_are_independent(self) and long_rows_are_independent(self, long)
+        layers = "compiled" if compiled else "layers"
+        where = [layers, f"{threads}-threads"] if device == "cpu" else ["graphs" if cuda_graphs else "layers"]
         self.numerics = "/".join(
             (
                 f"vllm-{vllm.__version__}",
@@ -127,7 +136,7 @@ class VllmEngine:
                 dtype,
                 attention.lower(),
                 *([json.dumps(options, sort_keys=True)] if options else []),  # any may change how it computes
-                "compiled" if compiled else "layers",
+                *where,
                 "exact" if self.exact else "fast",
             )
         )
@@ -221,22 +230,37 @@ def vllm_engine(directory: ModelDirectory, *, device: str, options: Mapping[str,
 def _started(**arguments: Any) -> Callable[..., Any]:
     """Start vLLM with these engine arguments. Return the function that calls a method of all workers, and returns what
     the one says that has the logits."""
-    from vllm import EngineArgs
+    from vllm import EngineArgs, envs
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.abstract import Executor
 
     try:
         config = EngineArgs(**arguments).create_engine_config()
-        core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        core = EngineCore(config, Executor.get_class(config), log_stats=False, executor_fail_callback=_lost)
     except Exception as error:  # of many kinds, and of none in particular where workers do not start
         raise UnsupportedModelError(f"vLLM does not take it: {_reason(error)}") from error
     atexit.register(core.shutdown)
+    call_all: Callable[..., Any] = core.model_executor.collective_rpc
+
+    def call_one(method: str, *given: Any) -> Any:
+        (answer,) = call_all(method, args=given)
+        return answer
 
     def call(method: str, *given: Any) -> Any:
-        answers = core.collective_rpc(method, args=given)
-        return next((answer for answer in answers if answer is not None), None)
+        try:
+            # If all answered, what others say would lie in their queues after a failure of the first one, and be taken
+            # for answers to the next call.
+            return call_all(method, envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, given, unique_reply_rank=0)
+        except TimeoutError:  # a part that failed alone leaves the others waiting for it, for ever
+            _lost()
 
-    return call
+    return call_one if config.parallel_config.world_size == 1 else call
+
+
+def _lost() -> NoReturn:
+    """End the process, of which a worker has died or hangs: the model is in parts, and nothing brings one back."""
+    log.critical("vllm_worker_lost")
+    os._exit(EX_SOFTWARE)
 
 
 def _reason(error: Exception) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ class BlockBatch(PackedBatch):
 
     starts: NDArray[np.int32]  # [s + 1]
     lengths: NDArray[np.int32]  # [s] tokens, those of the rows included
-    tables: list[NDArray[np.int32]]  # [s] blocks in order of position
+    tables: NDArray[np.int32]  # [s, w] blocks in order of position; 0 behind those of a text
 
 
 class _Sequence(NamedTuple):
@@ -54,6 +54,11 @@ class BlockPacker(Packer):
         if length > len(keys):
             raise ValueError(f"a row at position {length - 1} has only {len(keys)} keys")
         table = (keys[:length:BLOCK] // BLOCK).astype(np.int32)
+        if count == 1:  # as most are; this runs for every text in every step
+            if not self.slots[first] == keys[position] == int(table[-1]) * BLOCK + position % BLOCK:
+                raise ValueError("the tokens of a sequence must lie in its blocks, in order of position")
+            self._sequences.append(_Sequence(own, length, table))
+            return
         places = np.arange(position, length)
         written = table[places // BLOCK].astype(np.int64) * BLOCK + places % BLOCK
         if self.slots[first : first + count] != written.tolist() or not np.array_equal(keys[position:length], written):
@@ -67,12 +72,15 @@ class BlockPacker(Packer):
     def pack(self) -> BlockBatch:
         self._pad()
         sequences = sorted(self._sequences, key=lambda sequence: len(sequence.rows))
-        order = np.concatenate([np.asarray(sequence.rows, dtype=np.int64) for sequence in sequences])
+        order = np.fromiter(chain.from_iterable(sequence.rows for sequence in sequences), dtype=np.int64)
         if len(order) != len(self.tokens) or len(np.unique(order)) != len(order):
             raise ValueError("every row must be in one sequence")
         place = np.empty(len(order), dtype=np.int64)
         place[order] = np.arange(len(order))
         counts = [len(sequence.rows) for sequence in sequences]
+        tables = np.zeros((len(sequences), max(len(sequence.table) for sequence in sequences)), dtype=np.int32)
+        for line, sequence in zip(tables, sequences, strict=True):
+            line[: len(sequence.table)] = sequence.table
         return BlockBatch(
             tokens=np.asarray(self.tokens, dtype=np.int64)[order],
             positions=np.asarray(self.positions, dtype=np.int64)[order],
@@ -80,5 +88,5 @@ class BlockPacker(Packer):
             wanted=place[np.asarray(self.wanted, dtype=np.int64)],
             starts=np.asarray([0, *accumulate(counts)], dtype=np.int32),
             lengths=np.asarray([sequence.length for sequence in sequences], dtype=np.int32),
-            tables=[sequence.table for sequence in sequences],
+            tables=tables,
         )

@@ -49,6 +49,7 @@ class Passes:
         if (
             len(groups) != 1
             or runner.uses_mrope
+            or runner.supports_mm_inputs  # graphs and compiled layers are made for embeddings then
             or runner.model_config.is_encoder_decoder
             or runner.model_config.is_hybrid
         ):
@@ -204,8 +205,8 @@ def _fill(runner: Any, batch: BlockBatch) -> None:
     inputs = runner.input_batch
     inputs.num_computed_tokens_cpu[:sequences] = batch.lengths - np.diff(batch.starts)
     inputs.num_prompt_tokens_cpu_tensor[:sequences] = 0  # to the metadata every sequence is past its prompt
-    for number, table in enumerate(batch.tables):
-        inputs.block_table.add_row((_of_runner(runner, table).tolist(),), number)
+    blocks = _of_runner(runner, batch.tables)
+    inputs.block_table[0].block_table.np[:sequences, : blocks.shape[1]] = blocks
     inputs.block_table.commit_block_table(sequences)
     inputs.block_table.compute_slot_mapping(
         sequences, runner.query_start_loc.gpu[: sequences + 1], runner.positions[:count]
@@ -213,7 +214,7 @@ def _fill(runner: Any, batch: BlockBatch) -> None:
 
 
 def _of_runner(runner: Any, blocks: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-    """Return the runner's blocks that ours consist of, which may be smaller."""
+    """Return the runner's blocks [..., n * parts] that ours [..., n] consist of, which may be smaller."""
     parts = BLOCK // runner.cache_config.block_size
-    found: NDArray[np.int64] = (blocks[:, None].astype(np.int64) * parts + np.arange(parts)).ravel()
-    return found
+    found: NDArray[np.int64] = blocks[..., None].astype(np.int64) * parts + np.arange(parts)
+    return found.reshape(*blocks.shape[:-1], -1)

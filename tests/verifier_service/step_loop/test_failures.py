@@ -8,6 +8,7 @@ from specdec.decoding.sampling import Sampling
 from specdec.engine.kv.blocks import BLOCK
 from specdec.serving.engine_worker import CHECK_SECONDS
 from specdec.serving.errors import EngineLostError, ModelFailureError
+from tests.paged import Paged
 from tests.verifier_service.fakes import (
     BAD,
     Client,
@@ -81,6 +82,21 @@ class TestFailures:
         again = client(loop, 130, 2, 5)
         run(loop, again)
         assert again.mail.times[0].cached == 0
+        check_over(loop, engine, again)
+
+    def test_an_engine_that_cannot_clear_single_tokens_comes_back(self) -> None:
+        """As vLLM's on CPUs: it loses all sessions, and no more."""
+        engine = TextEngine(8)
+        loop = step_loop(Paged(engine, mixes_tokens=True))
+        lost = client(loop, 100, 2, 30)
+        turns(loop, 3)
+        engine.failure = MemoryError()
+        turns(loop, 1)
+        assert isinstance(lost.mail.error, EngineLostError)
+        assert loop.turn() is None
+        assert loop.works
+        again = client(loop, 130, 2, 5)
+        run(loop, again)
         check_over(loop, engine, again)
 
     @pytest.mark.parametrize("offered", [0, 4])
