@@ -1,15 +1,16 @@
 """Compare what `specdec evaluate` predicts with what the services do.
 
     python -m bench predictions [--rounds 3] [--streams 1,4]
-    python -m bench predictions --slower 3      # on devices of their own, simulated
+    python -m bench predictions --slower 3      # on devices of their own
 
 Four pairs: the demo's, its target padded to 60M and to 230M parameters, and a draft of random weights. Each is
 predicted and measured with a draft service on a core of its own, with the draft within the verifier, and without any.
 Target and draft have one thread each. Rounds of all measurements take turns; told are medians.
 
 With two cores, target and draft do not run side by side as on two devices: an orchestrator and a client want the same
-cores. With `--slower` each device is so many times slower than a core, and sleeps in the rest of its passes
-(`bench.systems.long_steps`), which leaves the cores to others; the prediction is for such devices.
+cores. With `--slower` each model has a device that is so many times slower than a core, by times that are measured once
+for both: passes take these, in the prediction as in the services, which sleep for the rest of them and leave the cores
+to others (`bench.systems.long_steps`). What is compared then is all that lies between the passes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from statistics import median
 
 from bench.arguments import parser_of, whole_numbers
 from bench.systems.bad_drafts import random_weights
+from bench.systems.devices import read_device, write_devices
+from bench.systems.long_steps import with_long_steps
 from bench.systems.specdec import Specdec
 from bench.systems.system import Load, Setup
 from demo.prompts import held_out
@@ -78,25 +81,38 @@ def samples(pair: Pair, prompts: Sequence[list[int]], tokens: int, temperature: 
     ]
 
 
-def predicted(models: Models, loads: Mapping[int, Load], rounds: int, slower: float) -> dict[tuple[Way, int], float]:
-    """Return the predicted tokens a second by way and streams, on devices so many times slower."""
-    pair = Pair(models.target, models.draft, Place(dtype="float32"), Place("onnx", dtype="float32"))
+def given_devices(pair: Pair, file: Path, slower: float) -> None:
+    """Have the models of a pair compute on devices so many times slower than here, which are written to a file."""
+    loaded = {"target": pair.target, "draft": pair.draft, "local draft": pair.local_draft}
+    write_devices(file, {name: each.latency for name, each in loaded.items()}, slower)
+    for name, each in loaded.items():
+        each.engine = with_long_steps(each.engine, lasting := read_device(file, name))
+        each.latency.become(1, lasting(1))
+
+
+def predicted(pair: Pair, loads: Mapping[int, Load], rounds: int) -> dict[tuple[Way, int], float]:
+    """Return the predicted tokens a second by way and streams."""
     found: dict[tuple[Way, int], float] = {}
     for way in MODES:
         delay = NETWORK if way is REMOTE_DRAFT else 0.0
-        layout = replace(way.layout, delay=delay, target_speed=1 / slower, draft_speed=1 / slower)
-        used = replace(way, layout=layout)
+        used = replace(way, layout=replace(way.layout, delay=delay))
         for streams, load in loads.items():
             asked = samples(pair, load.prompts, load.max_tokens, load.temperature)
             found[way, streams] = median(speed(pair, asked, used, streams).rate for _ in range(rounds))
     return found
 
 
-def measured(models: Models, loads: Mapping[int, Load], rounds: int, slower: float) -> dict[tuple[Way, int], float]:
-    """Return the measured tokens a second by way and streams, on devices so many times slower."""
+def measured(
+    models: Models, loads: Mapping[int, Load], rounds: int, devices: Path | None
+) -> dict[tuple[Way, int], float]:
+    """Return the measured tokens a second by way and streams, with the devices of a file or those at hand."""
     setup = Setup(models.target, models.draft, "float32", streams=max(loads), context=1024)
-    programs = PROGRAMS | {role: ("bench.systems.pod", role, "--slower", f"{slower}") for role in ("verifier", "draft")}
-    start = partial(Specdec.start, setup, verifier_options=ONE_THREAD, programs=PROGRAMS if slower == 1.0 else programs)
+    programs: Mapping[str, tuple[str, ...]] = PROGRAMS
+    if devices is not None:
+        programs = PROGRAMS | {
+            role: ("bench.systems.pod", role, "--devices", str(devices)) for role in ("verifier", "draft")
+        }
+    start = partial(Specdec.start, setup, verifier_options=ONE_THREAD, programs=programs)
     systems: dict[tuple[Way, ...], Callable[[], AbstractContextManager[Specdec]]] = {
         (PLAIN, ABSENT): start,
         (LOCAL,): partial(start, local_draft=models.draft),
@@ -132,7 +148,13 @@ def main(given: Sequence[str]) -> None:
     off: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for models in pairs(Path(folder)):
-            guess, truth = predicted(models, loads, rounds, args.slower), measured(models, loads, rounds, args.slower)
+            pair = Pair(models.target, models.draft, Place(dtype="float32"), Place("onnx", dtype="float32"))
+            devices = None if args.slower == 1.0 else Path(folder, f"{models.name}.json")
+            if devices is not None:
+                given_devices(pair, devices, args.slower)
+            guess = predicted(pair, loads, rounds)
+            del pair
+            truth = measured(models, loads, rounds, devices)
             for (way, streams), rate in truth.items():
                 ratio = guess[way, streams] / rate
                 figures = f"{guess[way, streams]:.0f} | {rate:.0f} | {ratio:.2f}"

@@ -1,4 +1,4 @@
-"""An engine on a device of its own, which is slower than this machine's processor or as fast for any number of rows.
+"""An engine whose passes take as long as on another device, which is slower than this machine's processor.
 
 It computes here and sleeps for the rest of each forward pass, which takes no processor time of the host, as if a GPU
 did the work. So services that share a few cores here seem to have a device each.
@@ -16,22 +16,17 @@ from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.engine import CpuThreads, Engine, cpu_threads
 from specdec.engine.kv.slots import Slots
 
-Lasting = Callable[[float], float]
-"""A function from the seconds that a pass has taken here to those that it takes on the device."""
+Lasting = Callable[[int], float]
+"""A function from the rows of a pass to the seconds that it takes on the device."""
 
 
-def at_least(least: float) -> Lasting:
-    """Have every pass take `least` seconds: another row costs nothing until a pass takes longer here."""
-    return lambda seconds: max(least, seconds)
-
-
-def times(factor: float) -> Lasting:
-    """Have every pass take `factor` times as long as it does here."""
-    return lambda seconds: factor * seconds
+def at_least(seconds: float) -> Lasting:
+    """Have every pass take so long: another row costs nothing until a pass takes longer here."""
+    return lambda _: seconds
 
 
 class LongSteps:
-    """An engine that wraps `inner` and makes every forward pass last as `lasting` says."""
+    """An engine that wraps `inner` and makes every forward pass last as long as `lasting` says, or longer."""
 
     def __init__(self, inner: Engine, lasting: Lasting) -> None:
         self._inner = inner
@@ -45,10 +40,10 @@ class LongSteps:
         return self._inner.packer()
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
-        begin = time.monotonic()
+        # A clock of its own: on virtual time `time.monotonic` is another one.
+        end = time.perf_counter() + self._lasting(len(batch.tokens))
         logits = self._inner.forward(batch)
-        taken = time.monotonic() - begin
-        time.sleep(max(0.0, self._lasting(taken) - taken))
+        time.sleep(max(0.0, end - time.perf_counter()))
         return logits
 
     def copy(self, source: Slots, target: Slots) -> None:

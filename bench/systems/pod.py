@@ -1,10 +1,10 @@
 """Run a verifier or a draft as a process, in the variants that benchmarks compare.
 
-    python -m bench.systems.pod verifier --model demo/target [--synchronous] [--step-ms 30 | --slower 3]
+    python -m bench.systems.pod verifier --model demo/target [--synchronous] [--step-ms 30 | --devices FILE]
 
 takes the place of `python -m verifier_service` in a Stack; `draft` likewise. `--synchronous` serves the baseline of
-`bench.systems.synchronous`. `--step-ms` makes every forward pass as long as a larger model's, `--slower` as long as on
-a device of its own that is so many times slower (`bench.systems.long_steps`).
+`bench.systems.synchronous`. `--step-ms` makes every forward pass as long as a larger model's, `--devices` as long as on
+the devices of a file (`bench.systems.devices`), which has a `target`, a `draft` and a `local draft`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import get_args
 
 from bench.systems import synchronous
-from bench.systems.long_steps import at_least, times, with_long_steps
+from bench.systems.devices import read_device
+from bench.systems.long_steps import at_least, with_long_steps
 from draft_service import expansion_width
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
@@ -51,8 +52,8 @@ def verifier(args: argparse.Namespace) -> Service:
     local = None
     if args.draft_model is not None:
         small = ModelDirectory(args.draft_model)
-        local = DraftModelProposer(_paced(loaded(small, exact=False), args), small.context)
-    loop = StepLoop(_paced(engine, args), draft_model=local)
+        local = DraftModelProposer(_paced(loaded(small, exact=False), args, "local draft"), small.context)
+    loop = StepLoop(_paced(engine, args, "target"), draft_model=local)
     loop.start()
     kind = synchronous.VerifierServicer if args.synchronous else VerifierServicer
     limits = VerifierLimits(max_candidates=args.max_candidates)
@@ -63,7 +64,7 @@ def draft(args: argparse.Namespace) -> Service:
     directory = ModelDirectory(args.model)
     engine = load_engine("onnx", directory, capacity=args.kv_tokens, threads=(args.threads,))
     limits = DraftLimits()
-    paced = _paced(engine, args)
+    paced = _paced(engine, args, "draft")
     width = expansion_width.measured(paced, limits.defaults.max_branches)
     loop = DraftLoop(LanguageModelDrafter(paced, rows_per_session=width))
     loop.start()
@@ -71,10 +72,10 @@ def draft(args: argparse.Namespace) -> Service:
     return kind(loop, identity_of(directory, engine, args.kv_tokens - 1 - limits.max_nodes), limits)
 
 
-def _paced(engine: Engine, args: argparse.Namespace) -> Engine:
+def _paced(engine: Engine, args: argparse.Namespace, device: str) -> Engine:
     if args.step_ms:
         return with_long_steps(engine, at_least(args.step_ms / 1000))
-    return with_long_steps(engine, times(args.slower)) if args.slower > 1.0 else engine
+    return engine if args.devices is None else with_long_steps(engine, read_device(args.devices, device))
 
 
 def main() -> None:
@@ -83,7 +84,7 @@ def main() -> None:
     parser.add_argument("--synchronous", action="store_true")
     pace = parser.add_mutually_exclusive_group()
     pace.add_argument("--step-ms", type=float, default=0.0)
-    pace.add_argument("--slower", type=float, default=1.0)
+    pace.add_argument("--devices", type=Path)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--draft-model", type=Path, help="a verifier's local draft")
     parser.add_argument("--dtype", choices=get_args(WantedDtype), default="auto", help="of a verifier")

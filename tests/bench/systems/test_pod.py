@@ -3,17 +3,24 @@ tokens."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from bench.systems.devices import write_devices
 from specdec.client import Client
 from specdec.local import DEMO, PROGRAMS, Stack
+from verifier_service.costs.step_latency import StepLatency
 
 TOKENS = 24
 
 
-@pytest.mark.parametrize("variant", [("--slower", "2"), ("--step-ms", "5")], ids=" ".join)
-def test_a_variant_gives_the_tokens_of_plain_decoding(variant: tuple[str, ...]) -> None:
-    programs = PROGRAMS | {role: ("bench.systems.pod", role, *variant) for role in ("verifier", "draft")}
+@pytest.mark.parametrize("variant", ["--devices", "--step-ms"])
+def test_a_variant_gives_the_tokens_of_plain_decoding(variant: str, tmp_path: Path) -> None:
+    latency = StepLatency((1, 256), [0.001, 0.02])
+    write_devices(tmp_path / "devices", dict.fromkeys(("target", "draft", "local draft"), latency), slower=2.0)
+    given = {"--devices": str(tmp_path / "devices"), "--step-ms": "5"}[variant]
+    programs = PROGRAMS | {role: ("bench.systems.pod", role, variant, given) for role in ("verifier", "draft")}
     with (
         Stack.start(
             DEMO / "target",
