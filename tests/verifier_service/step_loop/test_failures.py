@@ -8,10 +8,10 @@ from specdec.decoding.sampling import Sampling
 from specdec.engine.kv.blocks import BLOCK
 from specdec.serving.engine_worker import CHECK_SECONDS
 from specdec.serving.errors import EngineLostError, ModelFailureError
-from tests.paged import Paged
 from tests.verifier_service.fakes import (
     BAD,
     Client,
+    PagedTextEngine,
     TextEngine,
     run,
     step_loop,
@@ -86,8 +86,9 @@ class TestFailures:
 
     def test_an_engine_that_cannot_clear_single_tokens_comes_back(self) -> None:
         """As vLLM's on CPUs: it loses all sessions, and no more."""
-        engine = TextEngine(8)
-        loop = step_loop(Paged(engine, mixes_tokens=True))
+        paged = PagedTextEngine(8)
+        paged.mixes_tokens = True
+        engine, loop = paged.inner, step_loop(paged)
         lost = client(loop, 100, 2, 30)
         turns(loop, 3)
         engine.failure = MemoryError()
