@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 
 from orchestrator.candidate_flow import CandidateFlow
@@ -49,11 +48,10 @@ class DraftSession:
         self._fruitless = 0  # steps in which nothing was accepted, since a candidate of the draft was
         self._in_time = False  # in some of them it had candidates
         self._awaited_since: float | None = None  # the text cannot go on without the draft; monotonic
-        self._wanted_since = math.inf  # its first candidates are wanted; monotonic
+        self._wanted_since: float | None = None  # its first candidates are wanted; monotonic
 
     async def open(self) -> None:
         """Open the session with the text as it is now."""
-        self._wanted_since = time.monotonic()
         await self._stream.open(self._policy)
 
     def check(self, extend: model_pb2.Extend) -> None:
@@ -96,6 +94,8 @@ class DraftSession:
         device may be stuck, while its service answers."""
         now = time.monotonic()
         if not wanted:
+            self._wanted_since = None
+        elif self._wanted_since is None:
             self._wanted_since = now
         elif now - self._wanted_since >= self._context.peers.failover_seconds:
             self._stream.abort(LaggingError(f"it has sent nothing for {now - self._wanted_since:.1f} s"))

@@ -209,6 +209,10 @@ class Drafting:
                 reason = "draft_useless"
             case LaggingError():
                 pod.breaker.failed()
+                if (
+                    not stream.at_work
+                ):  # it may have to read a prompt that takes it longer: not from the beginning again
+                    self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
                 reason = "draft_useless"
             case FloodError():
                 pod.found_unfit("draft_lost", error)

@@ -56,7 +56,8 @@ class Pod:
         if self.unfit is None:
             log.warning("pod_unfit", pod=str(self), reason=reason, why=str(why))
         self.unfit_reason = reason
-        self._unfit, self._unfit_until = why, self._clock() + UNFIT_SECONDS
+        # Without the frames that it was raised in, and what these hold.
+        self._unfit, self._unfit_until = why.with_traceback(None), self._clock() + UNFIT_SECONDS
 
 
 class Pods(Replicas[Pod]):

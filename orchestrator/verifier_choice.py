@@ -65,9 +65,9 @@ class VerifierChoice:
 
     def _despair(self, resumed: bool) -> None:
         """Raise the error that ends the request, if nothing is left to be tried."""
-        unfit = {pod: pod.unfit for pod in self._pods if isinstance(pod.unfit, ServiceError)} | self._unfit
+        unfit = {pod: why for pod in self._pods if isinstance(why := pod.unfit, ServiceError)} | self._unfit
         if unfit and (self._backoff.exhausted or all(pod in unfit for pod in self._pods)):
-            raise next(reversed(unfit.values()))
+            raise next(reversed(unfit.values())).with_traceback(None)  # other texts may raise the same
         full = [error for error in self._tried.values() if isinstance(error, OverloadedError)]
         if full and not resumed:
             raise min(full, key=lambda error: error.retry_after)

@@ -157,6 +157,7 @@ def up(
             orchestrator_options=arguments(of_orchestrator),
             openai_options=None if openai_port is None else arguments(of_openai),
             drain_seconds=drain,
+            forced=lambda: len(stop) > 1,
         ) as stack:
             found = description(stack)
             print(json.dumps(found) if json_output else "\n".join(lines(found)), flush=True)
@@ -164,7 +165,7 @@ def up(
             while not stop:
                 time.sleep(0.2)
                 upkeep.look()
-            _say(f"stopping: running requests have {drain:g} s")
+            _say(f"stopping: running requests have {drain:g} s, or until you stop it again")
     except (LocalError, ListenError, ModelDirectoryError, UnsupportedModelError) as error:
         if stop:
             raise SystemExit(ExitStatus.INTERRUPTED) from None

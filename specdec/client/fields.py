@@ -12,7 +12,7 @@ def put(message: Message, field: str, option: str, value: object) -> None:
     """Set a field of any kind, and say which option it was if the value does not fit: ValueError or TypeError."""
     descriptor = message.DESCRIPTOR.fields_by_name[field]
     is_number = descriptor.type not in (FieldDescriptor.TYPE_BOOL, FieldDescriptor.TYPE_STRING)
-    values = value.values() if isinstance(value, Mapping) else [value]
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
     if is_number and any(isinstance(each, bool) for each in values):  # which a message would take for 0 and 1
         raise TypeError(f"{option} = {value!r}: must be a number")
     try:

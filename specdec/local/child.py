@@ -85,19 +85,20 @@ class Child:
         return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
 
 
-def stop(children: Collection[Child], drain_seconds: float = DRAIN_SECONDS) -> None:
+def stop(
+    children: Collection[Child], drain_seconds: float = DRAIN_SECONDS, forced: Callable[[], bool] = lambda: False
+) -> None:
     """End all services at the same time. Each drains its running requests, for so many seconds at most; one that does
-    not end then is killed."""
+    not end then, or as soon as it is `forced` to, is killed."""
     alive = [child for child in children if child.process.poll() is None]
     for child in alive:
         child.process.terminate()
     deadline = time.monotonic() + drain_seconds + END_SECONDS
-    for child in alive:
-        try:
-            child.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.process.kill()
-            child.process.wait()
+    while any(child.process.poll() is None for child in alive):
+        if forced() or time.monotonic() >= deadline:
+            for child in alive:
+                child.process.kill()
+        time.sleep(0.02)
     for child in children:
         if child.process.stdin is not None:
             child.process.stdin.close()

@@ -61,6 +61,7 @@ class Stack:
         orchestrator_options: tuple[str, ...] = (),
         openai_options: tuple[str, ...] | None = None,
         drain_seconds: float = DRAIN_SECONDS,
+        forced: Callable[[], bool] = lambda: False,
         programs: Mapping[str, tuple[str, ...]] = PROGRAMS,
         route: Callable[[str], str] = lambda address: address,
     ) -> Iterator[Stack]:
@@ -68,10 +69,10 @@ class Stack:
         they serve, `dtype` and `device` are the target's. LocalError if one does not start.
 
         With `openai_options` OpenAI's HTTP API is served as well. Verifier, draft and that one take free ports unless
-        their options name one. `drain_seconds` is the longest that a service drains. `say` takes a line for a person
-        when a service starts and when it is ready. `programs` holds what to run in each role; `route` turns the
-        address of a service into the one that the orchestrator is given. With these, benchmarks run variants of a
-        service, and put a proxy between two.
+        their options name one. `drain_seconds` is the longest that a service drains, `forced` says that it must end
+        at once. `say` takes a line for a person when a service starts and when it is ready. `programs` holds what to
+        run in each role; `route` turns the address of a service into the one that the orchestrator is given. With
+        these, benchmarks run variants of a service, and put a proxy between two.
         """
         models = Models.chosen(target, draft, local_draft)
         children: dict[str, Child] = {}
@@ -122,7 +123,7 @@ class Stack:
                 await_ready("openai")
             yield cls(addresses["orchestrator"], children, addresses)
         finally:
-            stop(children.values(), drain_seconds)
+            stop(children.values(), drain_seconds, forced)
 
 
 def _threads(device: str, *, drafted: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:

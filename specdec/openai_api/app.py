@@ -39,8 +39,8 @@ MOST_BODY = 8 << 20
 SHORT_BODY = 1 << 16
 """Bytes of a body that is parsed in milliseconds; longer ones are parsed in a thread, while streams go on."""
 
-MOST_WAITING = 16
-"""Long bodies that may wait for the thread."""
+MOST_WAITING = 4
+"""Long bodies that may wait for the thread, beside those that are being received."""
 
 MOST_BODIES = 64 << 20
 """Bytes of all bodies that are being received."""

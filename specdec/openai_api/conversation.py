@@ -33,7 +33,7 @@ def conversation(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _message(message: object, name: str) -> dict[str, Any]:
-    """Return a turn. Parts of text are joined; there are no others. A turn that has calls may say nothing."""
+    """Return a turn. Parts of text are joined; there are no others. An answer may say nothing."""
     if not isinstance(message, dict):
         raise refused(name, "must be an object")
     role, content = message.get("role"), message.get("content")

@@ -168,12 +168,15 @@ class Drafts:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.call_later(IDLE_SECONDS / 2, self._end_idle)
+        told = ""
         while True:
             try:
                 self._loop.run_until_complete(self._find_pods())
                 break
-            except Exception:  # certificates that are being replaced, say
-                log.exception("drafts_not_found")
+            except Exception as error:  # certificates that are being replaced, say
+                if told != str(error):
+                    told = str(error)
+                    log.error("drafts_not_found", why=told)
                 time.sleep(AGAIN_SECONDS)
         self._loop.run_forever()
 

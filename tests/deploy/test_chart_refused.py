@@ -30,7 +30,7 @@ WRONG: dict[str, tuple[Object, str]] = {
     ),
     "callers from outside whom nobody lets in": (
         at("orchestrator/service/type", "NodePort"),
-        "orchestrator.service.type: is NodePort, and networkPolicy.clients has no ipBlock",
+        "orchestrator.service.type: is NodePort, and networkPolicy.clients lets nobody in from outside",
     ),
     "no share": (at("models/tiny/revisions/1/share", 0), "models.tiny.revisions: all have a share of 0"),
     "a share below none": (at("models/tiny/revisions/1/share", -1), "share"),

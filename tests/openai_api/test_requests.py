@@ -66,6 +66,7 @@ def completion(**fields: Any) -> Asked:
         ({"ignore_eos": 1.5}, "ignore_eos", "ignore_eos = 1.5"),
         ({"specdec": {"max_candidates": True}}, "specdec.max_candidates", "must be a number"),
         ({"logit_bias": {"5": True}}, "logit_bias", "must be a number"),
+        ({"stop_token_ids": [True]}, "stop_token_ids", "must be a number"),
         ({"messages": [{"role": "user", "content": "a", "refusal": "no"}]}, "messages[0].refusal", "beside content"),
         ({"n": 0}, "n", "must be at least 1"),
         ({"n": 1.5}, "n", "n = 1.5"),

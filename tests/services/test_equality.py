@@ -21,7 +21,7 @@ from specdec.decoding.sampling import Sampling
 from specdec.v2 import generation_pb2, model_pb2
 from tests.models import CONTEXT, END, VOCABULARY
 from tests.services.conftest import Directories
-from tests.stack import ALWAYS, OWN_DRAFTERS, Stack, stack
+from tests.stack import ALWAYS, OWN_DRAFTERS, Stack, stack, until
 from tests.verifier_service.fakes import Decided
 from verifier_service.speculation.controller import Mode
 
@@ -92,7 +92,7 @@ async def check(directories: Directories, requests: list[tuple[list[int], dict[s
         assert 0 < accepted < drafted  # it did speculate, and was corrected
         crowd, _, _ = await run_all(services, requests, tokens)
         compare(want, crowd, "8 at once")
-        assert services.verifier_loop.pool.held == 0
+        await until(lambda: services.verifier_loop.pool.held == 0)
 
     async def against(draft: Path | None, what: str, **options: Any) -> None:
         async with stack(directories.target, draft, **options) as services:

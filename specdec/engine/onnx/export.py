@@ -126,7 +126,12 @@ def _replace(target: Path, new: Path) -> None:
     before = new.with_name(f"{new.name}-before")
     if target.exists():
         target.rename(before)
-    new.rename(target)
+    try:
+        new.rename(target)
+    except OSError:
+        if before.exists():
+            before.rename(target)
+        raise
     shutil.rmtree(before, ignore_errors=True)
 
 

@@ -34,7 +34,8 @@ class MuxChannel:
     ) -> None:
         self._channel = channel
         self._renewed = renewed
-        # Channels that are used no more for new calls, and the connections there:
+        self._own: list[MuxConnection] = []  # those of this channel
+        # Channels that are used no more for new calls, and their connections:
         self._retired: list[tuple[grpc.aio.Channel, Sequence[MuxConnection]]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._connections: list[MuxConnection] = []  # the last one takes new streams, the others still carry some
@@ -74,16 +75,18 @@ class MuxChannel:
             await channel.close()
 
     def _renew(self) -> None:
-        """Use another channel, if there is one. The connections of the old one end once they carry no stream; it is
-        closed with a later renewal, when its last plain call has ended as well."""
+        """Use another channel, if there is one. The connections of the old one end once they carry no stream. It is
+        closed with a later renewal after that: plain calls have ended by then, which last for seconds. One that has had
+        no connection may carry plain streams, and stays."""
         if (channel := self._renewed()) is None:
             return
-        for retired, connections in self._retired:
-            if all(connection.broken for connection in connections):
-                self._closing.add(closing := asyncio.create_task(retired.close(None)))
-                closing.add_done_callback(self._closing.discard)
-        self._retired = [each for each in self._retired if not all(connection.broken for connection in each[1])]
-        self._retired.append((self._channel, tuple(self._connections)))
+        idle = [each for each in self._retired if each[1] and all(connection.broken for connection in each[1])]
+        for retired, _ in idle:
+            self._closing.add(closing := asyncio.create_task(retired.close(None)))
+            closing.add_done_callback(self._closing.discard)
+        self._retired = [each for each in self._retired if each not in idle]
+        self._retired.append((self._channel, self._own))
+        self._own = []
         self._channel, self._unknown = channel, False
         for connection in self._connections:
             connection.leave()
@@ -96,7 +99,8 @@ class MuxChannel:
             return None
         if not self._connections or self._connections[-1].leaving:
             stub: Any = mux_pb2_grpc.MuxServiceStub(self._channel)
-            self._connections.append(MuxConnection(stub.Connect()))
+            self._connections.append(connection := MuxConnection(stub.Connect()))
+            self._own.append(connection)
         return self._connections[-1]
 
 

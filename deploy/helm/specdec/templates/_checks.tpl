@@ -152,11 +152,13 @@ affair of values.schema.json. Takes a list: root, the workloads. */}}
 {{- fail "networkPolicy.draftClients: is empty, and without models nobody else may call the drafts" }}
 {{- end }}
 {{- end }}
-{{- $outside := and .networkPolicy.enabled (ne .orchestrator.service.type "ClusterIP") }}
-{{- range $peer := .networkPolicy.clients }}{{ if $peer.ipBlock }}{{ $outside = false }}{{ end }}{{ end }}
+{{- $outside := and .models .networkPolicy.enabled (ne .orchestrator.service.type "ClusterIP") }}
+{{- range $peer := .networkPolicy.clients }}
+{{- if or $peer.ipBlock $peer.namespaceSelector }}{{ $outside = false }}{{ end }}
+{{- end }}
 {{- if $outside }}
 {{- $type := .orchestrator.service.type }}
-{{- fail (printf "orchestrator.service.type: is %s, and networkPolicy.clients has no ipBlock to let callers in" $type) }}
+{{- fail (printf "orchestrator.service.type: is %s, and networkPolicy.clients lets nobody in from outside: add an ipBlock" $type) }}
 {{- end }}
 {{- range $route := list "ingress" "httpRoute" }}
 {{- if and (get $openai $route).enabled (not $openai.enabled) }}
