@@ -101,9 +101,9 @@ class DraftSession:
             self._stream.abort(LaggingError(f"it has sent nothing for {now - self._wanted_since:.1f} s"))
 
     def _evaluate(self, commit: verifier_pb2.Commit) -> bool:
-        """Return False if candidates were wanted and none was accepted; abort the session if that goes on for too
-        long. A draft without which no token can be chosen is of use in any case. Steps in which other proposers were
-        right say nothing of the draft, which may have guessed the same."""
+        """Return False if candidates were wanted and none of the draft's was accepted; abort the session if that goes
+        on for too long. A draft without which no token can be chosen is of use in any case. Steps in which other
+        proposers were right say nothing of the draft, which may have guessed the same."""
         helped = self._context.sample.needs_draft or model_pb2.TOKEN_SOURCE_REMOTE_DRAFT in commit.sources
         if helped or not commit.drafting_wanted:
             self._fruitless, self._in_time = 0, False
@@ -111,7 +111,7 @@ class DraftSession:
                 self._stream.pod.breaker.succeeded()
             return True
         if commit.accepted:
-            return True
+            return False
         self._fruitless += commit.steps
         self._in_time |= commit.undrafted_tokens < len(commit.committed.tokens)
         if self._fruitless >= USELESS_AFTER_STEPS:

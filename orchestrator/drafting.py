@@ -209,9 +209,8 @@ class Drafting:
                 reason = "draft_useless"
             case LaggingError():
                 pod.breaker.failed()
-                if (
-                    not stream.at_work
-                ):  # it may have to read a prompt that takes it longer: not from the beginning again
+                if not stream.at_work:
+                    # It may read a prompt that takes it longer, which it must not begin anew at once.
                     self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
                 reason = "draft_useless"
             case FloodError():
