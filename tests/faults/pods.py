@@ -89,8 +89,9 @@ class Pod:
         self._end(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """Ask it to drain and end, which must be with exit status 0 by the time it is started again."""
-        self._drains = True
+        """Ask it to drain and end, which must be with exit status 0 by the time it is started again; unless it has only
+        just begun, and does not listen to signals yet."""
+        self._drains = self.ready
         self._end(signal.SIGTERM)
 
     def freeze(self) -> None:
