@@ -82,7 +82,7 @@ def samples(pair: Pair, prompts: Sequence[list[int]], tokens: int, temperature: 
 
 
 def given_devices(pair: Pair, file: Path, slower: float) -> None:
-    """Have the models of a pair compute on devices so many times slower than here, which are written to a file."""
+    """Have the models of a pair compute on devices so many times slower than here, and write these to a file."""
     loaded = {"target": pair.target, "draft": pair.draft, "local draft": pair.local_draft}
     write_devices(file, {name: each.latency for name, each in loaded.items()}, slower)
     for name, each in loaded.items():

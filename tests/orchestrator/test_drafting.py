@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from typing import Any
 
@@ -18,6 +17,7 @@ from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, OWN_DRAFTERS
 from specdec.serving.errors import PeerLostError, ServiceError
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2
 from tests.orchestrator.samples import MODEL, context
+from tests.orchestrator.servers import addresses
 
 
 class Sink:
@@ -140,16 +140,8 @@ class PatientSink(Sink):
 async def test_contrast_waits_no_longer_for_several_useless_drafts_than_for_one() -> None:
     """They take turns: each one is at work, and none sends what the text waits for."""
     drafts, sink = [Mute(), Mute()], PatientSink()
-    async with contextlib.AsyncExitStack() as exits:
-        addresses = []
-        for draft in drafts:
-            server = grpc.aio.server()
-            draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server)
-            addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
-            await server.start()
-            exits.push_async_callback(server.stop, None)
-        peers = Peers(Pods(), Pods(addresses, connect=grpc.aio.insecure_channel), failover_seconds=4.0)
-        exits.push_async_callback(peers.close)
+    async with addresses(draft_pb2_grpc.add_DraftServiceServicer_to_server, *drafts) as found:
+        peers = Peers(Pods(), Pods(found, connect=grpc.aio.insecure_channel), failover_seconds=4.0)
         async with Drafting(context(peers, rule=Rule.CONTRASTIVE), sink) as drafting:
             drafting.on_opened(verifier_pb2.VerifyOpened(max_nodes=8, drafting_wanted=True))
             async with asyncio.timeout(60):
@@ -157,6 +149,7 @@ async def test_contrast_waits_no_longer_for_several_useless_drafts_than_for_one(
                     if drafts[0].opened or drafts[1].opened:
                         drafting.on_awaited()
                     await asyncio.sleep(0.05)
+        await peers.close()
     assert all(draft.opened for draft in drafts)
     (error,) = sink.errors
     assert isinstance(error, PeerLostError)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -16,6 +16,7 @@ from orchestrator.pods import Pod, Pods
 from orchestrator.prefix_routing import LOAD_FACTOR, SPARE_SESSIONS, cached_tokens, preferred
 from specdec.decoding.block_hashes import HASHED_TOKENS, block_hashes
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
+from tests.orchestrator.servers import addresses
 from tests.stack import until
 
 TEXT = list(range(3 * HASHED_TOKENS + 7))
@@ -70,17 +71,10 @@ class Silent(Holding):
 
 @asynccontextmanager
 async def asking(*verifiers: Holding) -> AsyncIterator[list[Pod]]:
-    async with AsyncExitStack() as exits:
-        addresses = []
-        for verifier in verifiers:
-            server = grpc.aio.server()
-            verifier_pb2_grpc.add_VerifierServiceServicer_to_server(verifier, server)
-            addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
-            await server.start()
-            exits.push_async_callback(server.stop, None)
-        pods = Pods(addresses, connect=grpc.aio.insecure_channel)
-        exits.push_async_callback(pods.close)
+    async with addresses(verifier_pb2_grpc.add_VerifierServiceServicer_to_server, *verifiers) as found:
+        pods = Pods(found, connect=grpc.aio.insecure_channel)
         yield list(pods)
+        await pods.close()
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,15 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import grpc
 
 from specdec.serving.process.server import SERVER_OPTIONS
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+Options = list[tuple[str, int]]
 
 SILENT_SECONDS = 8.0
 """Seconds without a message: several pings, of which gRPC by default takes two before it ends the connection."""
@@ -22,24 +27,33 @@ PINGS = (
 )
 
 
-async def ended(options: list[tuple[str, int]]) -> grpc.StatusCode:
-    """Return how a call ends during which a server with these options says nothing for a while."""
+METHOD = "/test.Server/Call"
 
-    async def silent(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
-        await asyncio.sleep(SILENT_SECONDS)
-        return request
 
+@asynccontextmanager
+async def serving(answer: Callable[[bytes, Context], Awaitable[bytes]], options: Options) -> AsyncIterator[str]:
+    """A server with these options, whose one method answers so; its address."""
     server = grpc.aio.server(options=options)
-    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(silent)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Silent", {"Call": handler}),))
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(answer)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Server", {"Call": handler}),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=PINGS) as channel:
-            ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/test.Silent/Call")
-            return await ask(b"", timeout=60).code()
+        yield f"127.0.0.1:{port}"
     finally:
         await server.stop(0)
+
+
+async def ended(options: Options) -> grpc.StatusCode:
+    """Return how a call ends during which a server with these options says nothing for a while."""
+
+    async def silent(request: bytes, context: Context) -> bytes:
+        await asyncio.sleep(SILENT_SECONDS)
+        return request
+
+    async with serving(silent, options) as address, grpc.aio.insecure_channel(address, options=PINGS) as channel:
+        ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
+        return await ask(b"", timeout=60).code()
 
 
 async def test_pings_are_taken_at_the_rate_that_the_option_allows() -> None:
@@ -53,15 +67,15 @@ async def test_pings_are_taken_at_the_rate_that_the_option_allows() -> None:
 CALLER = """
 import sys, grpc
 channel = grpc.insecure_channel(sys.argv[1])
-channel.unary_unary("/test.Silent/Call")(b"")
+channel.unary_unary(sys.argv[2])(b"")
 """
 
 
-async def outlived(options: list[tuple[str, int]], seconds: float) -> bool:
+async def outlived(options: Options, seconds: float) -> bool:
     """Return whether a call goes on for so long after its caller was frozen."""
     begun, ended = asyncio.Event(), asyncio.Event()
 
-    async def silent(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+    async def silent(request: bytes, context: Context) -> bytes:
         begun.set()
         try:
             await asyncio.Event().wait()
@@ -69,24 +83,19 @@ async def outlived(options: list[tuple[str, int]], seconds: float) -> bool:
             ended.set()
         raise AssertionError
 
-    server = grpc.aio.server(options=options)
-    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(silent)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Silent", {"Call": handler}),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    caller = await asyncio.create_subprocess_exec(sys.executable, "-c", CALLER, f"127.0.0.1:{port}")
-    try:
-        await asyncio.wait_for(begun.wait(), 60)
-        os.kill(caller.pid, signal.SIGSTOP)
+    async with serving(silent, options) as address:
+        caller = await asyncio.create_subprocess_exec(sys.executable, "-c", CALLER, address, METHOD)
         try:
-            await asyncio.wait_for(ended.wait(), seconds)
-        except TimeoutError:
-            return True
-        return False
-    finally:
-        caller.kill()
-        await caller.wait()
-        await server.stop(0)
+            await asyncio.wait_for(begun.wait(), 60)
+            os.kill(caller.pid, signal.SIGSTOP)
+            try:
+                await asyncio.wait_for(ended.wait(), seconds)
+            except TimeoutError:
+                return True
+            return False
+        finally:
+            caller.kill()
+            await caller.wait()
 
 
 async def test_a_call_ends_whose_caller_is_frozen() -> None:
@@ -105,19 +114,15 @@ async def test_an_old_connection_takes_no_new_calls_and_ends_none() -> None:
     begun: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
     over = asyncio.Event()
 
-    async def peer(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+    async def peer(request: bytes, context: Context) -> bytes:
         if request:
             begun.set_result(context.peer().encode())
             await over.wait()
         return context.peer().encode()
 
-    server = grpc.aio.server(options=[("grpc.max_connection_age_ms", 200)])
-    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(peer)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Peer", {"Call": handler}),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/test.Peer/Call")
+    options = [("grpc.max_connection_age_ms", 200)]
+    async with serving(peer, options) as address, grpc.aio.insecure_channel(address) as channel:
+        ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
         long = asyncio.ensure_future(ask(b"long", wait_for_ready=True))
         first = await begun
         async with asyncio.timeout(30):
@@ -125,4 +130,3 @@ async def test_an_old_connection_takes_no_new_calls_and_ends_none() -> None:
                 await asyncio.sleep(0.05)
         over.set()
         assert await long == first
-    await server.stop(0)

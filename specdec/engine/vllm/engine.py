@@ -35,11 +35,9 @@ from specdec.engine.start_phases import phase
 from specdec.engine.unsupported import UnsupportedModelError
 from specdec.engine.vllm.layout import BlockPacker
 from specdec.engine.vllm.options import MOST_ROWS, MOST_SEQUENCES, check_options
+from specdec.exit_status import ExitStatus
 
 log = structlog.get_logger()
-
-EX_SOFTWARE = 70
-"""Exit status of a process that cannot go on (sysexits.h)."""
 
 ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",  # what it logs goes where the service's own lines go
@@ -260,7 +258,7 @@ def _started(**arguments: Any) -> Callable[..., Any]:
 def _lost() -> NoReturn:
     """End the process, of which a worker has died or hangs: the model is in parts, and nothing brings one back."""
     log.critical("vllm_worker_lost")
-    os._exit(EX_SOFTWARE)
+    os._exit(ExitStatus.INTERNAL)
 
 
 def _reason(error: Exception) -> str:
