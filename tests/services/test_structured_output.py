@@ -120,7 +120,9 @@ async def test_a_draft_proposes_nothing_that_is_forbidden(directories: Directori
         completion = await services.generate(PROMPT, grammar=GRAMMARS["regex"], max_tokens=60, speculation=ALWAYS)
         assert services.draft_loop is not None
         assert completion.finish.speculation.accepted > 0
-        assert services.draft_loop.stats.guessed >= len(completion.tokens) - 2
+        stats = services.draft_loop.stats
+        assert stats.committed > 20  # it never hears of the tokens that end a text
+        assert stats.guessed > 0.8 * stats.committed
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
