@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ with needed_by("orchestrator", "orchestrator"):
     from orchestrator.catalog import Catalog
     from orchestrator.followed_catalog import FollowedCatalog
     from orchestrator.model import Model
-    from orchestrator.models_file import LoadedRevision, ModelsFile, ModelsFileError, RevisionEntry
+    from orchestrator.models_file import LoadedRevision, ModelsFile, ModelsFileError, RevisionEntry, check_name
     from orchestrator.peer_finder import PeerSettings
     from orchestrator.peers import Peers
     from orchestrator.pods import Pods
@@ -46,12 +46,28 @@ PEER_TLS = ("--peer-tls-cert", "--peer-tls-key", "--peer-tls-ca")
 """The options of TLS files for calls to pods, as TlsFiles wants them."""
 
 
+def _model_name(text: str) -> str:
+    """Return the name that an option gives a model; a wrong one is refused by option."""
+    try:
+        return check_name(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 @serving(ports.ORCHESTRATOR)
 def main(
     model: Annotated[
         Path | None,
         typer.Option(
             help="Directory of the target model. Its tokenizer and configuration are read, its weights are not needed."
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(
+            parser=_model_name,
+            metavar="NAME",
+            help="Name by which requests ask for the model. By default the name of its directory.",
         ),
     ] = None,
     verifier: Annotated[
@@ -75,7 +91,7 @@ def main(
         Path | None,
         typer.Option(
             help="YAML file of several models and revisions, with their directories, pods and shares of the requests, "
-            "instead of --model, --verifier and --draft. It is read again when it changes."
+            "instead of --model, --served-model-name, --verifier and --draft. It is read again when it changes."
         ),
     ] = None,
     workers: Annotated[
@@ -132,7 +148,10 @@ def main(
     """Serve completions to applications: run every request with verifiers and, if there are any, draft services."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a request has one text; few threads encode
     server = replace(server, share_port=share_port)
-    _check_models(models, model, verifier, draft)
+    _check_models(
+        models,
+        {"--model": model, "--served-model-name": served_model_name, "--verifier": verifier, "--draft": draft},
+    )
     peers_tls = _peer_tls(peer_tls_cert, peer_tls_key, peer_tls_ca, peer_tls_name)
 
     def directories() -> Iterable[Path]:
@@ -174,7 +193,7 @@ def main(
                 catalog = FollowedCatalog(ModelsFile(models), peers)
             else:
                 assert model is not None
-                served = Model.of(ModelDirectory(model))
+                served = Model.of(ModelDirectory(model), served_model_name or "")
                 entry = RevisionEntry(served.name, "", model, tuple(verifier or ()), tuple(draft or ()))
                 revision = Revision.of(LoadedRevision(entry, served), peers)
                 await revision.look(entry)
@@ -188,11 +207,8 @@ def main(
     run(server, load, "orchestrator")
 
 
-def _check_models(
-    models: Path | None, model: Path | None, verifier: list[Address] | None, draft: list[Address] | None
-) -> None:
-    """Check that the options name what is served, in one of two ways."""
-    given = {"--model": model, "--verifier": verifier, "--draft": draft}
+def _check_models(models: Path | None, given: Mapping[str, object]) -> None:
+    """Check that --models names what is served, or the options do that are `given`."""
     if models is not None:
         for option, value in given.items():
             if value:

@@ -143,10 +143,16 @@ def _directory_version(directory: Path) -> Version:
         return ()
 
 
+def check_name(name: Any) -> str:
+    """Return what a model may be called; ValueError if it is not that."""
+    if not (isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and name.isprintable() and SEPARATOR not in name):
+        raise ValueError(f"should be a name of 1 to {LONGEST_NAME} printable characters without {SEPARATOR}")
+    return name
+
+
 def _revisions(name: Any, entry: Any) -> Iterator[RevisionEntry]:
     """Yield the revisions of a model; ValueError says what is wrong."""
-    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME or SEPARATOR in name:
-        raise ValueError(f"should be a name of 1 to {LONGEST_NAME} characters without {SEPARATOR}")
+    name = check_name(name)
     revisions = entry.get("revisions") if isinstance(entry, dict) and len(entry) == 1 else None
     if not isinstance(revisions, dict) or not revisions:
         raise ValueError("should have `revisions:` and nothing else, with at least one of them by name")

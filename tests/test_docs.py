@@ -1,4 +1,5 @@
-"""Links of documents lead somewhere: to a file, a folder or a heading; every plot is shown; names of code exist."""
+"""Links of documents lead somewhere: to a file, a folder or a heading; every plot is shown; names of code exist; the
+code map has every module."""
 
 from __future__ import annotations
 
@@ -104,3 +105,15 @@ def test_names_of_code_exist(page: Path) -> None:
     for owner, attribute in re.findall(r"`([A-Z][a-z]\w+)\.(\w+)", text):
         named |= {owner, attribute}
     assert named <= WORDS, sorted(named - WORDS)
+
+
+MAPPED = ("specdec", "verifier_service", "draft_service", "orchestrator", "evaluation")
+"""Packages of which the code map names every module."""
+
+
+def test_the_code_map_has_every_module() -> None:
+    page = (ROOT / "docs/code-map.md").read_text(encoding="utf-8")
+    modules = [each for package in MAPPED for each in tracked(f"{package}/*.py") if not each.name.startswith("__")]
+    assert len(modules) > 250
+    missing = [str(each.relative_to(ROOT)) for each in modules if f"{each.name}`" not in page]
+    assert [each for each in missing if not each.startswith("specdec/v2/")] == []

@@ -20,6 +20,9 @@ SET_BY_UP = frozenset(
 )
 """Names of what `specdec up` tells its services itself: who serves what, and where."""
 
+ALSO_BARE = frozenset({"served_model_name"})
+"""Names of options that may be given without their service's name as well; help lists them so."""
+
 Values = dict[str, Any]
 """Values of a service's options by the names of its parameters; only those that were given."""
 
@@ -57,7 +60,9 @@ def _parameters(role: str) -> Iterator[tuple[str, inspect.Parameter]]:
         option, spelled = copy.copy(option), name.replace("_", "-")
         declared = f"--{role}-{spelled}"
         option.param_decls = (f"{declared}/--{role}-no-{spelled}" if kind is bool else declared,)
-        option.hidden = True  # `specdec verifier --help` and so on list them
+        if name in ALSO_BARE:
+            option.param_decls = (f"--{spelled}", *option.param_decls)
+        option.hidden = name not in ALSO_BARE  # `specdec verifier --help` and so on list them
         annotation: Any = Annotated[kind | None, option]
         yield (
             name,

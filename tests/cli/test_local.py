@@ -29,6 +29,9 @@ from testing.processes import alive, children_of
 from tests.models import make, near
 from verifier_service.__main__ import main as verifier
 
+NAME = "any/name at all"
+"""What requests call the target of `up`."""
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -77,7 +80,7 @@ class Up:
 @pytest.fixture(scope="module")
 def up(pair: Pair, exported: object, cache: dict[str, str]) -> Iterator[Up]:
     command = [sys.executable, "-m", "specdec.cli", "up", "--target", str(pair.target), "--draft", str(pair.exported)]
-    command += ["--port", "0", "--openai-port", "0"]
+    command += ["--port", "0", "--openai-port", "0", "--served-model-name", NAME]
     with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True, env=cache) as process:
         assert process.stdout is not None
         described = json.loads(process.stdout.readline())
@@ -93,11 +96,12 @@ def test_all_services_run(up: Up) -> None:
     assert len(up.children) == 4
 
 
-def test_any_openai_client_is_answered(up: Up, pair: Pair) -> None:
+def test_any_openai_client_is_answered(up: Up) -> None:
     address = up.described["services"]["openai"]
     with openai.OpenAI(base_url=f"http://{address}/v1", api_key="none") as client:
+        assert [each.id for each in client.models.list()] == [NAME]
         answer = client.completions.create(
-            model=pair.target.name, prompt="hello there", max_tokens=8, extra_body={"ignore_eos": True}
+            model=NAME, prompt="hello there", max_tokens=8, extra_body={"ignore_eos": True}
         )
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 8

@@ -43,12 +43,12 @@ def test_no_option_of_a_service_is_missing(role: str) -> None:
 
 def test_only_what_was_given_is_passed_on() -> None:
     words = ("--threads", "2", "--verifier-step-rows", "64", "--verifier-no-exact", "--draft-kv-tokens", "1024")
-    output, passed = run(*words, "--orchestrator-failover-seconds", "2.5")
+    output, passed = run(*words, "--orchestrator-failover-seconds", "2.5", "--served-model-name", "big")
     assert output == ""
     assert passed == {
         "verifier": {"step_rows": 64, "exact": False},
         "draft": {"kv_tokens": 1024},
-        "orchestrator": {"failover_seconds": 2.5},
+        "orchestrator": {"failover_seconds": 2.5, "served_model_name": "big"},
     }
 
 

@@ -62,10 +62,13 @@ models:
         ("models: {}", "should be `models:` and at least one of them by name"),
         ("models: [big]", "should be `models:` and at least one of them by name"),
         (f"models: {{big: {{revisions: {{a: {ONE}}}}}}}\nlimits: 3", "should be `models:`"),
-        (f"models: {{3: {{revisions: {{a: {ONE}}}}}}}", "models.'3': should be a name of 1 to 256 characters"),
+        (
+            f"models: {{3: {{revisions: {{a: {ONE}}}}}}}",
+            "models.'3': should be a name of 1 to 256 printable",
+        ),
         (
             f"models: {{b@c: {{revisions: {{a: {ONE}}}}}}}",
-            "models.'b@c': should be a name of 1 to 256 characters without @",
+            "models.'b@c': should be a name of 1 to 256 printable characters without @",
         ),
         ("models: {big: 3}", "models.'big': should have `revisions:` and nothing else"),
         ("models: {big: {revisions: {}}}", "models.'big': should have `revisions:` and nothing else"),

@@ -43,6 +43,7 @@ OWN = {
     "num_gpu_blocks_override": "say --kv-tokens",
     "pipeline_parallel_size": "a step has one pass",
     "prefill_context_parallel_size": "memory is ours",
+    "served_model_name": "say --served-model-name to the orchestrator",
     "skip_tokenizer_init": "texts are tokens here",
     "speculative_config": "candidates come from drafts",
     "trust_remote_code": "a model's own code is not run",
