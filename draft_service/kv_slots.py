@@ -19,7 +19,7 @@ class SessionSlots:
         self.all = slots
         self.text: list[int] = []
         self.nodes: dict[Node, int] = {}
-        self._free = slots.tolist()
+        self._free = slots[::-1].tolist()  # so that a text lies in ascending slots, which are read without a copy
 
     def add_text(self, count: int) -> list[int]:
         """Take slots for the next `count` tokens of the text, and return them."""

@@ -16,7 +16,7 @@ with needed_by("verifier", "verifier"):
     from specdec.command_line import run_command
     from specdec.engine import fast_paths, start_phases
     from specdec.engine.cpu_count import MOST_THREADS, threads_for
-    from specdec.engine.engine import Engine, touch_memory
+    from specdec.engine.engine import Engine, LazyMemory, touch_memory
     from specdec.engine.engines.loading import load_engine
     from specdec.engine.memory import set_memory_policy
     from specdec.engine.model_directory import ModelDirectory
@@ -214,7 +214,9 @@ def main(
             )
         local_draft = None
         for draft in drafts:
-            local_draft = DraftModelProposer(load_engine(engine, draft, **options(ranks)), draft.context)
+            promised = loaded.kv_bytes if isinstance(loaded, LazyMemory) else 0
+            small = load_engine(engine, draft, promised=promised, **options(ranks))
+            local_draft = DraftModelProposer(small, draft.context)
         loop = StepLoop(loaded, step_rows=step_rows, suffix_cache_tokens=suffix_cache_tokens, draft_model=local_draft)
         loop.start()
         grammars = GrammarCompiler.of(directory)

@@ -137,6 +137,8 @@ def _bound(folder: Path) -> None:
     """Remove the entries that were not used for longest, once all take more than MOST_BYTES."""
     entries = []
     for each in os.scandir(folder):
+        if not each.is_file(follow_symlinks=False):  # exports of drafts lie here as well
+            continue
         try:
             found = each.stat(follow_symlinks=False)
         except FileNotFoundError:  # another process was quicker

@@ -43,9 +43,9 @@ class Engine(Protocol):
 class GpuSampling(Protocol):
     """Steps of an engine whose logits stay on the GPU, which samples from them there."""
 
-    def step(self, batch: PackedBatch, asked: Mapping[int, SamplingQuery]) -> StepLogits:
-        """Run a forward pass and return its wanted rows. `asked` are the sampling queries known in advance, by the
-        index of their row among the wanted ones."""
+    def step(self, batch: PackedBatch, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
+        """Run a forward pass and return its wanted rows. `asked` works out the sampling queries known in advance, by
+        the index of their row among the wanted ones: while the device computes, if it does so by itself."""
 
 
 Step = Callable[[PackedBatch, Callable[[], Mapping[int, SamplingQuery]]], StepLogits]
@@ -56,7 +56,7 @@ queries; it is called only for engines that use them in advance."""
 def step_of(engine: Engine) -> Step:
     """Return the function that runs a step of this engine."""
     if isinstance(engine, GpuSampling):
-        return lambda batch, asked: engine.step(batch, asked())
+        return engine.step
     return lambda batch, _: HostLogits(engine.forward(batch))
 
 
@@ -98,6 +98,8 @@ def cpu_threads(engine: Engine) -> CpuThreads | None:
 @runtime_checkable
 class LazyMemory(Protocol):
     """KV memory that the system hands out where it is first written, which takes a part of a step's time."""
+
+    kv_bytes: int  # of all of it
 
     def touch_memory(self) -> None:
         """Have it hand out all of it. For a thread of its own: passes can be made meanwhile."""

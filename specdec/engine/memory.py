@@ -31,10 +31,12 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # malloc.h
 MOST_KEPT = 1 << 30
 
 
-def slots_for(slot_bytes: int, context: int, device: str, sharers: int = 1) -> int:
+def slots_for(slot_bytes: int, context: int, device: str, sharers: int = 1, promised: int = 0) -> int:
     """Return the number of slots of `slot_bytes` each for a model of `context` tokens, on a device that `sharers`
-    processes share evenly; UnsupportedModelError if fewer than LEAST_SLOTS fit."""
-    slots = min(max(LEAST_SLOTS, TEXTS * context), int(SHARE * free_bytes(device)) // sharers // slot_bytes)
+    processes share evenly, and of which `promised` bytes belong to another model of this process although the system
+    has not handed them out; UnsupportedModelError if fewer than LEAST_SLOTS fit."""
+    free = max(0, free_bytes(device) - promised)
+    slots = min(max(LEAST_SLOTS, TEXTS * context), int(SHARE * free) // sharers // slot_bytes)
     if slots < LEAST_SLOTS:
         raise UnsupportedModelError(
             f"free memory has room for {slots} tokens of keys and values, at least {LEAST_SLOTS} are needed: "

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,21 @@ MOST_ID = (1 << 32) - 1
 """Largest token id in tokenizer.json, whose ids may lie beyond the model's vocabulary."""
 
 
+LEFT_OUT: dict[object, dict[str, Any]] = {
+    "gemma3": {
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+        "hidden_size": 2304,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+    }
+}
+"""`model_type` of a multimodal model to fields that published ones leave out of `text_config`, and what transformers
+then takes."""
+
+
 @dataclass(frozen=True)
 class ModelDirectory:
     """A model's directory, and what it tells of the model without loading it.
@@ -65,9 +80,10 @@ class ModelDirectory:
             raise ModelDirectoryError(f"{self.path}: no such directory")
         _ = self.name, self.vocabulary, self.context, self.end_tokens
         text = self._text_config
-        for key in ("quantization_config", "rope_parameters", "rope_scaling"):  # `hf/pretrained.py` reads them
-            if text.has(key):
-                text.fields(key)
+        for each in (text, self._whole_config):
+            for key in ("quantization_config", "rope_parameters", "rope_scaling"):  # `hf/pretrained.py` reads them
+                if each.has(key):
+                    each.fields(key)
         if text.has("sliding_window"):
             text.integer("sliding_window", 0, LONGEST_CONTEXT)
 
@@ -90,7 +106,10 @@ class ModelDirectory:
     @cached_property
     def _text_config(self) -> Fields:
         whole = self._whole_config
-        return whole.fields("text_config") if whole.has("text_config") else whole
+        if not whole.has("text_config"):
+            return whole
+        text = whole.fields("text_config")
+        return replace(text, content=LEFT_OUT.get(whole.content.get("model_type"), {}) | text.content)
 
     @property
     def model_type(self) -> str:
@@ -101,6 +120,13 @@ class ModelDirectory:
     def config(self) -> dict[str, Any]:
         """The fields of config.json; for a multimodal model those of its text part."""
         return self._text_config.content
+
+    @property
+    def quantisation(self) -> dict[str, Any] | None:
+        """The field `quantization_config`, which multimodal models have beside their text part; None if the weights are
+        not quantised."""
+        sources = (self._text_config.content, self._whole_config.content)
+        return next((each["quantization_config"] for each in sources if each.get("quantization_config")), None)
 
     @cached_property
     def tokenizer_config(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from specdec.engine import cache_folder
 from specdec.engine.cpu import openmp, packed_gemm
@@ -78,6 +79,19 @@ def test_the_oldest_entries_make_room(folder: Path, monkeypatch: pytest.MonkeyPa
         for entry in folder.iterdir():
             os.utime(entry, (entry.stat().st_mtime - 100,) * 2)
     assert [cache_folder.read("kind", number) is None for number in range(3)] == [True, False, False]
+
+
+def test_folders_are_no_entries(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports of drafts lie beside them."""
+    monkeypatch.setattr(cache_folder, "MOST_BYTES", 300)
+    cache_folder.write(bytes(10), "kind", 0)
+    (folder / "onnx-2").mkdir()
+    os.utime(folder / "onnx-2", (0, 0))
+    with capture_logs() as logged:
+        for number in range(4):
+            cache_folder.write(bytes(100), "kind", number)
+    assert logged == []
+    assert cache_folder.read("kind", 3) is not None
 
 
 START = """

@@ -22,6 +22,7 @@ import safetensors.torch
 import torch
 import transformers
 from numpy.typing import NDArray
+from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec.engine.engine import Engine, Placed, UnsupportedModelError, cpu_threads, hidden_states
@@ -571,6 +572,30 @@ class TestRefusals:
         edit(llama / "config.json", rope_parameters={"rope_type": kind, "factor": 2.0, "rope_theta": 10000.0})
         with pytest.raises(UnsupportedModelError, match=f"llama: {kind} rotary embeddings depend on"):
             self.load(llama)
+
+    def test_such_embeddings_by_another_name(self, tmp_path: Path) -> None:
+        """transformers takes "yarn" of Phi-3 for longrope."""
+        size = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+        factors = [1.0] * 8
+        rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": factors, "long_factor": factors}
+        config = transformers.Phi3Config(
+            vocab_size=VOCABULARY, pad_token_id=0, original_max_position_embeddings=64, rope_parameters=rope, **size
+        )
+        directory = save(transformers.Phi3ForCausalLM(config), tmp_path)
+        edit(directory / "config.json", rope_parameters=rope | {"rope_type": "yarn"})
+        with pytest.raises(UnsupportedModelError, match="longrope rotary embeddings depend on"):
+            self.load(directory)
+
+    def test_tensors_that_nothing_uses_are_told(self, llama: Path) -> None:
+        """Such as biases that config.json does not tell of."""
+        file = llama / "model.safetensors"
+        tensors = safetensors.torch.load_file(file)
+        name = "model.layers.0.self_attn.q_proj"
+        safetensors.torch.save_file(tensors | {f"{name}.bias": torch.zeros(len(tensors[f"{name}.weight"]))}, file)
+        with capture_logs() as logged:
+            self.load(llama)
+        (told,) = [each for each in logged if each["event"] == "tensors_not_used"]
+        assert told["one"] == f"{name}.bias"
 
     def test_such_embeddings_in_one_kind_of_layer(self, tmp_path: Path) -> None:
         """Gemma 3 has parameters for each kind of layer."""

@@ -35,6 +35,15 @@ def test_slots_take_their_share() -> None:
     assert slots_for(1, 1000, "cpu") == TEXTS * 1000  # more is of little use
 
 
+def test_what_is_promised_to_another_model_is_not_given_again() -> None:
+    slot = machine() // 100_000
+    first = slots_for(slot, 1 << 20, "cpu")
+    second = slots_for(slot, 1 << 20, "cpu", promised=first * slot)
+    assert (first + second) * slot < free_bytes("cpu")
+    with pytest.raises(UnsupportedModelError, match="--kv-tokens"):
+        slots_for(slot, 1 << 20, "cpu", promised=2 * machine())
+
+
 FAULTS_OF_A_SECOND_USE = """
 import resource
 from specdec.engine.memory import keep_freed_memory

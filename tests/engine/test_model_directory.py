@@ -14,11 +14,22 @@ from typing import Any
 
 import onnx
 import pytest
+import transformers
 
+from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.hf.pretrained import DTYPES, load
-from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import (
+    COPY_GRAPH,
+    DESCRIPTION,
+    GRAPH,
+    LEFT_OUT,
+    ModelDirectory,
+    ModelDirectoryError,
+)
 from specdec.engine.onnx.engine import OnnxEngine
 from specdec.engine.onnx.export import copy_graph
+from specdec.engine.preflight.memory_needed import numbers_of_a_token
+from specdec.engine.preflight.quantisation import check_outliers, quantised_by
 from tests.models import CONTEXT, END, VOCABULARY, make
 
 ROOT = Path(__file__).parent.parent.parent
@@ -392,3 +403,28 @@ def test_a_program_says_one_line_and_ends(
     assert out == ""
     assert len(errors.splitlines()) == 1
     assert errors.startswith(f"{name}: {directory}/{said}")
+
+
+def multimodal(directory: Path, text: dict[str, Any], **fields: Any) -> ModelDirectory:
+    """A model of text and images, whose config.json has the text's part apart."""
+    (directory / CONFIG).write_text(json.dumps({"model_type": "gemma3", "text_config": text} | fields))
+    return ModelDirectory(directory)
+
+
+def test_what_published_models_leave_out_is_what_transformers_takes(directory: Path) -> None:
+    """Gemma 3's text_config has what differs from the defaults of its class, and no more."""
+    default = transformers.Gemma3TextConfig()
+    for model_type, fields in LEFT_OUT.items():
+        assert model_type == "gemma3"
+        assert {name: getattr(default, name) for name in fields} == fields
+    found = multimodal(directory, {"hidden_size": 2560, "num_hidden_layers": 34})
+    assert (found.vocabulary, found.context) == (262_208, 131_072)
+    assert numbers_of_a_token(found) == 2 * 34 * 4 * 256
+
+
+def test_quantised_weights_are_seen_beside_the_text_part(directory: Path) -> None:
+    assert multimodal(directory, {}).quantisation is None
+    found = multimodal(directory, {}, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+    with pytest.raises(UnsupportedModelError, match="look for outliers in the whole batch"):
+        check_outliers(found)
+    assert quantised_by(found) == "bitsandbytes"

@@ -34,14 +34,15 @@ def load_engine(
     cuda_graphs: bool = True,
     ranks: Ranks | None = None,
     vllm_options: Mapping[str, Any] | None = None,
+    promised: int = 0,
 ) -> Engine:
     """Load a model into an engine; ModelDirectoryError or UnsupportedModelError says in one line why it cannot be.
 
     An engine on the CPU computes with each of `threads`, thread counts with the largest first. `dtype_of` says what
     "auto" means. Without `cuda_graphs` the engine for GPUs launches its kernels one by one; to other engines it means
-    nothing. `vllm_options` are for vLLM alone. With `ranks`, return this rank's part of a parallel engine: on rank 0 it
-    is used like any other engine, elsewhere it is a `FollowingEngine`.
-    """
+    nothing. `vllm_options` are for vLLM alone. `promised` bytes of a CPU's memory belong to another engine of this
+    process, whose KV memory is lazy (`LazyMemory`). With `ranks`, return this rank's part of a parallel engine: on rank
+    0 it is used like any other engine, elsewhere it is a `FollowingEngine`."""
     placement = Placement(kind, dtype, device, compiled=compiled)
     dtype = dtype_of(directory, placement)
     if ranks is not None:
@@ -71,6 +72,8 @@ def load_engine(
         importlib.import_module(f"specdec.engine.engines.{'cpu_engine' if device == 'cpu' else 'torch_engine'}")
     if device == "cpu" and dtype == "bfloat16" and not computes_bfloat16():
         fast_paths.found_off("bfloat16", "this processor has no bfloat16 arithmetic", "float32 is much faster here")
+    if device == "cpu":
+        options["promised"] = promised
     return _torch(kind, directory, device, threads=threads, compiled=compiled, cuda_graphs=cuda_graphs, **options)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec.engine.batch import PackedBatch
 from specdec.engine.distributed.ranks import Ranks
-from specdec.engine.engine import Engine, UnsupportedModelError
+from specdec.engine.engine import Engine, UnsupportedModelError, touch_memory
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.engines.torch_engine import TorchEngine
 from specdec.engine.hf.batch_invariance import make_exact
@@ -107,5 +107,6 @@ def follow(ranks: Ranks, load: Callable[[], Engine]) -> NoReturn:
     except Exception as error:
         ranks.fail(error)
     assert isinstance(engine, FollowingEngine)
+    touch_memory([engine])
     log.info("following", rank=ranks.rank, of=ranks.degree)
     engine.follow()

@@ -33,7 +33,8 @@ class TorchEngine:
 
     `capacity` is in slots; None takes as many as memory has room for. `exact` asks for rows that do not depend on their
     batch; the attribute of this name says whether the check at start found this to hold. With `ranks` the model is cut
-    into parts, and this engine is one of them (`parallel_engine.py`). On a CPU `engines/cpu_engine.py` is faster.
+    into parts, and this engine is one of them (`parallel_engine.py`). `promised` is of `slots_for`. On a CPU
+    `engines/cpu_engine.py` is faster.
     """
 
     threads: tuple[int, ...] = ()
@@ -48,6 +49,7 @@ class TorchEngine:
         exact: bool = True,
         backend: type[AttentionBackend] = PaddedBackend,
         ranks: Ranks | None = None,
+        promised: int = 0,
     ) -> None:
         with phase("weights"):
             self.model = load(directory, DTYPES[dtype], device, ranks)
@@ -63,7 +65,8 @@ class TorchEngine:
         self._device = torch.device(device)
         self._layers = layers = attention_of(self.model)
         slot_bytes = DTYPES[dtype].itemsize * sum(each.kv_heads * (each.width + each.value_width) for each in layers)
-        self.capacity = capacity or self._room(slot_bytes, directory.context, device, ranks)
+        self.capacity = capacity or self._room(slot_bytes, directory.context, device, ranks, promised)
+        self.kv_bytes = self.capacity * slot_bytes
         with phase("kv_cache"):
             self._backend = backend(layers, self.capacity, DTYPES[dtype], self._device)
         keep_freed_memory()  # only now: the pools themselves are allocated faster from the system, in huge pages
@@ -112,10 +115,10 @@ class TorchEngine:
             tile(self.model, classes)
 
     @staticmethod
-    def _room(slot_bytes: int, context: int, device: str, ranks: Ranks | None) -> int:
+    def _room(slot_bytes: int, context: int, device: str, ranks: Ranks | None, promised: int) -> int:
         """Return the number of slots that memory has room for, on every rank."""
         if ranks is None:
-            return slots_for(slot_bytes, context, device)
+            return slots_for(slot_bytes, context, device, promised=promised)
         sharers = ranks.local_degree if device == "cpu" else 1
         return min(ranks.all(ranks.together(lambda: slots_for(slot_bytes, context, device, sharers))))
 
@@ -128,7 +131,8 @@ class TorchEngine:
         with phase("compiled_loops"):  # the first pass has them compiled, if they are not kept
             reference.check(self)
         with phase("exactness"):
-            self.exact = exact and make_exact(self, reference.contents)
+            # The same layers may run with another attention: what is found holds for this one.
+            self.exact = exact and make_exact(self, reference.contents + self._backend.name.encode())
 
     def _execution(self) -> tuple[str, ...]:
         """Return the parts of the numerics fingerprint that tell how products and layers are run."""

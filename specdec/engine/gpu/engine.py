@@ -6,7 +6,7 @@ kernel by kernel, around the same attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -92,7 +92,7 @@ class GpuEngine:
         self.tile(None)
         with phase("compiled_loops"):
             own.check(self)
-        with phase("exactness"):
+        with phase("exactness"), self._computing():  # products are tried one by one, outside of passes
             self.exact = exact and make_exact(self, instead=split_k)
         self.numerics = "/".join(
             (
@@ -121,11 +121,12 @@ class GpuEngine:
             assert hidden is not None
             return np.asarray(logits.cpu().numpy()), np.asarray(hidden.float().cpu().numpy())
 
-    def step(self, batch: PackedBatch, asked: Mapping[int, SamplingQuery]) -> GpuLogits:
+    def step(self, batch: PackedBatch, asked: Callable[[], Mapping[int, SamplingQuery]]) -> GpuLogits:
         with self._computing():
             logits, _ = self._execute(batch)
-            rows = GpuLogits(logits, asked)
-            if not asked and self._device.type == "cuda":
+            queries = asked()
+            rows = GpuLogits(logits, queries)
+            if not queries and self._device.type == "cuda":
                 torch.cuda.synchronize()  # a fetch would have waited: the call must not return before the step is over
         return rows
 

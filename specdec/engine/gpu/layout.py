@@ -45,7 +45,7 @@ def tile_rows_for(shared: int) -> int:
 @dataclass(frozen=True)
 class SplitKvBatch(PackedBatch):
     """A split-KV batch: tile u is split tile_splits[u] of a text, with its slots tile_keys[u], for the rows
-    tile_row_counts[u, : tile_counts[u]]. Tiles without rows are padding.
+    tile_row_indices[u, : tile_counts[u]]. Tiles without rows are padding.
 
     The partial of row r over split s has the number first_partials[r] + s, out of `partials`.
     """

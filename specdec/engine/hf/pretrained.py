@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any, NamedTuple
 
+import structlog
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -21,11 +22,13 @@ from specdec.engine.hf.random_weights import RandomWeights
 from specdec.engine.hf.shards import check_plan
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.model_file import in_one_line
-from specdec.engine.preflight.architectures import check_layers
+from specdec.engine.preflight.architectures import check_layers, check_rope
 from specdec.engine.preflight.quantisation import check_quantisation, quantised_by
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PROBE = "specdec-probe"
+
+log = structlog.get_logger()
 
 
 class LayerAttention(NamedTuple):
@@ -46,9 +49,7 @@ def load(directory: ModelDirectory, dtype: torch.dtype, device: str, ranks: Rank
     if ranks is None:
         _check_configuration(directory, device)
         return _whole(directory, dtype, device)
-    ranks.together(
-        lambda: check_plan(directory.name, _check_configuration(directory, device).get_text_config(), ranks.degree)
-    )
+    ranks.together(lambda: check_plan(directory.name, _check_configuration(directory, device), ranks.degree))
     fingerprints = ranks.all(ranks.together(lambda: directory.model_fingerprint))
     for rank, fingerprint in enumerate(fingerprints):
         if fingerprint != fingerprints[0]:
@@ -59,7 +60,7 @@ def load(directory: ModelDirectory, dtype: torch.dtype, device: str, ranks: Rank
 def _whole(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTrainedModel:
     if isinstance(directory, RandomWeights):
         return _drawn(directory, dtype, device)
-    if quantised_by(directory.config) is None or device == "cpu":
+    if quantised_by(directory) is None or device == "cpu":
         model = _read(directory, dtype).to(device)
     else:
         model = _read(directory, dtype, device_map={"": device})  # not all kinds of quantised weights can be moved
@@ -83,7 +84,7 @@ def _read(directory: ModelDirectory, dtype: torch.dtype, **options: Any) -> PreT
             **options,
         )
     except Exception as error:  # transformers' errors have no common base
-        quantised = f" (quantised by {method})" if (method := quantised_by(directory.config)) else ""
+        quantised = f" (quantised by {method})" if (method := quantised_by(directory)) else ""
         raise ModelDirectoryError(f"{directory.path}{quantised}: cannot be loaded: {in_one_line(error)}") from error
     if report["missing_keys"]:  # transformers would go on with random numbers
         missing = sorted(report["missing_keys"])
@@ -93,6 +94,9 @@ def _read(directory: ModelDirectory, dtype: torch.dtype, **options: Any) -> PreT
         raise ModelDirectoryError(
             f"{directory.path}: {name} has the sizes {list(stored)}, by config.json they are {list(expected)}"
         )
+    if report["unexpected_keys"]:  # such as biases that config.json does not tell of
+        unused = sorted(report["unexpected_keys"])
+        log.warning("tensors_not_used", model=directory.name, count=len(unused), one=unused[0])
     return model.eval()
 
 
@@ -128,6 +132,7 @@ def _check_configuration(directory: ModelDirectory, device: str) -> PretrainedCo
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     except Exception as error:  # transformers' errors have no common base
         raise ModelDirectoryError(f"{directory.path}: cannot be loaded: {in_one_line(error)}") from error
+    check_rope(directory, config.get_text_config().to_dict())  # it may call a kind of rotary embeddings by another name
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if layers is not None and layers < 1:
         raise ModelDirectoryError(f"{directory.path}: config.json asks for {layers} layers, must be at least 1")

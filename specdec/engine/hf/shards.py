@@ -32,6 +32,8 @@ copy of."""
 
 def check_plan(name: str, config: Any, degree: int) -> None:
     """Raise UnsupportedModelError if a model of this configuration cannot be cut into `degree` parts."""
+    quantised = getattr(config, "quantization_config", None) is not None  # a multimodal model's is not in its text part
+    config = config.get_text_config()
     plan: Mapping[str, str] | None = getattr(config, "base_model_tp_plan", None)
     if not plan:
         raise UnsupportedModelError(f"{name}: transformers has no tensor parallel plan for {config.model_type}")
@@ -41,7 +43,7 @@ def check_plan(name: str, config: Any, degree: int) -> None:
             f"{name}: the tensor parallel plan for {config.model_type} asks for {', '.join(foreign)}, "
             "which is not supported"
         )
-    if getattr(config, "quantization_config", None) is not None:
+    if quantised:
         raise UnsupportedModelError(f"{name}: quantised weights are not cut into parts")
     heads = config.num_attention_heads
     for kind, count in (("attention", heads), ("key/value", getattr(config, "num_key_value_heads", None) or heads)):

@@ -215,6 +215,7 @@ def exported(directory: ModelDirectory, dtype: Dtype = "float32") -> Path:
     # The graph's version is part of the path, so that a newer exporter does not find an older one's files.
     target = cache / "specdec" / "onnx-2" / dtype / directory.model_fingerprint[:24] / directory.name
     if not (target / DESCRIPTION).is_file():
+        (cache / "specdec").mkdir(mode=0o700, parents=True, exist_ok=True)  # as `cache_folder.py` wants it
         export(directory, target, dtype)
     return target
 

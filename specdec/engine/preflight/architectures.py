@@ -73,14 +73,20 @@ def check_architecture(directory: ModelDirectory) -> None:
 
 def check_layers(directory: ModelDirectory) -> None:
     """Raise UnsupportedModelError if the configuration asks for layers that depend on the whole batch."""
-    for rope_type in _rope_types(directory.config):
-        if rope_type in ("dynamic", "longrope"):
+    check_rope(directory, directory.config)
+    if directory.config.get("attention_chunk_size"):
+        raise UnsupportedModelError(f"{directory.name}: chunked attention is not supported")
+
+
+def check_rope(directory: ModelDirectory, config: dict[str, Any]) -> None:
+    """Raise UnsupportedModelError if rotary embeddings of a configuration, the model's own or what transformers makes
+    of it, depend on the whole batch."""
+    for rope_type in _rope_types(config):
+        if rope_type in ("dynamic", "longrope", "su"):  # "su" is an older name
             raise UnsupportedModelError(
                 f"{directory.name}: {rope_type} rotary embeddings depend on the longest text in a batch, "
                 "so that a session's tokens would depend on its neighbours"
             )
-    if directory.config.get("attention_chunk_size"):
-        raise UnsupportedModelError(f"{directory.name}: chunked attention is not supported")
 
 
 def _rope_types(config: dict[str, Any]) -> list[str]:

@@ -58,7 +58,7 @@ def memory_needed(directory: ModelDirectory, placement: Placement) -> MemoryNeed
         weights = sum(file.stat().st_size for file in directory.weights() if ".onnx" in file.name)
         numbers = _numbers_of_an_export(directory)
     else:
-        weights = bytes_of(directory, None if "quantization_config" in directory.config else BYTES[dtype])
+        weights = bytes_of(directory, BYTES[dtype] if directory.quantisation is None else None)
         numbers = numbers_of_a_token(directory)
     kv = tokens * numbers * BYTES[dtype]
     return MemoryNeeded(directory.name, dtype, int(weights * placement.share), tokens, int(kv * placement.share))

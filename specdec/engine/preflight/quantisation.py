@@ -5,7 +5,7 @@ Only torchao's is tested here. docs/which-models-run.md has this table.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.preflight.device import installed
@@ -57,15 +57,15 @@ METHODS: dict[str, Method] = {
 """`quant_method` of quantization_config to what it takes."""
 
 
-def quantised_by(config: dict[str, Any]) -> str | None:
+def quantised_by(directory: ModelDirectory) -> str | None:
     """Return the method by which a model's weights are quantised; None if they are not."""
-    quantisation = config.get("quantization_config")
+    quantisation = directory.quantisation
     return None if quantisation is None else str(quantisation.get("quant_method"))
 
 
 def check_quantisation(directory: ModelDirectory, device: str) -> None:
     """Raise UnsupportedModelError, by name, if a model's weights are quantised in a way that cannot be run here."""
-    name = quantised_by(directory.config)
+    name = quantised_by(directory)
     if name is None:
         return
     subject = f"{directory.name}: quantised by {name}"
@@ -86,7 +86,7 @@ def check_quantisation(directory: ModelDirectory, device: str) -> None:
 
 def check_outliers(directory: ModelDirectory) -> None:
     """Raise UnsupportedModelError for weights in 8 bits whose products look at the whole batch."""
-    quantisation = directory.config.get("quantization_config") or {}
+    quantisation = directory.quantisation or {}
     if quantisation.get("load_in_8bit") and quantisation.get("llm_int8_threshold", 6.0):
         raise UnsupportedModelError(
             f"{directory.name}: bitsandbytes' 8 bits look for outliers in the whole batch, so that a session's "

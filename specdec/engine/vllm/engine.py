@@ -187,10 +187,11 @@ class VllmEngine:
 class SamplingVllmEngine(VllmEngine):
     """The engine where logits are on a GPU or in another process: they stay there, and tokens come back."""
 
-    def step(self, batch: PackedBatch, asked: Mapping[int, SamplingQuery]) -> WorkerLogits:
-        """Run a forward pass and return its wanted rows, as `GpuSampling` has it."""
+    def step(self, batch: PackedBatch, asked: Callable[[], Mapping[int, SamplingQuery]]) -> WorkerLogits:
+        """Run a forward pass and return its wanted rows, as `GpuSampling` has it. The queries go with the batch."""
         self._compute_here()
-        return WorkerLogits(self._call, asked, self._call("specdec_step", batch, asked))
+        queries = asked()
+        return WorkerLogits(self._call, queries, self._call("specdec_step", batch, queries))
 
 
 class WorkerLogits:
