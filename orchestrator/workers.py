@@ -13,6 +13,7 @@ import contextlib
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -73,7 +74,7 @@ class Workers:
         self._all_ready = all_ready
         self._awaited: set[int] = set()  # workers that have not been ready yet
         self._processes: set[Process] = set()
-        self._restarts = Restarts()
+        self._restarts: defaultdict[int, Restarts] = defaultdict(Restarts)  # of each worker: several may die at once
         self._failure: StartError | None = None
         self._ending = asyncio.Event()
 
@@ -96,9 +97,14 @@ class Workers:
     async def _keep_up(self, number: int) -> None:
         while not self._ending.is_set():
             # In a session of its own: Ctrl-C is for the supervisor, which ends its workers in order.
-            process = await asyncio.create_subprocess_exec(
-                *self._command(number), stdin=PIPE, stdout=PIPE, start_new_session=True
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self._command(number), stdin=PIPE, stdout=PIPE, start_new_session=True
+                )
+            except OSError as error:  # no memory or no process to be had now; the other workers go on
+                log.warning("worker_not_started", why=str(error))
+                await self._died(number, str(error))
+                continue
             self._processes.add(process)
             if self._ending.is_set():  # it was being started when the others were ended
                 process.terminate()
@@ -108,23 +114,24 @@ class Workers:
             status = await process.wait()
             self._processes.remove(process)
             if not self._ending.is_set():
-                await self._died(number, process.pid, status)
+                log.warning("worker_died", pid=process.pid, status=status)
+                await self._died(number, f"status {status}")
 
     def _is_ready(self, number: int) -> None:
-        self._restarts.ready()
+        self._restarts[number].ready()
         if number in self._awaited:
             self._awaited.remove(number)
             if not self._awaited:
                 self._all_ready()
 
-    async def _died(self, number: int, pid: int, status: int) -> None:
+    async def _died(self, number: int, why: str) -> None:
         """Wait until the next start of a worker, or give all of them up."""
-        log.warning("worker_died", pid=pid, status=status)
-        pause = self._restarts.died()
+        restarts = self._restarts[number]
+        pause = restarts.died()
         if number in self._awaited:
             self._give_up("a worker did not start (its own message is above)")
         elif pause is None:
-            self._give_up(f"workers died {self._restarts.deaths} times in a row, the last with status {status}")
+            self._give_up(f"a worker died {restarts.deaths} times in a row, the last time with {why}")
         else:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), pause)

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+MERGE = "tag:yaml.org,2002:merge"
+
 
 class YamlFileError(Exception):
     """A file cannot be read, or is no YAML; the message is one line that does not name the file."""
@@ -24,9 +26,11 @@ def load(path: Path) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        found = super().construct_mapping(node, deep)
-        if len(found) < len(node.value):
-            key, _ = Counter(self.construct_object(key, deep=deep) for key, _ in node.value).most_common(1)[0]
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Refuse keys that stand twice in the text; those that a merge (`<<`) brings may be replaced."""
+        node = super().compose_mapping_node(anchor)
+        keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != MERGE]
+        if len(set(keys)) < len(keys):
+            (_, key), _ = Counter(keys).most_common(1)[0]
             raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", node.start_mark)
-        return found
+        return node

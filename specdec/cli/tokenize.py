@@ -40,7 +40,10 @@ def tokenize(
     api_key_file: ApiKeyFile = None,
 ) -> None:
     """Print the tokens of a prompt, a line each: id and text. Nothing is generated."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+    except UnicodeDecodeError as error:
+        fail(f"stdin: {error}", ExitStatus.USAGE)
     if chat and not special:
         fail("--no-special goes with plain text: a chat template says itself what it adds", ExitStatus.USAGE)
     allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)

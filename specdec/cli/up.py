@@ -114,9 +114,10 @@ def up(
     of_draft = passed["draft"]
     of_orchestrator: Values = {"host": host} | passed["orchestrator"]
     of_openai: Values = {"host": host}
-    drain = max(
-        float(values.get("drain_seconds", DRAIN_SECONDS)) for values in (of_verifier, of_draft, of_orchestrator)
-    )
+    draining = (of_verifier, of_draft, of_orchestrator, of_openai)
+    drain = max(float(values.get("drain_seconds", DRAIN_SECONDS)) for values in draining)
+    for values in draining:  # a text ends with the first of its services that does
+        values.setdefault("drain_seconds", drain)
     try:
         # 1. What can be known now is not found out by services that load.
         if openai_port is not None and "tls_cert" in of_orchestrator:

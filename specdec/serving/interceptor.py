@@ -7,6 +7,7 @@ they wait, at once.
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -45,7 +46,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         event loop for half a second. A call goes through all `gates`."""
         self._max_request_bytes = max_request_bytes
         self._gates = tuple(gates)
-        self._openings = Openings(REQUEST_SECONDS)
+        # By service: who may call but one of them, such as that for health checks, ends no calls of the others.
+        self._openings: defaultdict[str, Openings] = defaultdict(lambda: Openings(REQUEST_SECONDS))
 
     async def intercept_service(
         self,
@@ -68,16 +70,21 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 guarded(handler.stream_stream, check), handler.request_deserializer, handler.response_serializer
             )
         behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
-        single = self._single(behaviour, handler.request_deserializer, answers_once=not handler.response_streaming)
+        single = self._single(
+            behaviour,
+            handler.request_deserializer,
+            self._openings[method.rpartition("/")[0]],
+            answers_once=not handler.response_streaming,
+        )
         return grpc.stream_stream_rpc_method_handler(guarded(single, check), None, handler.response_serializer)
 
     def _single(
-        self, behaviour: Callable[..., Any], decode: Callable[[bytes], Any], *, answers_once: bool
+        self, behaviour: Callable[..., Any], decode: Callable[[bytes], Any], openings: Openings, *, answers_once: bool
     ) -> Callable[..., Awaitable[None]]:
         """Wrap a method with one request as one with a stream of encoded requests."""
 
         async def call(requests: AsyncIterator[bytes], context: Context) -> None:
-            message = await self._openings.first(requests)
+            message = await openings.first(requests)
             if message is None:
                 raise InvalidRequestError([("request", "is missing: the call ended without one")])
             if len(message) > (most := self._max_request_bytes()):

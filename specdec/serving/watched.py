@@ -48,6 +48,7 @@ class Watched(Generic[Contents]):
         self._files = files
         self._lock = threading.Lock()
         self._refused: Version | None = None
+        self._gone = False
         try:
             self._version = files.version()
         except OSError:
@@ -60,12 +61,16 @@ class Watched(Generic[Contents]):
         with self._lock:
             try:
                 version = self._files.version()
+                self._gone = False
                 if version in (self._version, self._refused):
                     return False
                 contents = self._files.read()
                 if self._files.version() != version:  # in the middle of being replaced
                     return False
-            except OSError:  # a file is gone for a moment
+            except OSError as error:  # a file is gone, if only for a moment
+                if not self._gone:
+                    log.warning("files_refused", what=self._files.what, why=str(error))
+                self._gone = True
                 return False
             except self._files.unusable as error:
                 log.warning("files_refused", what=self._files.what, why=str(error))

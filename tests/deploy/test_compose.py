@@ -18,7 +18,7 @@ from deploy.images import probe
 from orchestrator.workers import END_SECONDS
 from specdec import ports
 from specdec.client.address import Address
-from specdec.serving.process.server import NOT_SERVING, SERVING
+from specdec.serving.process.health import NOT_SERVING, SERVING
 from tests.deploy.dockerfiles import (
     COMPOSE,
     PORTS,

@@ -13,7 +13,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
 from orchestrator.readiness import VERIFIER, Readiness
-from specdec.serving.process.server import NOT_SERVING, SERVING
+from specdec.serving.process.health import NOT_SERVING, SERVING
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.captured_logs import captured_logs
 from tests.orchestrator.samples import MODEL

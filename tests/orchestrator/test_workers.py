@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -16,22 +17,26 @@ from typing import Any
 import grpc
 import pytest
 
+from orchestrator.workers import Workers
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 from specdec.serving import checksum
 from specdec.serving.identity import PROTOCOL_VERSION
+from specdec.serving.process.restarts import DEATHS
 from specdec.v2 import generation_pb2, generation_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
 from testing.processes import alive, children_of
 from tests.stack import request_of, served, until
 
 WORKERS = 2
-LONG = 400
+LONG = 4000
 """Tokens of a text that is not over before the test says so."""
 
 LAST = 6
 """The token that ends it."""
 
-PATIENCE = 20.0
+PATIENCE = 120.0
+
+pytestmark = pytest.mark.timeout(600)
 
 
 class SlowVerifier(verifier_pb2_grpc.VerifierServiceServicer):
@@ -249,14 +254,54 @@ async def test_workers_that_cannot_stay_up_are_given_up() -> None:
         async with asyncio.timeout(PATIENCE):
             while process.returncode is None:
                 for pid in set(children_of(process.pid)) - killed:
-                    if len(killed) < 5:
+                    if len(killed) < 2 * DEATHS - 1:  # so that one of the two dies so often
                         os.kill(pid, signal.SIGKILL)
                         killed.add(pid)
                 await asyncio.sleep(0.01)
         status, out, errors = await ended(process)
         assert (status, out) == (1, "")
-        assert "orchestrator: workers died 5 times in a row, the last with status -9" in errors
+        assert "orchestrator: a worker died 5 times in a row, the last time with status -9" in errors
         assert "Traceback" not in errors
+
+
+READY_FOR_LONG = "import time; print('ready', flush=True); time.sleep(600)"
+
+
+async def test_many_that_die_at_once_are_all_started_again() -> None:
+    """Of memory, say: what each of them does in a row is what counts."""
+    count, ready = 2 * DEATHS, asyncio.Event()
+    workers = Workers(lambda number: [sys.executable, "-c", READY_FOR_LONG], ready.set)
+    running = asyncio.create_task(workers.run(count))
+    async with asyncio.timeout(PATIENCE):
+        await ready.wait()
+        first = set(workers._processes)
+        for process in first:
+            process.kill()
+        await until(lambda: len(workers._processes - first) == count)
+        workers.end(signal.SIGTERM)
+        await running
+
+
+async def test_a_worker_that_cannot_be_started_now_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the machine has no memory for it, say. The others go on."""
+    ready, spawn, refused = asyncio.Event(), asyncio.create_subprocess_exec, iter((False, False, True, True, False))
+
+    async def scarce(*command: str, **options: Any) -> Process:
+        if next(refused):
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return await spawn(*command, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", scarce)
+    workers = Workers(lambda number: [sys.executable, "-c", READY_FOR_LONG], ready.set)
+    running = asyncio.create_task(workers.run(2))
+    async with asyncio.timeout(PATIENCE):
+        await ready.wait()
+        (one, other) = workers._processes
+        one.kill()
+        await until(lambda: len(workers._processes) == 2 and one not in workers._processes)
+        assert other in workers._processes
+        workers.end(signal.SIGTERM)
+        await running
 
 
 async def test_one_worker_is_the_process_itself() -> None:

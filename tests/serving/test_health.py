@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.metrics_core import Metric
 
-from specdec.serving.process.server import NOT_SERVING, SERVING, report_health
+from specdec.serving.interceptor import CallInterceptor
+from specdec.serving.process.health import NOT_SERVING, SERVING, HealthServicer, report_health
 from specdec.serving.timeline import Timelines
 
 
@@ -38,8 +41,10 @@ class Service:
 @asynccontextmanager
 async def reported(service: Service) -> AsyncIterator[Callable[..., Awaitable[None]]]:
     """Health checks of a service; what is yielded waits until those of these names have a status."""
-    checks = health.aio.HealthServicer()
+    checks = HealthServicer()
     reporting = asyncio.create_task(report_health(service, checks))
+
+    context: Any = Context()
 
     async def until(status: int, *names: str) -> None:
         async with asyncio.timeout(10):
@@ -47,7 +52,7 @@ async def reported(service: Service) -> AsyncIterator[Callable[..., Awaitable[No
                 request = health_pb2.HealthCheckRequest(service=name)
                 while True:
                     try:
-                        if (await checks.Check(request, Context())).status == status:
+                        if (await checks.Check(request, context)).status == status:
                             break
                     except LookupError:  # not known yet
                         pass
@@ -83,3 +88,38 @@ class Context:
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> None:
         raise LookupError(details)
+
+
+@asynccontextmanager
+async def asked(checks: HealthServicer) -> AsyncIterator[health_pb2_grpc.HealthStub]:
+    """A stub of a server that answers health checks."""
+    server = grpc.aio.server(interceptors=[CallInterceptor()])
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield health_pb2_grpc.HealthStub(channel)
+    await server.stop(None)
+
+
+async def test_a_drain_is_told_whatever_is_reported_then() -> None:
+    checks = HealthServicer()
+    checks.report({"a.Service": True})
+    async with asked(checks) as stub:
+        request = health_pb2.HealthCheckRequest(service="a.Service")
+        assert (await stub.Check(request, timeout=10)).status == SERVING
+        checks.drain()
+        checks.report({"a.Service": True})
+        assert (await stub.Check(request, timeout=10)).status == NOT_SERVING
+
+
+async def test_what_cannot_be_answered_has_a_status() -> None:
+    """Nobody watches: a watcher that does not read would hold up changes and the drain."""
+    async with asked(HealthServicer()) as stub:
+        request = health_pb2.HealthCheckRequest(service="nobody")
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.Check(request, timeout=10)
+        assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.Watch(request, timeout=10).read()
+        assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from specdec.serving import opening
-from specdec.serving.errors import DeadlineError
+from specdec.serving.errors import DeadlineError, OverloadedError
 from specdec.serving.opening import Openings
 
 
@@ -44,7 +44,7 @@ async def test_of_too_many_the_oldest_is_ended(monkeypatch: pytest.MonkeyPatch) 
     waiting = [asyncio.create_task(openings.first(silence())) for _ in range(3)]
     await asyncio.sleep(0)  # each waits now
     assert await openings.first(words(b"one")) == b"one"
-    with pytest.raises(DeadlineError):
+    with pytest.raises(OverloadedError, match="3 later calls"):
         await waiting[0]
     assert not waiting[1].done()
     for task in waiting:

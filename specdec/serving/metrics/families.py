@@ -65,7 +65,7 @@ class Families:
 
     def process(self, pod: model_pb2.PodInfo, serving: bool) -> None:
         """Add what every service tells of its process."""
-        self.gauge("serving", "1 while the service takes calls, as its health check says; else 0.", serving)
+        self.gauge("serving", "1 while the service can serve requests, else 0; through a drain as before it.", serving)
         self.made.append(InfoMetricFamily(self._name("build"), "Version of the service.", {"version": pod.version}))
 
     def traffic(self, traffic: Traffic) -> None:

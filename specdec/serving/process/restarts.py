@@ -20,7 +20,7 @@ FIRST_PAUSE_SECONDS = 0.25
 
 
 class Restarts:
-    """The deaths in a row of one process, or of several that do the same."""
+    """The deaths in a row of one process."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client.metrics_core import Metric
 
@@ -31,6 +31,7 @@ from specdec.serving.metrics.endpoint import MetricsEndpoint
 from specdec.serving.metrics.families import Families
 from specdec.serving.mux.servicer import MuxServicer
 from specdec.serving.process import logs
+from specdec.serving.process.health import HealthServicer, report_health
 from specdec.serving.process.listening import ListenError, bound
 from specdec.serving.process.log_stream import guard_stderr
 from specdec.serving.timeline import Timelines
@@ -69,11 +70,6 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
-
-SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-
-HEALTH_SECONDS = 0.25
-"""Seconds between two checks of whether the service works."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -181,7 +177,7 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     server = grpc.aio.server(interceptors=[interceptor], options=options)
     servers = [server]
     mux = registered(service, server)
-    checks = health.aio.HealthServicer()
+    checks = HealthServicer()
     reporting = asyncio.create_task(report_health(service, checks))
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     if settings.reflection:
@@ -205,7 +201,7 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     for number in STOP_SIGNALS:
         asyncio.get_running_loop().remove_signal_handler(number)  # a second one ends the process at once
     reporting.cancel()
-    await checks.enter_graceful_shutdown()
+    checks.drain()
     log.info("draining", seconds=settings.drain_seconds)
     mux.drain()
     await server.stop(settings.drain_seconds)
@@ -286,21 +282,6 @@ def announce(address: str) -> None:
         log.warning("not_announced", address=address, why=str(error))
 
 
-async def report_health(service: Service, checks: health.aio.HealthServicer) -> None:
-    """Keep the answers to health checks up to date: for the service, for the process, and for what it needs."""
-    reported: dict[str, bool] = {}
-    while True:
-        works = service.works
-        found = {service.name: works, "": works, **service.needs}
-        for name, serves in found.items():
-            if reported.get(name) is not serves:
-                await checks.set(name, SERVING if serves else NOT_SERVING)
-        if not works and reported.get(service.name):  # what is missing at first is told by the service
-            log.error("not_serving", service=service.name)
-        reported = found
-        await asyncio.sleep(HEALTH_SECONDS)
-
-
 def registered(service: Servicer, server: grpc.aio.Server) -> MuxServicer:
     """Have a server serve a service's methods, each stream by itself or many on one multiplexed connection; return the
     servicer of these connections."""
@@ -329,7 +310,12 @@ def stop_asked_for(settings: ServerSettings) -> asyncio.Event:
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stop.set)
     if settings.stop_with_stdin:
-        loop.add_reader(sys.stdin, _on_stdin, stop)
+        try:
+            loop.add_reader(sys.stdin, _on_stdin, stop)
+        except (OSError, ValueError):  # a file or /dev/null, which never closes later than now
+            raise StartError(
+                "--stop-with-stdin: stdin is neither a pipe nor a terminal: its end cannot be seen"
+            ) from None
     return stop
 
 
