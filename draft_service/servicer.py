@@ -21,7 +21,7 @@ from specdec.engine.fast_paths import fast_paths_off
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import GrammarError
 from specdec.serving.errors import InvalidRequestError
-from specdec.serving.grammars import compiled_grammar
+from specdec.serving.grammars import Grammars
 from specdec.serving.identity import pod_info
 from specdec.serving.messages import paths_message, rule_of, sampler_from, sampling_from
 from specdec.serving.response_queue import ResponseQueue
@@ -75,7 +75,11 @@ class DraftServicer(
         self._identity = identity
         self._limits = limits
         self._calibrations = Calibrations()
-        self._grammars = grammars
+        self._grammars = Grammars(grammars)
+
+    async def close(self) -> None:
+        await super().close()
+        self._grammars.close()
 
     def register(self, server: grpc.aio.Server) -> None:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
@@ -133,6 +137,9 @@ class DraftServicer(
 
     def takes_long(self, request: draft_pb2.DraftRequest) -> bool:
         return super().takes_long(request) or request.open.HasField("grammar")
+
+    async def prepare(self, request: draft_pb2.DraftRequest) -> None:
+        await self._grammars.prepare(request.open.grammar)
 
     def detach(self, session: Session) -> None:
         self._loop.detach(session)
@@ -204,7 +211,7 @@ class DraftServicer(
             end_tokens,
             message.max_tokens,
             context,
-            compiled_grammar(self._grammars, message.grammar),
+            self._grammars.compiled(message.grammar),
         )
         policy = self._policy(message.policy, self._limits.max_nodes)
         try:

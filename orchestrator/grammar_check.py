@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import math
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
@@ -17,7 +18,7 @@ import structlog
 
 from specdec.grammar.grammar import Grammar
 from specdec.serving.echo import cut
-from specdec.serving.errors import PROBLEM_BYTES, InternalError, InvalidRequestError, OverloadedError
+from specdec.serving.errors import PROBLEM_BYTES, InternalError, InvalidRequestError, OverloadedError, TenantLimitError
 
 log = structlog.get_logger()
 
@@ -31,7 +32,14 @@ START_SECONDS = 30.0
 """Seconds that the process may take to start."""
 
 MAX_WAITING = 64
-"""Requests that may wait for their grammars to be tried. They are tried one after another."""
+"""Grammars that may wait to be tried, one after another; those whose requests have left among them."""
+
+TENANT_SHARE = 8
+"""A tenant may have one in so many of these places."""
+
+AGAIN_SECONDS = 60.0
+"""Seconds after which a grammar that took too much is tried again: the machine may have been slow, or out of memory,
+for a reason of its own."""
 
 REMEMBERED = 1024
 """Grammars whose outcome is remembered."""
@@ -49,18 +57,26 @@ class GrammarCheck:
         self._turn = asyncio.Lock()
         # By digest, since sources may be long:
         self._trials: dict[bytes, asyncio.Task[str]] = {}  # under way
-        self._known: OrderedDict[bytes, str] = OrderedDict()  # to what is wrong; empty: nothing
+        self._owners: dict[bytes, str] = {}  # of these: whose they are
+        self._known: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+        """To what is wrong, nothing if it is empty, and until when that holds, in monotonic time."""
 
-    async def check(self, grammar: Grammar, field: str) -> None:
-        """Raise InvalidRequestError if a grammar, which comes of this field of a request, cannot be used, and
-        OverloadedError if too many wait to be tried, or the machine is too busy to try it."""
+    async def check(self, grammar: Grammar, field: str, tenant: str = "") -> None:
+        """Raise InvalidRequestError if a grammar, which comes of this field of a tenant's request, cannot be used;
+        OverloadedError if too many wait to be tried, TenantLimitError if too many of the tenant do, and OverloadedError
+        if the machine is too busy to try it."""
         asked = json.dumps({"kind": grammar.kind.value, "source": grammar.source}).encode()
         key = hashlib.sha256(asked).digest()
-        problem = self._known.get(key)
-        if problem is None:
+        problem, until = self._known.get(key, ("", 0.0))
+        if time.monotonic() >= until:
             if key not in self._trials:
                 if len(self._trials) >= MAX_WAITING:
                     raise OverloadedError(f"{len(self._trials)} grammars are waiting already, the limit is reached")
+                own = sum(owner == tenant for owner in self._owners.values())
+                if tenant and own >= max(1, MAX_WAITING // TENANT_SHARE):
+                    problem = f"{own} of its grammars are waiting already, the limit is reached"
+                    raise TenantLimitError(tenant, problem, retry_after=1.0)
+                self._owners[key] = tenant
                 self._trials[key] = asyncio.create_task(self._try(key, asked))
             # Whoever leaves does not end the trial: its answer would be taken for that to the next question.
             problem = await asyncio.shield(self._trials[key])
@@ -75,17 +91,18 @@ class GrammarCheck:
         await self._end()
 
     async def _try(self, key: bytes, asked: bytes) -> str:
-        """Return what is wrong with a grammar. It is remembered, unless the grammar may do another time: the process
-        may have been slow, or died, for a reason of its own."""
+        """Return what is wrong with a grammar, and remember it."""
         try:
             async with self._turn:
                 answer = await self._answer(asked)
         finally:
-            del self._trials[key]
+            del self._trials[key], self._owners[key]
+        until = math.inf
         if answer is None:
-            return f"takes more than {self._seconds:g} s of a processor to compile, or too much memory"
+            answer = f"takes more than {self._seconds:g} s of a processor to compile, or too much memory"
+            until = time.monotonic() + AGAIN_SECONDS
         answer = cut(answer, PROBLEM_BYTES)
-        self._known[key] = answer
+        self._known[key] = answer, until
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         return answer

@@ -12,7 +12,7 @@ from orchestrator.prompt import prompt_tokens, time_of
 from orchestrator.reasoning import Reasoning, reasoning_after, reasoning_from
 from orchestrator.resolved import digest
 from orchestrator.sample import Request, Sample
-from orchestrator.tenants.file import LONGEST_NAME, Tenant
+from orchestrator.tenants.file import Tenant
 from orchestrator.tools import tool_grammar
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Rule, Sampling
@@ -27,6 +27,7 @@ from specdec.serving.errors import (
 )
 from specdec.serving.messages import lookahead_from, rule_of
 from specdec.serving.validation import (
+    LONGEST_NAME,
     drafter_violations,
     grammar_violations,
     lookahead_violations,

@@ -285,7 +285,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         message = parsed.samples[0].grammar
         grammars = revision.grammars
         if grammars is not None and message is not None and (grammar := grammar_from(message)) is not None:
-            await grammars.check(grammar, grammar_field(request))
+            tenant = request.tenant if account.tenant is None else account.tenant.name
+            await grammars.check(grammar, grammar_field(request), tenant)
         record_parsed(timeline, parsed)
         return parsed
 

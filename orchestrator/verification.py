@@ -18,7 +18,14 @@ from orchestrator.pods import Pod
 from orchestrator.sample_context import SampleContext
 from orchestrator.verifier_choice import VerifierChoice
 from orchestrator.verifier_stream import VerifierStream
-from specdec.serving.errors import InvalidRequestError, ModelFailureError, OverloadedError, ServiceError, TooLateError
+from specdec.serving.errors import (
+    InvalidRequestError,
+    ModelFailureError,
+    OverloadedError,
+    PromptTooLongError,
+    ServiceError,
+    TooLateError,
+)
 from specdec.v2 import model_pb2, verifier_pb2
 
 log = structlog.get_logger()
@@ -164,6 +171,10 @@ class Verification:
         other verifiers may not. A request that no verifier has begun may really be invalid: its caller gets the
         error."""
         if isinstance(error, InvalidRequestError) and not self._begun:
-            raise error
+            if not isinstance(error, PromptTooLongError):
+                raise error
+            told = [("prompt" if field == "prompt_tokens" else field, why) for field, why in error.violations]
+            self._choice.unfit(pod, PromptTooLongError(told))  # another one may have more memory
+            return
         self._choice.failed(pod, error)
         self._context.events.record("verifier_lost", pod, str(error))

@@ -12,15 +12,23 @@ import grpc
 import structlog
 from prometheus_client.metrics_core import Metric
 
+from specdec.decoding.proposal import distribution_sizes
 from specdec.decoding.sampling_limits import sampling_violations
 from specdec.decoding.speculation import drafters_of
 from specdec.engine.fast_paths import fast_paths_off
 from specdec.engine.kv.blocks import BLOCK
 from specdec.grammar.compiler import GrammarCompiler
-from specdec.grammar.grammar import GrammarError
+from specdec.grammar.grammar import GrammarError, GrammarTooComplexError
 from specdec.serving import checksum
-from specdec.serving.errors import InvalidRequestError, OverloadedError, ProtocolError, TenantLimitError
-from specdec.serving.grammars import compiled_grammar
+from specdec.serving.errors import (
+    GrammarFailureError,
+    InvalidRequestError,
+    OverloadedError,
+    PromptTooLongError,
+    ProtocolError,
+    TenantLimitError,
+)
+from specdec.serving.grammars import Grammars
 from specdec.serving.identity import pod_info
 from specdec.serving.messages import finish_name, lookahead_from, paths_from, sampler_from, sampling_from
 from specdec.serving.response_queue import ResponseQueue
@@ -102,8 +110,12 @@ class VerifierServicer(
         self._backend = backend
         self.identity = identity
         self._limits = limits
-        self._grammars = grammars
+        self._grammars = Grammars(grammars)
         self._usual_tokens = float(BLOCK)  # of KV cache that a new session takes, moving average
+
+    async def close(self) -> None:
+        await super().close()
+        self._grammars.close()
 
     def register(self, server: grpc.aio.Server) -> None:
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(self, server)
@@ -214,6 +226,9 @@ class VerifierServicer(
     def takes_long(self, request: verifier_pb2.VerifyRequest) -> bool:
         return super().takes_long(request) or request.open.HasField("grammar")
 
+    async def prepare(self, request: verifier_pb2.VerifyRequest) -> None:
+        await self._grammars.prepare(request.open.grammar, request.open.tenant)
+
     def detach(self, session: BackendSession) -> None:
         self._backend.detach(session)
 
@@ -234,7 +249,8 @@ class VerifierServicer(
             most = max(len(extend.tokens), len(extend.parents), len(extend.logprob_bytes), len(extend.distributions))
             if most > MAX_NODES_A_MESSAGE:
                 raise ValueError(f"{most} nodes, at most {MAX_NODES_A_MESSAGE} a message")
-            session.extend(extend.base, paths_from(extend), arrived, extend.base_age_us * 1e-6)
+            paths = paths_from(extend, *distribution_sizes(session.request.sampler.rule, self.identity.vocabulary_size))
+            session.extend(extend.base, paths, arrived, extend.base_age_us * 1e-6)
         except ValueError as error:
             self._backend.stats.refused += 1
             session.refused_extends += 1
@@ -298,8 +314,10 @@ class VerifierServicer(
         if message.HasField("checksum") and message.checksum != opening_checksum:
             raise ProtocolError("`open` does not have the checksum that was sent with it")
         vocabulary, context = self.identity.vocabulary_size, self.identity.context_tokens
+        too_long = len(message.prompt_tokens) + len(message.generated_tokens) >= context
+        refusal = PromptTooLongError if too_long else InvalidRequestError  # another verifier may have more memory
         if violations := open_size_violations(message, vocabulary, context):
-            raise InvalidRequestError(violations)
+            raise refusal(violations)
         prompt, generated = list(message.prompt_tokens), list(message.generated_tokens)
         sampling = sampling_from(message.sampling)
         end_tokens = frozenset(message.end_tokens)
@@ -316,7 +334,7 @@ class VerifierServicer(
         if message.HasField("grammar"):
             violations += grammar_violations(message.grammar, end_tokens, vocabulary)
         if violations:
-            raise InvalidRequestError(violations)
+            raise refusal(violations)
         sampler = sampler_from(sampling, end_tokens, len(prompt) + message.min_tokens, message)
         wanted = SessionRequest(
             prompt,
@@ -332,11 +350,13 @@ class VerifierServicer(
             deadline=deadline if message.attempt <= 1 else None,
             checksum=opening_checksum,
             coalesce_commits=message.coalesce_commits,
-            grammar=compiled_grammar(self._grammars, message.grammar),
+            grammar=self._grammars.compiled(message.grammar, message.tenant),
         )
         policy, nodes = self._policy(message.policy), self._limits.max_nodes
         try:
             return cast("BackendSession", self._backend.session(wanted, policy, nodes, vocabulary))
+        except GrammarTooComplexError as error:
+            raise GrammarFailureError(str(error)) from None
         except GrammarError as error:
             raise InvalidRequestError([("generated_tokens", str(error))]) from None
 

@@ -103,6 +103,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self._delay = StepDelay()
         self._last_step = 0.0  # when the last step ended
         self._idle = True  # there has been nothing to do since then
+        self._looked_up = 0.0  # seconds that the coming step's proposers have taken, each time that it was put off
 
     @property
     def context(self) -> int:
@@ -162,7 +163,9 @@ class StepLoop(EngineWorker[Session], SessionBackend):
                 entry.count_draft_ready(self.stats)
         self._speculation.share_threads(self._queue.running)
         batch = None if on_trial else self._speculation.select(sessions)
+        begin = time.monotonic()
         self._speculation.propose(Phase.BEFORE_DELAY, sessions, self._planner.price)
+        self._looked_up += time.monotonic() - begin
         if (delay := self._seconds_to_wait(sessions)) is not None:
             return delay
         self.stats.step_begun, self.stats.step_expected = time.monotonic(), 0.0
@@ -229,18 +232,20 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         added = [result for _, result in results]
         self.stats.observe(plan.rows, end - start, added)
         self.stats.observe_pace(end - begin, added, sat_out=bool(plan.sitting_out))
-        self.stats.observe_parts(forward=verified.forward_seconds, proposing=proposed.seconds, delayed=waited)
+        proposing, self._looked_up = proposed.seconds + self._looked_up, 0.0
+        self.stats.observe_parts(forward=verified.forward_seconds, proposing=proposing, delayed=waited)
         if batch is not None and plan.decodes_only and batch.sessions + batch.exempt == len(results):
             self._speculation.update(batch, plan, results, seconds=end - begin, proposed=proposed)
         self._speculation.share_threads(self._queue.running)
         seconds = StepSeconds(verified.forward_seconds, end - start, waited)
-        self._publisher.publish(results, seconds, plan.sitting_out)
-        self._queue.got_tokens(results)
-        for entry, result in results:
-            entry.awaiting_draft = entry.session.policy.remote
+        for entry, _ in results:
             if entry.computing_prompt:
                 entry.computing_prompt = False
                 entry.timeline.event("prompt_computed")
+        self._publisher.publish(results, seconds, plan.sitting_out)
+        self._queue.got_tokens(results)
+        for entry, result in results:
+            entry.awaiting_draft = self._speculation.eligibility.uses_remote_draft(entry.session)
             if result.finish:
                 self._finish(entry)
 
@@ -255,6 +260,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         """Send what is pending of a session that is about to lose its memory; proposers forget it."""
         self._publisher.send_pending(entry)
         self._forget(entry.session)
+        entry.awaiting_draft = False  # its next step may be long after what its draft sends
 
     def _forget(self, session: Session) -> None:
         self._retry.forget(session)
@@ -281,7 +287,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         Where a grammar became too complex, the logits before were all finite."""
         log.error("session_failed", exc_info=error)
         self._publisher.send_pending(entry)
-        finite = isinstance(error, GrammarFailureError) and not entry.computing_prompt
+        finite = isinstance(error, GrammarFailureError)
         self._queue.remove(entry.session, wipe=not finite)
         self._forget(entry.session)
         entry.responses.send(error)

@@ -21,10 +21,7 @@ from typing import Any, ClassVar
 from specdec import strict_yaml
 from specdec.client.file_version import Version, version_of
 from specdec.serving.echo import echo
-from specdec.serving.validation import LEAST_WEIGHT, MOST_WEIGHT
-
-LONGEST_NAME = 256
-"""Characters of a tenant's name."""
+from specdec.serving.validation import LEAST_WEIGHT, LONGEST_NAME, MOST_WEIGHT
 
 MOST = 10**12
 """Largest limit. What is larger is meant as none, which is spelled by leaving it out."""

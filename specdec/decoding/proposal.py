@@ -11,6 +11,14 @@ from numpy.typing import NDArray
 
 from specdec.decoding.sampling import Rule
 
+WIDTH = 128
+"""Most tokens in a draft distribution under REJECTION: each costs bytes on the wire; tokens left out cost
+acceptance."""
+
+LEAST_PART = 0.9
+"""Part of the vocabulary that a distribution over all of it has at least: the vocabularies of draft and target may
+differ by the padding at their ends."""
+
 
 @dataclass(frozen=True, eq=False)
 class DraftDistribution:
@@ -48,7 +56,11 @@ class DraftDistribution:
         all (but for the padding at the end of a vocabulary)."""
         if rule is Rule.REJECTION:
             return self.ids is not None and bool((self.values >= 0).all() and (self.values > 0).any())
-        return rule is Rule.CONTRASTIVE and self.ids is None and len(self.values) > 0.9 * vocabulary
+        return (
+            rule is Rule.CONTRASTIVE
+            and self.ids is None
+            and LEAST_PART * vocabulary < len(self.values) < vocabulary / LEAST_PART
+        )
 
     def can_draw(self, token: int) -> bool:
         """Return True if the token has a weight above 0; False without ids."""
@@ -57,6 +69,13 @@ class DraftDistribution:
     def sent(self) -> tuple[list[int], bytes]:
         """Return (ids, values) for a message."""
         return [] if self.ids is None else self.ids.tolist(), self.values.astype("<f2").tobytes()
+
+
+def distribution_sizes(rule: Rule, vocabulary: int) -> tuple[int, int]:
+    """Return the most ids and the most values that a distribution may have which the rule can use."""
+    if rule is Rule.REJECTION:
+        return WIDTH, WIDTH
+    return (0, int(vocabulary / LEAST_PART)) if rule is Rule.CONTRASTIVE else (0, 0)
 
 
 class Proposal(NamedTuple):

@@ -20,16 +20,13 @@ from numpy.typing import NDArray
 
 from specdec.decoding.noise import DOMAIN_ACCEPT, DOMAIN_DRAFT, DOMAIN_RESIDUAL, uniform
 from specdec.decoding.processing import MAX_ABS_LOGIT, Logits, adjusted, tempered
-from specdec.decoding.proposal import DraftDistribution, Proposal
+from specdec.decoding.proposal import WIDTH, DraftDistribution, Proposal
 from specdec.decoding.query import SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.truncation import largest, survivors
 
 Ids = NDArray[np.int64]
 Weights = NDArray[np.float64]
-
-WIDTH = 128
-"""Most tokens in a draft distribution: each costs bytes on the wire; tokens left out cost acceptance."""
 
 
 def propose(logits: Logits, query: SamplingQuery) -> Proposal | None:

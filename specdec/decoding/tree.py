@@ -34,14 +34,15 @@ class Paths(NamedTuple):
 class Node:
     """One candidate. `logprob` is log P(the target takes this token | it reaches the parent)."""
 
-    __slots__ = ("children", "distribution", "logprob", "match", "origin", "parent", "position", "token")
+    __slots__ = ("children", "distribution", "drafted", "logprob", "match", "origin", "parent", "position", "token")
 
     def __init__(self, token: int, position: int, parent: Node | None, logprob: float, origin: int) -> None:
         self.token = token
         self.position = position  # absolute, of this token
         self.parent = parent
         self.logprob = logprob
-        self.origin = origin  # who proposed it, in the holder's terms
+        self.origin = origin  # who proposed it first, in the holder's terms
+        self.drafted = False  # a remote draft proposes it, first or not
         self.children: dict[int, Node] = {}
         self.distribution: DraftDistribution | None = None  # the draft's, over the children, where the rule needs it
         self.match: int | None = None  # length of the n-gram match that proposed it
@@ -112,8 +113,9 @@ class TokenTree:
         # Whether a draw is offered must not depend on what was drawn.
         self._permits = None if sampled else permits
 
-    def insert(self, base: int, paths: Paths, origin: int = 0) -> list[Node]:
+    def insert(self, base: int, paths: Paths, origin: int = 0, *, drafted: bool = False) -> list[Node]:
         """Insert paths that start from the committed text as it was when it had `base` tokens; return the new nodes.
+        `drafted` says that they are a remote draft's.
 
         ValueError if a parent does not precede its child, BaseAheadError if there are fewer committed tokens."""
         if base > self.base:
@@ -131,8 +133,10 @@ class TokenTree:
             elif place is not None:
                 size = self.size
                 place = self._enter(place, token, logprob, origin, distributions.get(parent))
-                if place is not None and self.size > size:
-                    made.append(place)
+                if place is not None:
+                    place.drafted |= drafted
+                    if self.size > size:
+                        made.append(place)
             places.append(place)
         if not self._sampled:
             for parent, row in distributions.items():

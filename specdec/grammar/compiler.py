@@ -1,8 +1,11 @@
 """Compiles grammars for one tokenizer, by llguidance (https://github.com/guidance-ai/llguidance).
 
 Every service that follows a grammar compiles it for itself: what is sent is its source. The library's limits on work
-are counted in units of work and not in seconds: what they refuse is refused everywhere.
-"""
+are counted in units of work and not in seconds.
+
+All copies of one of the library's matchers share the state of its lexer, which stands still for good once it has come
+to its limit. So texts of different owners never share a matcher, and one whose lexer stands still is not used for new
+texts."""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
@@ -39,23 +43,41 @@ STEP_ITEMS, ROW_ITEMS, STEP_FUEL = 5_000, 250, 50_000
 by the speeds that it names, since others' texts share the step. The schemas of `test_a_thousand_schemas` never come to
 them."""
 
+LEXER_STATES = 50_000
+"""Most states of a lexer, of one or two kilobytes each."""
+
+
+class Source:
+    """A matcher at the beginning of its grammar, of which each text has a copy."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+        self.spent = False
+        """Whether a copy came to a limit: all others may stand still as well."""
+
+    def spend(self) -> None:
+        self.spent = True
+
 
 class CompiledGrammar:
-    """A grammar that is ready to be followed, by any number of texts."""
+    """A grammar that is ready to be followed, by any number of texts of one owner."""
 
-    def __init__(self, matcher: LLMatcher, grammar: Grammar, vocabulary: int) -> None:
-        """`matcher` stands at the beginning of the grammar."""
-        self._matcher = matcher
+    def __init__(self, source: Source, grammar: Grammar, vocabulary: int) -> None:
+        self._source = source
         self._grammar = grammar
         self._vocabulary = vocabulary
 
     def begin(self, generated: Sequence[int], end_tokens: frozenset[int]) -> TextGrammar:
         """Return where a text stands that has so many tokens already; GrammarError if they do not fit."""
-        text = TextGrammar(self._matcher.deep_copy(), self._grammar, end_tokens, self._vocabulary)
+        source = self._source
+        text = TextGrammar(source.matcher.deep_copy(), self._grammar, end_tokens, self._vocabulary, source.spend)
         text.commit(generated)
         if text.error is not None:
             raise text.error
         return text
+
+
+_Key = tuple[str, Kind, tuple[str, ...]]
 
 
 class GrammarCompiler:
@@ -64,7 +86,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer_file: Path, vocabulary: int) -> None:
         self._file = tokenizer_file
         self._vocabulary = vocabulary
-        self._kept: OrderedDict[tuple[Kind, tuple[str, ...]], LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[_Key, Future[Source]] = OrderedDict()
         self._lock = threading.Lock()
 
     @classmethod
@@ -77,20 +99,41 @@ class GrammarCompiler:
         other thread of the process runs."""
         _ = self._tokenizer
 
-    def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Compile a grammar; GrammarError if it cannot be, or lets no text begin. Takes a millisecond, or a second for
-        the largest; other threads run meanwhile."""
-        key = grammar.kind, grammar.source
-        with self._lock:  # one after another: samples of a request have one grammar
-            matcher = self._kept.pop(key, None) or self._matcher(grammar)
-            self._kept[key] = matcher
+    def compile(self, grammar: Grammar, owner: str = "") -> CompiledGrammar:
+        """Compile a grammar for texts of an owner; GrammarError if it cannot be, or lets no text begin. Takes a
+        millisecond, or a second for the largest; other threads run meanwhile, and who wants the same waits."""
+        key = owner, grammar.kind, grammar.source
+        with self._lock:
+            found = self._kept.pop(key, None)
+            mine = found is None or _is_spent(found)
+            if found is None or mine:
+                found = Future()
+            self._kept[key] = found
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
-        return CompiledGrammar(matcher, grammar, self._vocabulary)
+        if mine:
+            try:
+                found.set_result(Source(self._matcher(grammar)))
+            except BaseException as error:
+                with self._lock:
+                    if self._kept.get(key) is found:
+                        del self._kept[key]
+                found.set_exception(error)
+        return CompiledGrammar(found.result(), grammar, self._vocabulary)
+
+    def keeps(self, grammar: Grammar, owner: str = "") -> bool:
+        """Return whether a grammar is compiled already."""
+        with self._lock:
+            found = self._kept.get((owner, grammar.kind, grammar.source))
+        return found is not None and found.done() and not _is_spent(found)
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         limits = LLParserLimits(
-            max_items_in_row=ROW_ITEMS, step_max_items=STEP_ITEMS, step_lexer_fuel=STEP_FUEL, verbose_errors=False
+            max_items_in_row=ROW_ITEMS,
+            step_max_items=STEP_ITEMS,
+            step_lexer_fuel=STEP_FUEL,
+            max_lexer_states=LEXER_STATES,
+            verbose_errors=False,
         )
         matcher = LLMatcher(self._tokenizer, _in_library_form(grammar), log_level=0, limits=limits)
         if not matcher.is_error():
@@ -120,6 +163,10 @@ class GrammarCompiler:
                 return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
         return LLTokenizer(TokenizerWrapper(View()))
+
+
+def _is_spent(source: Future[Source]) -> bool:
+    return source.done() and source.exception() is None and source.result().spent
 
 
 def _in_library_form(grammar: Grammar) -> str:

@@ -45,6 +45,10 @@ class GrammarError(ValueError):
     """A grammar that cannot be used; the message says why."""
 
 
+class GrammarTooComplexError(GrammarError):
+    """A grammar that takes more work than is allowed, for one text at least."""
+
+
 def source_violation(kind: Kind, source: Sequence[str]) -> str | None:
     """Return what is wrong with the source of a grammar, as far as it can be told without compiling it."""
     if kind is Kind.CHOICE:

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specdec.decoding.token_mask import TokenMask
-from specdec.grammar.grammar import LONGEST_PROBLEM, Grammar, GrammarError
+from specdec.grammar.grammar import LONGEST_PROBLEM, Grammar, GrammarError, GrammarTooComplexError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
+REFUEL = 16
+"""Tokens that the library follows at once: what they may take of its lexer is bounded together, until a mask is asked
+for."""
+
+
 class TextGrammar:
     """The state of one text in its grammar. One thread uses it.
 
-    A pure function of the text: what was asked about candidates meanwhile changes nothing.
+    A pure function of the text, as long as the library's limits are not reached: what was asked about candidates
+    meanwhile changes nothing.
 
     One of the library's matchers stands at the end of the committed text. A copy of it moves along the token tree, down
     by the tokens of a path and back up by a rollback, so that asking depth first costs a token at a time.
     """
 
-    def __init__(self, matcher: LLMatcher, grammar: Grammar, end_tokens: frozenset[int], vocabulary: int) -> None:
-        """`matcher` stands at the beginning of the grammar; `grammar` says where in the text that is."""
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        grammar: Grammar,
+        end_tokens: frozenset[int],
+        vocabulary: int,
+        on_limit: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`matcher` stands at the beginning of the grammar; `grammar` says where in the text that is. `on_limit` is
+        called when one of the library's limits is reached."""
+        self._on_limit = on_limit
         self.error: GrammarError | None = None
         """The reason why the grammar is followed no more: it is too complex, or the text has left it."""
         self._matcher = matcher
@@ -54,9 +69,9 @@ class TextGrammar:
         if below is None or self.error is not None:
             return
         self._awaited = None
-        taken = self._matcher.try_consume_tokens(list(below))
+        taken = self._follow(below)
         if self._matcher.is_error():
-            self.error = _too_complex(self._matcher)
+            self.error = self._too_complex(self._matcher)
         elif taken < len(below):
             self.error = GrammarError(f"the text leaves its grammar at its token {len(tokens) - len(below) + taken}")
         self._restart()
@@ -91,7 +106,12 @@ class TextGrammar:
             return True
         if token in self._end_tokens and self._ahead_matcher.is_accepting():
             return True
-        return self._ahead_matcher.validate_tokens([token]) == 1
+        permitted = self._ahead_matcher.validate_tokens([token]) == 1
+        if self._ahead_matcher.is_error():
+            self._too_complex(self._ahead_matcher)
+            self._restart()
+            return True
+        return permitted
 
     def forced(self) -> list[int]:
         """Return the tokens that the grammar forces after the committed text, as the tokenizer writes them; at the end
@@ -162,12 +182,25 @@ class TextGrammar:
     def _check(self) -> None:
         """Raise GrammarError if the copy does not work any more; another one takes its place."""
         if self._ahead_matcher.is_error():
-            error = _too_complex(self._ahead_matcher)
+            error = self._too_complex(self._ahead_matcher)
             self._restart()
             raise error
 
+    def _follow(self, tokens: Sequence[int]) -> int:
+        """Move along the committed text; return how many tokens fit."""
+        taken = 0
+        while taken < len(tokens):
+            piece = list(tokens[taken : taken + REFUEL])
+            fits = self._matcher.try_consume_tokens(piece)
+            taken += fits
+            if fits < len(piece) or self._matcher.is_error():
+                break
+            if taken < len(tokens):  # a resumed text: each step of the original had a mask
+                self._matcher.compute_bitmask()
+        return taken
 
-def _too_complex(matcher: LLMatcher) -> GrammarError:
-    """Return the error for a grammar that takes too much work for one token, in the library's words."""
-    (told, *_) = matcher.get_error().splitlines() or [""]
-    return GrammarError(f"the grammar is too complex for this text: {told[:LONGEST_PROBLEM]}")
+    def _too_complex(self, matcher: LLMatcher) -> GrammarError:
+        """Return the error for a grammar that takes too much work for one token, in the library's words."""
+        self._on_limit()
+        (told, *_) = matcher.get_error().splitlines() or [""]
+        return GrammarTooComplexError(f"the grammar is too complex for this text: {told[:LONGEST_PROBLEM]}")

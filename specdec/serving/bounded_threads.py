@@ -27,13 +27,17 @@ class BoundedThreads:
         self._free = asyncio.Semaphore(threads)
         self.waiting = 0
 
-    async def run(self, action: Callable[[], Result]) -> Result:
-        """Run an action in a thread; OverloadedError if too many callers wait for one already."""
+    async def run(self, action: Callable[[], Result], patience: float | None = None) -> Result:
+        """Run an action in a thread; OverloadedError if too many callers wait for one already, or if none is free for
+        `patience` seconds."""
         if self.waiting >= self._limit:
             raise OverloadedError(f"{self.waiting} {self._work} are waiting already, the limit is reached")
         self.waiting += 1
         try:
-            await self._free.acquire()
+            async with asyncio.timeout(patience):
+                await self._free.acquire()
+        except TimeoutError:
+            raise OverloadedError(f"{self._work} are worked on: none was finished within {patience:g} s") from None
         finally:
             self.waiting -= 1
         loop = asyncio.get_running_loop()

@@ -94,7 +94,7 @@ class InvalidRequestError(ServiceError):
 
 
 class PromptTooLongError(InvalidRequestError):
-    """The prompt leaves no room in the model's context."""
+    """The prompt leaves no room in the model's context, or in a verifier's memory."""
 
     reason = "PROMPT_TOO_LONG"
 
@@ -281,6 +281,8 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
             return OverloadedError(f"{peer}: has no room for more sessions", _retry_after(error))
         case grpc.StatusCode.INVALID_ARGUMENT if _reason(error) == GrammarFailureError.reason:
             return GrammarFailureError("grammar: is too complex for this text")
+        case grpc.StatusCode.INVALID_ARGUMENT if _reason(error) == PromptTooLongError.reason:
+            return PromptTooLongError(_violations(error))
         case grpc.StatusCode.INVALID_ARGUMENT:
             return InvalidRequestError(_violations(error) or [("request", f"was refused by the {peer}")])
         case grpc.StatusCode.DEADLINE_EXCEEDED:

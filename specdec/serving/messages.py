@@ -129,11 +129,13 @@ def paths_message(base: int, paths: Paths) -> model_pb2.Extend:
     )
 
 
-def paths_from(message: model_pb2.Extend) -> Paths:
+def paths_from(message: model_pb2.Extend, most_ids: int = 0, most_values: int = 0) -> Paths:
     """Return candidates as a tree takes them. Distributions that make no sense are left out, like nodes that can never
-    be taken."""
+    be taken; so are those of more ids or values, before anything of them is read."""
     received = [
-        (each.parent, DraftDistribution.received(list(each.ids), each.values)) for each in message.distributions
+        (each.parent, DraftDistribution.received(list(each.ids), each.values))
+        for each in message.distributions
+        if len(each.ids) <= most_ids and len(each.values) <= 2 * most_values  # float16
     ]
     distributions = [(parent, found) for parent, found in received if found is not None]
     return Paths(list(message.tokens), list(message.parents), logprobs_from(message.logprob_bytes), distributions)

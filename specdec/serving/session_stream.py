@@ -118,6 +118,9 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         """Return whether an `open` takes so long to parse that it is parsed in a thread."""
         return request.ByteSize() > LONG_BYTES  # type: ignore[attr-defined, no-any-return]
 
+    async def prepare(self, request: Request) -> None:
+        """Do what an `open` that takes long needs before it is parsed, and is better done elsewhere."""
+
     @abstractmethod
     def attach(self, session: Session, responses: ResponseQueue[Response], timeline: Timeline) -> None:
         """Give a session memory and let the worker work on it, and record what happens to it; PoolFullError if there is
@@ -166,6 +169,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         tenant = self.tenant_of(request)
         self._parsing.append(tenant)
         try:
+            await self.prepare(request)
             return await asyncio.to_thread(self.parse, request, deadline)
         finally:
             self._parsing.remove(tenant)

@@ -57,6 +57,9 @@ def token_violations(field: str, tokens: list[int], vocabulary: int) -> list[tup
 MAX_END_TOKENS = 4096
 """End tokens of a session at most: those of the model and those of the request."""
 
+LONGEST_NAME = 256
+"""Characters of a tenant's name."""
+
 
 def open_size_violations(
     message: verifier_pb2.VerifyOpen | draft_pb2.DraftOpen, vocabulary: int, context: int
@@ -67,7 +70,10 @@ def open_size_violations(
         too_many("generated_tokens", len(message.generated_tokens), context, "tokens"),
         too_many("end_tokens", len(message.end_tokens), MAX_END_TOKENS, "tokens"),
     )
-    return [violation for violation in counts if violation is not None] + size_violations(message.sampling, vocabulary)
+    found = [violation for violation in counts if violation is not None] + size_violations(message.sampling, vocabulary)
+    if isinstance(message, verifier_pb2.VerifyOpen) and len(message.tenant) > LONGEST_NAME:
+        found.append(("tenant", f"has {len(message.tenant)} characters, must have at most {LONGEST_NAME}"))
+    return found
 
 
 def text_violations(

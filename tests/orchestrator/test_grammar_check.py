@@ -14,7 +14,7 @@ from orchestrator import grammar_check
 from orchestrator.grammar_check import GrammarCheck
 from specdec.grammar.grammar import Grammar, Kind
 from specdec.local import DEMO
-from specdec.serving.errors import InvalidRequestError, OverloadedError
+from specdec.serving.errors import InvalidRequestError, OverloadedError, TenantLimitError
 from tests.stack import until
 
 GOOD = Grammar(Kind.REGEX, ("a+",))
@@ -47,7 +47,7 @@ async def test_outcomes_are_told_and_remembered() -> None:
 
 async def test_what_takes_too_much_of_a_processor_is_ended() -> None:
     async with checking(seconds=0.4) as check:
-        for _ in range(2):  # it is tried again
+        for _ in range(2):  # which is remembered
             with pytest.raises(InvalidRequestError, match=r"more than 0.4 s of a processor to compile, or"):
                 await check.check(LONG, "grammar.json_schema")
             assert check._process is None
@@ -111,6 +111,32 @@ async def test_who_leaves_gets_nobody_anothers_answer(started: bool) -> None:
         await check.check(Grammar(Kind.REGEX, ("b+",)), "grammar.regex")
         with pytest.raises(InvalidRequestError, match="unclosed group"):
             await check.check(WRONG, "grammar.regex")
+
+
+async def test_what_took_too_much_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_check, "AGAIN_SECONDS", 0.0)
+    async with checking(seconds=0.4) as check:
+        with pytest.raises(InvalidRequestError, match=r"more than 0.4 s of a processor to compile, or"):
+            await check.check(LONG, "grammar.json_schema")
+        again = asyncio.create_task(check.check(LONG, "grammar.json_schema"))
+        await until(lambda: bool(check._trials))
+        with pytest.raises(InvalidRequestError):
+            await again
+
+
+async def test_a_tenant_has_a_share_of_the_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with grammars whose requests have left: each takes the process's time all the same."""
+    monkeypatch.setattr(grammar_check, "MAX_WAITING", 16)
+    async with checking() as check:
+        for number in range(2):
+            left = asyncio.create_task(check.check(Grammar(Kind.REGEX, (f"a{number}",)), "grammar.regex", "greedy"))
+            await until(lambda number=number: len(check._trials) > number)  # type: ignore[misc]
+            left.cancel()
+            await asyncio.wait([left])
+        with pytest.raises(TenantLimitError, match=r"tenant 'greedy': 2 of its grammars are waiting already"):
+            await check.check(WRONG, "grammar.regex", "greedy")
+        await check.check(GOOD, "grammar.regex", "another")
+        await check.check(GOOD, "grammar.regex", "greedy")
 
 
 async def test_only_so_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:

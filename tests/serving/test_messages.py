@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.serving.messages import LOGPROB_UNIT, logprobs_from, logprobs_message
+from specdec.decoding.proposal import distribution_sizes
+from specdec.decoding.sampling import Rule
+from specdec.serving.messages import LOGPROB_UNIT, logprobs_from, logprobs_message, paths_from
+from specdec.v2 import model_pb2
 
 
 @given(st.lists(st.floats(-1e30, 0.0)))
@@ -36,3 +39,24 @@ def test_long_paths_add_up(rate: float) -> None:
 @given(st.binary())
 def test_whatever_arrives_is_logprobs(message: bytes) -> None:
     assert all(math.isfinite(score) and score <= 0 for score in logprobs_from(message))
+
+
+@pytest.mark.parametrize(
+    ("rule", "ids", "values", "kept"),
+    [
+        (Rule.COUPLED, 1, 1, False),
+        (Rule.REJECTION, 128, 128, True),
+        (Rule.REJECTION, 129, 129, False),
+        (Rule.REJECTION, 0, 129, False),
+        (Rule.CONTRASTIVE, 0, 1000, True),
+        (Rule.CONTRASTIVE, 0, 1112, False),
+        (Rule.CONTRASTIVE, 1, 1, False),
+    ],
+)
+def test_distributions_that_a_rule_cannot_use_are_left_out_unread(
+    rule: Rule, ids: int, values: int, kept: bool
+) -> None:
+    """They may be as large as a message, and there may be many."""
+    row = model_pb2.DraftDistribution(parent=0, ids=range(ids), values=bytes(2 * values))
+    message = model_pb2.Extend(base=1, distributions=[row])
+    assert bool(paths_from(message, *distribution_sizes(rule, 1000)).distributions) is kept

@@ -9,7 +9,7 @@ get, whatever happens on the way.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -178,8 +178,8 @@ class ThreadedTextEngine(TextEngine):
 class DeviceTextEngine(TextEngine):
     """Its logits stay on a device; a row that nobody announced is not answered."""
 
-    def step(self, batch: PackedBatch, asked: Mapping[int, SamplingQuery]) -> StepLogits:
-        return Announced(torch.from_numpy(self.forward(batch)), asked)
+    def step(self, batch: PackedBatch, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
+        return Announced(torch.from_numpy(self.forward(batch)), asked())
 
 
 class Announced(GpuLogits):

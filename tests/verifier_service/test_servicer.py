@@ -175,7 +175,7 @@ def test_a_text_that_cannot_be_finished_in_time_is_refused_at_once() -> None:
     load.interval, load.usual_tokens, load.lifetime = 0.1, 400.0, 40.0
     service.admit(long, now + 0.001)
     load.running = 4
-    with pytest.raises(TooLateError, match=r"would take about 50\.0 s, (30\.0|29\.9) s are left") as refused:
+    with pytest.raises(TooLateError, match=r"would take about 50\.0 s, \d+\.\d s are left") as refused:
         service.admit(long, now + 30)
     assert refused.value.retry_after > 0
     service.admit(long, now + 60)

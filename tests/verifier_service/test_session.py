@@ -23,6 +23,7 @@ from verifier_service.backend.result import (
     CONTEXT,
     CORRECTION,
     LENGTH,
+    NGRAM,
     PLAIN,
     REMOTE_DRAFT,
     STOP,
@@ -380,6 +381,14 @@ def test_a_plan_wants_each_row_once_and_writes_each_slot_once() -> None:
     assert sorted(plan.tree.results.values()) == [1, 2, 3, 4, 5]
     own = session.slots.tolist()
     assert [plan.tree.slots[id(node)] == own[node.position] for node in nodes] == [True, True, False, False, False]
+
+
+def test_a_draft_that_says_the_same_as_another_proposer_is_there() -> None:
+    session = decoding()
+    session.tree.insert(3, Paths([4], [0], [-0.1]), origin=NGRAM)
+    assert not session.has_draft_candidates
+    session.extend(3, Paths([4], [0], [-0.2]), 0.0)
+    assert session.has_draft_candidates
 
 
 def test_rows_that_the_rule_cannot_use_are_dropped() -> None:

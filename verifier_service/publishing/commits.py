@@ -32,7 +32,7 @@ class CommitPublisher:
         self._planner = planner
         self._eligibility = eligibility
         self._tuning = tuning
-        self._drafted = 0  # running sessions that have a remote draft
+        self._drafted = 0  # running sessions that use a remote draft
 
     def publish(
         self,
@@ -42,7 +42,7 @@ class CommitPublisher:
     ) -> None:
         """Add a step's results to what is pending, and send what is due, of sessions that sat it out as well."""
         now = time.monotonic()
-        self._drafted = sum(entry.session.policy.remote for entry in self._queue.running)
+        self._drafted = sum(self._eligibility.uses_remote_draft(entry.session) for entry in self._queue.running)
         tuning = self._tuning
         spacing = max(tuning.coalesce_seconds, len(self._queue.running) / tuning.messages_a_second)
         relaxed = max(tuning.relaxed_coalesce_seconds, spacing)

@@ -158,7 +158,7 @@ class Session:
         seconds for which the draft had known of `base`; 0: unknown."""
         rule = self.request.sampler.rule
         rows = [(parent, row) for parent, row in paths.distributions if row.fits(rule, self.vocabulary)]
-        self.tree.insert(base, paths._replace(distributions=rows), origin=REMOTE_DRAFT)
+        self.tree.insert(base, paths._replace(distributions=rows), origin=REMOTE_DRAFT, drafted=True)
         self.draft_timing.arrived(base, arrived, held)
         self._expected_tokens = None
 
@@ -227,8 +227,8 @@ class Session:
 
     @property
     def has_draft_candidates(self) -> bool:
-        """True if a remote draft's candidates for the next token are here; those of proposers do not count."""
-        return any(node.origin == REMOTE_DRAFT for node in self.tree.root.children.values())
+        """True if a remote draft's candidates for the next token are here; those of proposers alone do not count."""
+        return any(node.drafted for node in self.tree.root.children.values())
 
     @property
     def max_candidates(self) -> int:
@@ -294,6 +294,8 @@ class Session:
         self.computed += computed + result.accepted
         self.draft_timing.verified(result.accepted, CORRECTION in result.sources)
         self.tree.commit(result.tokens)
+        if not result.finish:  # the next step begins with the last token, also behind a candidate
+            self.computed = min(self.computed, self.tree.base - 1)
         self.draft_timing.committed(self.tree.base, now)
         self.ngrams.extend(result.tokens, result.sources)
         self._expected_tokens = None

@@ -8,6 +8,7 @@ from specdec.decoding.proposal import Proposal
 from specdec.decoding.query import SamplingQuery
 from specdec.decoding.token_mask import TokenMask
 from specdec.decoding.tree import Node
+from specdec.serving.errors import GrammarFailureError
 from verifier_service.backend.result import BONUS, CORRECTION, PLAIN, REMOTE_DRAFT, VerifyResult
 from verifier_service.sessions.session import Session
 from verifier_service.sessions.step_rows import ScheduledRows, TreeRows
@@ -79,6 +80,8 @@ class TreeVerification:
         return not result.finish
 
     def fail(self, error: Exception) -> None:
+        if self.result.tokens and isinstance(error, GrammarFailureError):
+            return  # what was chosen before counts, as without candidates; the next step fails at its root
         self.error = error
 
     def apply(self, now: float) -> VerifyResult:

@@ -18,6 +18,16 @@ from specdec.decoding.step_logits import StepLogits
 from specdec.grammar.grammar import GrammarError
 from specdec.serving.errors import GrammarFailureError
 
+ANY = SamplingQuery(RequestSampler(Sampling(temperature=0.0)), 0)
+"""Asks a row for its likeliest token."""
+
+
+class NotFiniteError(FloatingPointError):
+    """The logits of a row are broken."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's logits are not finite")
+
 
 class TreeWalker(Protocol):
     """A session whose tree is being verified. It stands at a node, at first the root."""
@@ -32,7 +42,7 @@ class TreeWalker(Protocol):
         """Commit the chosen token and go to its child; False if verification ends here."""
 
     def fail(self, error: Exception) -> None:
-        """End verification with an error: the logits are broken."""
+        """End verification with an error: the logits are broken, or the grammar says nothing of what may come next."""
 
 
 def verify_trees(walkers: Sequence[TreeWalker], rows: StepLogits) -> None:
@@ -44,7 +54,8 @@ def verify_trees(walkers: Sequence[TreeWalker], rows: StepLogits) -> None:
             try:
                 queries.append(walker.query())
             except GrammarError as error:
-                walker.fail(GrammarFailureError(str(error)))
+                _, (finite,) = rows.choose([walker.row], [ANY])  # its memory is wiped if it is not
+                walker.fail(GrammarFailureError(str(error)) if finite else NotFiniteError())
             else:
                 asking.append(walker)
         if not asking:
@@ -54,7 +65,7 @@ def verify_trees(walkers: Sequence[TreeWalker], rows: StepLogits) -> None:
         remaining: list[TreeWalker] = []
         for walker, token, finite in zip(walkers, tokens.tolist(), sound.tolist(), strict=True):
             if not finite:
-                walker.fail(FloatingPointError("the model's logits are not finite"))
+                walker.fail(NotFiniteError())
             elif walker.take(token):
                 remaining.append(walker)
         walkers = remaining

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from specdec.decoding.sampling import Sampling
 from specdec.engine.kv.blocks import BLOCK
+from specdec.grammar.grammar import GrammarTooComplexError
 from specdec.serving.engine_worker import CHECK_SECONDS
-from specdec.serving.errors import EngineLostError, ModelFailureError
+from specdec.serving.errors import EngineLostError, GrammarFailureError, ModelFailureError
 from tests.verifier_service.fakes import (
     BAD,
     Client,
@@ -17,6 +20,28 @@ from tests.verifier_service.fakes import (
     step_loop,
 )
 from tests.verifier_service.step_loop.helpers import NO_BAD, check_over, client, text, turns
+
+
+class Fails:
+    """A grammar that forbids nothing, and is too complex to be followed after some tokens."""
+
+    def __init__(self, after: int) -> None:
+        self._left = after
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        self._left -= len(tokens)
+
+    def allowed(self, path: Sequence[int]) -> None:
+        if len(path) >= self._left:
+            raise GrammarTooComplexError("the grammar is too complex for this text")
+
+    def hint(self, path: Sequence[int]) -> None: ...
+
+    def permits(self, path: Sequence[int], token: int) -> bool:
+        return True
+
+    def forced(self) -> list[int]:
+        return []
 
 
 class TestFailures:
@@ -50,6 +75,38 @@ class TestFailures:
         run(loop, again)
         assert again.mail.times[0].cached == 0
         check_over(loop, engine, *good, again)
+
+    @pytest.mark.parametrize("offered", [0, 3])
+    def test_a_grammar_that_becomes_too_complex_ends_a_text_behind_what_was_chosen(self, offered: int) -> None:
+        """With candidates as without. Others keep the prefix that they share with it."""
+        engine = TextEngine(20)
+        loop = step_loop(engine)
+        doomed = client(loop, 100, 1, 20)
+        doomed.session.grammar = Fails(after=7)  # type: ignore[assignment]
+        turns(loop, 5)
+        if offered:
+            doomed.offer(right=offered)
+        while doomed.mail.error is None:
+            turns(loop, 1)
+        assert isinstance(doomed.mail.error, GrammarFailureError)
+        assert doomed.tokens == doomed.want[:7]
+        again = client(loop, 100, 1, 5)
+        run(loop, again)
+        assert again.mail.times[0].cached == BLOCK
+
+    def test_a_grammar_that_is_too_complex_at_once_costs_nobody_a_prefix(self) -> None:
+        engine = TextEngine(20)
+        loop = step_loop(engine)
+        run(loop, client(loop, 100, 1, 5))
+        doomed = client(loop, 100, 1, 20)
+        doomed.session.grammar = Fails(after=0)  # type: ignore[assignment]
+        while doomed.mail.error is None:
+            loop.turn()
+        assert isinstance(doomed.mail.error, GrammarFailureError)
+        again = client(loop, 100, 1, 5)
+        run(loop, again)
+        assert again.mail.times[0].cached == BLOCK
+        check_over(loop, engine, again)
 
     def test_one_that_leaves_on_trial_holds_up_nobody(self) -> None:
         engine = TextEngine(20)

@@ -1,0 +1,116 @@
+"""Compiled grammars are kept for their owners, and are no longer used once one of the library's limits was reached."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from specdec.engine.model_directory import ModelDirectory
+from specdec.grammar import compiler as module
+from specdec.grammar.compiler import GrammarCompiler
+from specdec.grammar.grammar import Grammar, GrammarError, GrammarTooComplexError, Kind
+from specdec.grammar.text_grammar import TextGrammar
+from specdec.text.tokenizer import Tokenizer
+
+DEMO = ModelDirectory(Path(__file__).parent.parent.parent / "demo" / "target")
+TOKENIZER = Tokenizer(DEMO)
+ENDS = DEMO.end_tokens
+
+DEEP = Grammar(Kind.REGEX, ("x(a|b)*a(a|b){12}z|y[0-9]+",))
+"""Behind an x the lexer has to remember the last twelve letters; behind a y there is nothing to it."""
+
+
+def tokens(text: str) -> list[int]:
+    return TOKENIZER.encode(text, special=False)
+
+
+def exhaust(text: TextGrammar) -> None:
+    """Have a text of DEEP come to the lexer's limit."""
+    chance = random.Random(1)
+    text.commit(tokens("x"))
+
+    def go_on() -> None:
+        while True:
+            text.allowed([])
+            text.commit(tokens(chance.choice("ab")))
+
+    with pytest.raises(GrammarTooComplexError):
+        go_on()
+
+
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> GrammarCompiler:
+    """A compiler whose lexers come to their limit soon."""
+    monkeypatch.setattr(module, "STEP_FUEL", 300)
+    return GrammarCompiler.of(DEMO)
+
+
+def test_a_spent_lexer_is_not_used_for_new_texts(limited: GrammarCompiler) -> None:
+    assert not limited.keeps(DEEP)
+    exhaust(limited.compile(DEEP).begin([], ENDS))
+    assert not limited.keeps(DEEP)
+    fresh = limited.compile(DEEP).begin([], ENDS)
+    assert limited.keeps(DEEP)
+    fresh.commit(tokens("y1"))
+    assert fresh.allowed([]) is not None
+
+
+def test_a_lexer_is_not_spent_by_another_owners_text(limited: GrammarCompiler) -> None:
+    mine = limited.compile(DEEP, "me").begin(tokens("y"), ENDS)
+    exhaust(limited.compile(DEEP, "another").begin([], ENDS))
+    mine.commit(tokens("1"))
+    assert mine.allowed([]) is not None
+    assert limited.keeps(DEEP, "me")
+
+
+def test_a_text_that_is_resumed_has_as_much_work_as_it_had(limited: GrammarCompiler) -> None:
+    """What the library allows between two masks is not what a whole text may take."""
+    text = tokens("y" + "1234567890" * 20)
+    step_by_step = limited.compile(DEEP, "a").begin([], ENDS)
+    for token in text:
+        step_by_step.commit([token])
+        assert step_by_step.allowed([]) is not None
+    limited.compile(DEEP, "b").begin(text, ENDS)
+
+
+class Slow(GrammarCompiler):
+    """Compiles when it may."""
+
+    def __init__(self) -> None:
+        super().__init__(DEMO.path / "tokenizer.json", DEMO.vocabulary)
+        self.may = threading.Event()
+        self.begun: list[Grammar] = []
+
+    def _matcher(self, grammar: Grammar):  # type: ignore[no-untyped-def]  # the library's
+        self.begun.append(grammar)
+        if grammar is DEEP:
+            self.may.wait(60)
+        return super()._matcher(grammar)
+
+
+def test_a_grammar_that_is_compiled_holds_up_no_other() -> None:
+    """And is compiled once for all who want it."""
+    compiler, other = Slow(), Grammar(Kind.REGEX, ("a+",))
+    compiler.compile(other)
+    waiting = [threading.Thread(target=compiler.compile, args=(DEEP,)) for _ in range(3)]
+    for each in waiting:
+        each.start()
+    compiler.compile(other)
+    compiler.compile(Grammar(Kind.REGEX, ("b+",)))
+    compiler.may.set()
+    for each in waiting:
+        each.join(60)
+    assert compiler.begun.count(DEEP) == 1
+    assert compiler.keeps(DEEP)
+
+
+def test_what_cannot_be_compiled_is_not_kept() -> None:
+    compiler, wrong = Slow(), Grammar(Kind.REGEX, ("(",))
+    for _ in range(2):
+        with pytest.raises(GrammarError):
+            compiler.compile(wrong)
+    assert compiler.begun == [wrong, wrong]
+    assert not compiler.keeps(wrong)
