@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 import grpc
 import numpy as np
 import torch
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from numpy.typing import NDArray
 
 from draft_service.draft_loop import DraftLoop
@@ -37,7 +38,8 @@ from specdec.grammar.compiler import GrammarCompiler
 from specdec.serving.identity import identity_of, pod_info
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.mux.servicer import MuxServicer
-from specdec.serving.process.server import CHANNEL_OPTIONS, SERVING, Servicer, registered
+from specdec.serving.process.health import HealthServicer
+from specdec.serving.process.server import CHANNEL_OPTIONS, Servicer, registered
 from specdec.serving.tls import server_credentials
 from specdec.v2 import generation_pb2, generation_pb2_grpc, model_pb2
 from tests.paged import Paged
@@ -79,6 +81,12 @@ class SlowEngine:
         self.inner.copy(source, target)
 
 
+def unhurried() -> None:
+    """Delay a step for so long that a text of some ten tokens still runs when a test that was held up acts, and that
+    its draft is in time."""
+    time.sleep(0.03)
+
+
 @dataclass
 class Pod:
     """A service behind a port of its own, which it keeps when it is ended and started again."""
@@ -93,8 +101,8 @@ class Pod:
         gates = getattr(self.service, "gates", ())
         self.server = grpc.aio.server(interceptors=[CallInterceptor(gates=gates)], options=CHANNEL_OPTIONS)
         self.mux = registered(self.service, self.server)
-        checks = health.aio.HealthServicer()
-        await checks.set(self.service.name, SERVING)
+        checks = HealthServicer()
+        checks.report({self.service.name: True})
         health_pb2_grpc.add_HealthServicer_to_server(checks, self.server)
         if self.tls is None:
             port = self.server.add_insecure_port(self.address)

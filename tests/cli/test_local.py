@@ -29,6 +29,8 @@ from testing.processes import alive, children_of
 from tests.models import make, near
 from verifier_service.__main__ import main as verifier
 
+pytestmark = pytest.mark.timeout(900)  # several processes start, each as slowly as the machine is busy
+
 NAME = "any/name at all"
 """What requests call the target of `up`."""
 

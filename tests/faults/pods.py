@@ -21,6 +21,8 @@ SHUTDOWN_SECONDS = 30.0
 
 _dice = random.SystemRandom()
 _given: set[int] = set()
+_first = 20_000 + 6_000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 2)
+_PORTS = (_first, _first + 6_000)  # of this process: another one, beside it, has others
 
 
 class Pod:
@@ -114,11 +116,15 @@ class Pod:
             os.kill(self.pid, number)
 
 
+def free_port() -> int:
+    return int(free_address().rpartition(":")[2])
+
+
 def free_address() -> str:
     """Free now, and not among the ports that the kernel gives to who asks for any: nobody gets it by chance while its
     pod loads, or between two of its lives."""
     while True:
-        port = _dice.randrange(20_000, 32_000)
+        port = _dice.randrange(*_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             if port not in _given:

@@ -152,7 +152,7 @@ async def lies(honest: Honest, name: str, authority: Authority | None = None) ->
         for each, got in zip(ASKS, texts, strict=True)
     }
     faults["rejection"] = rejection.fault(None, most_seconds(honest.neighbour_seconds), refusable=False)
-    faults["contrastive"] = contrastive.fault(None, CONTRASTIVE_DEADLINE + 1.0, refusable=True)
+    faults["contrastive"] = contrastive.fault(None, CONTRASTIVE_DEADLINE + 5.0, refusable=True)
     faults["neighbour"] = neighbour.fault(
         wanted["greedy"].text, most_seconds(honest.neighbour_seconds), refusable=False
     )

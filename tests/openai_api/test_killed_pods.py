@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from tests.faults.cluster import Models
 from tests.openai_api.front import front
 from tests.openai_api.test_reasoning import OPENED, reasoning_pair
 from tests.reasoning import CLOSE
-from tests.stack import Pod, Stack, VerifierPod, running, stack, until
+from tests.stack import Pod, Stack, VerifierPod, running, stack, unhurried, until
 
 SCHEMA = {
     "type": "object",
@@ -48,7 +47,7 @@ class Slowly:
 
     def __call__(self) -> None:
         self.steps += 1
-        time.sleep(0.01)
+        unhurried()
 
 
 def another_orchestrator(services: Stack, target: Path) -> Pod:

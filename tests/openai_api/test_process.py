@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import ssl
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -22,6 +21,7 @@ from specdec.serving.tls import server_credentials
 from specdec.v2.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from tests.certificates import Authority
 from tests.client.fake_server import TEXT, Act, FakeServer
+from tests.faults.pods import free_port
 
 PATIENCE = 60  # seconds
 
@@ -89,9 +89,7 @@ async def test_both_sides_with_tls(tmp_path: Path) -> None:
 
 
 async def test_metrics_are_at_their_port() -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        port = holder.getsockname()[1]
+    port = free_port()
     async with (
         FakeServer() as server,
         running("--orchestrator", server.address, "--metrics-port", str(port)) as (_, address),

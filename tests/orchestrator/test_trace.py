@@ -86,7 +86,7 @@ async def test_every_pod_is_asked_once_and_its_ages_are_those_of_the_answer() ->
         assert part.age_us - part.end_age_us == SECOND
         assert part.events[0].age_us == part.end_age_us
     assert of_slow.clock_error_us >= 0.2 * SECOND
-    assert of_quick.age_us >= 5.3 * SECOND
+    assert of_quick.age_us >= 5.4 * SECOND - of_quick.clock_error_us
 
 
 async def test_parts_that_are_missing_are_told_with_the_reason(unused_tcp_port: int) -> None:

@@ -29,7 +29,7 @@ class Faults:
         self._left: dict[threading.Thread, float] = {}
 
     def __call__(self) -> None:
-        time.sleep(0.005)
+        time.sleep(0.02)
         thread = threading.current_thread()
         if self._left.get(thread, 0) > 0:
             self._left[thread] -= 1

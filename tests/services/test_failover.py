@@ -605,7 +605,7 @@ async def test_a_useless_draft_is_left_alone(directories: Directories) -> None:
 
 async def test_a_text_that_cannot_be_drafted_says_nothing_of_its_draft(directories: Directories) -> None:
     """However many there are, one after another: the pod goes on being asked."""
-    fields: dict[str, Any] = {"max_tokens": 150, "ignore_end_token": True}
+    fields: dict[str, Any] = {"max_tokens": 220, "ignore_end_token": True}
     async with stack(directories.target, None, target_delay=slow_target) as services:
         want = await services.generate(PROMPT, **dict(fields))
         token = next(token for token in range(3, 256) if token not in want.tokens)

@@ -23,7 +23,7 @@ from specdec.serving.interceptor import CallInterceptor
 from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2
 from tests.services.conftest import Directories
 from tests.services.test_equality import slow_target
-from tests.stack import peers_at, request_of, served, stack, until
+from tests.stack import ALWAYS, peers_at, request_of, served, stack, until
 
 PROMPT = [50, 60, 70, 80, 90]
 
@@ -37,8 +37,10 @@ async def rest_of(call: Any) -> list[generation_pb2.GenerateResponse]:
 
 
 async def test_a_cancelled_request_frees_both_sessions(directories: Directories) -> None:
-    async with stack(directories.target, directories.near, delay=lambda: time.sleep(0.01)) as services:
-        call = services.stub.Generate(request_of(PROMPT, max_tokens=250, ignore_end_token=True))
+    slow: dict[str, Any] = {"delay": lambda: time.sleep(0.01), "target_delay": lambda: time.sleep(0.01)}
+    async with stack(directories.target, directories.near, **slow) as services:
+        request = request_of(PROMPT, max_tokens=250, ignore_end_token=True, speculation=ALWAYS)
+        call = services.stub.Generate(request)
         assert await call.read()
         await until(lambda: services.verifier_loop.pool.held > 0 and services.draft_slots_used > 0)
         call.cancel()
@@ -59,7 +61,7 @@ async def test_a_draft_killed_mid_stream_costs_no_token(directories: Directories
     async with stack(directories.target, directories.near, target_delay=slow_target) as services:
         assert services.draft_server is not None
         want = await services.generate(PROMPT, plain=True, **fields)
-        call = services.stub.Generate(request_of(PROMPT, **fields))
+        call = services.stub.Generate(request_of(PROMPT, speculation=ALWAYS, **fields))
         responses: list[generation_pb2.GenerateResponse] = [await call.read()]
         while model_pb2.TOKEN_SOURCE_REMOTE_DRAFT not in responses[-1].sources:
             responses.append(await call.read())
@@ -108,8 +110,8 @@ async def test_a_small_memory_is_a_small_context(directories: Directories) -> No
         with pytest.raises(grpc.aio.AioRpcError, match=f"the context is {room}") as never:
             await services.generate([5] * room, max_tokens=1)
         assert never.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        ((field, _),) = from_rpc(never.value).violations  # which the verifier found, and named
-        assert field == "prompt_tokens"
+        ((field, _),) = from_rpc(never.value).violations  # which the verifier found
+        assert field == "prompt"  # as its caller calls it
 
 
 async def test_a_client_that_does_not_read_stalls_only_itself(directories: Directories) -> None:
@@ -158,10 +160,10 @@ async def test_a_draft_that_falls_silent_is_given_up(directories: Directories) -
             grpc.aio.insecure_channel(front) as to_front,
         ):
             stub: Any = generation_pb2_grpc.GenerationServiceStub(to_front)
-            request = request_of(PROMPT, max_tokens=100, ignore_end_token=True)
+            request = request_of(PROMPT, max_tokens=220, ignore_end_token=True)
             answer = await stub.Complete(generation_pb2.CompleteRequest(request=request))
     (completion,) = answer.completions
-    assert len(completion.tokens) == 100
+    assert len(completion.tokens) == 220
     assert completion.finish.speculation.undrafted_reason == "draft_lost"
 
 

@@ -13,6 +13,7 @@ import pytest
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
+from specdec.client.errors import InvalidRequest, from_rpc
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
@@ -263,3 +264,16 @@ async def test_the_stats_while_it_serves(directories: Directories) -> None:
         assert (load.running, load.steps, load.committed_tokens) == (1, 0, 0)
         assert load.kv_held_tokens == 3 * BLOCK
         assert len((await task).tokens) == 5
+
+
+async def test_a_prompt_that_no_verifier_has_memory_for_is_told_as_the_clients_own(directories: Directories) -> None:
+    """One with more memory is asked as well."""
+    prompt = list(range(40, 40 + 100))
+    async with stack(directories.target, None, capacity=3 * BLOCK) as small:
+        assert small.verifier_loop.context <= len(prompt)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await begin(small, prompt, 5)
+        error = from_rpc(refused.value)
+        assert isinstance(error, InvalidRequest)
+        assert error.reason == "PROMPT_TOO_LONG"
+        assert "prompt: has 100 tokens" in str(error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,18 @@ import pytest
 from specdec import Client
 from specdec.local.stack import Stack
 from specdec.roles import environment
-from specdec.serving.process.listening import bound
+from tests.faults.pods import free_port
 from tests.services.conftest import Directories
 from tests.serving.test_metrics import scraped
+
+pytestmark = pytest.mark.timeout(900)  # several processes start, each as slowly as the machine is busy
 
 SERVICES = ("verifier", "draft", "orchestrator")
 
 
 @pytest.fixture(scope="module")
 def ports() -> dict[str, int]:
-    with ExitStack() as held:
-        return {each: int(held.enter_context(bound("127.0.0.1", 0)).getsockname()[1]) for each in SERVICES}
+    return {each: free_port() for each in SERVICES}
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import time
 from asyncio.subprocess import Process
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from specdec.client import AsyncClient
 from specdec.v2 import generation_pb2
 from tests.client.fake_server import TEXT, Act, FakeServer
 from tests.services.conftest import Directories
-from tests.stack import served, stack
+from tests.stack import served, stack, unhurried
 
 FOLDER = Path(__file__).parents[2] / "examples" / "node"
 pytestmark = pytest.mark.skipif(
@@ -61,7 +60,7 @@ async def test_it_goes_on_in_the_middle_of_a_character() -> None:
 
 async def test_a_killed_orchestrator_changes_no_token(directories: Directories) -> None:
     """Two of them share the pods; the one that was asked ends while it streams."""
-    async with stack(directories.target, directories.near, target_delay=lambda: time.sleep(0.005)) as services:
+    async with stack(directories.target, directories.near, target_delay=unhurried) as services:
         async with AsyncClient(services.address) as client:
             want = await client.complete("hello", max_tokens=200, temperature=0.8, seed=5, ignore_end_token=True)
         async with served(GenerationServicer(Catalog.of(services.model, services.peers))) as (address, server):

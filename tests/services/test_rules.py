@@ -24,7 +24,7 @@ from specdec.v2 import generation_pb2, model_pb2
 from tests.margins import Oracle
 from tests.services.conftest import Directories
 from tests.services.test_faults import rest_of
-from tests.stack import Stack, request_of, stack, until
+from tests.stack import ALWAYS, Stack, request_of, stack, until
 
 CONTRASTIVE = model_pb2.ACCEPTANCE_RULE_CONTRASTIVE
 REJECTION = model_pb2.ACCEPTANCE_RULE_REJECTION
@@ -212,7 +212,12 @@ async def test_rejection_goes_on_without_its_draft(directories: Directories) -> 
     async with stack(directories.target, directories.near, target_delay=slow_target) as services:
         assert services.draft_server is not None
         request = request_of(
-            PROMPT, rule=REJECTION, max_tokens=100, ignore_end_token=True, sampling={"temperature": 1.0, "seed": 3}
+            PROMPT,
+            rule=REJECTION,
+            max_tokens=100,
+            ignore_end_token=True,
+            sampling={"temperature": 1.0, "seed": 3},
+            speculation=ALWAYS,
         )
         call = services.stub.Generate(request)
         responses: list[generation_pb2.GenerateResponse] = [await call.read()]

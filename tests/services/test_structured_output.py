@@ -21,6 +21,7 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar, Kind
 from specdec.local import DEMO
+from specdec.serving.grammars import Grammars
 from specdec.v2 import generation_pb2, model_pb2
 from testing.schemas import random_schema
 from tests.grammar.test_text_grammar import HARD, HOSTILE
@@ -28,7 +29,7 @@ from tests.models import END
 from tests.services.conftest import Directories
 from tests.services.test_equality import slow_target
 from tests.services.test_transformers import onnx
-from tests.stack import ALWAYS, OWN_DRAFTERS, Stack, request_of, stack, until
+from tests.stack import ALWAYS, OWN_DRAFTERS, Stack, request_of, stack, unhurried, until
 from tests.verifier_service.fakes import Decided
 from verifier_service.speculation.controller import Mode
 
@@ -116,7 +117,7 @@ async def test_texts_fit_and_are_equal_whoever_proposes(directories: Directories
 
 async def test_a_draft_proposes_nothing_that_is_forbidden(directories: Directories) -> None:
     """A draft that agrees with its target as much as any is right nearly always where little is left to choose."""
-    async with stack(directories.target, directories.target, target_delay=slow_target) as services:
+    async with stack(directories.target, directories.target, target_delay=unhurried) as services:
         completion = await services.generate(PROMPT, grammar=GRAMMARS["regex"], max_tokens=60, speculation=ALWAYS)
         assert services.draft_loop is not None
         assert completion.finish.speculation.accepted > 0
@@ -185,7 +186,7 @@ async def test_bans_yield_where_the_grammar_leaves_nothing_else(directories: Dir
 async def test_a_text_moves_to_another_verifier_in_the_midst(directories: Directories) -> None:
     grammar = model_pb2.Grammar(lark='start: (/[a-z]{1,4}/ ", ")* "end"')
     fields: dict[str, Any] = {"sampling": {"temperature": 1.0, "seed": 4}, "grammar": grammar, "max_tokens": 60}
-    async with stack(directories.target, directories.near, verifiers=2, target_delay=slow_target) as services:
+    async with stack(directories.target, directories.near, verifiers=2, target_delay=unhurried) as services:
         want = await services.generate(PROMPT, plain=True, **fields)
         request = generation_pb2.GenerateRequest(
             tokens=generation_pb2.TokenPrompt(ids=PROMPT),
@@ -258,7 +259,7 @@ async def test_the_short_form_of_a_schema(directories: Directories) -> None:
 async def test_a_verifier_that_follows_no_grammar_is_not_asked(directories: Directories) -> None:
     """It would give a text without: one of an older version does not know the field."""
     async with stack(directories.target, directories.near) as services:
-        services.verifiers[0].service._grammars = None
+        services.verifiers[0].service._grammars = Grammars(None)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await services.generate(PROMPT, max_tokens=9, grammar=GRAMMARS["regex"])
         assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -18,18 +18,15 @@ from specdec.client.errors import Unavailable
 from specdec.client.tls_files import channel_credentials
 from specdec.local.stack import Stack
 from specdec.roles import environment
-from specdec.serving.process.listening import bound
 from tests.certificates import Authority
+from tests.faults.pods import free_port
 from tests.services.conftest import Directories
+
+pytestmark = pytest.mark.timeout(900)  # several processes start, each as slowly as the machine is busy
 
 PROMPT = "def main("
 SERVICES = ("verifier", "draft", "orchestrator")
 FEW = ("--kv-tokens", "4096", "--threads", "1")
-
-
-def free_port() -> int:
-    with bound("127.0.0.1", 0) as socket:
-        return int(socket.getsockname()[1])
 
 
 class Secured:

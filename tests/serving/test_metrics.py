@@ -76,11 +76,12 @@ async def test_a_scrape_collects_in_the_event_loop() -> None:
 
 async def test_a_stuck_event_loop_fails_the_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop is stuck in the scrape itself."""
-    monkeypatch.setattr(endpoint, "COLLECT_SECONDS", 0.1)
     serving = MetricsEndpoint("127.0.0.1", 0, list)
     try:
-        with pytest.raises(urllib.error.HTTPError, match="503"):
-            get(serving.port)
+        with monkeypatch.context() as patch:
+            patch.setattr(endpoint, "COLLECT_SECONDS", 0.1)
+            with pytest.raises(urllib.error.HTTPError, match="503"):
+                get(serving.port)
         await scraped(serving.port)
     finally:
         await serving.close()

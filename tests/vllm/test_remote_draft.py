@@ -72,6 +72,7 @@ class Batch:
     def step(self) -> None:
         """The target checks what was proposed, and says one token more for each text; then it is asked again."""
         self.steps += 1
+        time.sleep(0.01)  # as a target's pass: a draft that is held up for a moment does not miss the whole text
         rows = [n for n, want in enumerate(self._wants) if self._done[n] < len(want)]
         rows = rows[self.steps % len(rows) :] + rows[: self.steps % len(rows)]
         tokens = np.zeros((len(rows), CONTEXT), dtype=np.int32)

@@ -18,6 +18,8 @@ from bench.systems.system import NotServingError
 from tests.bench.systems.stand_in_llama_server import program
 from tests.services.conftest import Directories
 
+pytestmark = pytest.mark.timeout(900)  # several processes start, each as slowly as the machine is busy
+
 MACHINE = {"cores": 2, "processor": "Processor", "instructions": ["avx2"]}
 
 

@@ -12,6 +12,8 @@ from specdec.client import Client
 from specdec.local import DEMO, PROGRAMS, Stack
 from verifier_service.costs.step_latency import StepLatency
 
+pytestmark = pytest.mark.timeout(900)  # several processes start, each as slowly as the machine is busy
+
 TOKENS = 24
 
 
