@@ -120,7 +120,7 @@ def main(
         int,
         typer.Option(
             min=0,
-            max=1 << 20,
+            max=1 << 17,
             help="Tokens that each tenant's suffix cache holds: its latest finished texts, which n-gram lookup "
             "searches for its next requests. 0 turns it off.",
         ),

@@ -202,7 +202,8 @@ class RunQueue:
         return growth
 
     def _preempt(self, entry: RunningSession) -> None:
-        """Take a session's memory; its text is computed anew when there is room, before new sessions are admitted."""
+        """Take a session's memory; its text is computed anew when there is room, before new sessions of its tenant
+        are admitted."""
         self._on_preempt(entry)
         self._take_memory(entry.session)
         entry.preemptions += 1
