@@ -167,8 +167,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[generation_pb2.TokenizeRequest, generation_pb2.TokenizeResponse],
     ) -> generation_pb2.TokenizeResponse:
         threads = self._short if request.ByteSize() <= LONG_BYTES else self._long
-        with self._accounts.of(context).request():
-            return await threads.run(partial(tokenize, request, self._catalog.main(request.model).model))
+        account = self._accounts.of(context)
+        with account.request():
+            work = partial(tokenize, request, self._catalog.main(request.model).model)
+            return await threads.run(work, "" if account.tenant is None else account.tenant.name)
 
     async def GetStats(
         self,
@@ -269,6 +271,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> Request:
         """Parse a request: in a thread, since tokenising takes a while, or at once if its prompt is a few token ids."""
         size = request.ByteSize()
+        tenant = request.tenant if account.tenant is None else account.tenant.name
         work = partial(
             parse,
             request,
@@ -281,11 +284,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if request.WhichOneof("prompt") == "tokens" and size <= SHORT_BYTES:
             parsed = work()
         else:
-            parsed = await (self._short if size <= LONG_BYTES else self._long).run(work)
+            parsed = await (self._short if size <= LONG_BYTES else self._long).run(work, tenant)
         message = parsed.samples[0].grammar
         grammars = revision.grammars
         if grammars is not None and message is not None and (grammar := grammar_from(message)) is not None:
-            tenant = request.tenant if account.tenant is None else account.tenant.name
             await grammars.check(grammar, grammar_field(request), tenant)
         record_parsed(timeline, parsed)
         return parsed

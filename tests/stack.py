@@ -81,7 +81,7 @@ class SlowEngine:
         self.inner.copy(source, target)
 
 
-def unhurried() -> None:
+def long_steps() -> None:
     """Delay a step for so long that a text of some ten tokens still runs when a test that was held up acts, and that
     its draft is in time."""
     time.sleep(0.03)

@@ -7,11 +7,12 @@ freed.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from specdec.serving.errors import OverloadedError
+from specdec.serving.errors import OverloadedError, TenantLimitError
 
 Result = TypeVar("Result")
 
@@ -25,14 +26,20 @@ class BoundedThreads:
         self._limit = limit
         self._executor = ThreadPoolExecutor(threads, work)
         self._free = asyncio.Semaphore(threads)
+        self._owners: Counter[str] = Counter()  # of those who wait
         self.waiting = 0
 
-    async def run(self, action: Callable[[], Result], patience: float | None = None) -> Result:
+    async def run(self, action: Callable[[], Result], owner: str = "", patience: float | None = None) -> Result:
         """Run an action in a thread; OverloadedError if too many callers wait for one already, or if none is free for
-        `patience` seconds."""
+        `patience` seconds; TenantLimitError if half of the places are taken by this owner."""
         if self.waiting >= self._limit:
             raise OverloadedError(f"{self.waiting} {self._work} are waiting already, the limit is reached")
+        own = self._owners[owner]
+        if owner and own >= max(1, self._limit // 2):
+            problem = f"{own} of its {self._work} are waiting already, the limit is reached"
+            raise TenantLimitError(owner, problem, retry_after=1.0)
         self.waiting += 1
+        self._owners[owner] += 1
         try:
             async with asyncio.timeout(patience):
                 await self._free.acquire()
@@ -40,6 +47,9 @@ class BoundedThreads:
             raise OverloadedError(f"{self._work} are worked on: none was finished within {patience:g} s") from None
         finally:
             self.waiting -= 1
+            self._owners[owner] -= 1
+            if not self._owners[owner]:
+                del self._owners[owner]
         loop = asyncio.get_running_loop()
         future = self._executor.submit(action)
         # A caller that leaves does not end the thread's work: the thread is free only when that is done.

@@ -36,7 +36,7 @@ class Grammars:
         if grammar is None or self._compiler is None or self._compiler.keeps(grammar, owner):
             return
         with contextlib.suppress(GrammarError):
-            await self._threads.run(partial(self._compiler.compile, grammar, owner), PATIENCE_SECONDS)
+            await self._threads.run(partial(self._compiler.compile, grammar, owner), owner, PATIENCE_SECONDS)
 
     def compiled(self, message: model_pb2.Grammar, owner: str = "") -> CompiledGrammar | None:
         """Return the grammar of a message, None if it has none; InvalidRequestError if it cannot be compiled,

@@ -19,7 +19,7 @@ from tests.faults.cluster import Models
 from tests.openai_api.front import front
 from tests.openai_api.test_reasoning import OPENED, reasoning_pair
 from tests.reasoning import CLOSE
-from tests.stack import Pod, Stack, VerifierPod, running, stack, unhurried, until
+from tests.stack import Pod, Stack, VerifierPod, long_steps, running, stack, until
 
 SCHEMA = {
     "type": "object",
@@ -47,7 +47,7 @@ class Slowly:
 
     def __call__(self) -> None:
         self.steps += 1
-        unhurried()
+        long_steps()
 
 
 def another_orchestrator(services: Stack, target: Path) -> Pod:

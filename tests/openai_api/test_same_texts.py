@@ -15,7 +15,7 @@ from specdec.client import AsyncClient
 from tests.models import CONTEXT
 from tests.openai_api.front import front
 from tests.services.conftest import Directories
-from tests.stack import stack, unhurried, until
+from tests.stack import long_steps, stack, until
 
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -76,7 +76,7 @@ async def test_texts_are_equal(directories: Directories, chatting: Path, samplin
 
 async def test_a_caller_who_leaves_frees_all_memory(directories: Directories) -> None:
     """That of the verifier's session, and of the draft's."""
-    slow = stack(directories.target, directories.near, target_delay=unhurried)
+    slow = stack(directories.target, directories.near, target_delay=long_steps)
     async with slow as services, front(services.address) as http:
         stream = await http.client.completions.create(
             model=services.model.name, prompt=[5, 6, 7], max_tokens=400, stream=True, extra_body={"ignore_eos": True}

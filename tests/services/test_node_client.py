@@ -17,7 +17,7 @@ from specdec.client import AsyncClient
 from specdec.v2 import generation_pb2
 from tests.client.fake_server import TEXT, Act, FakeServer
 from tests.services.conftest import Directories
-from tests.stack import served, stack, unhurried
+from tests.stack import long_steps, served, stack
 
 FOLDER = Path(__file__).parents[2] / "examples" / "node"
 pytestmark = pytest.mark.skipif(
@@ -60,7 +60,7 @@ async def test_it_goes_on_in_the_middle_of_a_character() -> None:
 
 async def test_a_killed_orchestrator_changes_no_token(directories: Directories) -> None:
     """Two of them share the pods; the one that was asked ends while it streams."""
-    async with stack(directories.target, directories.near, target_delay=unhurried) as services:
+    async with stack(directories.target, directories.near, target_delay=long_steps) as services:
         async with AsyncClient(services.address) as client:
             want = await client.complete("hello", max_tokens=200, temperature=0.8, seed=5, ignore_end_token=True)
         async with served(GenerationServicer(Catalog.of(services.model, services.peers))) as (address, server):

@@ -26,7 +26,7 @@ from orchestrator.servicer import GenerationServicer
 from specdec.client import AsyncClient, InvalidRequest, NotFound
 from tests.services.conftest import Directories
 from tests.services.test_failover import slow_target
-from tests.stack import Pod, Stack, running, stack, unhurried, until
+from tests.stack import Pod, Stack, long_steps, running, stack, until
 
 OPTIONS: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "ignore_end_token": True, "timeout": 60}
 LONG: dict[str, Any] = OPTIONS | {"max_tokens": 200, "speculation": "off"}
@@ -200,7 +200,7 @@ async def test_a_revision_without_a_verifier_gets_no_requests(directories: Direc
 async def test_drafts_are_swapped_live(directories: Directories, tmp_path: Path) -> None:
     """A text that runs goes on; later ones are drafted for by the new drafts, or by none."""
     async with (
-        stack(directories.target, directories.near, target_delay=unhurried) as a,
+        stack(directories.target, directories.near, target_delay=long_steps) as a,
         stack(directories.target, directories.other) as other,
         rollout(tmp_path, {"a": (directories.target, a)}, a=1.0) as found,
         AsyncClient(found.fronts[0].address, timeout=60) as client,

@@ -14,7 +14,7 @@ from specdec.serving.tracing.spans import SpanExporter
 from specdec.v2 import generation_pb2
 from tests.collector import Collector, collecting, values
 from tests.services.conftest import Directories
-from tests.stack import ALWAYS, Stack, request_of, stack, unhurried, until
+from tests.stack import ALWAYS, Stack, long_steps, request_of, stack, until
 
 PROMPT = [50 + i for i in range(20)]
 OPTIONS: dict[str, Any] = {"max_tokens": 30, "ignore_end_token": True}
@@ -44,7 +44,7 @@ def parent(span: Span) -> str:
 
 
 async def test_a_request_is_one_trace_below_its_caller(directories: Directories) -> None:
-    async with stack(directories.target, directories.near, target_delay=unhurried) as services:
+    async with stack(directories.target, directories.near, target_delay=long_steps) as services:
         async with traced(services) as collector:
             request = generation_pb2.CompleteRequest(request=request_of(PROMPT, speculation=ALWAYS, **OPTIONS))
             answer = await services.stub.Complete(request, metadata=METADATA)
@@ -74,7 +74,7 @@ async def test_a_request_is_one_trace_below_its_caller(directories: Directories)
 
 
 async def test_it_stays_one_trace_when_a_verifier_is_lost(directories: Directories) -> None:
-    async with stack(directories.target, None, verifiers=2, target_delay=unhurried) as services:
+    async with stack(directories.target, None, verifiers=2, target_delay=long_steps) as services:
         async with traced(services) as collector:
             call = services.stub.Generate(request_of(PROMPT, plain=True, **OPTIONS), metadata=METADATA)
             await call.read()

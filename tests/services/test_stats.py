@@ -14,7 +14,7 @@ from specdec.engine import fast_paths
 from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.services.conftest import Directories
 from tests.services.test_memory import Gate
-from tests.stack import ALWAYS, CAPACITY, Stack, request_of, stack, unhurried, until
+from tests.stack import ALWAYS, CAPACITY, Stack, long_steps, request_of, stack, until
 
 PROMPT = [50 + i for i in range(20)]
 OPTIONS: dict[str, Any] = {"max_tokens": 30, "ignore_end_token": True}
@@ -65,7 +65,7 @@ async def test_each_service_says_who_it_is(directories: Directories) -> None:
 
 
 async def test_the_orchestrator_counts_what_clients_were_told(directories: Directories) -> None:
-    async with stack(directories.target, directories.near, target_delay=unhurried) as services:
+    async with stack(directories.target, directories.near, target_delay=long_steps) as services:
         first = await services.complete(PROMPT, n=2, speculation=ALWAYS, **OPTIONS)
         resumed = await services.complete(PROMPT, generated_tokens=[70, 71], sampling={"seed": 1}, **OPTIONS)
         stats = await of_orchestrator(services)
@@ -82,7 +82,7 @@ async def test_the_orchestrator_counts_what_clients_were_told(directories: Direc
 
 
 async def test_the_draft_counts_what_it_sends_and_what_comes_true(directories: Directories) -> None:
-    async with stack(directories.target, directories.near, target_delay=unhurried) as services:
+    async with stack(directories.target, directories.near, target_delay=long_steps) as services:
         before = await of_draft(services)
         finish = (await services.generate(PROMPT, speculation=ALWAYS, **OPTIONS)).finish
         await until(lambda: services.idle)

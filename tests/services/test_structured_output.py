@@ -29,7 +29,7 @@ from tests.models import END
 from tests.services.conftest import Directories
 from tests.services.test_equality import slow_target
 from tests.services.test_transformers import onnx
-from tests.stack import ALWAYS, OWN_DRAFTERS, Stack, request_of, stack, unhurried, until
+from tests.stack import ALWAYS, OWN_DRAFTERS, Stack, long_steps, request_of, stack, until
 from tests.verifier_service.fakes import Decided
 from verifier_service.speculation.controller import Mode
 
@@ -117,7 +117,7 @@ async def test_texts_fit_and_are_equal_whoever_proposes(directories: Directories
 
 async def test_a_draft_proposes_nothing_that_is_forbidden(directories: Directories) -> None:
     """A draft that agrees with its target as much as any is right nearly always where little is left to choose."""
-    async with stack(directories.target, directories.target, target_delay=unhurried) as services:
+    async with stack(directories.target, directories.target, target_delay=long_steps) as services:
         completion = await services.generate(PROMPT, grammar=GRAMMARS["regex"], max_tokens=60, speculation=ALWAYS)
         assert services.draft_loop is not None
         assert completion.finish.speculation.accepted > 0
@@ -186,7 +186,7 @@ async def test_bans_yield_where_the_grammar_leaves_nothing_else(directories: Dir
 async def test_a_text_moves_to_another_verifier_in_the_midst(directories: Directories) -> None:
     grammar = model_pb2.Grammar(lark='start: (/[a-z]{1,4}/ ", ")* "end"')
     fields: dict[str, Any] = {"sampling": {"temperature": 1.0, "seed": 4}, "grammar": grammar, "max_tokens": 60}
-    async with stack(directories.target, directories.near, verifiers=2, target_delay=unhurried) as services:
+    async with stack(directories.target, directories.near, verifiers=2, target_delay=long_steps) as services:
         want = await services.generate(PROMPT, plain=True, **fields)
         request = generation_pb2.GenerateRequest(
             tokens=generation_pb2.TokenPrompt(ids=PROMPT),

@@ -13,7 +13,7 @@ from google.protobuf.json_format import MessageToDict
 from specdec.v2 import generation_pb2, trace_pb2, trace_pb2_grpc
 from tests.services.conftest import Directories
 from tests.services.test_memory import Gate
-from tests.stack import ALWAYS, Stack, request_of, stack, unhurried, until
+from tests.stack import ALWAYS, Stack, long_steps, request_of, stack, until
 
 PROMPT = [50 + i for i in range(20)]
 OPTIONS: dict[str, Any] = {"max_tokens": 30, "ignore_end_token": True}
@@ -62,7 +62,7 @@ def names(timeline: trace_pb2.Timeline) -> list[str]:
 
 
 async def test_a_drafted_request_is_told_from_its_beginning_to_its_end(directories: Directories) -> None:
-    async with stack(directories.target, directories.near, target_delay=unhurried) as services:
+    async with stack(directories.target, directories.near, target_delay=long_steps) as services:
         (completion,) = (await complete(services, "one", speculation=ALWAYS, **OPTIONS)).completions
         told = await ended_trace(services, "one")
         orchestrator, verifier, draft = told["orchestrator"], told["verifier"], told["draft"]
@@ -103,7 +103,7 @@ async def test_samples_are_told_apart(directories: Directories) -> None:
 
 
 async def test_a_failover_is_told_and_so_is_the_part_that_is_missing(directories: Directories) -> None:
-    async with stack(directories.target, None, verifiers=2, target_delay=unhurried) as services:
+    async with stack(directories.target, None, verifiers=2, target_delay=long_steps) as services:
         call = services.stub.Generate(request_of(PROMPT, plain=True, **OPTIONS), metadata=(("x-request-id", "three"),))
         await call.read()
         (first,) = (pod for pod in services.verifiers if pod.loop.stats.running)
