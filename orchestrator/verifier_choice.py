@@ -14,7 +14,7 @@ from orchestrator.pod_errors import LostError
 from orchestrator.pods import Pod
 from orchestrator.prefix_routing import cached_tokens, preferred
 from orchestrator.sample_context import SampleContext
-from specdec.serving.errors import DeadlineError, OverloadedError, PeerLostError, ServiceError
+from specdec.serving.errors import DeadlineError, OverloadedError, PeerLostError, PromptTooLongError, ServiceError
 
 log = structlog.get_logger()
 
@@ -66,7 +66,8 @@ class VerifierChoice:
     def _despair(self, resumed: bool) -> None:
         """Raise the error that ends the request, if nothing is left to be tried."""
         unfit = {pod: why for pod in self._pods if isinstance(why := pod.unfit, ServiceError)} | self._unfit
-        if unfit and (self._backoff.exhausted or all(pod in unfit for pod in self._pods)):
+        pods = self._pods.willing if any(isinstance(why, PromptTooLongError) for why in unfit.values()) else self._pods
+        if unfit and (self._backoff.exhausted or all(pod in unfit for pod in pods)):
             raise next(reversed(unfit.values())).with_traceback(None)  # other texts may raise the same
         full = [error for error in self._tried.values() if isinstance(error, OverloadedError)]
         if full and not resumed:

@@ -101,9 +101,9 @@ class Workers:
                 process = await asyncio.create_subprocess_exec(
                     *self._command(number), stdin=PIPE, stdout=PIPE, start_new_session=True
                 )
-            except OSError as error:  # no memory or no process to be had now; the other workers go on
+            except OSError as error:  # no memory or no process to be had now; workers that run go on
                 log.warning("worker_not_started", why=str(error))
-                await self._died(number, str(error))
+                await self._died(number, str(error), f"a worker could not be started: {error}")
                 continue
             self._processes.add(process)
             if self._ending.is_set():  # it was being started when the others were ended
@@ -124,12 +124,14 @@ class Workers:
             if not self._awaited:
                 self._all_ready()
 
-    async def _died(self, number: int, why: str) -> None:
-        """Wait until the next start of a worker, or give all of them up."""
+    async def _died(
+        self, number: int, why: str, at_first: str = "a worker did not start (its own message is above)"
+    ) -> None:
+        """Wait until the next start of a worker, or give all of them up: `at_first`, if it was never ready."""
         restarts = self._restarts[number]
         pause = restarts.died()
         if number in self._awaited:
-            self._give_up("a worker did not start (its own message is above)")
+            self._give_up(at_first)
         elif pause is None:
             self._give_up(f"a worker died {restarts.deaths} times in a row, the last time with {why}")
         else:

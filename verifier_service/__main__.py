@@ -214,7 +214,7 @@ def main(
             )
         local_draft = None
         for draft in drafts:
-            promised = loaded.kv_bytes if isinstance(loaded, LazyMemory) else 0
+            promised = loaded.lazy_bytes if isinstance(loaded, LazyMemory) else 0
             small = load_engine(engine, draft, promised=promised, **options(ranks))
             local_draft = DraftModelProposer(small, draft.context)
         loop = StepLoop(loaded, step_rows=step_rows, suffix_cache_tokens=suffix_cache_tokens, draft_model=local_draft)

@@ -166,7 +166,8 @@ def up(
             while not stop:
                 time.sleep(0.2)
                 upkeep.look()
-            _say(f"stopping: running requests have {drain:g} s, or until you stop it again")
+            least = min(float(values["drain_seconds"]) for values in (of_verifier, of_orchestrator))
+            _say(f"stopping: running requests have {least:g} s, or until you stop it again")
     except (LocalError, ListenError, ModelDirectoryError, UnsupportedModelError) as error:
         if stop:
             raise SystemExit(ExitStatus.INTERRUPTED) from None

@@ -99,7 +99,9 @@ def cpu_threads(engine: Engine) -> CpuThreads | None:
 class LazyMemory(Protocol):
     """KV memory that the system hands out where it is first written, which takes a part of a step's time."""
 
-    kv_bytes: int  # of all of it
+    @property
+    def lazy_bytes(self) -> int:
+        """Bytes of it, handed out or not."""
 
     def touch_memory(self) -> None:
         """Have it hand out all of it. For a thread of its own: passes can be made meanwhile."""

@@ -39,7 +39,7 @@ MOST_ID = (1 << 32) - 1
 """Largest token id in tokenizer.json, whose ids may lie beyond the model's vocabulary."""
 
 
-LEFT_OUT: dict[object, dict[str, Any]] = {
+LEFT_OUT: dict[str, dict[str, Any]] = {
     "gemma3": {
         "vocab_size": 262_208,
         "max_position_embeddings": 131_072,
@@ -109,7 +109,7 @@ class ModelDirectory:
         if not whole.has("text_config"):
             return whole
         text = whole.fields("text_config")
-        return replace(text, content=LEFT_OUT.get(whole.content.get("model_type"), {}) | text.content)
+        return replace(text, content=LEFT_OUT.get(str(whole.content.get("model_type")), {}) | text.content)
 
     @property
     def model_type(self) -> str:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from specdec.engine.model_directory import ModelDirectory
 
-KEPT = 64
-"""Compiled grammars that are kept: the same schema comes again and again."""
+KEPT, KEPT_IN_ALL = 64, 256
+"""Compiled grammars that are kept of an owner, and of all: the same schema comes again and again."""
 
 STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How JSON is written unless a schema's `x-guidance` says otherwise: in one line, as most programs write it. Where any
@@ -109,7 +109,10 @@ class GrammarCompiler:
             if found is None or mine:
                 found = Future()
             self._kept[key] = found
-            while len(self._kept) > KEPT:
+            own = [each for each in self._kept if each[0] == owner]
+            for oldest in own[: len(own) - KEPT] if len(own) > KEPT else []:
+                del self._kept[oldest]
+            while len(self._kept) > KEPT_IN_ALL:
                 self._kept.popitem(last=False)
         if mine:
             try:

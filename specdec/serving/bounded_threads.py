@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from specdec.serving.errors import OverloadedError, TenantLimitError
 
@@ -50,11 +50,14 @@ class BoundedThreads:
             self._owners[owner] -= 1
             if not self._owners[owner]:
                 del self._owners[owner]
-        loop = asyncio.get_running_loop()
-        future = self._executor.submit(action)
-        # A caller that leaves does not end the thread's work: the thread is free only when that is done.
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._free.release))
-        return await asyncio.wrap_future(future)
+        work = asyncio.get_running_loop().run_in_executor(self._executor, action)
+        work.add_done_callback(self._done)
+        return await asyncio.shield(work)  # who leaves does not end it: the thread is free only when it is done
+
+    def _done(self, work: asyncio.Future[Any]) -> None:
+        self._free.release()
+        if not work.cancelled():
+            work.exception()  # nobody else may ask
 
     def close(self) -> None:
         self._executor.shutdown(cancel_futures=True)

@@ -193,7 +193,7 @@ class PromptChangedError(ServiceError):
 
 
 class GrammarFailureError(ServiceError):
-    """A text's grammar is too complex to go on: no verifier could."""
+    """A text's grammar is too complex to go on, for it or for another text of its tenant."""
 
     reason = "GRAMMAR_TOO_COMPLEX"
 

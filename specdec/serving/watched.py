@@ -47,8 +47,7 @@ class Watched(Generic[Contents]):
         """Read the files; their error if they cannot be used."""
         self._files = files
         self._lock = threading.Lock()
-        self._refused: Version | None = None
-        self._gone = False
+        self._refused = ""  # why they could not be used when they were last looked at
         try:
             self._version = files.version()
         except OSError:
@@ -57,26 +56,22 @@ class Watched(Generic[Contents]):
 
     def changed(self) -> bool:
         """Look at the files, and return whether they have other contents since the last call. Files that cannot be used
-        are logged once, and left alone."""
+        are read again at each look, until they can; each reason is logged once."""
         with self._lock:
             try:
                 version = self._files.version()
-                self._gone = False
-                if version in (self._version, self._refused):
+                if version == self._version:
+                    self._refused = ""
                     return False
                 contents = self._files.read()
                 if self._files.version() != version:  # in the middle of being replaced
                     return False
-            except OSError as error:  # a file is gone, if only for a moment
-                if not self._gone:
+            except (OSError, self._files.unusable) as error:  # of a missing file, or of what could not be read now
+                if str(error) != self._refused:
                     log.warning("files_refused", what=self._files.what, why=str(error))
-                self._gone = True
+                self._refused = str(error)
                 return False
-            except self._files.unusable as error:
-                log.warning("files_refused", what=self._files.what, why=str(error))
-                self._refused = version
-                return False
-            self._version, self.contents = version, contents
+            self._version, self.contents, self._refused = version, contents, ""
             paths = [str(each) for each in self._files.all if each is not None]
             log.info("files_changed", what=self._files.what, files=paths)
             return True

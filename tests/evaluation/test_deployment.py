@@ -55,6 +55,19 @@ def test_every_way_gives_the_texts_of_plain_decoding(pair: Pair, samples: list[S
     assert texts(pair, way.layout, [replace(each, speculation=forced) for each in samples], streams) == plain
 
 
+def test_texts_with_a_grammar_run_on_virtual_time(pair: Pair) -> None:
+    """Grammars are compiled in threads elsewhere, for which virtual time does not wait."""
+    asked = [
+        build_request("a person:", max_tokens=20, json_schema=schema, seed=seed)
+        for seed, schema in enumerate(
+            ('{"type": "boolean"}', '{"type": "integer", "maximum": 99}', '{"type": "boolean"}')
+        )
+    ]
+    found = [parse(each, pair.model).samples[0] for each in asked]
+    plain = texts(pair, PLAIN.layout, [replace(each, speculation=PLAIN.speculation) for each in found], 1)
+    assert texts(pair, REMOTE_DRAFT.layout, found, 3) == plain
+
+
 def test_a_draft_that_is_always_in_time_has_its_candidates_accepted(pair: Pair, samples: list[Sample]) -> None:
     short, long = (acceptance(pair, samples, Rule.COUPLED, tree) for tree in (TREES[0], TREES[2]))
     assert short.tokens == long.tokens == 160

@@ -87,7 +87,7 @@ class Slow(GrammarCompiler):
     def _matcher(self, grammar: Grammar):  # type: ignore[no-untyped-def]  # the library's
         self.begun.append(grammar)
         if grammar is DEEP:
-            self.may.wait(60)
+            assert self.may.wait(60)
         return super()._matcher(grammar)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -13,15 +14,19 @@ import pytest
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
+from orchestrator.catalog import Catalog
+from orchestrator.peers import Peers
+from orchestrator.pods import Pods
+from orchestrator.servicer import GenerationServicer
 from specdec.client.errors import InvalidRequest, from_rpc
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.engine.kv.blocks import BLOCK
-from specdec.v2 import generation_pb2, model_pb2, verifier_pb2, verifier_pb2_grpc
+from specdec.v2 import generation_pb2, generation_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.services.conftest import Directories
 from tests.services.test_equality import slow_target
-from tests.stack import ALWAYS, Stack, stack, until
+from tests.stack import ALWAYS, Stack, request_of, served, stack, until
 from tests.verifier_service.step_loop.helpers import expect_no_growth
 from verifier_service.servicer import Limits as VerifierLimits
 
@@ -267,9 +272,25 @@ async def test_the_stats_while_it_serves(directories: Directories) -> None:
 
 
 async def test_a_prompt_that_no_verifier_has_memory_for_is_told_as_the_clients_own(directories: Directories) -> None:
-    """One with more memory is asked as well."""
+    """One with more memory is asked as well, and one that is not there is not waited for."""
     prompt = list(range(40, 40 + 100))
-    async with stack(directories.target, None, capacity=3 * BLOCK) as small:
+    async with stack(directories.target, None, capacity=3 * BLOCK) as small, stack(directories.target, None) as large:
+        for others in (["127.0.0.1:1"], [large.verifiers[0].address, "127.0.0.1:1"]):
+            peers = Peers(Pods([small.verifiers[0].address, *others]), failover_seconds=20.0)
+            async with (
+                served(GenerationServicer(Catalog.of(small.model, peers))) as (front, _),
+                grpc.aio.insecure_channel(front) as channel,
+            ):
+                stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+                whole = generation_pb2.CompleteRequest(request=request_of(prompt, max_tokens=5, ignore_end_token=True))
+                if len(others) > 1:
+                    assert len((await stub.Complete(whole)).completions[0].tokens) == 5
+                    continue
+                begin_at = time.monotonic()
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await stub.Complete(whole)
+                assert from_rpc(refused.value).reason == "PROMPT_TOO_LONG"
+                assert time.monotonic() - begin_at < 15.0
         assert small.verifier_loop.context <= len(prompt)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await begin(small, prompt, 5)

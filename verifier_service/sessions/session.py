@@ -294,8 +294,6 @@ class Session:
         self.computed += computed + result.accepted
         self.draft_timing.verified(result.accepted, CORRECTION in result.sources)
         self.tree.commit(result.tokens)
-        if not result.finish:  # the next step begins with the last token, also behind a candidate
-            self.computed = min(self.computed, self.tree.base - 1)
         self.draft_timing.committed(self.tree.base, now)
         self.ngrams.extend(result.tokens, result.sources)
         self._expected_tokens = None

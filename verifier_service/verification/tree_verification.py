@@ -80,9 +80,13 @@ class TreeVerification:
         return not result.finish
 
     def fail(self, error: Exception) -> None:
-        if self.result.tokens and isinstance(error, GrammarFailureError):
-            return  # what was chosen before counts, as without candidates; the next step fails at its root
-        self.error = error
+        if not (self.result.tokens and isinstance(error, GrammarFailureError)):
+            self.error = error
+            return
+        # What was chosen before counts, as without candidates, the last of it as the target's own: the next step begins
+        # with it, and fails there.
+        self.result.accepted -= 1
+        self.result.sources[-1] = BONUS
 
     def apply(self, now: float) -> VerifyResult:
         """Apply the result to the session, and return it."""

@@ -56,6 +56,10 @@ class CpuEngine(TorchEngine):
     def use_threads(self, count: int) -> None:
         torch.set_num_threads(count)
 
+    @property
+    def lazy_bytes(self) -> int:
+        return self._kv_bytes if isinstance(self._backend, RaggedBackend) else 0
+
     def touch_memory(self) -> None:
         if isinstance(self._backend, RaggedBackend):
             self._backend.touch_memory()

@@ -66,7 +66,7 @@ class TorchEngine:
         self._layers = layers = attention_of(self.model)
         slot_bytes = DTYPES[dtype].itemsize * sum(each.kv_heads * (each.width + each.value_width) for each in layers)
         self.capacity = capacity or self._room(slot_bytes, directory.context, device, ranks, promised)
-        self.kv_bytes = self.capacity * slot_bytes
+        self._kv_bytes = self.capacity * slot_bytes
         with phase("kv_cache"):
             self._backend = backend(layers, self.capacity, DTYPES[dtype], self._device)
         keep_freed_memory()  # only now: the pools themselves are allocated faster from the system, in huge pages

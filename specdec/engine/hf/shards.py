@@ -32,8 +32,8 @@ copy of."""
 
 def check_plan(name: str, config: Any, degree: int) -> None:
     """Raise UnsupportedModelError if a model of this configuration cannot be cut into `degree` parts."""
-    quantised = getattr(config, "quantization_config", None) is not None  # a multimodal model's is not in its text part
-    config = config.get_text_config()
+    whole, config = config, config.get_text_config()  # of a multimodal model they are two, and either may say it
+    quantised = any(getattr(each, "quantization_config", None) is not None for each in (whole, config))
     plan: Mapping[str, str] | None = getattr(config, "base_model_tp_plan", None)
     if not plan:
         raise UnsupportedModelError(f"{name}: transformers has no tensor parallel plan for {config.model_type}")

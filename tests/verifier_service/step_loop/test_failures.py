@@ -20,6 +20,7 @@ from tests.verifier_service.fakes import (
     step_loop,
 )
 from tests.verifier_service.step_loop.helpers import NO_BAD, check_over, client, text, turns
+from verifier_service.backend.result import REMOTE_DRAFT
 
 
 class Fails:
@@ -90,6 +91,9 @@ class TestFailures:
             turns(loop, 1)
         assert isinstance(doomed.mail.error, GrammarFailureError)
         assert doomed.tokens == doomed.want[:7]
+        for result in doomed.mail.results:  # what orchestrators take: each step has a token of the target's own
+            assert result.accepted == sum(source == REMOTE_DRAFT for source in result.sources)
+            assert result.steps == len(result.tokens) - result.accepted
         again = client(loop, 100, 1, 5)
         run(loop, again)
         assert again.mail.times[0].cached == BLOCK
