@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 
 from specdec.engine import cache_folder
 from specdec.engine.cpu import openmp, packed_gemm
+from tests.captured_logs import captured_logs
 from tests.models import make
 
 
@@ -87,7 +87,7 @@ def test_folders_are_no_entries(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     cache_folder.write(bytes(10), "kind", 0)
     (folder / "onnx-2").mkdir()
     os.utime(folder / "onnx-2", (0, 0))
-    with capture_logs() as logged:
+    with captured_logs() as logged:
         for number in range(4):
             cache_folder.write(bytes(100), "kind", number)
     assert logged == []

@@ -22,7 +22,6 @@ import safetensors.torch
 import torch
 import transformers
 from numpy.typing import NDArray
-from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec.engine.engine import Engine, Placed, UnsupportedModelError, cpu_threads, hidden_states
@@ -35,6 +34,7 @@ from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, Model
 from specdec.engine.onnx.engine import OnnxEngine
 from specdec.engine.onnx.export import copy_graph, export, exported
 from specdec.engine.padded.backend import PaddedBackend
+from tests.captured_logs import captured_logs
 from tests.models import ARCHITECTURES, END, VOCABULARY, WINDOW, make, save
 
 CAPACITY = 512
@@ -598,7 +598,7 @@ class TestRefusals:
         tensors = safetensors.torch.load_file(file)
         name = "model.layers.0.self_attn.q_proj"
         safetensors.torch.save_file(tensors | {f"{name}.bias": torch.zeros(len(tensors[f"{name}.weight"]))}, file)
-        with capture_logs() as logged:
+        with captured_logs() as logged:
             CpuEngine(ModelDirectory(llama), capacity=64, exact=False)
         (told,) = [each for each in logged if each["event"] == "tensors_not_used"]
         assert told["one"] == f"{name}.bias"
