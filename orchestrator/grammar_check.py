@@ -63,8 +63,8 @@ class GrammarCheck:
 
     async def check(self, grammar: Grammar, field: str, tenant: str = "") -> None:
         """Raise InvalidRequestError if a grammar, which comes of this field of a tenant's request, cannot be used;
-        OverloadedError if too many wait to be tried, TenantLimitError if too many of the tenant do, and OverloadedError
-        if the machine is too busy to try it."""
+        TenantLimitError if too many of the tenant's wait to be tried; OverloadedError if too many of all do, or if the
+        machine is too busy to try it."""
         asked = json.dumps({"kind": grammar.kind.value, "source": grammar.source}).encode()
         key = hashlib.sha256(asked).digest()
         problem, until = self._known.get(key, ("", 0.0))

@@ -47,13 +47,13 @@ LEXER_STATES = 50_000
 """Most states of a lexer, of one or two kilobytes each."""
 
 
-class Source:
+class SharedMatcher:
     """A matcher at the beginning of its grammar, of which each text has a copy."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
         self.spent = False
-        """Whether a copy came to a limit: all others may stand still as well."""
+        """True once a copy has come to one of the library's limits: the lexer that all copies share may stand still."""
 
     def spend(self) -> None:
         self.spent = True
@@ -62,15 +62,15 @@ class Source:
 class CompiledGrammar:
     """A grammar that is ready to be followed, by any number of texts of one owner."""
 
-    def __init__(self, source: Source, grammar: Grammar, vocabulary: int) -> None:
-        self._source = source
+    def __init__(self, shared: SharedMatcher, grammar: Grammar, vocabulary: int) -> None:
+        self._shared = shared
         self._grammar = grammar
         self._vocabulary = vocabulary
 
     def begin(self, generated: Sequence[int], end_tokens: frozenset[int]) -> TextGrammar:
         """Return where a text stands that has so many tokens already; GrammarError if they do not fit."""
-        source = self._source
-        text = TextGrammar(source.matcher.deep_copy(), self._grammar, end_tokens, self._vocabulary, source.spend)
+        shared = self._shared
+        text = TextGrammar(shared.matcher.deep_copy(), self._grammar, end_tokens, self._vocabulary, shared.spend)
         text.commit(generated)
         if text.error is not None:
             raise text.error
@@ -86,7 +86,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer_file: Path, vocabulary: int) -> None:
         self._file = tokenizer_file
         self._vocabulary = vocabulary
-        self._kept: OrderedDict[_Key, Future[Source]] = OrderedDict()
+        self._kept: OrderedDict[_Key, Future[SharedMatcher]] = OrderedDict()
         self._lock = threading.Lock()
 
     @classmethod
@@ -104,19 +104,17 @@ class GrammarCompiler:
         millisecond, or a second for the largest; other threads run meanwhile, and who wants the same waits."""
         key = owner, grammar.kind, grammar.source
         with self._lock:
-            found = self._kept.pop(key, None)
-            mine = found is None or _is_spent(found)
-            if found is None or mine:
-                found = Future()
+            found, mine = self._kept.pop(key, None), False
+            if found is None or _is_spent(found):
+                found, mine = Future(), True
             self._kept[key] = found
-            own = [each for each in self._kept if each[0] == owner]
-            for oldest in own[: len(own) - KEPT] if len(own) > KEPT else []:
+            for oldest in [each for each in self._kept if each[0] == owner][:-KEPT]:
                 del self._kept[oldest]
             while len(self._kept) > KEPT_IN_ALL:
                 self._kept.popitem(last=False)
         if mine:
             try:
-                found.set_result(Source(self._matcher(grammar)))
+                found.set_result(SharedMatcher(self._matcher(grammar)))
             except BaseException as error:
                 with self._lock:
                     if self._kept.get(key) is found:
@@ -168,8 +166,8 @@ class GrammarCompiler:
         return LLTokenizer(TokenizerWrapper(View()))
 
 
-def _is_spent(source: Future[Source]) -> bool:
-    return source.done() and source.exception() is None and source.result().spent
+def _is_spent(found: Future[SharedMatcher]) -> bool:
+    return found.done() and found.exception() is None and found.result().spent
 
 
 def _in_library_form(grammar: Grammar) -> str:

@@ -102,14 +102,11 @@ class TextGrammar:
         try:
             if not self._reach(below):
                 return False
+            if token in self._end_tokens and self._ahead_matcher.is_accepting():
+                return True
+            permitted = self._ahead_matcher.validate_tokens([token]) == 1
+            self._check()
         except GrammarError:
-            return True
-        if token in self._end_tokens and self._ahead_matcher.is_accepting():
-            return True
-        permitted = self._ahead_matcher.validate_tokens([token]) == 1
-        if self._ahead_matcher.is_error():
-            self._too_complex(self._ahead_matcher)
-            self._restart()
             return True
         return permitted
 
