@@ -23,6 +23,7 @@ with needed_by("orchestrator", "orchestrator"):
     from orchestrator.pods import Pods
     from orchestrator.revision import Revision
     from orchestrator.servicer import GenerationServicer
+    from orchestrator.siblings import Siblings
     from orchestrator.tenants.accounts import Accounts
     from orchestrator.tenants.file import TenantsFile, TenantsFileError
     from orchestrator.workers import supervise
@@ -141,7 +142,8 @@ def main(
             "do. By default such requests are refused."
         ),
     ] = False,
-    share_port: Annotated[bool, typer.Option(hidden=True)] = False,  # set when a worker is started
+    share_port: Annotated[bool, typer.Option(hidden=True)] = False,  # these two are set when a worker is started
+    sibling_socket: Annotated[Path | None, typer.Option(hidden=True)] = None,
     *,
     server: ServerSettings,
 ) -> None:
@@ -200,7 +202,8 @@ def main(
                 catalog = Catalog([revision])
         except ModelsFileError as error:
             raise StartError(str(error)) from None
-        servicer = GenerationServicer(catalog, accounts=accounts)
+        siblings = None if sibling_socket is None else Siblings(sibling_socket)
+        servicer = GenerationServicer(catalog, accounts=accounts, siblings=siblings)
         await servicer.start()
         return servicer
 

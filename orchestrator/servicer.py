@@ -23,6 +23,7 @@ from orchestrator.request import grammar_field, parse
 from orchestrator.request_timeline import SampleTimeline, operation, record_parsed
 from orchestrator.revision import Revision
 from orchestrator.sample import Request
+from orchestrator.siblings import Siblings
 from orchestrator.stats import OrchestratorStats
 from orchestrator.tenants.account import Account
 from orchestrator.tenants.accounts import Accounts
@@ -36,6 +37,7 @@ from specdec.serving.interceptor import Context
 from specdec.serving.interleaved import interleaved
 from specdec.serving.messages import grammar_from
 from specdec.serving.timeline import Timeline, Timelines
+from specdec.serving.tracing.servicer import TraceServicer
 from specdec.serving.validation import MAX_ANSWER_BYTES, MAX_MESSAGE_BYTES
 from specdec.v2 import generation_pb2, generation_pb2_grpc
 
@@ -64,13 +66,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         catalog: Catalog,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
         accounts: Accounts | None = None,
+        siblings: Siblings | None = None,
     ) -> None:
         """Serve the models of a catalog. `clock` tells when a request arrives, in UTC. Without `accounts`, anybody is
-        served."""
+        served. `siblings` are the other workers at this address, if there are any."""
         self.gates = (self._check_caller,)
         self._accounts = accounts or Accounts()
         self._catalog = catalog
         self._clock = clock
+        self._siblings = siblings
         self._started = time.monotonic()
         self.timelines = Timelines()
         self._short = BoundedThreads("prompts", PARSING_THREADS, MAX_WAITING_SHORT)
@@ -80,6 +84,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Begin to look for verifiers: until one is found, the service does not work."""
         await self._catalog.start()
         await self._accounts.start()
+        if self._siblings is not None:
+            await self._siblings.start(TraceServicer("orchestrator", self.timelines))
 
     @property
     def max_request_bytes(self) -> int:
@@ -96,11 +102,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def register(self, server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
-        OrchestratorTraceServicer(self.timelines, self._pods).register(server)
+        OrchestratorTraceServicer(self.timelines, self._pods, self._siblings).register(server)
 
     async def close(self) -> None:
         self._short.close()
         self._long.close()
+        if self._siblings is not None:
+            await self._siblings.close()
         await self._accounts.close()
         await self._catalog.close()
 

@@ -1,80 +1,127 @@
-"""TraceService of an orchestrator: its own timelines of a request, and those of the pods that the request used."""
+"""TraceService of an orchestrator: its own timelines of a request, those of its other workers, and those of the pods
+that the request used."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
 from orchestrator.pod_errors import LostError
 from orchestrator.pods import Pod
+from orchestrator.siblings import Siblings
 from orchestrator.unary import answer_of
+from specdec.serving.errors import UnknownRequestError
 from specdec.serving.propagation import carried
-from specdec.serving.timeline import Timeline, Timelines
+from specdec.serving.timeline import Timelines
 from specdec.serving.tracing.servicer import TraceServicer
 from specdec.v2 import trace_pb2, trace_pb2_grpc
 
 ASK_SECONDS = 1.0
-"""Seconds that pods get to answer."""
+"""Seconds that workers, and then pods, get to answer."""
 
 LONGEST_US = 1 << 62
 """Longest age that is passed on, in microseconds: what a pod says may be anything."""
 
 
+class Part(NamedTuple):
+    """What one process tells of a request."""
+
+    told: trace_pb2.GetTraceResponse
+    at: float  # as of when its ages are: time.monotonic
+
+
 class OrchestratorTraceServicer(TraceServicer):
     """Tells what happened to a request everywhere."""
 
-    def __init__(self, timelines: Timelines, pods: Callable[[], Iterable[Pod]]) -> None:
-        """`pods` returns those that may be asked now."""
+    def __init__(
+        self, timelines: Timelines, pods: Callable[[], Iterable[Pod]], siblings: Siblings | None = None
+    ) -> None:
+        """`pods` returns those that may be asked now; `siblings` are the other workers, if there are any."""
         super().__init__("orchestrator", timelines)
         self._pods = pods
+        self._siblings = siblings
 
     async def GetTrace(
         self,
         request: trace_pb2.GetTraceRequest,
         context: grpc.aio.ServicerContext[trace_pb2.GetTraceRequest, trace_pb2.GetTraceResponse],
     ) -> trace_pb2.GetTraceResponse:
-        timelines = self.find(request.request_id)
-        used = dict.fromkeys(pods_of(timelines))
-        parts = await asyncio.gather(*(self._ask(address, request) for address in used))
-        told, now = self.told(timelines), time.monotonic()
-        for part, answered in parts:
-            for timeline in part.timelines:
-                _shift(timeline, round(1e6 * (now - answered)))
-            told.MergeFrom(part)
-        return told
+        own = await self._recorded(request)
+        used = dict.fromkeys(pods_of(own))
+        return merged([own, *await asyncio.gather(*(self._of_pod(address, request) for address in used))])
 
-    async def _ask(self, address: str, request: trace_pb2.GetTraceRequest) -> tuple[trace_pb2.GetTraceResponse, float]:
-        """Return a pod's part, and when its ages were told: halfway between question and answer, as far as is known."""
-        part = trace_pb2.GetTraceResponse()
-        pod = self._pod(address)
-        if pod is None:
-            part.missing.add(pod=address, reason="its address is known no more")
-            return part, 0.0
-        begin = time.monotonic()
+    async def _recorded(self, request: trace_pb2.GetTraceRequest) -> Part:
+        """Return the timelines of all workers, oldest first; UnknownRequestError if there is none."""
+        parts = list[Part]()
+        unknown: UnknownRequestError | None = None
         try:
-            stub: Any = trace_pb2_grpc.TraceServiceStub(pod.channel)
-            part = await answer_of(stub.GetTrace(request, timeout=ASK_SECONDS, metadata=carried()))
-        except grpc.aio.AioRpcError as error:
-            part.missing.add(pod=address, reason=_why(error))
-        except LostError as error:
-            part.missing.add(pod=address, reason=str(error))
-        half = (time.monotonic() - begin) / 2
-        for timeline in part.timelines:
-            timeline.pod, timeline.clock_error_us = address, round(1e6 * half)
-        return part, begin + half
+            parts.append(Part(self.told(self.find(request.request_id)), time.monotonic()))
+        except UnknownRequestError as error:
+            unknown = error
+        if self._siblings is not None:
+            asked = (_ask(channel, request) for channel in self._siblings.channels())
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            parts += [each for each in answers if isinstance(each, Part)]  # one that has nothing says NOT_FOUND
+        if unknown is not None and not parts:
+            raise unknown
+        told = merged(parts)
+        told.timelines.sort(key=lambda timeline: -timeline.age_us)
+        return Part(told, time.monotonic())
+
+    async def _of_pod(self, address: str, request: trace_pb2.GetTraceRequest) -> Part:
+        """Return a pod's part, or why it is missing."""
+        why = "its address is known no more"
+        if (pod := self._pod(address)) is not None:
+            try:
+                part = await _ask(pod.channel, request)
+            except grpc.aio.AioRpcError as error:
+                why = _why(error)
+            except LostError as error:
+                why = str(error)
+            else:
+                for timeline in part.told.timelines:
+                    timeline.pod = address
+                return part
+        missing = trace_pb2.MissingPart(pod=address, reason=why)
+        return Part(trace_pb2.GetTraceResponse(missing=[missing]), time.monotonic())
 
     def _pod(self, address: str) -> Pod | None:
         return next((pod for pod in self._pods() if pod.address == address), None)
 
 
-def pods_of(timelines: list[Timeline]) -> list[str]:
+async def _ask(channel: grpc.aio.Channel, request: trace_pb2.GetTraceRequest) -> Part:
+    """Return what a process tells. Its ages are as of halfway between question and answer, as far as is known."""
+    begin = time.monotonic()
+    stub: Any = trace_pb2_grpc.TraceServiceStub(channel)
+    told: trace_pb2.GetTraceResponse = await answer_of(stub.GetTrace(request, timeout=ASK_SECONDS, metadata=carried()))
+    half = (time.monotonic() - begin) / 2
+    for timeline in told.timelines:
+        timeline.clock_error_us = round(1e6 * half)
+    return Part(told, begin + half)
+
+
+def merged(parts: Iterable[Part]) -> trace_pb2.GetTraceResponse:
+    """Return one answer of several, with all ages as of now."""
+    whole, now = trace_pb2.GetTraceResponse(), time.monotonic()
+    for told, at in parts:
+        for timeline in told.timelines:
+            _shift(timeline, round(1e6 * (now - at)))
+        whole.MergeFrom(told)
+    return whole
+
+
+def pods_of(own: Part) -> list[str]:
     """Return the addresses of the pods that events name."""
-    named = [event.attributes.get("pod") for timeline in timelines for event in list(timeline.events)]
-    return [address for address in named if isinstance(address, str)]
+    return [
+        event.attributes["pod"]
+        for timeline in own.told.timelines
+        for event in timeline.events
+        if "pod" in event.attributes and isinstance(event.attributes["pod"], str)
+    ]
 
 
 def _shift(timeline: trace_pb2.Timeline, by: int) -> None:

@@ -3,7 +3,8 @@ requests.
 
 The supervisor starts its own program again as workers, which share the port by SO_REUSEPORT: the kernel gives every
 new connection to one of them. It takes no calls itself and knows nothing of what the workers do. They end when their
-stdin closes, so that none is left behind however the supervisor ends.
+stdin closes, so that none is left behind however the supervisor ends. For each other they have sockets in a folder
+(`orchestrator.siblings`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import contextlib
 import signal
 import sys
+import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -41,15 +43,16 @@ async def supervise(settings: ServerSettings, count: int) -> None:
     # 1. A port that other programs share already counts as taken. A free one is held while there are workers.
     with bound(settings.host, settings.port) as alone:
         settings = replace(settings, port=alone.getsockname()[1], share_port=True)
-    with bound(settings.host, settings.port, shared=True):
+    with bound(settings.host, settings.port, shared=True), _folder() as sockets:
         # 2. Serve. Where an option is given twice, the last one counts.
         ours = ("--port", str(settings.port), "--share-port", "--workers", "1", "--stop-with-stdin")
         address = f"{settings.host}:{settings.port}"
 
         def command(worker: int) -> tuple[str, ...]:
+            socket = ("--sibling-socket", f"{sockets}/{worker}")
             port = settings.metrics_port
             own = () if not port else ("--metrics-port", str(port + worker))  # each counts for itself
-            return (sys.executable, *sys.orig_argv[1:], *ours, *own)
+            return (sys.executable, *sys.orig_argv[1:], *ours, *socket, *own)
 
         workers = Workers(command, lambda: announce(address))
         running = asyncio.ensure_future(workers.run(count))
@@ -63,6 +66,16 @@ async def supervise(settings: ServerSettings, count: int) -> None:
         loop.call_later(settings.drain_seconds + END_SECONDS, workers.end, signal.SIGKILL)
         workers.end(signal.SIGTERM)
         await running
+
+
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder that only this user can enter; StartError if there can be none."""
+    try:
+        return tempfile.TemporaryDirectory(prefix="specdec-")
+    except OSError as error:
+        raise StartError(
+            f"--workers: there is no folder for the workers' sockets ({error}): set TMPDIR to one that can be written"
+        ) from None
 
 
 class Workers:

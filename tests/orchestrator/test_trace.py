@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,11 +12,13 @@ import pytest
 
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
+from orchestrator.siblings import Siblings
 from orchestrator.trace import LONGEST_US, OrchestratorTraceServicer
 from specdec.serving.propagation import bind_metadata
 from specdec.serving.timeline import Timelines
 from specdec.serving.tracing.servicer import TraceServicer
 from specdec.v2 import trace_pb2, trace_pb2_grpc
+from tests.captured_logs import captured_logs
 from tests.stack import served
 
 SECOND = 1_000_000
@@ -103,6 +106,48 @@ async def test_parts_that_are_missing_are_told_with_the_reason(unused_tcp_port: 
 async def test_a_pod_may_say_anything() -> None:
     told = await trace(Telling(ages=(2**64 - 1, 2**64 - 1)))
     assert told.timelines[1].age_us == LONGEST_US
+
+
+async def test_whichever_worker_is_asked_tells_what_all_have_recorded(tmp_path: Path) -> None:
+    """A request that was resumed at another worker has a part at each. One worker has died, one has nothing of it."""
+    pod = Telling()
+    async with AsyncExitStack() as exits:
+        verifier, _ = await exits.enter_async_context(served(pod))
+        peers = Peers(Pods([verifier], connect=grpc.aio.insecure_channel))
+        addresses = []
+        for number in range(3):
+            siblings, timelines = Siblings(tmp_path / str(number)), Timelines()
+            if number < 2:
+                bind_metadata({"x-request-id": "r"})
+                with timelines.begin(f"part {number}") as timeline:
+                    timeline.event("verifier_opened", pod=verifier, part=number)
+            await siblings.start(TraceServicer("orchestrator", timelines))
+            exits.push_async_callback(siblings.close)
+            own = Orchestrator(timelines, lambda: peers.verifiers, siblings)
+            addresses.append((await exits.enter_async_context(served(own)))[0])
+        dead = Siblings(tmp_path / "3")
+        await dead.start(TraceServicer("orchestrator", Timelines()))
+        await dead.close()
+        (tmp_path / "3").touch()
+        for count, address in enumerate(addresses, 1):
+            async with grpc.aio.insecure_channel(address) as channel:
+                stub: Any = trace_pb2_grpc.TraceServiceStub(channel)
+                told = await stub.GetTrace(trace_pb2.GetTraceRequest(request_id="r"))
+                with pytest.raises(grpc.aio.AioRpcError, match="nothing is recorded here of 'other'"):
+                    await stub.GetTrace(trace_pb2.GetTraceRequest(request_id="other"))
+            assert [each.events[0].attributes["part"] for each in told.timelines] == [0, 1]
+            assert [each.pod for each in told.timelines] == ["", ""]
+            assert [each.pod for each in told.missing] == [verifier]  # asked once, for both
+            assert pod.asked == count * ["r"]
+        await peers.close()
+
+
+async def test_without_a_socket_a_worker_serves_all_the_same(tmp_path: Path) -> None:
+    siblings = Siblings(tmp_path / "x" / "1")
+    with captured_logs() as logs:
+        await siblings.start(TraceServicer("orchestrator", Timelines()))
+    assert [line["event"] for line in logs] == ["siblings_not_answered"]
+    await siblings.close()
 
 
 async def test_an_unknown_request_is_named_with_the_reason_why_it_may_be_gone() -> None:

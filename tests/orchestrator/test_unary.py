@@ -61,7 +61,7 @@ async def test_it_is_no_verifier_to_serve_with(garbling: str) -> None:
 async def test_its_part_of_a_trace_is_missing(garbling: str) -> None:
     pods, timelines = Pods([garbling]), Timelines()
     servicer = OrchestratorTraceServicer(timelines, lambda: pods)
-    told, _ = await servicer._ask(garbling, trace_pb2.GetTraceRequest(request_id="r"))
+    told, _ = await servicer._of_pod(garbling, trace_pb2.GetTraceRequest(request_id="r"))
     assert [(part.pod, part.reason) for part in told.missing] == [(garbling, "its answer cannot be read")]
     await pods.close()
 

@@ -23,7 +23,15 @@ from specdec.local import DEMO
 from specdec.serving import checksum
 from specdec.serving.identity import PROTOCOL_VERSION
 from specdec.serving.process.restarts import DEATHS
-from specdec.v2 import generation_pb2, generation_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
+from specdec.v2 import (
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    trace_pb2,
+    trace_pb2_grpc,
+    verifier_pb2,
+    verifier_pb2_grpc,
+)
 from testing.processes import alive, children_of
 from tests.stack import request_of, served, until
 
@@ -149,14 +157,15 @@ class Clients:
         self.streams: list[asyncio.Task[grpc.StatusCode]] = []
 
     async def stream(self, tokens: int = LONG) -> None:
-        """Begin one and read on; its task's result is how it ended."""
-        begun = asyncio.Event()
+        """Begin one and read on; its task's result is how it ended. Its request's id is its number."""
+        begun, number = asyncio.Event(), str(len(self.streams))
 
         async def read() -> grpc.StatusCode:
             options = (("grpc.use_local_subchannel_pool", 1),)
             async with grpc.aio.insecure_channel(self._address, options=options) as channel:
                 stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
-                call = stub.Generate(request_of([5], max_tokens=tokens, ignore_end_token=True, stop_tokens=[LAST]))
+                asked = request_of([5], max_tokens=tokens, ignore_end_token=True, stop_tokens=[LAST])
+                call = stub.Generate(asked, metadata=(("x-request-id", number),))
                 try:
                     async for response in call:
                         assert isinstance(response, generation_pb2.GenerateResponse)
@@ -220,6 +229,22 @@ async def test_a_worker_that_dies_is_replaced_and_all_drain(verifier: tuple[Slow
         assert errors.count("worker_died") == 1
         assert f'"pid": {victim}, "status": -9' in errors
         assert not any(map(alive, workers))
+
+
+async def test_any_worker_tells_of_the_requests_of_all(verifier: tuple[SlowVerifier, str]) -> None:
+    slow, to_verifier = verifier
+    async with orchestrator(to_verifier, "--workers", str(WORKERS)) as process:
+        address = await address_of(process)
+        clients = Clients(address)
+        await clients.reach_all(slow)
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub: Any = trace_pb2_grpc.TraceServiceStub(channel)
+            for number in range(len(clients.streams)):
+                (timeline,) = (await stub.GetTrace(trace_pb2.GetTraceRequest(request_id=str(number)))).timelines
+                assert timeline.service == "orchestrator"
+                assert [event.name for event in timeline.events][:2] == ["parsed", "verifier_opened"]
+        slow.may_end.set()
+        assert set(await clients.ends()) == {grpc.StatusCode.OK}
 
 
 def accepts(address: str) -> bool:
