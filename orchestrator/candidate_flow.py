@@ -21,8 +21,9 @@ MOST_EXTEND_BYTES = MOST_BYTES - 64
 longer."""
 
 NODES_FOR_ONE = 64
-"""Candidates, ancestors included, for which a message counts as one more: the longest that is allowed
-(`MAX_NODES_A_MESSAGE`) counts as 17."""
+BYTES_FOR_ONE = 1 << 20
+"""Candidates, ancestors included, and bytes for which a message counts as one more: the one with the most candidates
+(`MAX_NODES_A_MESSAGE`) counts as 17, and so does the longest one. No distribution of ours has as many bytes."""
 
 
 class CandidateFlow:
@@ -40,11 +41,17 @@ class CandidateFlow:
 
     def violation(self, extend: model_pb2.Extend) -> str:
         """Count a message, and return what is wrong with the draft that sends it; empty if nothing is."""
-        self._left -= 1 + len(extend.tokens) // NODES_FOR_ONE
+        nodes, size = len(extend.tokens), extend.ByteSize()
+        self._left -= 1 + nodes // NODES_FOR_ONE + size // BYTES_FOR_ONE
         if self._left < 0:
             return f"it sends too many messages: {self._most} at once and {self._refill} a commit are allowed"
-        if (nodes := len(extend.tokens)) > MAX_NODES_A_MESSAGE:
+        if nodes > MAX_NODES_A_MESSAGE:
             return f"it sends {nodes} candidates in a message, at most {MAX_NODES_A_MESSAGE} are allowed"
-        if (size := extend.ByteSize()) > MOST_EXTEND_BYTES:
+        if size > MOST_EXTEND_BYTES:
             return f"it sends a message of {size} bytes, at most {MOST_EXTEND_BYTES} are allowed"
+        if not nodes == len(extend.parents) == len(extend.logprob_bytes) or len(extend.distributions) > nodes + 1:
+            return (
+                f"it sends {nodes} candidates with {len(extend.parents)} parents, {len(extend.logprob_bytes)} "
+                f"probabilities and {len(extend.distributions)} distributions"
+            )
         return ""

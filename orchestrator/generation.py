@@ -41,7 +41,8 @@ class Generation:
         stats = revision.stats
         granted, events = GrantedLimits(sample.speculation), FailoverEvents(timeline, stats.failover_events)
         self._asked_as = revision.asked_as
-        self._fingerprints = revision.readiness.fingerprints
+        self._readiness = revision.readiness
+        self._resuming = revision.resuming
         self._stats = stats
         text = CommittedText(sample)
         self._context = SampleContext(
@@ -55,7 +56,7 @@ class Generation:
             timeline,
             fallback_seconds=stats.fallback_seconds,
         )
-        self._transcript = Transcript(sample, revision.model)
+        self._transcript = Transcript(sample, revision.model, timeline.began)
         self._drafting = Drafting(self._context, sink=self)
         self._verification = Verification(self._context, self._drafting.policy)
 
@@ -63,7 +64,7 @@ class Generation:
         """Yield the responses of this sample; the last one carries `finish`. Asking for the next one says that the
         client has read this one, or will read it with the next."""
         first = True
-        await self._transcript.resume()
+        await self._transcript.resume(self._resuming)
         timeline = self._context.timeline
         with self._stats.sample(self._transcript) as came, timeline.figures(self._transcript):
             async with self._drafting, aclosing(self._verification.messages()) as messages:
@@ -79,7 +80,7 @@ class Generation:
                     came(len(response.tokens))
                     if first:
                         response.model_fingerprint = self._verification.revision
-                        self._fingerprints.add(response.model_fingerprint)
+                        self._readiness.served(response.model_fingerprint)
                         response.resolved.CopyFrom(resolved(self._context.sample, self._asked_as))
                         first = False
                         timeline.first_commit()

@@ -79,7 +79,11 @@ class GrammarCheck:
                 self._owners[key] = tenant
                 self._trials[key] = asyncio.create_task(self._try(key, asked))
             # Whoever leaves does not end the trial: its answer would be taken for that to the next question.
-            problem = await asyncio.shield(self._trials[key])
+            try:
+                async with asyncio.timeout(self._patience + START_SECONDS):
+                    problem = await asyncio.shield(self._trials[key])
+            except TimeoutError:
+                raise OverloadedError("other grammars have to be tried before, which takes too long") from None
         if problem:
             raise InvalidRequestError([(field, problem)])
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,6 +26,10 @@ two machines count it from moments that are as far apart as a message takes."""
 MAX_LOGGED_BYTES = 1024
 """Bytes of a peer's reason for ending a session that our log repeats: no service of ours gives a longer one."""
 
+MAX_OPENED_BYTES = 1 << 14
+"""Bytes of the answer to an opening, of which a part, and with it the memory of all, is kept with the session. It takes
+some hundred."""
+
 MAX_HEARTBEATS = 64
 HEARTBEATS_A_SECOND = 16
 """Heartbeats that may come at once, and a second in the long run: four times as many as a peer should send."""
@@ -41,7 +47,7 @@ class PeerStream:
 
     peer = "peer"
 
-    def __init__(self, pod: Pod, context: SampleContext) -> None:
+    def __init__(self, pod: Pod, context: SampleContext, clock: Callable[[], float] = time.monotonic) -> None:
         self.pod = pod
         self._context = context
         self._watchdog = Watchdog(context.peers.silence_seconds, self._on_silence)
@@ -49,7 +55,8 @@ class PeerStream:
         self._call: Call | None = None
         self._aborted_by: Exception | None = None
         # Heartbeats that it may still send, as of the time of the last one.
-        self._heartbeats, self._last_heartbeat = float(MAX_HEARTBEATS), 0.0
+        self._heartbeats, self._last_heartbeat = float(MAX_HEARTBEATS), clock()
+        self._clock = clock
         self._writing = asyncio.Lock()  # gRPC takes one write at a time; waiters go in order
 
     async def __aenter__(self) -> Self:
@@ -77,6 +84,8 @@ class PeerStream:
         response = await self._read()
         if response.WhichOneof("message") != "opened":
             raise LostError("its first message is not `opened`")
+        if (size := response.ByteSize()) > MAX_OPENED_BYTES:
+            raise LostError(f"its answer to an opening has {size} bytes")
         return response.opened
 
     async def _write(self, request: Any) -> None:
@@ -131,10 +140,10 @@ class PeerStream:
     def _count_heartbeat(self) -> None:
         """Count a heartbeat; LostError if they come faster than any peer sends them. They cost the peer nothing, and
         nothing else bounds them."""
-        now = asyncio.get_running_loop().time()
-        # Heartbeats of a time in which nobody read the stream come at once.
+        now = self._clock()
+        # Heartbeats of a time in which nobody read the stream come at once: what such a time has given stays.
         since = HEARTBEATS_A_SECOND * (now - self._last_heartbeat)
-        self._heartbeats = min(max(MAX_HEARTBEATS, since), self._heartbeats + since) - 1
+        self._heartbeats = max(self._heartbeats, since, min(MAX_HEARTBEATS, self._heartbeats + since)) - 1
         self._last_heartbeat = now
         if self._heartbeats < 0:
             raise LostError("it sends too many heartbeats")

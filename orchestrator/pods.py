@@ -33,6 +33,7 @@ class Pod:
         self.load = PodCapacity(clock)
         self.admission = Admission(self.load, self.breaker)
         self.numerics = ""  # fingerprint, as last reported
+        self.context_tokens = 0  # of the longest text that it takes, as last reported; 0: not known
         self.turn = 0  # when it was last chosen
         self._clock = clock
         self.unfit_reason = ""  # of the last time it was found unfit, for machines
@@ -79,17 +80,20 @@ class Pods(Replicas[Pod]):
         but: Collection[Pod] = (),
         rather_not: Collection[Pod] = (),
         numerics: str = "",
+        tokens: int = 0,
         no_trial: bool = False,
         cached: Mapping[Pod, int] = MappingProxyType({}),
     ) -> Pod | None:
         """Choose the pod with the fewest sessions, of those that are not in `but` and that circuit breakers let
-        through; None if there is none. Preferred are, in this order, pods that are not in `rather_not`, with `no_trial`
-        those that have not failed lately, those of the given numerics, and those with the most tokens `cached`."""
+        through; None if there is none. Preferred are, in this order, pods whose memory holds a text of so many
+        `tokens`, those that are not in `rather_not`, with `no_trial` those that have not failed lately, those of the
+        given numerics, and those with the most tokens `cached`."""
 
-        def cost(pod: Pod) -> tuple[bool, bool, bool, int, int, int]:
+        def cost(pod: Pod) -> tuple[bool, bool, bool, bool, int, int, int]:
+            small = 0 < pod.context_tokens < tokens
             trial = no_trial and pod.breaker.state != "closed"
             foreign = bool(numerics and pod.numerics and pod.numerics != numerics)
-            return (pod in rather_not, trial, foreign, -cached.get(pod, 0), pod.load.sessions, pod.turn)
+            return (small, pod in rather_not, trial, foreign, -cached.get(pod, 0), pod.load.sessions, pod.turn)
 
         chosen = min((pod for pod in self.willing if pod not in but), key=cost, default=None)
         if chosen is not None:

@@ -18,7 +18,6 @@ from orchestrator.pod_errors import LostError
 from orchestrator.pods import Pod
 from orchestrator.unary import answer_of
 from specdec.decoding.block_hashes import block_hashes
-from specdec.serving.propagation import carried
 from specdec.v2 import verifier_pb2, verifier_pb2_grpc
 
 ASK_SECONDS = 0.25
@@ -50,14 +49,9 @@ async def cached_tokens(
 async def _ask(pod: Pod, request: verifier_pb2.FindPrefixRequest, seconds: float) -> int:
     stub: Any = verifier_pb2_grpc.VerifierServiceStub(pod.channel)
     try:
-        found = await answer_of(stub.FindPrefix(request, timeout=seconds, metadata=carried()))
-    except (grpc.aio.AioRpcError, grpc.aio.UsageError, LostError):  # the session that is opened next finds out why
+        found = await answer_of(stub.FindPrefix, request, seconds)
+    except (grpc.aio.AioRpcError, LostError):  # the session that is opened next finds out why
         return 0
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        return 0  # the pod is gone, and its channel was closed under the call
     if found.HasField("capacity"):
         pod.load.report(found.capacity)
     return int(found.cached_tokens)

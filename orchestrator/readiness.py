@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,9 @@ log = structlog.get_logger()
 LOOK_SECONDS = 1.0
 """Seconds between two looks for a verifier: whoever waits for one hears soon enough, and it costs the verifier
 nothing."""
+
+MOST_FINGERPRINTS = 64
+"""Fingerprints that are remembered: verifiers of a revision have one, and another one after an update."""
 
 VERIFIER = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
 
@@ -51,8 +55,7 @@ class Readiness:
         self._reached: Pod | None = None  # by the last look
         self._lost_at: float | None = None  # time of the first look that found none any more
         self._fit: set[Pod] = set()  # serve our model, as of when they last answered
-        self.fingerprints: set[str] = set()
-        """Fingerprints of the models that verifiers have told so far."""
+        self._fingerprints: OrderedDict[str, None] = OrderedDict()  # of models, as verifiers have told lately
         self._tried: dict[str, str] | None = None  # as last logged: what is wrong with each verifier
         self._watching: asyncio.Task[None] | None = None
 
@@ -67,6 +70,17 @@ class Readiness:
     def reaches_verifier(self) -> bool:
         """True if the last look found a verifier."""
         return self._reached is not None
+
+    def served(self, fingerprint: str) -> None:
+        """Note that a verifier serves a model with this fingerprint."""
+        self._fingerprints[fingerprint] = None
+        self._fingerprints.move_to_end(fingerprint)
+        if len(self._fingerprints) > MOST_FINGERPRINTS:
+            self._fingerprints.popitem(last=False)
+
+    def knows(self, fingerprint: str) -> bool:
+        """Return whether a verifier has lately been seen to serve a model with this fingerprint."""
+        return fingerprint in self._fingerprints
 
     async def start(self) -> None:
         """Look once, then go on looking in the background."""
@@ -122,15 +136,10 @@ class Readiness:
         wrong; None if nothing is."""
         try:
             await self._check(pod)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            why = "its channel was closed"  # the address is gone, and gRPC cancels what is under way
         except grpc.aio.AioRpcError as error:
             no_verifier = error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED)
             why = f"is no verifier of {VERIFIER.rpartition('.')[0]}" if no_verifier else error.code().name
-        except (grpc.aio.UsageError, LostError, UnfitError) as error:
+        except (LostError, UnfitError) as error:
             why = str(error)
         else:
             return None
@@ -140,12 +149,13 @@ class Readiness:
     async def _check(self, pod: Pod) -> None:
         seconds = self._peers.silence_seconds
         asked = health_pb2.HealthCheckRequest(service=VERIFIER)
-        answer = await answer_of(health_pb2_grpc.HealthStub(pod.channel).Check(asked, timeout=seconds))
+        answer = await answer_of(health_pb2_grpc.HealthStub(pod.channel).Check, asked, seconds)
         if answer.status != health_pb2.HealthCheckResponse.SERVING:
             raise LostError("is NOT_SERVING")
         if pod not in self._fit:
             stub: Any = verifier_pb2_grpc.VerifierServiceStub(pod.channel)
-            told = await answer_of(stub.GetStats(verifier_pb2.GetStatsRequest(), timeout=seconds))
+            told = await answer_of(stub.GetStats, verifier_pb2.GetStatsRequest(), seconds)
             check_verifier(told.identity, self._model)
             self._fit.add(pod)
-            self.fingerprints.add(told.identity.model_fingerprint)
+            pod.context_tokens = told.identity.context_tokens
+            self.served(told.identity.model_fingerprint)

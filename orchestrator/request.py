@@ -215,6 +215,8 @@ def _prompt_sizes(message: generation_pb2.GenerateRequest, model: Model) -> list
         too_many("chat.messages", len(chat), context, "messages"),
     ]
     if len(chat) <= context:
+        calls = sum(len(turn.tool_calls) for turn in chat)
+        found.append(too_many("chat.messages.tool_calls", calls, context, "calls"))
         length = sum(turn.ByteSize() for turn in chat) + sum(tool.ByteSize() for tool in message.chat.tools)
         found.append(too_many("chat", length, model.most_text, "bytes"))
     return [violation for violation in found if violation is not None]

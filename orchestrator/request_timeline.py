@@ -39,6 +39,11 @@ class SampleTimeline:
         self._timeline = timeline
         self._which: dict[str, Value] = {} if sample is None else {"sample": sample.index}
 
+    @property
+    def began(self) -> float:
+        """When the request came: time.monotonic."""
+        return self._timeline.began
+
     def event(self, name: str, **attributes: Value) -> None:
         self._timeline.event(name, **self._which, **attributes)
 

@@ -16,8 +16,12 @@ from orchestrator.peer_finder import PeerFinder, PeerSettings
 from orchestrator.peers import Peers
 from orchestrator.readiness import Readiness
 from orchestrator.stats import OrchestratorStats
+from specdec.serving.bounded_threads import BoundedThreads
 
 log = structlog.get_logger()
+
+MAX_RESUMING = 1024
+"""Texts that may wait to be resumed: an orchestrator's death brings all of its texts to the others."""
 
 
 class Revision:
@@ -42,6 +46,8 @@ class Revision:
         self.grammars = grammars
         self.stats = OrchestratorStats()
         self.readiness = Readiness(peers, model)
+        self.resuming = BoundedThreads("resumed texts", 1, MAX_RESUMING)
+        """Where texts that clients have a part of are detokenised again."""
         self._finder = finder
         self._idle = asyncio.Event()
         self._idle.set()
@@ -66,7 +72,7 @@ class Revision:
 
     def serves(self, fingerprint: str) -> bool:
         """Return whether its verifiers have been seen to have a model with this fingerprint."""
-        return fingerprint in self.readiness.fingerprints
+        return self.readiness.knows(fingerprint)
 
     @property
     def ready(self) -> bool:
@@ -103,4 +109,5 @@ class Revision:
         if self.grammars is not None:
             await self.grammars.close()
         await self.readiness.close()
+        self.resuming.close()
         await (self.peers if self._finder is None else self._finder).close()

@@ -15,7 +15,6 @@ from orchestrator.pods import Pod
 from orchestrator.siblings import Siblings
 from orchestrator.unary import answer_of
 from specdec.serving.errors import UnknownRequestError
-from specdec.serving.propagation import carried
 from specdec.serving.timeline import Timelines
 from specdec.serving.tracing.servicer import TraceServicer
 from specdec.v2 import trace_pb2, trace_pb2_grpc
@@ -97,7 +96,7 @@ async def _ask(channel: grpc.aio.Channel, request: trace_pb2.GetTraceRequest) ->
     """Return what a process tells. Its ages are as of halfway between question and answer, as far as is known."""
     begin = time.monotonic()
     stub: Any = trace_pb2_grpc.TraceServiceStub(channel)
-    told: trace_pb2.GetTraceResponse = await answer_of(stub.GetTrace(request, timeout=ASK_SECONDS, metadata=carried()))
+    told: trace_pb2.GetTraceResponse = await answer_of(stub.GetTrace, request, ASK_SECONDS)
     half = (time.monotonic() - begin) / 2
     for timeline in told.timelines:
         timeline.clock_error_us = round(1e6 * half)

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import random
+from array import array
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from specdec.v2 import generation_pb2
+
+BEGINNING = 4096
+BEGINNING_TURNS = 16
+"""Characters or tokens of a prompt, and turns of a conversation, that decide where a request with a seed falls."""
 
 
 class Choice(Protocol):
@@ -34,11 +39,24 @@ def point_of(request: generation_pb2.GenerateRequest) -> float:
     """Return where in [0, 1) a request falls: one with a seed by seed and prompt, others anywhere."""
     if not request.sampling.HasField("seed"):
         return random.random()
-    prompt = request.WhichOneof("prompt")
-    given = getattr(request, prompt) if prompt else ""
-    told = given.encode() if isinstance(given, str) else given.SerializeToString(deterministic=True)
     seed = request.sampling.seed.to_bytes(8, "little")
-    return float(int.from_bytes(hashlib.sha256(seed + told).digest()[:8], "little") >> 11) / 2**53
+    return float(int.from_bytes(hashlib.sha256(seed + _beginning(request)).digest()[:8], "little") >> 11) / 2**53
+
+
+def _beginning(request: generation_pb2.GenerateRequest) -> bytes:
+    """Return the beginning of a prompt, and how long it is: it may be of megabytes, which are not looked at yet."""
+    match request.WhichOneof("prompt"):
+        case "text":
+            length, part = len(request.text), request.text[:BEGINNING].encode()
+        case "tokens":
+            length, part = len(request.tokens.ids), array("I", request.tokens.ids[:BEGINNING]).tobytes()
+        case "chat":
+            turns = request.chat.messages
+            length = len(turns)
+            part = "\0".join(turn.content[:BEGINNING] for turn in (*turns[:BEGINNING_TURNS], *turns[-1:])).encode()
+        case _:
+            length, part = 0, b""
+    return length.to_bytes(8, "little") + part
 
 
 def choose(revisions: Sequence[Chosen], point: float) -> Chosen:

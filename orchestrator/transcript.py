@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ from orchestrator.model import Model
 from orchestrator.sample import Sample
 from orchestrator.sample_text import SampleText
 from specdec.client.sources import accepted_candidates, accepted_histogram, histogram_entries, source_name
+from specdec.serving.bounded_threads import BoundedThreads
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
 
 SOON_SPELT = 512
@@ -43,9 +43,10 @@ class Statistics:
 class Transcript:
     """Turns the commits of one sample into responses."""
 
-    def __init__(self, sample: Sample, model: Model) -> None:
+    def __init__(self, sample: Sample, model: Model, arrived: float) -> None:
+        """`arrived` is when the sample's request did: time.monotonic."""
         self._sample = sample
-        self._arrived = time.monotonic()
+        self._arrived = arrived
         self.statistics = Statistics()
         self._text = SampleText(sample, model.tokenizer)
         self._piece = model.tokenizer.piece
@@ -69,10 +70,11 @@ class Transcript:
         """Tokens that the text came with, of those generated."""
         return len(self._sample.generated)
 
-    async def resume(self) -> None:
-        """Detokenise what the client has already; called before the first commit."""
+    async def resume(self, threads: BoundedThreads) -> None:
+        """Detokenise what the client has already, in one of the threads unless it is short; called before the first
+        commit."""
         if len(self._sample.generated) > SOON_SPELT:
-            await asyncio.to_thread(self._spell_generated)
+            await threads.run(self._spell_generated, self._sample.tenant)
         else:
             self._spell_generated()
 

@@ -7,6 +7,7 @@ when it comes back. Tokens are a function of the text and its sampling, so the c
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from functools import partial
 
 import structlog
@@ -66,12 +67,13 @@ class Verification:
                     with pod.load.session():
                         yield opened
                         check = CommitCheck(context.sample, context.model, opened.identity.context_tokens)
-                        async for message in stream.messages():
-                            if isinstance(message, verifier_pb2.Commit):
-                                if problem := check.violation(message, len(context.text.generated)):
-                                    raise LostError(f"invalid commit: {problem}")
-                                self._take(pod, message)
-                            yield message
+                        async with aclosing(stream.messages()) as messages:
+                            async for message in messages:
+                                if isinstance(message, verifier_pb2.Commit):
+                                    if problem := check.violation(message, len(context.text.generated)):
+                                        raise LostError(f"invalid commit: {problem}")
+                                    self._take(pod, message)
+                                yield message
                     return
                 except LostError as lost:
                     self._note_lost(stream, lost)
@@ -144,7 +146,7 @@ class Verification:
         self._not_opened.pop(pod, None)
         self._context.timeline.event("verifier_opened", pod=str(pod))
         self._stream = stream
-        await stream.set_policy(self._policy)  # it may have changed since the session was opened
+        await stream.set_first_policy(self._policy)  # it may have changed since the session was opened
         return opened
 
     def _take(self, pod: Pod, commit: verifier_pb2.Commit) -> None:

@@ -33,15 +33,18 @@ class VerifierChoice:
 
     async def next(self, *, numerics: str, resumed: bool) -> Pod:
         """Return the next pod: as soon as pods have said what they have cached if there is one that was not tried, else
-        after a pause. Raise the client's error
-        if there is no hope. Pods of these numerics are preferred; a text that is `resumed` tries no pod that has failed
-        lately, if there is another: its client has seen one pause, and that is enough."""
+        after a pause. Raise the client's error if there is no hope. Pods of these numerics are preferred; a text that
+        is `resumed` tries no pod that has failed lately, if there is another: its client has seen one pause, and that
+        is enough."""
+        sample = self._context.sample
+        longest = min(len(sample.prompt) + sample.max_tokens, self._context.model.context)
         while True:
             cached = await self._cached()
             pod = self._pods.choose(
                 but=self._tried.keys() | self._unfit.keys(),
                 rather_not=() if self._left is None else (self._left,),
                 numerics=numerics,
+                tokens=longest,
                 no_trial=resumed,
                 cached=cached,
             )
@@ -66,7 +69,10 @@ class VerifierChoice:
     def _despair(self, resumed: bool) -> None:
         """Raise the error that ends the request, if nothing is left to be tried."""
         unfit = {pod: why for pod in self._pods if isinstance(why := pod.unfit, ServiceError)} | self._unfit
-        pods = self._pods.willing if any(isinstance(why, PromptTooLongError) for why in unfit.values()) else self._pods
+        too_long = any(isinstance(why, PromptTooLongError) for why in unfit.values())
+        # One that is down may have the memory. A text that has begun waits for it, a new one is told at once.
+        begun = resumed or bool(self._context.text.generated)
+        pods = self._pods.willing if too_long and not begun else self._pods
         if unfit and (self._backoff.exhausted or all(pod in unfit for pod in pods)):
             raise next(reversed(unfit.values())).with_traceback(None)  # other texts may raise the same
         full = [error for error in self._tried.values() if isinstance(error, OverloadedError)]

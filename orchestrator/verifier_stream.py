@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from orchestrator.fitness import check_verifier
 from orchestrator.peer_stream import PeerStream
@@ -74,6 +74,7 @@ class VerifierStream(PeerStream):
         self._check_opened(opened, revision)
         self._context.granted.by_verifier(opened)
         self.pod.numerics = opened.identity.numerics_fingerprint
+        self.pod.context_tokens = opened.identity.context_tokens
         self.pod.load.report(opened.capacity if opened.HasField("capacity") else UNREPORTED_CAPACITY)
         self.opened = True
         return opened
@@ -101,7 +102,7 @@ class VerifierStream(PeerStream):
                 )
             )
 
-    async def messages(self) -> AsyncIterator[verifier_pb2.Commit | model_pb2.Heartbeat]:
+    async def messages(self) -> AsyncGenerator[verifier_pb2.Commit | model_pb2.Heartbeat, None]:
         """Yield commits until the last one, and the heartbeats that say that the text awaits its draft."""
         while True:
             response = await self._read()
@@ -114,7 +115,7 @@ class VerifierStream(PeerStream):
                 case "heartbeat":
                     self._count_heartbeat()
                     self._look_at(response.heartbeat)
-                    if response.heartbeat.awaits_draft:
+                    if response.heartbeat.awaits_draft and self._context.sample.needs_draft:
                         yield response.heartbeat
                 case _:  # a newer verifier may send what we do not know, now and then
                     self._count_heartbeat()
@@ -143,6 +144,11 @@ class VerifierStream(PeerStream):
         if policy != self._policy:
             self._policy = policy
             await self._write(verifier_pb2.VerifyRequest(policy=policy))
+
+    async def set_first_policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
+        """Do so before anything but the answer to the opening is read: a pod that takes nothing is silent too."""
+        with self._watchdog.listening():
+            await self.set_policy(policy)
 
     async def consumed(self, tokens: int) -> None:
         """Report now and then that the client has read so many generated tokens. Nothing is read from the stream

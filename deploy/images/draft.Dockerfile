@@ -73,6 +73,7 @@ COPY --chmod=0644 deploy/images/probe.py /usr/share/specdec/probe.py
 ENV PATH=/opt/specdec/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     HOME=/tmp \
     PYTHONUNBUFFERED=1 \
+    LD_LIBRARY_PATH=/usr/local/nvidia/lib:/usr/local/nvidia/lib64 \
     HF_HUB_OFFLINE=1 \
     SPECDEC_DRAFT_HOST=0.0.0.0
 WORKDIR /

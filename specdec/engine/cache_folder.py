@@ -71,6 +71,13 @@ def _usable(folder: Path) -> bool:
     return not why
 
 
+def keep_triton_kernels() -> None:
+    """Have Triton keep what it compiles here too, unless the environment says where, or the folder cannot be used:
+    Triton fails where it cannot write."""
+    if (folder := usable()) is not None:
+        os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+
+
 @functools.cache
 def sources() -> str:
     """Return a digest of all our sources that decide how an engine computes, so that no change of them is missed: a

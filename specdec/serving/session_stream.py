@@ -1,8 +1,8 @@
 """Session streams: the life of a session as a stream, the same at draft and verifier.
 
 The first request opens the session and gives it memory, the other requests go to the worker in order, and the worker's
-responses go back. When the stream ends, for whatever reason, the memory is free within a step. The answer to `open` and
-the heartbeats wait for no step of the worker.
+responses go back. When the stream ends, for whatever reason, the memory is free within a step. The heartbeats wait for
+no step of the worker, the answer to `open` for `place_seconds` at most.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ OPEN_SECONDS = 10.0
 LONG_BYTES = 1 << 14
 """Bytes above which an `open` takes long to parse: a long prompt takes a tenth of a second."""
 
+FULL_SECONDS = 5.0
+"""Seconds that a pod without memory for a session wants to be left alone for: each try sends it a whole text."""
+
 INBOX_REQUESTS = 32
 INBOX_BYTES = 1 << 20
 """Requests of one session, and their bytes, that may wait for its worker; more are read when it has dealt with these.
@@ -73,6 +76,10 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
 
     max_request_bytes = MAX_MESSAGE_BYTES
     connection_seconds = None  # orchestrators look for pods by themselves
+
+    place_seconds = 0.0
+    """Seconds that the answer to `open` waits for the session's memory, so that whoever gets none is refused and not
+    opened first. A step may take longer, and a caller that hears nothing would take the pod for lost."""
 
     gates: Sequence[Gate] = ()
 
@@ -183,10 +190,12 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
     ) -> None:
         """Serve a session that was parsed, until its stream ends."""
         responses: ResponseQueue[Response] = ResponseQueue()
-        self._worker.submit(partial(self._take, session, responses, timeline))
+        taking = asyncio.create_task(self._worker.call(partial(self._take, session, responses, timeline)))
         reader: asyncio.Task[None] | None = None
         try:
-            await context.write(self.opened(session))
+            taken, _ = await asyncio.wait({taking}, timeout=self.place_seconds)
+            if all(each.result() for each in taken):
+                await context.write(self.opened(session))
             reader = asyncio.create_task(self._read(requests, session, responses))
             await responses.write_to(context, heartbeat=partial(self.heartbeat, session), is_last=self.is_last)
             # The caller ends the stream: requests may still be on their way, and a write that meets a
@@ -197,15 +206,18 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
                 reader.cancel()
             self._worker.submit(partial(self.detach, session))
 
-    def _take(self, session: Session, responses: ResponseQueue[Response], timeline: Timeline) -> None:
-        """Attach a session; runs in the worker's thread."""
+    def _take(self, session: Session, responses: ResponseQueue[Response], timeline: Timeline) -> bool:
+        """Attach a session; return False if an error among its responses ends it. Runs in the worker's thread."""
         self._submitted.popleft()
         try:
             self.attach(session, responses, timeline)
         except PoolFullError as full:
-            responses.send(OverloadedError(f"the key/value memory is full: {full}"))
+            responses.send(OverloadedError(f"the key/value memory is full: {full}", FULL_SECONDS))
         except Exception as error:  # it ends this session, not the worker
             responses.send(error)
+        else:
+            return True
+        return False
 
     async def _read(
         self, requests: AsyncIterator[Request], session: Session, responses: ResponseQueue[Response]

@@ -36,6 +36,7 @@ SMALL: Object = {
     "verifiers": {"a": {"model": "tiny", "revision": "1"}},
     "drafts": {"b": {"path": "/models/draft"}},
     "modelVolume": {"persistentVolumeClaim": {"claimName": "models"}},
+    "defaults": {"image": {"registry": "registry.example.com"}},
 }
 """The least that a user says."""
 
@@ -43,6 +44,7 @@ ALONE: Object = {
     "drafts": {"b": {"path": "/models/draft"}},
     "modelVolume": {"persistentVolumeClaim": {"claimName": "models"}},
     "networkPolicy": {"draftClients": [{"podSelector": {}}]},
+    "defaults": {"image": {"registry": "registry.example.com"}},
 }
 """Drafts alone, for an ordinary vLLM."""
 

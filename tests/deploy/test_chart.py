@@ -20,6 +20,7 @@ from draft_service.__main__ import main as draft
 from orchestrator.__main__ import main as orchestrator
 from specdec import ports
 from specdec.openai_api.__main__ import main as openai
+from specdec.serving.process.health import LIVE
 from specdec.v2 import draft_pb2, generation_pb2, verifier_pb2
 from tests.deploy.chart import (
     CHART,
@@ -107,7 +108,12 @@ HARDLY_ANYTHING: Object = {
     "models": {"tiny": {"revisions": {"1": {"path": "/opt/model", "verifiers": ["a"]}}}},
     "verifiers": {"a": {"path": "/opt/model"}},
     "networkPolicy": {"enabled": False},
-    "defaults": {"pdb": {"enabled": False}, "topologySpreadConstraints": [], "preStopSeconds": 0},
+    "defaults": {
+        "image": {"registry": "registry.example.com"},
+        "pdb": {"enabled": False},
+        "topologySpreadConstraints": [],
+        "preStopSeconds": 0,
+    },
     "verifierDefaults": {"cache": {"enabled": False}, "shmSize": ""},
     "tenants": {"existingSecret": "tenants"},
 }
@@ -198,6 +204,7 @@ COMBINATIONS: dict[str, Object] = {
             "org/model: 7B #1": {"revisions": {"0x1F": {"path": "/models/a", "verifiers": ["true"]}}},
         },
         "verifiers": {"true": {"path": "/models/a"}, "null": {"path": "/models/b"}},
+        "defaults": {"image": {"registry": "registry.example.com"}},
     },
     "part of another chart": SMALL | {"global": {"anything": {"goes": "here"}}},
 }
@@ -385,13 +392,16 @@ def probes_ask_what_is_there(things: list[Object]) -> None:
         named = {each["name"]: each["containerPort"] for each in found["ports"]}
         assert named["main"] == options["port"] == PORTS[of_role]
         assert named["metrics"] == options["metrics-port"]
-        assert found["livenessProbe"]["tcpSocket"] == {"port": "main"}
+        lives = found["livenessProbe"]
+        assert lives["periodSeconds"] * lives["failureThreshold"] >= 60  # a loop may be busy for a while
         ready, start = found["readinessProbe"], found["startupProbe"]
         if of_role == "openai":
             secure = "tls-cert" in options
             assert ready["httpGet"] == {"path": "/health", "port": "main", "scheme": "HTTPS" if secure else "HTTP"}
             assert "tls-client-ca" not in options  # the kubelet shows no certificate
+            assert lives["httpGet"] == {"path": "/metrics", "port": "metrics"}
         else:
+            assert lives["grpc"] == {"port": options["health-port"], "service": LIVE}
             assert ready["grpc"] == {"port": options["health-port"], "service": SERVICES[of_role]}
         # An orchestrator serves once a verifier does: it must not be started anew for want of one.
         waits = of_role in ("orchestrator", "openai")

@@ -84,6 +84,24 @@ class TestNetwork:
         ):
             assert config(things, templates(things)[pod])["tls-client-name"] == names
 
+    @pytest.mark.parametrize(
+        ("name", "field"), [("orchestrators.example.com", "dnsNames"), ("spiffe://example.com/orchestrator", "uris")]
+    )
+    def test_a_name_that_pods_want_to_see_is_in_the_certificate(self, name: str, field: str) -> None:
+        tls = {"mode": "certManager", "issuer": {"name": "ca"}, "clientName": name}
+        things = render(merged(SMALL, at("tls", tls)))
+        assert config(things, templates(things)["specdec-verifier-a"])["tls-client-name"] == [name]
+        certificates = of_kind(things, "Certificate")
+        assert name in certificates["specdec-orchestrator"]["spec"][field]
+        assert name not in certificates["specdec-verifier"]["spec"].get(field, [])
+
+    def test_a_service_passes_on_how_it_is_reached_from_outside(self) -> None:
+        told = {"type": "LoadBalancer", "externalTrafficPolicy": "Local", "loadBalancerSourceRanges": ["10.0.0.0/8"]}
+        callers = at("networkPolicy/clients", [{"ipBlock": {"cidr": "10.0.0.0/8"}}])
+        things = render(merged(SMALL, callers, at("orchestrator/service", told)))
+        spec = of_kind(things, "Service")["specdec-orchestrator"]["spec"]
+        assert {name: spec.get(name) for name in told} == told
+
     def test_vllm_may_call_drafts_where_values_say_so(self) -> None:
         vllm = {"app": "vllm"}
         values = at("networkPolicy/draftClients", [{"podSelector": {"matchLabels": vllm}}])

@@ -81,7 +81,8 @@ class Pod:
             return self._health(self.ports[probe["grpc"]["port"]], probe["grpc"]["service"], probe["timeoutSeconds"])
         if "httpGet" in probe:
             asked = probe["httpGet"]
-            address = f"{asked['scheme'].lower()}://{LOCAL}:{self.ports[named[asked['port']]]}{asked['path']}"
+            scheme = asked.get("scheme", "HTTP").lower()
+            address = f"{scheme}://{LOCAL}:{self.ports[named[asked['port']]]}{asked['path']}"
             return self._answers(address, probe["timeoutSeconds"])
         with contextlib.suppress(OSError):
             at = (LOCAL, self.ports[named[probe["tcpSocket"]["port"]]])

@@ -38,7 +38,7 @@ SET_BY_THE_CHART = {
     *("model", "models", "served_model_name", "verifier", "draft", "orchestrator", "tenants"),
     *("peer_tls_ca", "peer_tls_cert", "peer_tls_key", "peer_tls_name"),
     *("orchestrator_tls_ca", "orchestrator_tls_cert", "orchestrator_tls_key"),
-    *("workers", "share_port"),  # pods have one process each: replicas are what grows
+    *("workers", "share_port", "sibling_socket"),  # pods have one process each: replicas are what grows
 }
 """Options that values may not give."""
 

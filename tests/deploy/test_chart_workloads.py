@@ -12,6 +12,7 @@ from tests.deploy.chart import (
     CHART,
     NAMESPACE,
     SMALL,
+    Object,
     at,
     config,
     container,
@@ -76,6 +77,69 @@ class TestRollouts:
             assert (other == name) is (another["spec"] == job["spec"])
         assert [other == name for other, _ in others] == [False, False, False, True, True]
 
+    def test_a_pool_that_is_recreated_says_that_it_rolls_no_more(self) -> None:
+        """Server-side apply keeps what the cluster filled in before, and refuses it beside the new type."""
+        things = render(merged(SMALL, at("verifiers/a/strategy", {"type": "Recreate"})))
+        assert of_kind(things, "Deployment")["specdec-verifier-a"]["spec"]["strategy"] == {
+            "type": "Recreate",
+            "rollingUpdate": None,
+        }
+
+    def test_groups_roll_as_they_are_told(self) -> None:
+        told = {"type": "RollingUpdate", "rollingUpdateConfiguration": {"maxSurge": 1, "maxUnavailable": 0}}
+        for strategy, found in ((told, told), ({}, None)):
+            things = render(merged(EVERYTHING, at("verifiers/group/strategy", strategy)))
+            group = of_kind(things, "LeaderWorkerSet")["specdec-verifiers-group"]
+            assert group["spec"].get("rolloutStrategy") == found
+
+    def test_an_export_runs_as_verifiers_do(self) -> None:
+        mine = {"imagePullSecrets": [{"name": "mine"}], "podSecurityContext": {"fsGroup": 7}}
+        things = render(merged(EVERYTHING, at("verifierDefaults", mine)))
+        (job,) = of_kind(things, "Job").values()
+        spec = job["spec"]["template"]["spec"]
+        assert spec["imagePullSecrets"] == [{"name": "mine"}]
+        assert spec["securityContext"]["fsGroup"] == 7
+
+
+class TestImages:
+    @pytest.mark.parametrize(
+        ("image", "found"),
+        [
+            ({}, "registry.example.com/specdec/verifier:0.1.0-cuda"),
+            ({"registry": "localhost:5000/a/"}, "localhost:5000/a/specdec/verifier:0.1.0-cuda"),
+            ({"tag": "mine"}, "registry.example.com/specdec/verifier:mine-cuda"),
+            ({"tag": "mine", "cudaSuffix": ""}, "registry.example.com/specdec/verifier:mine"),
+            ({"repository": "ghcr.io/us/verifier"}, "ghcr.io/us/verifier:0.1.0-cuda"),
+            ({"repository": "ghcr.io/us/verifier", "registry": ""}, "ghcr.io/us/verifier:0.1.0-cuda"),
+            ({"repository": "localhost/verifier"}, "localhost/verifier:0.1.0-cuda"),
+            ({"repository": "verifier.x"}, "registry.example.com/verifier.x:0.1.0-cuda"),
+            ({"digest": "sha256:" + "0" * 64}, "registry.example.com/specdec/verifier@sha256:" + "0" * 64),
+        ],
+    )
+    def test_of_a_pod_with_a_gpu(self, image: Object, found: str) -> None:
+        things = render(merged(SMALL, at("verifiers/a", {"gpus": 1, "image": image})))
+        assert container(templates(things)["specdec-verifier-a"])["image"] == found
+
+    def test_one_tag_for_all(self) -> None:
+        things = render(merged(EVERYTHING, at("defaults/image/tag", "2")))
+        tags = {name: container(pod)["image"].rpartition(":")[2] for name, pod in templates(things).items()}
+        with_gpus = {name for name, tag in tags.items() if tag == "2-cuda"}
+        assert with_gpus == {each for each in tags if "verifier" in each or "draft" in each}
+        assert set(tags.values()) == {"2", "2-cuda"}
+
+
+class TestDisks:
+    def test_models_that_are_downloaded_have_room_on_the_node(self) -> None:
+        download = {"image": "example.org/fetch:1", "sizeLimit": "200Gi"}
+        values = SMALL | {"modelVolume": {"download": download}}
+        mine = at("verifiers/a/resources", {"requests": {"cpu": "4"}})
+        found = {name: container(pod)["resources"] for name, pod in templates(render(merged(values, mine))).items()}
+        assert found["specdec-verifier-a"]["requests"] == {"cpu": "4", "ephemeral-storage": "200Gi"}
+        assert found["specdec-draft-b"]["requests"] == {"ephemeral-storage": "200Gi"}
+        own = at("verifiers/a/resources", {"requests": {"ephemeral-storage": "1Gi"}})
+        pod = templates(render(merged(values, own)))["specdec-verifier-a"]
+        assert container(pod)["resources"]["requests"] == {"ephemeral-storage": "1Gi"}
+
 
 class TestSeveralGpus:
     def test_one_node(self) -> None:
@@ -87,7 +151,7 @@ class TestSeveralGpus:
             *("specdec", "verifier", "--config", "/etc/specdec/config/config.yaml"),
         ]
         assert found["resources"]["limits"] == {"nvidia.com/gpu": 4}
-        assert found["image"] == "specdec/verifier:0.1.0-cuda"
+        assert found["image"] == "registry.example.com/specdec/verifier:0.1.0-cuda"
         assert config(render(EVERYTHING), pod)["device"] == "cuda"
 
     def test_several_nodes(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,8 +13,13 @@ from specdec.serving.validation import MAX_NODES_A_MESSAGE
 from specdec.v2 import model_pb2
 
 NODES = 16
-ONE = model_pb2.Extend(tokens=[1])
 
+
+def extend(nodes: int, **fields: Any) -> model_pb2.Extend:
+    return model_pb2.Extend(**{"tokens": [1] * nodes, "parents": range(nodes), "logprob_bytes": bytes(nodes)} | fields)
+
+
+ONE = extend(1)
 
 REFILL = MESSAGES_A_COMMIT + NODES // 4
 
@@ -42,12 +50,33 @@ def test_commits_make_no_reserve() -> None:
 
 def test_a_message_holds_only_so_many() -> None:
     flow = CandidateFlow(NODES)
-    assert not flow.violation(model_pb2.Extend(tokens=[1] * MAX_NODES_A_MESSAGE))
-    assert flow.violation(model_pb2.Extend(tokens=[1] * (MAX_NODES_A_MESSAGE + 1)))
+    assert not flow.violation(extend(MAX_NODES_A_MESSAGE))
+    assert flow.violation(extend(MAX_NODES_A_MESSAGE + 1))
 
 
 def test_a_draft_that_talks_at_length_is_given_up_sooner() -> None:
     flow = CandidateFlow(256)
-    long = model_pb2.Extend(tokens=[1] * MAX_NODES_A_MESSAGE)
+    long = extend(MAX_NODES_A_MESSAGE)
     sent = next(sent for sent in range(10_000) if flow.violation(long))
     assert sent < 40
+
+
+def test_so_is_one_that_sends_megabytes() -> None:
+    flow = CandidateFlow(256)
+    large = extend(1, distributions=[model_pb2.DraftDistribution(values=bytes(15 << 20))])
+    sent = next(sent for sent in range(10_000) if flow.violation(large))
+    assert sent < 40
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"parents": []},
+        {"logprob_bytes": b"12"},
+        {"distributions": [model_pb2.DraftDistribution()] * 3},
+    ],
+)
+def test_what_belongs_to_candidates_is_as_many_as_they_are(fields: dict[str, Any]) -> None:
+    """Empty ones would cost their sender two bytes each, and everybody else much more."""
+    assert CandidateFlow(NODES).violation(extend(1, **fields))
+    assert not CandidateFlow(NODES).violation(extend(1, distributions=[model_pb2.DraftDistribution()] * 2))

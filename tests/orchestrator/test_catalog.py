@@ -69,7 +69,7 @@ def test_a_long_name_is_not_repeated() -> None:
 def test_a_text_that_is_resumed_goes_to_the_revision_that_it_was_begun_with() -> None:
     old, new = revision("big", "a", 0.0), revision("big", "b", 1.0)
     catalog = Catalog([old, new])
-    old.readiness.fingerprints.add("f1")
+    old.readiness.served("f1")
     resumed = generation_pb2.GenerateRequest(model="big", model_fingerprint="f1", generated_tokens=[1])
     assert catalog.choose(resumed) is old
     resumed.model_fingerprint = "f2"  # nobody is known to have it

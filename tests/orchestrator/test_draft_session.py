@@ -150,10 +150,10 @@ def test_another_verifier_gets_all_candidates_and_takes_as_many_as_it_grants() -
     spent = 2 * NODES + MESSAGES_A_COMMIT + NODES // 4
     for _ in range(2):
         for _ in range(spent):
-            session.check(model_pb2.Extend(tokens=[5]))
+            session.check(model_pb2.Extend(tokens=[5], parents=[0], logprob_bytes=b"0"))
         session.on_opened(STATE)
     assert stream.kinds == ["resend", "resend"]
     for _ in range(spent):
-        session.check(model_pb2.Extend(tokens=[5]))
+        session.check(model_pb2.Extend(tokens=[5], parents=[0], logprob_bytes=b"0"))
     with pytest.raises(FloodError):
-        session.check(model_pb2.Extend(tokens=[5]))
+        session.check(model_pb2.Extend(tokens=[5], parents=[0], logprob_bytes=b"0"))

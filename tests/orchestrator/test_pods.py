@@ -96,6 +96,16 @@ def test_equal_numerics_come_first() -> None:
     assert set(chosen(three, 4, numerics="y")) == {"b", "c"}  # c has not said yet
 
 
+def test_whose_memory_holds_the_text_comes_first() -> None:
+    """Even before one that was not lost: with less memory the text ends sooner, and with other pods elsewhere."""
+    three = pods("abc")
+    small, large, unknown = three
+    small.context_tokens, large.context_tokens = 100, 1000
+    assert chosen(three, 2, tokens=500, rather_not=(large,)) == ["c", "c"]
+    assert chosen(three, 2, tokens=500, but=(unknown,)) == ["b", "b"]
+    assert set(chosen(three, 3, tokens=100)) == {"a", "b", "c"}
+
+
 def test_the_unfit_are_not_asked_before_there_may_be_others_in_their_place() -> None:
     clock = Clock()
     two = pods("ab", clock)

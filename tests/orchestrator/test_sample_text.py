@@ -18,6 +18,7 @@ from orchestrator.request import parse
 from orchestrator.sample import Sample
 from orchestrator.transcript import Transcript
 from specdec.engine.model_directory import ModelDirectory
+from specdec.serving.bounded_threads import BoundedThreads
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
 from tests.models import VOCABULARY, make
 
@@ -47,7 +48,7 @@ def commit_of(tokens: list[int], *, last: bool) -> verifier_pb2.Commit:
 
 def told(model: Model, sample: Sample, tokens: list[int]) -> generation_pb2.GenerateResponse:
     """What a client is told of a text whose tokens all come with one commit."""
-    response = Transcript(sample, model).take(commit_of(tokens, last=True))
+    response = Transcript(sample, model, 0.0).take(commit_of(tokens, last=True))
     assert "".join(response.token_texts) == response.reasoning + response.text
     assert response.reasoning_tokens == response.finish.usage.reasoning_tokens
     return response
@@ -103,9 +104,9 @@ def test_a_resumed_text_is_split_where_it_would_have_been(model: Model) -> None:
     tokens = [OPEN, *thought, CLOSE, *answer]
     whole = told(model, sample_of(model, begun=False), tokens)
     for cut in range(1, len(tokens)):
-        first = Transcript(sample_of(model, begun=False), model).take(commit_of(tokens[:cut], last=False))
-        resumed = Transcript(sample_of(model, begun=False, generated=tokens[:cut]), model)
-        asyncio.run(resumed.resume())
+        first = Transcript(sample_of(model, begun=False), model, 0.0).take(commit_of(tokens[:cut], last=False))
+        resumed = Transcript(sample_of(model, begun=False, generated=tokens[:cut]), model, 0.0)
+        asyncio.run(resumed.resume(BoundedThreads("resumed texts", 1, 1)))
         rest = resumed.take(commit_of(tokens[cut:], last=True))
         assert (first.reasoning + rest.reasoning, first.text + rest.text) == (whole.reasoning, whole.text)
         assert first.reasoning_tokens + rest.reasoning_tokens == whole.reasoning_tokens

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from orchestrator.traffic import choose, point_of
-from specdec.v2 import generation_pb2
+from orchestrator.traffic import BEGINNING, choose, point_of
+from specdec.v2 import generation_pb2, model_pb2
 
 
 @dataclass(frozen=True)
@@ -86,3 +86,28 @@ def test_a_request_with_a_seed_has_one_place_however_it_speculates() -> None:
         assert point_of(request) == point_of(plain)
         plain.sampling.seed = 4
         assert point_of(request) != point_of(plain)
+
+
+def test_what_is_asked_decides_where_it_falls() -> None:
+    def point(**prompt: Any) -> float:
+        return point_of(generation_pb2.GenerateRequest(sampling=model_pb2.SamplingParameters(seed=1), **prompt))
+
+    def chat(*turns: str) -> dict[str, Any]:
+        return {"chat": {"messages": [{"role": "user", "content": turn} for turn in turns]}}
+
+    asked: list[dict[str, Any]] = [
+        {},
+        {"text": "a"},
+        {"text": "b"},
+        {"text": "a" * BEGINNING},
+        {"text": "a" * (BEGINNING + 1)},
+        {"tokens": {"ids": [1]}},
+        {"tokens": {"ids": [2]}},
+        chat("a"),
+        chat("b"),
+        chat("a", "b"),
+        chat(*"a" * 100, "b"),
+        chat(*"a" * 100, "c"),
+    ]
+    assert len({point(**prompt) for prompt in asked}) == len(asked)
+    assert [point(**prompt) for prompt in asked] == [point(**prompt) for prompt in asked]

@@ -16,7 +16,7 @@ from tests.models import make
 def test_tokens_of_logprobs_are_spelt_whatever_the_verifier_says(tmp_path: Path) -> None:
     model = Model.of(ModelDirectory(make("llama", tmp_path / "m")))
     request = parse(generation_pb2.GenerateRequest(text="abc", logprobs=2), model)
-    transcript = Transcript(replace(request.samples[0]), model)
+    transcript = Transcript(replace(request.samples[0]), model, 0.0)
     tokens = model.tokenizer.encode("hey", special=False)
     commit = verifier_pb2.Commit(
         committed=model_pb2.Committed(tokens=tokens),

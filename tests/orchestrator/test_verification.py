@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
+from hypothesis import given as for_all
+from hypothesis import strategies as st
 
+from orchestrator.peer_stream import MAX_HEARTBEATS, PeerStream
 from orchestrator.peers import Peers
+from orchestrator.pod_errors import LostError
 from orchestrator.pods import Pods
 from orchestrator.verification import Verification
-from specdec.serving.errors import PeerLostError, ProtocolError
+from specdec.serving.errors import PeerLostError, PromptTooLongError, ProtocolError, to_status
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.captured_logs import captured_logs
 from tests.orchestrator.samples import MODEL, context
@@ -127,6 +133,62 @@ async def test_a_text_without_a_token_may_begin_at_other_weights() -> None:
         assert not verification.numerics_changed
         await messages.aclose()
         await pods.close()
+
+
+class Small(Refusing):
+    """A verifier without the memory for any text."""
+
+    async def Verify(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+        self.asked += 1
+        status = to_status(PromptTooLongError([("prompt_tokens", "has 9 tokens, must have at most 5")]))
+        await context.abort_with_status(status)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_text_that_has_begun_waits_for_a_verifier_with_the_memory(begun: bool) -> None:
+    """One that is down now. A new text is told at once what is wrong with it."""
+    verifier = Small("")
+    with socket.socket() as down:
+        down.bind(("127.0.0.1", 0))
+        async with serving(verifier) as address:
+            pods = Pods([f"127.0.0.1:{down.getsockname()[1]}", address], connect=grpc.aio.insecure_channel)
+            given = context(Peers(pods, failover_seconds=2.0))
+            if begun:
+                given.text.add([3])
+            begin = time.monotonic()
+            with pytest.raises(PromptTooLongError):
+                await anext(Verification(given, verifier_pb2.VerifyPolicy()).messages())
+            assert (time.monotonic() - begin >= 2.0) is begun
+            await pods.close()
+
+
+async def test_an_answer_to_an_opening_is_small() -> None:
+    """Its memory is kept with the session."""
+
+    async with serving(Changing(identity(model="x" * (1 << 15)))) as address:
+        pods = Pods([address], connect=grpc.aio.insecure_channel)
+        verification = Verification(context(Peers(pods, failover_seconds=0.0)), verifier_pb2.VerifyPolicy())
+        with captured_logs() as logs, pytest.raises(PeerLostError):
+            await anext(verification.messages())
+        await pods.close()
+    assert "its answer to an opening has 3" in next(line["why"] for line in logs if "why" in line)
+
+
+@for_all(st.lists(st.floats(0, 600), min_size=1, max_size=20))
+def test_a_peer_is_not_blamed_for_heartbeats_of_a_time_in_which_nobody_read(pauses: list[float]) -> None:
+    """It sends four a second; after each pause they come at once."""
+    now = 0.0
+    stream = PeerStream(cast("Any", None), context(Peers(Pods())), clock=lambda: now)
+
+    def heartbeats(count: int) -> None:
+        for _ in range(count):
+            stream._count_heartbeat()
+
+    for pause in pauses:
+        now += pause
+        heartbeats(int(4 * pause))
+    with pytest.raises(LostError, match="too many heartbeats"):
+        heartbeats(10_000 + 2 * MAX_HEARTBEATS)
 
 
 async def test_a_text_with_tokens_keeps_its_weights() -> None:

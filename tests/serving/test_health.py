@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.metrics_core import Metric
 
 from specdec.serving.interceptor import CallInterceptor
-from specdec.serving.process.health import NOT_SERVING, SERVING, HealthServicer, report_health
+from specdec.serving.process.health import LIVE, NOT_SERVING, SERVING, HealthServicer, report_health
 from specdec.serving.timeline import Timelines
 
 
@@ -71,6 +71,13 @@ async def test_a_service_that_does_not_work_is_not_serving() -> None:
         await until(NOT_SERVING)
         service.works = True
         await until(SERVING)
+
+
+async def test_it_lives_while_its_event_loop_runs_whatever_else() -> None:
+    service = Service()
+    service.works = False
+    async with reported(service) as until:
+        await until(SERVING, LIVE)
 
 
 async def test_what_a_service_needs_is_told_under_the_names_of_these_services() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,10 +20,11 @@ from hypothesis import strategies as st
 from specdec.client.request_id import REQUEST_ID
 from specdec.serving.errors import OverloadedError, ProtocolError, from_rpc
 from specdec.serving.mux.channel import MuxChannel
-from specdec.serving.mux.send_queue import SendQueue
+from specdec.serving.mux.send_queue import MAX_UNSENT_FRAMES, SendQueue
 from specdec.serving.mux.stream import MOST_BYTES, OVERHEAD, WINDOW, Stream, Traffic
 from specdec.serving.process.server import CHANNEL_OPTIONS
 from specdec.v2 import mux_pb2, mux_pb2_grpc
+from tests.orchestrator.servers import addresses
 from tests.stack import Pod, running, until
 
 SERVICE = "tests.Methods"
@@ -140,7 +142,7 @@ async def test_a_renewed_channel_takes_new_streams_and_the_old_one_keeps_its_own
         try:
             old = begin()
             assert await echoed(old)
-            (connection,) = channel._connections
+            (connection,) = channel._current.connections
             renewals += others
             new = begin()
             assert await echoed(new)
@@ -371,7 +373,7 @@ async def test_a_service_that_leaves_does_not_keep_new_streams_from_its_successo
         await last.write(b"here")
         assert await last.read() == b"here"
         stopping = asyncio.create_task(to.pod.stop(grace=60))
-        await until(lambda: to.channel._connections[-1].leaving)
+        await until(lambda: to.channel._current.connections[-1].leaving)
         successor = Pod(Methods(), to.pod.address)
         await successor.start()
         await to.answered()
@@ -477,7 +479,86 @@ async def test_what_a_cancelled_stream_had_to_say_is_forgotten() -> None:
     assert sending.drop(1)
     sending.put(mux_pb2.Frame(stream=3, message=b"more"))
     assert not sending.drop(3)
-    assert [frame.stream for frame, _ in sending._frames] == [2, 2]
+    sending.put(mux_pb2.Frame(stream=1, message=b"again"))
+    sending.finish()
+    assert await written(sending) == [(2, "begin"), (2, "message"), (1, "message")]
+
+
+async def written(sending: SendQueue) -> list[tuple[int, str | None]]:
+    """The frames of a queue that is finished, as they are written: stream and kind."""
+    found: list[tuple[int, str | None]] = []
+
+    async def write(frames: Sequence[mux_pb2.Frame]) -> None:
+        assert frames
+        found.extend((frame.stream, frame.WhichOneof("event")) for frame in frames)
+
+    await sending.write(write)
+    assert not sending.full
+    assert sending._bytes == sending._count == 0
+    assert not sending._of
+    return found
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from(["begin", "message", "drop"])), max_size=40))
+def test_a_queue_has_what_was_put_and_not_dropped(acts: list[tuple[int, str]]) -> None:
+    async def main() -> None:
+        sending, expected = SendQueue(), list[tuple[int, str]]()
+        for stream, act in acts:
+            if act == "drop":
+                assert sending.drop(stream) is ((stream, "begin") in expected)
+                expected = [each for each in expected if each[0] != stream]
+            else:
+                event: Any = {"begin": mux_pb2.Begin()} if act == "begin" else {"message": b"x" * stream}
+                sending.put(mux_pb2.Frame(stream=stream, **event))
+                expected.append((stream, act))
+        sending.finish()
+        assert await written(sending) == expected
+
+    asyncio.run(main())
+
+
+async def test_what_a_broken_connection_had_to_send_is_not_kept() -> None:
+    """A pod that is down is asked again and again, each time with a whole prompt."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        channel = MuxChannel(grpc.aio.insecure_channel(f"127.0.0.1:{nobody.getsockname()[1]}"))
+        connections = list[Any]()
+        for _ in range(3):
+            call = channel.stream_stream(f"/{SERVICE}/echo", bytes, _readable)()
+            connections += [each for each in channel._current.connections if each not in connections]
+            with contextlib.suppress(asyncio.InvalidStateError):
+                await call.write(bytes(1000))
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call.read()
+        await until(lambda: not channel._current.connections)
+        assert all(each.broken and not each._sending._frames for each in connections)
+        assert not channel._current._connections
+        await channel.close()
+
+
+async def test_a_connection_that_its_service_leaves_ends_here_too() -> None:
+    """The service need not end it."""
+
+    class Leaving(mux_pb2_grpc.MuxServiceServicer):
+        ended = 0
+
+        async def Connect(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+            try:
+                await context.write(mux_pb2.ConnectResponse(frames=[mux_pb2.Frame(end=mux_pb2.End())]))
+                await asyncio.Event().wait()
+            finally:
+                self.ended += 1
+
+    servicer = Leaving()
+    async with addresses(mux_pb2_grpc.add_MuxServiceServicer_to_server, servicer) as (address,):
+        channel = MuxChannel(grpc.aio.insecure_channel(address))
+        call = channel.stream_stream(f"/{SERVICE}/echo", bytes, _readable)()
+        (connection,) = channel._current.connections
+        await until(lambda: connection.leaving)
+        assert not connection.broken
+        call.cancel()
+        await until(lambda: connection.broken and servicer.ended == 1)
+        await channel.close()
 
 
 async def test_a_channel_may_be_closed_at_once() -> None:
@@ -489,24 +570,34 @@ async def test_a_channel_may_be_closed_at_once() -> None:
         assert closed.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-@pytest.mark.parametrize("breach", ["twice", "nothing", "beyond the window", "read what was not sent"])
+@pytest.mark.parametrize(
+    "breach",
+    [
+        "twice",
+        "nothing",
+        "beyond the window",
+        "read what was not sent",
+        "a flood in one batch",
+    ],
+)
 async def test_a_connection_that_breaks_the_rules_ends(breach: str) -> None:
     """And no other."""
     begin = mux_pb2.Frame(stream=1, begin=mux_pb2.Begin(method=f"/{SERVICE}/wait"))
     message = mux_pb2.Frame(stream=1, message=bytes(WINDOW // 2))
-    more = {
+    more: Any = {
         "twice": [begin],
         "nothing": [mux_pb2.Frame(stream=1)],
         "beyond the window": [message, message, message],
         "read what was not sent": [mux_pb2.Frame(stream=1, credit=2**32 - 1)],
+        "a flood in one batch": [[mux_pb2.Frame()] * (MAX_UNSENT_FRAMES + 1)],
     }[breach]
     async with link() as to, grpc.aio.insecure_channel(to.pod.address) as channel:
         other = to.begin("echo")
         carry: Any = mux_pb2_grpc.MuxServiceStub(channel).Connect()  # type: ignore[call-arg]
         await carry.write(mux_pb2.ConnectRequest(frames=[begin]))
         assert (await carry.read()).frames[0].message == b"here"
-        for frame in more:
-            await carry.write(mux_pb2.ConnectRequest(frames=[frame]))
+        for frames in more:
+            await carry.write(mux_pb2.ConnectRequest(frames=frames if isinstance(frames, list) else [frames]))
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await carry.read()
         assert ended.value.code() is grpc.StatusCode.FAILED_PRECONDITION
@@ -581,7 +672,7 @@ async def frames_to(to: Link, frames: AsyncIterator[list[mux_pb2.Frame]]) -> Any
         async for some in frames:
             yield mux_pb2.ConnectRequest(frames=some)
 
-    stub: Any = mux_pb2_grpc.MuxServiceStub(to.channel._channel)
+    stub: Any = mux_pb2_grpc.MuxServiceStub(to.channel._current.channel)
     return stub.Connect(requests())
 
 

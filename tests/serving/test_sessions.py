@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from specdec.serving.errors import DeadlineError, EngineLostError
+from specdec.engine.kv.slots import PoolFullError
+from specdec.serving.errors import DeadlineError, EngineLostError, OverloadedError
 from specdec.serving.opening import Openings
 from specdec.serving.response_queue import MAX_WAITING, ResponseQueue
-from specdec.serving.session_stream import INBOX_REQUESTS, SessionServicer
+from specdec.serving.session_stream import FULL_SECONDS, INBOX_REQUESTS, SessionServicer
 from specdec.serving.timeline import Timeline
 from specdec.serving.worker import Worker
 from specdec.v2 import verifier_pb2
@@ -66,11 +67,14 @@ class Sessions(SessionServicer[Any, verifier_pb2.VerifyRequest, verifier_pb2.Ver
 class Context:
     """Takes what is written."""
 
+    def __init__(self) -> None:
+        self.written: list[Any] = []
+
     def time_remaining(self) -> None:
         pass
 
     async def write(self, response: Any) -> None:
-        pass
+        self.written.append(response)
 
 
 class Flood:
@@ -103,6 +107,49 @@ async def test_a_flood_waits_for_its_worker() -> None:
         assert flood.read == INBOX_REQUESTS * turn
         worker.let()
         assert sessions.acted == INBOX_REQUESTS * turn
+    serving.cancel()
+    await asyncio.wait([serving])
+
+
+class Placing(Sessions):
+    """Sessions that are opened when they have their memory, if there is some."""
+
+    place_seconds = 3600.0
+    full = False
+
+    def attach(self, session: Any, responses: ResponseQueue[verifier_pb2.VerifyResponse], timeline: Timeline) -> None:
+        if self.full:
+            raise PoolFullError(2, 1)
+
+
+async def test_who_gets_no_memory_is_refused_and_not_opened_first() -> None:
+    for full in (False, True):
+        worker, context = Turns(), Context()
+        sessions = Placing(worker)
+        sessions.full = full
+        stream: Any = context
+        serving = asyncio.create_task(sessions.run(aiter(Flood()), stream))
+        await settled()
+        assert not context.written
+        worker.let()
+        await settled()
+        assert len(context.written) == (not full)
+        serving.cancel()
+        if full:
+            with pytest.raises(OverloadedError) as refused:
+                await serving
+            assert refused.value.retry_after == FULL_SECONDS
+
+
+async def test_an_answer_does_not_wait_for_a_long_step() -> None:
+    """The caller would take the pod for lost."""
+    sessions, context = Placing(Turns()), Context()
+    sessions.place_seconds = 0.01
+    stream: Any = context
+    serving = asyncio.create_task(sessions.run(aiter(Flood()), stream))
+    async with asyncio.timeout(20):
+        while not context.written:
+            await asyncio.sleep(0.01)
     serving.cancel()
     await asyncio.wait([serving])
 

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specdec.engine import fast_paths
+from specdec.engine import cache_folder, fast_paths
 from specdec.engine.engine import Engine, UnsupportedModelError
 from specdec.engine.model_directory import GRAPH, ModelDirectory
 from specdec.engine.onnx.providers import place_of, providers
@@ -58,6 +58,8 @@ def load_engine(
         raise UnsupportedModelError(
             f"{'a compiled model' if compiled else 'the ONNX engine'} computes in one process: {remedy}"
         )
+    if device != "cpu":
+        cache_folder.keep_triton_kernels()
     if kind == "onnx":
         return _onnx(directory, dtype, device, capacity=capacity, threads=min(threads))  # it cannot change their number
     options: dict[str, Any] = {"capacity": capacity, "dtype": dtype, "exact": exact}

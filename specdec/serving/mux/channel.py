@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from specdec.serving.errors import STATUS_DETAILS, ProtocolError
 from specdec.serving.mux.send_queue import SendQueue
-from specdec.serving.mux.stream import Stream, TooLargeError
+from specdec.serving.mux.stream import Stream, TooLargeError, check_batch
 from specdec.v2 import mux_pb2, mux_pb2_grpc
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -32,21 +32,17 @@ class MuxChannel:
     def __init__(
         self, channel: grpc.aio.Channel, renewed: Callable[[], grpc.aio.Channel | None] = lambda: None
     ) -> None:
-        self._channel = channel
+        self._current = Carrier(channel)
         self._renewed = renewed
-        self._own: list[MuxConnection] = []  # those of this channel
-        # Channels that are used no more for new calls, and their connections:
-        self._retired: list[tuple[grpc.aio.Channel, Sequence[MuxConnection]]] = []
+        self._retired: list[Carrier] = []  # used no more for new calls
         self._closing: set[asyncio.Task[None]] = set()
-        self._connections: list[MuxConnection] = []  # the last one takes new streams, the others still carry some
-        self._unknown = False  # True: the service does not support connections
 
     def unary_unary(self, *args: Any, **more: Any) -> Any:
         self._renew()
-        return self._channel.unary_unary(*args, **more)
+        return self._current.channel.unary_unary(*args, **more)
 
     def unary_stream(self, *args: Any, **more: Any) -> Any:
-        return self._channel.unary_stream(*args, **more)
+        return self._current.channel.unary_stream(*args, **more)
 
     def stream_stream(
         self,
@@ -56,10 +52,11 @@ class MuxChannel:
         **more: Any,
     ) -> Callable[..., Any]:
         self._renew()
-        alone: Any = self._channel.stream_stream(method, request_serializer, response_deserializer, **more)
+        carrier = self._current
+        alone: Any = carrier.channel.stream_stream(method, request_serializer, response_deserializer, **more)
 
         def begin(*, timeout: float | None = None, metadata: Sequence[tuple[str, str]] = ()) -> Any:
-            connection = self._whole()
+            connection = carrier.whole()
             if connection is None:
                 return alone(timeout=timeout, metadata=metadata)
             begun = mux_pb2.Begin(method=method, metadata=dict(metadata))
@@ -69,10 +66,8 @@ class MuxChannel:
 
     async def close(self) -> None:
         """Close the channel; its streams end with UNAVAILABLE."""
-        for connection in self._connections:
-            await connection.close()
-        for channel in (*(retired for retired, _ in self._retired), self._channel):
-            await channel.close()
+        for carrier in (*self._retired, self._current):
+            await carrier.close()
 
     def _renew(self) -> None:
         """Use another channel, if there is one. The connections of the old one end once they carry no stream. It is
@@ -80,28 +75,52 @@ class MuxChannel:
         no connection may carry plain streams, and stays."""
         if (channel := self._renewed()) is None:
             return
-        idle = [each for each in self._retired if each[1] and all(connection.broken for connection in each[1])]
-        for retired, _ in idle:
-            self._closing.add(closing := asyncio.create_task(retired.close(None)))
+        idle = [each for each in self._retired if each.connected and not each.connections]
+        for each in idle:
+            self._closing.add(closing := asyncio.create_task(each.channel.close(None)))
             closing.add_done_callback(self._closing.discard)
         self._retired = [each for each in self._retired if each not in idle]
-        self._retired.append((self._channel, self._own))
-        self._own = []
-        self._channel, self._unknown = channel, False
-        for connection in self._connections:
-            connection.leave()
+        self._retired.append(self._current)
+        self._current.leave()
+        self._current = Carrier(channel)
 
-    def _whole(self) -> MuxConnection | None:
-        """Return a connection that takes new streams; None if the service does not support connections."""
+
+class Carrier:
+    """A gRPC channel and its connections, of which the last one takes new streams; the others still carry some."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self.connected = False  # has had a connection
+        self._connections: list[MuxConnection] = []
+        self._unknown = False  # True: the service does not support connections
+
+    @property
+    def connections(self) -> Sequence[MuxConnection]:
+        """Those that are not broken. One that is must not be kept: what it had to send is with it."""
         self._unknown |= any(connection.unknown for connection in self._connections)
         self._connections = [connection for connection in self._connections if not connection.broken]
+        return self._connections
+
+    def whole(self) -> MuxConnection | None:
+        """Return a connection that takes new streams; None if the service does not support connections."""
+        connections = self.connections
         if self._unknown:
             return None
-        if not self._connections or self._connections[-1].leaving:
-            stub: Any = mux_pb2_grpc.MuxServiceStub(self._channel)
-            self._connections.append(connection := MuxConnection(stub.Connect()))
-            self._own.append(connection)
+        if not connections or connections[-1].leaving:
+            stub: Any = mux_pb2_grpc.MuxServiceStub(self.channel)
+            self._connections.append(MuxConnection(stub.Connect()))
+            self.connected = True
         return self._connections[-1]
+
+    def leave(self) -> None:
+        """Have all connections end with their last streams."""
+        for connection in self.connections:
+            connection.leave()
+
+    async def close(self) -> None:
+        for connection in self.connections:
+            await connection.close()
+        await self.channel.close()
 
 
 class MuxConnection:
@@ -109,12 +128,11 @@ class MuxConnection:
 
     def __init__(self, call: Any) -> None:
         self.broken = False
-        self.leaving = False  # takes no new streams
+        self.leaving = False  # takes no new streams, and ends once it carries none
         self.unknown = False  # True: the service does not support connections
         self._call = call
         self._sending = SendQueue()
         self._calls: dict[int, Call] = {}
-        self._retired = False  # ends once it carries nothing
         self._numbers = itertools.count(1)
         self._tasks = tuple(asyncio.create_task(do()) for do in (self._read, self._write, self._end_if_unread))
 
@@ -135,9 +153,8 @@ class MuxConnection:
 
     def leave(self) -> None:
         """Take no new streams, and end with the last one."""
-        self.leaving = self._retired = True
-        if not self._calls:
-            self._call.cancel()
+        self.leaving = True
+        self._end_if_idle()
 
     async def close(self) -> None:
         self._call.cancel()
@@ -145,7 +162,10 @@ class MuxConnection:
 
     def _ended(self, call: Call) -> None:
         self._calls.pop(call.number, None)
-        if self._retired and not self._calls:
+        self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        if self.leaving and not self._calls:
             self._call.cancel()
 
     async def _write(self) -> None:
@@ -171,10 +191,11 @@ class MuxConnection:
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 if response is None:
                     raise ProtocolError("a batch of frames cannot be read")
+                check_batch(response.frames)
                 for frame in response.frames:
-                    self.leaving |= not frame.stream
-                    call = self._calls.get(frame.stream)
-                    if call is not None:
+                    if not frame.stream:
+                        self.leave()
+                    elif (call := self._calls.get(frame.stream)) is not None:
                         call.receive_frame(frame)
             end.message = "the connection has ended"
         except grpc.aio.AioRpcError as error:  # the connection's error, not one that the service sent for a stream
@@ -184,6 +205,7 @@ class MuxConnection:
             end = mux_pb2.End(code=grpc.StatusCode.FAILED_PRECONDITION.value[0], message=f"the connection: {error}")
         finally:
             self.broken = True
+            self._sending.abandon()
             self._call.cancel()
             for task in self._tasks[1:]:
                 task.cancel()

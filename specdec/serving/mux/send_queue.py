@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from specdec.v2 import mux_pb2
 
@@ -20,14 +21,23 @@ MAX_UNSENT_FRAMES = 1 << 14
 of them are queued, the peer does not read."""
 
 
+@dataclass(slots=True)
+class Waiting:
+    """A frame that waits to be written."""
+
+    frame: mux_pb2.Frame | None  # None: it was dropped
+    size: int  # bytes
+
+
 class SendQueue:
     """A queue of frames, in order. Frames that are put while one batch is being written go into the next."""
 
     def __init__(self) -> None:
         self.overflowed = asyncio.Event()
         """Event that is set once more than MAX_UNSENT_FRAMES frames wait: a peer that reads would leave fewer."""
-        self._frames: deque[tuple[mux_pb2.Frame, int]] = deque()  # (frame, its size in bytes)
-        self._bytes = 0
+        self._frames: deque[Waiting] = deque()
+        self._of: dict[int, deque[Waiting]] = {}  # those of a stream that are not dropped
+        self._bytes = self._count = 0  # of frames that are not dropped
         self._senders: set[asyncio.Event] = set()  # to be set when there is room for messages again
         self._news = asyncio.Event()
         self._finished = self._abandoned = False
@@ -44,21 +54,26 @@ class SendQueue:
     def put(self, frame: mux_pb2.Frame) -> None:
         if self._abandoned:
             return
-        size = frame.ByteSize()
-        self._frames.append((frame, size))
-        self._bytes += size
-        if len(self._frames) > MAX_UNSENT_FRAMES:
+        waiting = Waiting(frame, frame.ByteSize())
+        self._frames.append(waiting)
+        self._of.setdefault(frame.stream, deque()).append(waiting)
+        self._bytes += waiting.size
+        self._count += 1
+        if self._count > MAX_UNSENT_FRAMES:
             self.overflowed.set()
         self._news.set()
 
     def drop(self, stream: int) -> bool:
         """Drop the waiting frames of a stream; return True if its `begin` was among them."""
-        dropped = [frame for frame, _ in self._frames if frame.stream == stream]
-        if dropped:
-            self._frames = deque(each for each in self._frames if each[0].stream != stream)
-            self._bytes = sum(size for _, size in self._frames)
-            self._make_room()
-        return any(frame.HasField("begin") for frame in dropped)
+        begun = False
+        for waiting in self._of.pop(stream, ()):
+            assert waiting.frame is not None
+            begun |= waiting.frame.HasField("begin")
+            self._bytes -= waiting.size
+            self._count -= 1
+            waiting.frame = None  # `_batch` passes over it: many streams end at once when a pod is lost
+        self._make_room()
+        return begun
 
     def finish(self) -> None:
         """Declare that no more frames follow: `write` returns once all are written."""
@@ -69,7 +84,8 @@ class SendQueue:
         """Drop all waiting frames and those put later; only the batch that is being written still goes out."""
         self._abandoned = True
         self._frames.clear()
-        self._bytes = 0
+        self._of.clear()
+        self._bytes = self._count = 0
         self._make_room()
         self.finish()
 
@@ -77,22 +93,30 @@ class SendQueue:
         """Write batches of frames until the queue is finished."""
         while True:
             await self._news.wait()
-            if self._frames:
-                await write(self._batch())
+            if frames := self._batch():
+                await write(frames)
             elif self._finished:
                 return
             else:
                 self._news.clear()
 
     def _batch(self) -> list[mux_pb2.Frame]:
-        """Return the next batch: at least one frame, and with more than one at most BATCH_BYTES bytes."""
+        """Return the next batch: at least one frame, unless none waits, and with more than one at most BATCH_BYTES
+        bytes."""
         frames: list[mux_pb2.Frame] = []
         total = 0
-        while self._frames and (not frames or total + self._frames[0][1] <= BATCH_BYTES):
-            frame, size = self._frames.popleft()
+        while self._frames and (not frames or total + self._frames[0].size <= BATCH_BYTES):
+            waiting = self._frames.popleft()
+            if (frame := waiting.frame) is None:
+                continue
+            of_stream = self._of[frame.stream]
+            of_stream.popleft()
+            if not of_stream:
+                del self._of[frame.stream]
             frames.append(frame)
-            total += size
+            total += waiting.size
         self._bytes -= total
+        self._count -= len(frames)
         self._make_room()
         return frames
 

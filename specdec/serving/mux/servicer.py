@@ -15,7 +15,7 @@ from specdec.serving.echo import echo
 from specdec.serving.errors import STATUS_DETAILS, InternalError, OverloadedError, ProtocolError, to_status
 from specdec.serving.interceptor import guarded
 from specdec.serving.mux.send_queue import MAX_UNSENT_FRAMES, SendQueue
-from specdec.serving.mux.stream import Stream, Traffic
+from specdec.serving.mux.stream import Stream, Traffic, check_batch
 from specdec.serving.propagation import bind_metadata
 from specdec.v2 import mux_pb2, mux_pb2_grpc
 
@@ -140,6 +140,7 @@ class MuxConnection:
 
     async def _read(self, requests: AsyncIterator[mux_pb2.ConnectRequest]) -> None:
         async for request in requests:
+            check_batch(request.frames)
             for frame in request.frames:
                 if frame.HasField("begin"):
                     self._open(frame.stream, frame.begin)

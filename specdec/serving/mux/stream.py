@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdec.serving.errors import ProtocolError
-from specdec.serving.mux.send_queue import SendQueue
+from specdec.serving.mux.send_queue import MAX_UNSENT_FRAMES, SendQueue
 from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.v2 import mux_pb2
 
@@ -32,6 +33,13 @@ class Traffic:
 
 class TooLargeError(Exception):
     """A message that the connection cannot carry."""
+
+
+def check_batch(frames: Sequence[mux_pb2.Frame]) -> None:
+    """Raise ProtocolError if a batch has more frames than ever wait to be sent: a frame takes longer to handle than the
+    two bytes of an empty one take to send, and nothing else runs meanwhile."""
+    if len(frames) > MAX_UNSENT_FRAMES:
+        raise ProtocolError(f"a batch has {len(frames)} frames, must have at most {MAX_UNSENT_FRAMES}")
 
 
 class Stream:

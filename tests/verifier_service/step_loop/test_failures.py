@@ -9,7 +9,7 @@ import pytest
 from specdec.decoding.sampling import Sampling
 from specdec.engine.kv.blocks import BLOCK
 from specdec.grammar.grammar import GrammarTooComplexError
-from specdec.serving.engine_worker import CHECK_SECONDS
+from specdec.serving.engine_worker import CHECK_SECONDS, LOST_SECONDS
 from specdec.serving.errors import EngineLostError, GrammarFailureError, ModelFailureError
 from tests.verifier_service.fakes import (
     BAD,
@@ -137,6 +137,9 @@ class TestFailures:
         assert loop.turn() == CHECK_SECONDS
         with pytest.raises(EngineLostError):
             client(loop, 10, 3, 5)
+        loop._worked -= LOST_SECONDS
+        with pytest.raises(EngineLostError):  # ends the process
+            loop.turn()
         engine.dead = False
         assert loop.turn() is None
         assert loop.works

@@ -98,6 +98,16 @@ affair of values.schema.json. Takes a list: root, the workloads. */}}
 {{- end }}
 {{- end }}
 {{- include "specdec.checkModelVolume" (list (printf "%s.modelVolume" $w.key) $w.modelVolume) }}
+{{- include "specdec.checkImage" (list $w.key $w.image) }}
+{{- end }}
+
+{{/* Checks that an image is asked for somewhere: without a registry, a container engine would take what somebody else
+has published under the name. Takes a list: where it stands, the values of `image`. */}}
+{{- define "specdec.checkImage" -}}
+{{- $image := index . 1 }}
+{{- if not (or $image.registry (include "specdec.namesRegistry" $image.repository)) }}
+{{- fail (printf "%s.image.registry: is empty, should name the registry with your images (for all: defaults.image.registry)" (index . 0)) }}
+{{- end }}
 {{- end }}
 
 {{/* Checks a verifier whose model vLLM runs. Takes the workload. */}}

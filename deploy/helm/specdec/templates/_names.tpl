@@ -73,10 +73,20 @@ dns:///{{ include "specdec.host" . }}:{{ include "specdec.port" (index . 1) }}
 {{/* An image. Takes a list: root, the values of `image`, the GPUs that it is to use. */}}
 {{- define "specdec.image" -}}
 {{- $root := index . 0 }}{{ $image := index . 1 }}
-{{- $tag := printf "%s%s" $root.Chart.AppVersion (index . 2 | empty | ternary "" "-cuda") }}
-{{- if $image.digest -}}
-{{ $image.repository }}@{{ $image.digest }}
-{{- else -}}
-{{ $image.repository }}:{{ default $tag $image.tag }}
+{{- $repository := $image.repository }}
+{{- if not (include "specdec.namesRegistry" $repository) }}
+{{- $repository = printf "%s/%s" (trimSuffix "/" $image.registry) $repository }}
 {{- end }}
+{{- $tag := default $root.Chart.AppVersion $image.tag }}
+{{- if $image.digest -}}
+{{ $repository }}@{{ $image.digest }}
+{{- else -}}
+{{ $repository }}:{{ $tag }}{{ index . 2 | empty | ternary "" $image.cudaSuffix }}
+{{- end }}
+{{- end }}
+
+{{/* Whether the name of an image begins with a registry, as container engines tell it: "true" or nothing. */}}
+{{- define "specdec.namesRegistry" -}}
+{{- $first := splitList "/" . | first }}
+{{- if and (contains "/" .) (or (contains "." $first) (contains ":" $first) (eq $first "localhost")) }}true{{ end }}
 {{- end }}

@@ -13,6 +13,12 @@ target's further nodes, where nothing listens). */}}
 {{- if $w.gpus }}
 {{- include "specdec.lay" (list $resources (dict "limits" (dict "nvidia.com/gpu" (int $w.gpus)))) }}
 {{- end }}
+{{- with dig "download" "sizeLimit" "" $w.modelVolume }}
+{{- /* So that no pod comes to a node whose disk its models do not fit on. */}}
+{{- $requests := dict "ephemeral-storage" . }}
+{{- include "specdec.lay" (list $requests (default dict $resources.requests)) }}
+{{- $_ := set $resources "requests" $requests }}
+{{- end }}
 {{- $caches := dig "cache" "enabled" false $w }}
 {{- $storage := (include "specdec.storage" (list $root $w) | fromYaml).all -}}
 metadata:
@@ -48,9 +54,6 @@ spec:
         {{- if $caches }}
         # A folder that the service makes for itself: it uses none that others may write to.
         - {name: SPECDEC_CACHE_DIR, value: /var/cache/specdec/own}
-        {{- if $w.gpus }}
-        - {name: TRITON_CACHE_DIR, value: /var/cache/specdec/triton}
-        {{- end }}
         {{- end }}
         {{- with $w.env }}{{ toYaml . | nindent 8 }}{{ end }}
       {{- if .serves }}
@@ -116,8 +119,8 @@ args:{{ toYaml $run | nindent 2 }}
 {{- end }}
 
 {{/* Probes. Health is readiness, never liveness: to restart an orchestrator brings no verifier back. Whether a process
-lives is told by its port, which opens when it has loaded. So does the port of health checks, which has no TLS, since
-probes know none. Takes a list: root, the workload. */}}
+lives is told by its event loop, which answers as `live` while it runs. The port of health checks opens when the service
+has loaded, and has no TLS, since probes know none. Takes a list: root, the workload. */}}
 {{- define "specdec.probes" -}}
 {{- $root := index . 0 }}{{ $w := index . 1 }}
 {{- $service := get (dict "verifier" "Verifier" "draft" "Draft" "orchestrator" "Generation") $w.role }}
@@ -142,10 +145,15 @@ readinessProbe:
   timeoutSeconds: 3
   failureThreshold: 2
 livenessProbe:
-  tcpSocket: {port: main}
+  {{- if eq $w.role "openai" }}
+  # Refused while the event loop does nothing; /health would tell of the orchestrators instead.
+  httpGet: {path: /metrics, port: metrics}
+  {{- else }}
+  grpc: {port: 8086, service: live}
+  {{- end }}
   periodSeconds: 10
-  timeoutSeconds: 3
-  failureThreshold: 3
+  timeoutSeconds: 10
+  failureThreshold: 6
 {{- end }}
 
 {{/* Volumes and where they are mounted, as YAML with the list `all` of {name, at, readOnly, source}. Takes a list:
