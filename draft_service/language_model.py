@@ -19,14 +19,19 @@ log = structlog.get_logger()
 
 PAUSED_LAG_TOKENS = 512
 """Most committed tokens that a paused draft leaves pending: short texts cost other sessions nothing, and when it is
-wanted again it catches up in one step."""
+wanted again it catches up in one pass, or in a few beside others."""
+
+PROMPT_WIDTHS = 4
+"""Rows of committed text that a pass computes beside other sessions, in multiples of the expansion width. If a pass
+over n rows takes a + b n seconds, what is known of the width says that so many make a pass with all its nodes about
+twice as long at most."""
 
 
 class LanguageModelDrafter(Drafter):
     """The drafter that runs a draft model.
 
     One pass computes at most `rows` nodes over all sessions, at most `rows_per_session` of one session, and at most
-    `prompt_budget` tokens of committed text over all sessions."""
+    `prompt_budget` tokens of committed text, the shortest first: few if other sessions would wait for them."""
 
     rules = frozenset(Rule)
 
@@ -57,25 +62,29 @@ class LanguageModelDrafter(Drafter):
         self._pool.give(self._sessions.pop(session).slots.all)
 
     def best_logprob(self, session: Session) -> float:
-        """Return what the base class does; 0 if a paused session has fallen too far behind its text."""
+        """Return what the base class does; 0 if a paused session has fallen too far behind its text, which is read
+        last."""
         if session.policy.paused and not session.over:
             return 0.0 if self._sessions[session].pending_text > PAUSED_LAG_TOKENS else -math.inf
         return session.best_logprob()
 
     def expand(self, sessions: Sequence[Session]) -> Mapping[Session, Exception]:
         packer = self.engine.packer()
-        rows, prompt_budget = self._rows, self._prompt_budget
-        share = max(1, min(self._rows_per_session, rows // len(sessions)))
+        known = [self._sessions[session] for session in sessions]
+        expanding = [each for each in known if not each.pending_text]
+        reading = sorted((each for each in known if each.pending_text), key=_reading_order)
+        rows, prompt_rows = self._rows, self._prompt_rows(reading, len(expanding))
+        share = max(1, min(self._rows_per_session, rows // max(1, len(expanding))))
         planned: list[ModelSession] = []
         try:
-            for each in (self._sessions[session] for session in sessions):
-                if each.pending_text:
-                    if prompt_budget > 0:
-                        planned.append(each)
-                        prompt_budget -= each.plan_text(packer, prompt_budget)
-                elif rows > 0:
+            for each in expanding:
+                if rows > 0:
                     planned.append(each)
                     rows -= each.plan_nodes(packer, min(share, rows))
+            for each in reading:
+                if prompt_rows > 0:
+                    planned.append(each)
+                    prompt_rows -= each.plan_text(packer, prompt_rows)
             logits = self.engine.forward(packer.pack())
         except Exception as error:  # nothing of the pass counts; its sessions are tried again
             self._probe.pass_failed(packer.slots)
@@ -92,3 +101,21 @@ class LanguageModelDrafter(Drafter):
 
     def recover(self) -> bool:
         return self._probe.recovers()
+
+    def _prompt_rows(self, reading: Sequence[ModelSession], expanding: int) -> int:
+        """Return how many tokens of committed text a pass may compute beside so many sessions that expand nodes.
+
+        They are few, but more in proportion if more sessions read than expand, and one for each: most lack only the
+        token of a correction. If none expands, the first one that reads waits for nobody, and the others are beside
+        it."""
+        wanted = sum(not each.session.policy.paused for each in reading)
+        beside = PROMPT_WIDTHS * self._rows_per_session
+        rows = max(beside, wanted, beside * wanted // max(1, expanding))
+        if reading and not expanding:
+            rows = max(rows, reading[0].pending_text)
+        return min(rows, self._prompt_budget)
+
+
+def _reading_order(session: ModelSession) -> tuple[bool, int]:
+    """Sort whom a pass is to read first to the front: who is soonest done, and paused sessions last."""
+    return session.session.policy.paused, session.pending_text

@@ -59,7 +59,7 @@ class Session:
         self._calibration = calibration  # shared with sessions of one rule and about one temperature
         self._frontier = Frontier()  # nodes that may have children
         self._too_deep: list[tuple[float, Node]] = []  # taken from the frontier until root or policy change
-        self._expanded: set[Node] = set()  # of the root and the nodes below it
+        self._expanded: dict[Node, int] = {}  # of the root and the nodes below it, and how deep each was at the time
         self._frontier.add(0.0, self.tree.root)
 
     # --- what the orchestrator sends ----------------------------------------------------------------
@@ -84,7 +84,7 @@ class Session:
             self.grammar.commit(new_tokens)
         alive = frozenset(tree.root.walk())
         self._frontier.descend(passed, alive)
-        self._expanded = {node for node in self._expanded if node in alive or node is tree.root}
+        self._expanded = {node: at for node, at in self._expanded.items() if node in alive or node is tree.root}
         if tree.root not in self._expanded:
             self._frontier.add(0.0, tree.root)
         self.outgoing.follow_root(passed, alive)
@@ -110,14 +110,17 @@ class Session:
 
     def _follow(self, tokens: Sequence[int]) -> tuple[list[Node], float]:
         """Return the nodes that committed tokens go through, and the logprob of their path. Calibrate by which
-        children, if any, the tokens are, whether or not they were sent."""
+        children, if any, the tokens are, whether or not they were sent: at the depth at which these were made, since
+        the draft runs ahead and the text comes nearer."""
         node, followed, passed = self.tree.root, [], 0.0
-        for depth, token in enumerate(tokens):
+        for token in tokens:
             if not node.children:
                 break
             child = node.children.get(token)
             taken = None if child is None else list(node.children).index(token)
-            self._calibration.learn(depth, taken, [sibling.logprob for sibling in node.children.values()])
+            self._calibration.learn(
+                self._expanded[node], taken, [sibling.logprob for sibling in node.children.values()]
+            )
             if child is None:
                 break
             followed.append(child)
@@ -143,12 +146,12 @@ class Session:
     def take_best(self) -> Node:
         """Return the best node, which counts as expanded from now on."""
         _, node = self._frontier.take()
-        self._expanded.add(node)
+        self._expanded[node] = node.position - self.tree.root.position
         return node
 
     def put_back(self, node: Node) -> None:
         """Count a node as not expanded: what was to give it children has failed."""
-        self._expanded.discard(node)
+        self._expanded.pop(node, None)
         self._frontier.add(node.path_logprob(), node)
 
     @property
@@ -179,7 +182,7 @@ class Session:
     def add_children(self, node: Node, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Add children, the likeliest first: a draft's tokens and their logprobs."""
         path_logprob = node.path_logprob()
-        for token, logprob in zip(tokens, self._calibration.corrected(self._depth(node), logprobs), strict=True):
+        for token, logprob in zip(tokens, self._calibration.corrected(self._expanded[node], logprobs), strict=True):
             if logprob < MIN_CHILD_LOGPROB and node.children:
                 break
             self._add_child(node, token, logprob, path_logprob + logprob)
@@ -188,16 +191,13 @@ class Session:
         """Add one child that was drawn from this distribution (REJECTION). Whether it is added must not depend on which
         token it is, so the token is not looked at."""
         node.distribution = distribution
-        (logprob,) = self._calibration.corrected(self._depth(node), [math.log(rejection.acceptance(distribution))])
+        (logprob,) = self._calibration.corrected(self._expanded[node], [math.log(rejection.acceptance(distribution))])
         self._add_child(node, token, logprob, node.path_logprob() + logprob)
 
     def add_distribution(self, node: Node, distribution: DraftDistribution) -> None:
         """Add the draft's distribution over a node's children (CONTRASTIVE)."""
         node.distribution = distribution
         self.outgoing.add_distribution(node)
-
-    def _depth(self, node: Node) -> int:
-        return node.position - self.tree.root.position
 
     def _add_child(self, parent: Node, token: int, logprob: float, path_logprob: float) -> None:
         child = self.tree.add(parent, token, logprob)

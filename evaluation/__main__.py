@@ -19,10 +19,11 @@ with needed_by("evaluate", "evaluate"):
     from rich.progress import Progress
 
     from draft_service.servicer import Limits as DraftLimits
-    from evaluation.measurements import LOCAL, REMOTE_DRAFT, TREES, WAYS, Figures, Way, acceptance, speed
+    from evaluation.hop import hop_seconds
+    from evaluation.measurements import LOCAL, REMOTE_DRAFT, TREES, WAYS, Figures, Load, Way, acceptance, speed
     from evaluation.pair import LoadedModel, Pair, Place
     from evaluation.pools import VERIFIERS, smallest
-    from evaluation.report import ROWS, Report, fastest
+    from evaluation.report import ROWS, Distance, Report, fastest
     from orchestrator.request import parse
     from orchestrator.sample import Sample
     from specdec.cli.failure import fail
@@ -32,12 +33,15 @@ with needed_by("evaluate", "evaluate"):
     from specdec.decoding.sampling import Rule
     from specdec.engine.cpu_count import MOST_THREADS, threads_for
     from specdec.engine.engine import UnsupportedModelError
+    from specdec.engine.kv.blocks import BLOCK
     from specdec.engine.model_directory import ModelDirectoryError
     from specdec.engine.placement import DraftKind, WantedDtype
     from specdec.exit_status import ExitStatus
+    from specdec.local import LocalError
     from specdec.serving.errors import ServiceError
     from specdec.serving.identity import pod_info
     from specdec.serving.process import logs
+    from verifier_service.step_loop import MOST_CANDIDATES
 
 MOST_STREAMS = 128
 """Texts that a verifier lets wait at most: all of these may be asked for at once."""
@@ -107,18 +111,17 @@ def main(
         # A draft holds the candidates of each session beside its text.
         candidates = max(streams) * DraftLimits().max_nodes
         pair = Pair(target, draft, target_place, draft_place, kv_tokens, candidates)
-        samples = list(_samples(pair, file, max_prompts, kv_tokens // max(streams)))
+        room = (kv_tokens - MOST_CANDIDATES) // max(streams) // BLOCK * BLOCK  # as the verifier counts
+        samples = list(_samples(pair, file, max_prompts, room))
     except (ModelDirectoryError, UnsupportedModelError, PromptFileError) as error:
         fail(str(error), ExitStatus.USAGE)
     if not samples:
         fail(f"{prompts}: has no prompts", ExitStatus.USAGE)
-    report = _evaluated(
-        pair,
-        samples,
-        streams,
-        replace(REMOTE_DRAFT, layout=replace(REMOTE_DRAFT.layout, delay=network_ms / 1000, draft_speed=draft_speed)),
-        concurrent,
-    )
+    try:
+        distance = Distance(hop_seconds(), network_ms / 1000)
+    except LocalError as error:
+        fail(str(error), ExitStatus.FAILED)
+    report = _evaluated(pair, samples, streams, distance, draft_speed, concurrent)
     if json_output:
         print(json.dumps(report.as_json()))
     else:
@@ -144,9 +147,16 @@ def _samples(pair: Pair, file: PromptFile, most: int, most_tokens: int) -> Itera
 
 
 def _evaluated(
-    pair: Pair, samples: Sequence[Sample], streams: Sequence[int], remote: Way, concurrent: int | None
+    pair: Pair,
+    samples: Sequence[Sample],
+    streams: Sequence[int],
+    distance: Distance,
+    draft_speed: float,
+    concurrent: int | None,
 ) -> Report:
     """Measure everything, with a bar on a terminal's stderr that tells how far it is."""
+    layout = replace(REMOTE_DRAFT.layout, delay=distance.hop + distance.network, draft_speed=draft_speed)
+    remote = replace(REMOTE_DRAFT, layout=layout)
     rules = [Rule.COUPLED, Rule.REJECTION] if any(not each.sampling.greedy for each in samples) else [Rule.COUPLED]
     asked = [
         (rule, tree) for rule in rules for tree in TREES if rule is Rule.COUPLED or tree.branches == 1
@@ -161,14 +171,13 @@ def _evaluated(
         accepted = {each: done(acceptance(pair, samples, *each)) for each in asked}
         ways = {way: remote if way is REMOTE_DRAFT else way for way in WAYS if pair.has_local_draft or way is not LOCAL}
         speeds = {
-            many: {way: done(speed(pair, _enough(samples, many), used, many)) for way, used in ways.items()}
-            for many in streams
+            many: {way: done(_warm_speed(pair, used, samples, many)) for way, used in ways.items()} for many in streams
         }
         drafted = {many: found[REMOTE_DRAFT].rate for many, found in speeds.items() if fastest(found) is REMOTE_DRAFT}
 
         def rate(many: int, part: float) -> float:
             layout = replace(remote.layout, draft_speed=part * remote.layout.draft_speed)
-            return done(speed(pair, _enough(samples, many), replace(remote, layout=layout), many)).rate
+            return done(_warm_speed(pair, replace(remote, layout=layout), samples, many)).rate
 
         pools = {many: smallest(partial(rate, many), alone) for many, alone in drafted.items()}
     return Report(
@@ -182,10 +191,18 @@ def _evaluated(
         },
         acceptance=accepted,
         speed=speeds,
-        delay_seconds=remote.layout.delay,
+        distance=distance,
+        draft_speed=draft_speed,
         pools=pools,
         concurrent=concurrent,
     )
+
+
+def _warm_speed(pair: Pair, way: Way, samples: Sequence[Sample], streams: int) -> Figures:
+    """Return the speed of services that have served for a while: adaptive speculation has seen what pays."""
+    load = Load(_enough(samples, streams), streams)
+    _, warm = speed(pair, way, Load(load.samples[:streams], streams), load)
+    return warm
 
 
 def _enough(samples: Sequence[Sample], streams: int) -> list[Sample]:

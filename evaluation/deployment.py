@@ -16,7 +16,8 @@ from draft_service.servicer import Limits as DraftLimits
 from evaluation.channel import Channel
 from evaluation.pair import Pair
 from evaluation.timed_engine import TimedEngine
-from evaluation.workers import Inbox, SpendingInbox, VirtualDraftLoop, VirtualStepLoop, sleep
+from evaluation.virtual_time import VirtualLoop
+from evaluation.workers import Inbox, SpendingInbox, VirtualDraftLoop, VirtualStepLoop, sleep, unspent_seconds
 from orchestrator.generation import Generation
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
@@ -51,7 +52,7 @@ class Layout:
 
     remote: bool = False  # there is a draft service
     local: bool = False  # the verifier runs the draft itself
-    delay: float = 0.0  # seconds between any two services, one way
+    delay: float = 0.0  # seconds from any service to another one: a hop, and the network
     target_speed: float = 1.0
     draft_speed: float = 1.0
     step_seconds: float | None = None
@@ -76,6 +77,8 @@ class Deployment:
         small = pair.local_draft if layout.local else pair.draft
         self.draft = TimedEngine(small.engine, layout.draft_speed, None if layout.step_seconds is None else 0.0)
         self._inbox = SpendingInbox if layout.step_seconds is None else Inbox
+        if layout.step_seconds is None:
+            cast("VirtualLoop", asyncio.get_running_loop()).ahead = unspent_seconds
         self._loops: list[VirtualStepLoop | VirtualDraftLoop] = []
         channels = {"verifier": Channel(self._verifier(layout), layout.delay)}
         if layout.remote:

@@ -82,28 +82,45 @@ class Figures:
         return self.tokens / max(1, self.steps)
 
 
-def run(pair: Pair, layout: Layout, samples: Sequence[Sample], streams: int) -> Figures:
-    """Run samples on virtual time, so many at a time."""
+@dataclass(frozen=True)
+class Load:
+    """Samples that are run, so many at a time."""
 
-    async def main() -> Figures:
+    samples: Sequence[Sample]
+    streams: int
+
+
+def run(pair: Pair, layout: Layout, *loads: Load) -> list[Figures]:
+    """Run loads on virtual time, one after the other: the services learn from each for the next. None finds its
+    prompts computed by one before."""
+
+    async def main() -> list[Figures]:
         deployment = Deployment(pair, layout)
-        clock = asyncio.get_running_loop().time
-        begin = clock()
-        texts = await deployment.complete_all(samples, streams)
-        seconds = clock() - begin
+        found = []
+        for number, load in enumerate(loads):
+            samples = [replace(each, tenant=f"{number} {each.tenant}") for each in load.samples]
+            found.append(await _figures(deployment, samples, load.streams))
         await deployment.end()
-        statistics = [text.finish.speculation for text in texts]
-        return Figures(
-            tokens=sum(len(text.tokens) for text in texts),
-            seconds=seconds,
-            steps=sum(each.steps for each in statistics),
-            offered=sum(each.offered for each in statistics),
-            accepted=sum(each.accepted for each in statistics),
-            target_busy=deployment.target.busy / seconds,
-            draft_busy=deployment.draft.busy / seconds,
-        )
+        return found
 
     return virtual_time.run(main())
+
+
+async def _figures(deployment: Deployment, samples: Sequence[Sample], streams: int) -> Figures:
+    clock = asyncio.get_running_loop().time
+    begin, target, draft = clock(), deployment.target.busy, deployment.draft.busy
+    texts = await deployment.complete_all(samples, streams)
+    seconds = clock() - begin
+    statistics = [text.finish.speculation for text in texts]
+    return Figures(
+        tokens=sum(len(text.tokens) for text in texts),
+        seconds=seconds,
+        steps=sum(each.steps for each in statistics),
+        offered=sum(each.offered for each in statistics),
+        accepted=sum(each.accepted for each in statistics),
+        target_busy=(deployment.target.busy - target) / seconds,
+        draft_busy=(deployment.draft.busy - draft) / seconds,
+    )
 
 
 def acceptance(pair: Pair, samples: Sequence[Sample], rule: Rule, tree: Tree) -> Figures:
@@ -112,9 +129,13 @@ def acceptance(pair: Pair, samples: Sequence[Sample], rule: Rule, tree: Tree) ->
         REMOTE, forced=True, max_candidates=tree.candidates, max_depth=tree.depth, max_branches=tree.branches
     )
     asked = [replace(sample, rule=rule, speculation=speculation) for sample in samples]
-    return run(pair, Layout(remote=True, step_seconds=LONG_STEP), asked, streams=1)
+    return run(pair, Layout(remote=True, step_seconds=LONG_STEP), Load(asked, streams=1))[0]
 
 
-def speed(pair: Pair, samples: Sequence[Sample], way: Way, streams: int) -> Figures:
-    """Run samples one way."""
-    return run(pair, way.layout, [replace(sample, speculation=way.speculation) for sample in samples], streams)
+def speed(pair: Pair, way: Way, *loads: Load) -> list[Figures]:
+    """Run loads one way, one after the other."""
+
+    def asked(load: Load) -> Load:
+        return replace(load, samples=[replace(each, speculation=way.speculation) for each in load.samples])
+
+    return run(pair, way.layout, *map(asked, loads))

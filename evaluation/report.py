@@ -15,6 +15,14 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
+class Distance:
+    """From one service to another one, in seconds."""
+
+    hop: float  # what services and gRPC take, as measured here
+    network: float  # as was said
+
+
+@dataclass(frozen=True)
 class Report:
     """Everything that was found of a pair."""
 
@@ -25,7 +33,8 @@ class Report:
     step_seconds: Mapping[str, Sequence[float]]  # of a pass over ROWS, by model
     acceptance: Mapping[tuple[Rule, Tree], Figures]
     speed: Mapping[int, Mapping[Way, Figures]]  # by streams
-    delay_seconds: float
+    distance: Distance
+    draft_speed: float  # of a remote draft's device, relative to the one here
     pools: Mapping[int, Pools]  # by streams, where a remote draft is fastest
     concurrent: int | None
 
@@ -39,7 +48,7 @@ class Report:
                 name: dict(zip(map(str, ROWS), seconds, strict=True)) for name, seconds in self.step_seconds.items()
             },
             "acceptance": [
-                {"rule": rule.value, "tree": tree.name, **_told(figures)}
+                {"rule": rule.value, "tree": tree.name, **_counts(figures)}
                 for (rule, tree), figures in self.acceptance.items()
             ],
             "predicted": [
@@ -47,7 +56,8 @@ class Report:
                 for streams, ways in self.speed.items()
                 for way, figures in ways.items()
             ],
-            "delay_seconds": self.delay_seconds,
+            "hop_seconds": self.distance.hop,
+            "network_seconds": self.distance.network,
             "concurrent": self.concurrent,
             "pools": {str(streams): self._told_pools(streams) for streams in self.pools},
         }
@@ -79,9 +89,11 @@ class Report:
             ["streams", *(way.name for way in next(iter(self.speed.values())))],
             [[str(streams), *_speeds(ways)] for streams, ways in self.speed.items()],
         )
+        fast = "" if self.draft_speed == 1 else f", {self.draft_speed:g} times as fast"
+        hop, network = 1000 * self.distance.hop, 1000 * self.distance.network
         yield (
-            f"A remote draft has a device like this one to itself, {1000 * self.delay_seconds:g} ms from the verifier. "
-            "Each way speculates where it pays."
+            f"A remote draft has a device like the one above to itself{fast}. From a service to another one a message "
+            f"takes {hop:.2f} ms, as measured here, and {network:g} ms of network. Each way speculates where it pays."
         )
         yield ""
         for streams in self.speed:
@@ -116,12 +128,19 @@ def fastest(ways: Mapping[Way, Figures]) -> Way:
     return max(ways, key=lambda way: ways[way].rate)
 
 
-def _told(figures: Figures) -> dict[str, Any]:
-    return asdict(figures) | {
-        "tokens_per_second": figures.rate,
+def _counts(figures: Figures) -> dict[str, Any]:
+    return {
+        "tokens": figures.tokens,
+        "steps": figures.steps,
+        "offered": figures.offered,
+        "accepted": figures.accepted,
         "acceptance": figures.acceptance,
         "tokens_per_step": figures.tokens_a_step,
     }
+
+
+def _told(figures: Figures) -> dict[str, Any]:
+    return _counts(figures) | asdict(figures) | {"tokens_per_second": figures.rate}
 
 
 def _speeds(ways: Mapping[Way, Figures]) -> Iterator[str]:

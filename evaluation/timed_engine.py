@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evaluation.workers import host_seconds, sleep
 from specdec.engine.batch import PackedBatch, Packer
-from specdec.engine.engine import Engine
+from specdec.engine.engine import Engine, GpuSampling, Step
 from specdec.engine.kv.slots import Slots
+
+T = TypeVar("T")
 
 
 class TimedEngine:
-    """An engine on a device `speed` times as fast as the one at hand. For workers on virtual time."""
+    """An engine on a device `speed` times as fast as the one at hand. For workers on virtual time. Its steps sample on
+    the GPU if those of the one at hand do."""
 
     def __init__(self, inner: Engine, speed: float = 1.0, pass_seconds: float | None = None) -> None:
         """With `pass_seconds` every pass takes so long, whatever is in it, and the worker's own code takes no time."""
@@ -26,20 +31,27 @@ class TimedEngine:
         self._inner = inner
         self._speed = speed
         self._pass_seconds = pass_seconds
+        if isinstance(inner, GpuSampling):
+            inner_step = inner.step
+            self.step: Step = lambda batch, asked: self._timed(lambda: inner_step(batch, asked))
 
     def packer(self) -> Packer:
         return self._inner.packer()
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        return self._timed(lambda: self._inner.forward(batch))
+
+    def copy(self, source: Slots, target: Slots) -> None:
+        self._inner.copy(source, target)
+
+    def _timed(self, run: Callable[[], T]) -> T:
+        """Run a pass, and let virtual time go by for it."""
         host = host_seconds()
         begin = time.perf_counter()
-        logits = self._inner.forward(batch)
+        result = run()
         seconds = (time.perf_counter() - begin) / self._speed
         if self._pass_seconds is not None:
             host, seconds = 0.0, self._pass_seconds
         self.busy += seconds
         sleep(host + seconds)
-        return logits
-
-    def copy(self, source: Slots, target: Slots) -> None:
-        self._inner.copy(source, target)
+        return result

@@ -1,6 +1,8 @@
 """Virtual time: an event loop that, with nothing to do, is at once where the next timer is due.
 
 Whatever asks `time.monotonic` meanwhile is told the loop's time, policies and the services' worker threads included.
+Where the code of workers takes time, they are ahead of the loop by what they have not spent yet (`ahead`): their clock
+shows it, and what they send leaves as much later.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self._timers = _Timers()
+        self.ahead: Callable[[], float] = _not_ahead
+        """Returns the seconds by which whoever runs now is ahead of this loop."""
         super().__init__(self._timers)
 
     def time(self) -> float:
@@ -53,7 +57,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def monotonic(self) -> float:
         """In place of `time.monotonic`."""
         self._timers.now += TICK
-        return self._timers.now
+        return self._timers.now + self.ahead()
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         """Run it at once: a thread's time is not on this clock."""
@@ -65,7 +69,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return future
 
     def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
+        if ahead := self.ahead():
+            return self.call_later(ahead, callback, *args, context=context)
         return self.call_soon(callback, *args, context=context)
+
+
+def _not_ahead() -> float:
+    return 0.0
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

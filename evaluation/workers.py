@@ -38,6 +38,11 @@ def host_seconds() -> float:
     return time.perf_counter() - _resumed
 
 
+def unspent_seconds() -> float:
+    """Return the real seconds that the worker which runs now has not spent on the clock yet; 0 on the event loop."""
+    return 0.0 if getcurrent().parent is None else host_seconds()
+
+
 def _wait(me: greenlet) -> None:
     global _resumed
     assert me.parent is not None  # the event loop's own greenlet has none, and must not wait

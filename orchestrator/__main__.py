@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -156,17 +156,17 @@ def main(
     )
     peers_tls = _peer_tls(peer_tls_cert, peer_tls_key, peer_tls_ca, peer_tls_name)
 
-    def directories() -> Iterable[Path]:
-        try:
-            return [each.directory for each in ModelsFile(models).entries()] if models else [Path(model or "")]
-        except ModelsFileError as error:
-            raise StartError(str(error)) from None
-
     if workers > 1:
 
         async def start() -> None:
-            for each in directories():  # what is wrong is said once, not by every worker
-                check_text(ModelDirectory(each))
+            # What is wrong is said once, not by every worker.
+            if models is None:
+                check_text(ModelDirectory(Path(model or "")))
+            else:
+                try:
+                    ModelsFile(models).read()
+                except ModelsFileError as error:
+                    raise StartError(str(error)) from None
             await supervise(server, workers)
 
         run_program(start(), "orchestrator")

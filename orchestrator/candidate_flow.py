@@ -41,7 +41,8 @@ class CandidateFlow:
 
     def violation(self, extend: model_pb2.Extend) -> str:
         """Count a message, and return what is wrong with the draft that sends it; empty if nothing is."""
-        nodes, size = len(extend.tokens), extend.ByteSize()
+        # Of distributions there is one more than of candidates: that of the committed prefix.
+        nodes, size = max(len(extend.tokens), len(extend.parents), len(extend.distributions) - 1), extend.ByteSize()
         self._left -= 1 + nodes // NODES_FOR_ONE + size // BYTES_FOR_ONE
         if self._left < 0:
             return f"it sends too many messages: {self._most} at once and {self._refill} a commit are allowed"
@@ -49,9 +50,4 @@ class CandidateFlow:
             return f"it sends {nodes} candidates in a message, at most {MAX_NODES_A_MESSAGE} are allowed"
         if size > MOST_EXTEND_BYTES:
             return f"it sends a message of {size} bytes, at most {MOST_EXTEND_BYTES} are allowed"
-        if not nodes == len(extend.parents) == len(extend.logprob_bytes) or len(extend.distributions) > nodes + 1:
-            return (
-                f"it sends {nodes} candidates with {len(extend.parents)} parents, {len(extend.logprob_bytes)} "
-                f"probabilities and {len(extend.distributions)} distributions"
-            )
         return ""

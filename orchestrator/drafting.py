@@ -23,7 +23,13 @@ from orchestrator.pod_errors import ForeignPodError, LostError, UnfitError
 from orchestrator.pods import Pod, Pods
 from orchestrator.sample_context import SampleContext
 from orchestrator.speculation_state import SpeculationState
-from specdec.serving.errors import InvalidRequestError, ModelFailureError, PeerLostError, ServiceError
+from specdec.serving.errors import (
+    InvalidRequestError,
+    ModelFailureError,
+    OverloadedError,
+    PeerLostError,
+    ServiceError,
+)
 from specdec.v2 import model_pb2, verifier_pb2
 
 log = structlog.get_logger()
@@ -31,6 +37,10 @@ log = structlog.get_logger()
 USELESS_SECONDS = 60.0
 """Seconds in which a text does not ask a draft again that was of no use to it: it would have to read the whole text
 anew, and the text must have become another one first."""
+
+MAX_FULL_SECONDS = 10.0
+"""Longest time that a draft is left alone for which says that it is full: its texts end, or another pod may soon have
+its address."""
 
 MAX_ROUND_PAUSE_SECONDS = 1.0
 """Longest pause between two rounds of asking all drafts. It may be longer than one between verifiers, since the text
@@ -61,10 +71,10 @@ class Drafting:
         self._backoff = Backoff(peers.failover_seconds, longest=MAX_ROUND_PAUSE_SECONDS)
         self._working: asyncio.Task[None] | None = None
         self._state = SpeculationState(drafted=self._pods is not None and bool(self._pods.willing))
-        self._wanted = asyncio.Event()  # set once a draft is worth asking
+        self._wanted = asyncio.Event()  # set while a draft is worth asking
         self._session: DraftSession | None = None
         self._useless_until: dict[Pod, float] = {}  # monotonic times; for this text
-        self._last_failure = "no_draft", "there is no pod to ask"  # (reason, why) of the last draft that failed
+        self._last_failure = "no_draft", "no pod can be asked"  # (reason, why) of the last draft that failed
         self._undrafted = False  # the text goes on without a draft
         self._last_commit: float | None = None  # when it came; None: none has since a verifier took the text
         self._given_up: ServiceError | None = None  # the text needs a draft, and none can be had
@@ -145,20 +155,23 @@ class Drafting:
         self._state = state
         if state.worth_a_draft(self._context.sample):
             self._wanted.set()
+        else:
+            self._wanted.clear()
 
     async def _set_drafted(self, drafted: bool) -> None:
         self._state = replace(self._state, drafted=drafted)
         await self._sink.set_policy(self.policy)
 
     async def _work(self, pods: Pods) -> None:
-        """Keep one draft after another at work, beginning when one may pay: even a paused session costs its opening,
-        and has the draft read the prompt. Whatever goes wrong here ends no request, except one that needs a draft."""
-        await self._wanted.wait()
+        """Keep one draft after another at work, each beginning when it may pay: even a paused session costs its
+        opening, and has the draft read the prompt. Whatever goes wrong here ends no request, except one that needs a
+        draft."""
         tried: set[Pod] = set()  # since a draft was at work, or the last pause
         while self._given_up is None:
+            await self._wanted.wait()
             now = time.monotonic()
             useless = {pod for pod, until in self._useless_until.items() if until > now}
-            pod = pods.choose(but=tried | useless)
+            pod = pods.choose(but=tried | useless | self._full(pods))
             if self._context.sample.needs_draft and self._backoff.exhausted:  # drafts take turns at being of no use
                 self._give_up()
             elif pod is not None:
@@ -168,6 +181,13 @@ class Drafting:
                 await self._go_without(pods)
                 await asyncio.sleep(self._backoff.pause())
                 tried.clear()
+
+    def _full(self, pods: Pods) -> set[Pod]:
+        """Return the pods that have just said that they take no more sessions, to any text here: each try sends a whole
+        text, and has a verifier believe in a draft. A text that needs a draft tries."""
+        if self._context.sample.needs_draft:
+            return set()
+        return {pod for pod in pods if (told := pod.load.reported) is not None and not told.room}
 
     async def _draft_at(self, pod: Pod) -> bool:
         """Have this pod draft until it fails; return True if it ever sent candidates."""
@@ -221,7 +241,10 @@ class Drafting:
                 reason = "draft_lost"
             case ModelFailureError() | InvalidRequestError():
                 self._useless_until[pod] = math.inf
-            case UnfitError() | ServiceError():  # the pod is full, or refuses the session
+            case OverloadedError():
+                full = model_pb2.PodCapacity(sessions=pod.load.sessions)
+                pod.load.report(full, min(error.retry_after, MAX_FULL_SECONDS))
+            case UnfitError() | ServiceError():  # the pod refuses the session
                 pass
             case _:  # a mistake of ours
                 log.error("drafting_failed", exc_info=error)

@@ -23,12 +23,16 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
+import structlog
+
 from orchestrator.model import Model
 from specdec import strict_yaml
 from specdec.client.address import Address
 from specdec.client.file_version import Version, version_of
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.serving.echo import echo
+
+log = structlog.get_logger()
 
 LONGEST_NAME = 256
 """Characters of a model's name."""
@@ -82,9 +86,13 @@ class LoadedRevision:
 @dataclass
 class ModelsFile:
     """A file of models. A directory is read when the file first names it, and again when what was read of it changes:
-    files may come after the one that names them."""
+    files may come after the one that names them.
+
+    The first time a directory that cannot be read is left out, if others can: an orchestrator that starts serves what
+    it can. Later the file is refused then, and what was read before goes on."""
 
     path: Path
+    left_out: str = ""
     what: ClassVar[str] = "models"
     unusable: ClassVar[type[Exception]] = ModelsFileError
     _loaded: dict[tuple[str, Path, Version], Model] = field(default_factory=dict)
@@ -102,19 +110,29 @@ class ModelsFile:
         return sum((_directory_version(each) for each in sorted(named)), version_of(self.path))
 
     def read(self) -> tuple[LoadedRevision, ...]:
-        """Read the file, and the directories that are new in it; ModelsFileError if one of them cannot be used."""
-        entries = self.entries()
+        """Read the file, and the directories that are new in it; ModelsFileError if the file cannot be used, or one of
+        them (the first time: none of them)."""
+        entries, first = self.entries(), not self._loaded
         loaded: list[LoadedRevision] = []
         used: dict[tuple[str, Path, Version], Model] = {}
+        problems: list[ModelsFileError] = []
         for entry in entries:
             key = entry.model, entry.directory, _directory_version(entry.directory)
             try:
                 model = self._loaded.get(key) or Model.of(ModelDirectory(entry.directory), entry.model)
             except ModelDirectoryError as error:
-                raise ModelsFileError(f"--models {self.path}: {entry.label}: directory: {error}") from None
+                problem = ModelsFileError(f"--models {self.path}: {entry.label}: directory: {error}")
+                if not first:
+                    raise problem from None
+                problems.append(problem)
+                continue
             used[key] = model
             loaded.append(LoadedRevision(entry, model))
-        self._loaded = used
+        if problems and not loaded:
+            raise problems[0]
+        for each in problems:
+            log.error("revision_left_out", why=str(each))
+        self._loaded, self.left_out = used, "; ".join(map(str, problems))
         return tuple(loaded)
 
     def entries(self) -> tuple[RevisionEntry, ...]:

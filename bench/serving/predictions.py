@@ -5,7 +5,8 @@
 
 Four pairs: the demo's, its target padded to 60M and to 230M parameters, and a draft of random weights. Each is
 predicted and measured with a draft service on a core of its own, with the draft within the verifier, and without any.
-Target and draft have one thread each. Rounds of all measurements take turns; told are medians.
+Target and draft have one thread each. Services go on from round to round, and so does the prediction: the first round
+warms up, of the others medians are told. What a message takes between services is measured before (`evaluation.hop`).
 
 With two cores, target and draft do not run side by side as on two devices: an orchestrator and a client want the same
 cores. With `--slower` each model has a device that is so many times slower than a core, by times that are measured once
@@ -24,12 +25,15 @@ from pathlib import Path
 from statistics import median
 
 from bench.arguments import parser_of, whole_numbers
+from bench.report import markdown_table
 from bench.systems.bad_drafts import random_weights
 from bench.systems.devices import read_device, write_devices
 from bench.systems.long_steps import with_long_steps
 from bench.systems.specdec import Specdec
 from bench.systems.system import Load, Setup
 from demo.prompts import held_out
+from evaluation import measurements as evaluated
+from evaluation.hop import hop_seconds
 from evaluation.measurements import ABSENT, LOCAL, PLAIN, REMOTE_DRAFT, Way, speed
 from evaluation.pair import Pair, Place
 from orchestrator.request import parse
@@ -42,8 +46,15 @@ ONE_THREAD = ("--threads", "1")
 WITHIN = 0.15
 """How far a prediction may be off."""
 
-NETWORK = 0.0002
-"""Seconds from a service to another one, one way, as predicted: the default of `specdec evaluate`."""
+COLUMNS = (
+    "streams",
+    "served",
+    "predicted tokens/s",
+    "measured",
+    "ratio",
+    "predicted tokens a step, ms",
+    "measured",
+)
 
 MODES: Mapping[Way, str] = {PLAIN: "off", ABSENT: "local", LOCAL: "local", REMOTE_DRAFT: "auto"}
 """The requests' speculation, by the way to serve."""
@@ -68,6 +79,26 @@ def pairs(folder: Path) -> Iterator[Models]:
     yield Models("useless draft", DEMO / "target", random_weights(DEMO / "draft", folder / "useless"))
 
 
+@dataclass(frozen=True)
+class Speed:
+    """How a load was served: the medians of some rounds."""
+
+    rate: float  # tokens a second
+    tokens_a_step: float
+
+    @classmethod
+    def of(cls, rounds: Sequence[tuple[int, int, float]]) -> Speed:
+        """`rounds` are tokens, steps and seconds."""
+        return cls(
+            median(tokens / seconds for tokens, _, seconds in rounds),
+            median(tokens / steps for tokens, steps, _ in rounds),
+        )
+
+    def step_ms(self, streams: int) -> float:
+        """Return the milliseconds of a step of each stream."""
+        return 1000 * streams * self.tokens_a_step / self.rate
+
+
 def samples(pair: Pair, prompts: Sequence[list[int]], tokens: int, temperature: float) -> list[Sample]:
     """Return the samples of requests like those that `Specdec.run` sends."""
     return [
@@ -90,22 +121,25 @@ def given_devices(pair: Pair, file: Path, slower: float) -> None:
         each.latency.become(1, lasting(1))
 
 
-def predicted(pair: Pair, loads: Mapping[int, Load], rounds: int) -> dict[tuple[Way, int], float]:
-    """Return the predicted tokens a second by way and streams."""
-    found: dict[tuple[Way, int], float] = {}
+def predicted(pair: Pair, loads: Mapping[int, Load], rounds: int, hop: float) -> dict[tuple[Way, int], Speed]:
+    """Return the predicted speeds by way and streams."""
+    asked = [
+        evaluated.Load(samples(pair, load.prompts, load.max_tokens, load.temperature), streams)
+        for streams, load in loads.items()
+    ]
+    found: dict[tuple[Way, int], Speed] = {}
     for way in MODES:
-        delay = NETWORK if way is REMOTE_DRAFT else 0.0
-        used = replace(way, layout=replace(way.layout, delay=delay))
-        for streams, load in loads.items():
-            asked = samples(pair, load.prompts, load.max_tokens, load.temperature)
-            found[way, streams] = median(speed(pair, asked, used, streams).rate for _ in range(rounds))
+        figures = speed(pair, replace(way, layout=replace(way.layout, delay=hop)), *asked * (rounds + 1))
+        for place, streams in enumerate(loads):
+            of_load = figures[len(loads) :][place :: len(loads)]
+            found[way, streams] = Speed.of([(each.tokens, each.steps, each.seconds) for each in of_load])
     return found
 
 
 def measured(
     models: Models, loads: Mapping[int, Load], rounds: int, devices: Path | None
-) -> dict[tuple[Way, int], float]:
-    """Return the measured tokens a second by way and streams, with the devices of a file or those at hand."""
+) -> dict[tuple[Way, int], Speed]:
+    """Return the measured speeds by way and streams, with the devices of a file or those at hand."""
     setup = Setup(models.target, models.draft, "float32", streams=max(loads), context=1024)
     programs: Mapping[str, tuple[str, ...]] = PROGRAMS
     if devices is not None:
@@ -118,7 +152,7 @@ def measured(
         (LOCAL,): partial(start, local_draft=models.draft),
         (REMOTE_DRAFT,): partial(start, models.draft, draft_options=ONE_THREAD),
     }
-    rates: dict[tuple[Way, int], list[float]] = {}
+    answers: dict[tuple[Way, int], list[tuple[int, int, float]]] = {}
     with ExitStack() as exits:
         running = {ways: exits.enter_context(system()) for ways, system in systems.items()}
         for number in range(rounds + 1):  # the first one warms up
@@ -127,8 +161,10 @@ def measured(
                     for streams, load in loads.items():
                         answer = system.run(load, MODES[way])
                         if number:
-                            rates.setdefault((way, streams), []).append(answer.tokens / answer.seconds)
-    return {key: median(each) for key, each in rates.items()}
+                            assert answer.steps is not None
+                            each = (answer.tokens, answer.steps, answer.seconds)
+                            answers.setdefault((way, streams), []).append(each)
+    return {key: Speed.of(each) for key, each in answers.items()}
 
 
 def main(given: Sequence[str]) -> None:
@@ -144,7 +180,9 @@ def main(given: Sequence[str]) -> None:
         streams: Load(held_out(streams, tokens=64, seed=3), args.tokens, args.temperature) for streams in args.streams
     }
     rounds = 1 if args.quick else args.rounds
-    print("| pair | streams | served | predicted | measured | ratio |\n|---|---|---|---|---|---|")
+    hop = hop_seconds()
+    print(f"a message from one service to another: {1000 * hop:.2f} ms\n")
+    print("\n".join(markdown_table("pair", COLUMNS, [])), flush=True)
     off: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for models in pairs(Path(folder)):
@@ -152,13 +190,15 @@ def main(given: Sequence[str]) -> None:
             devices = None if args.slower == 1.0 else Path(folder, f"{models.name}.json")
             if devices is not None:
                 given_devices(pair, devices, args.slower)
-            guess = predicted(pair, loads, rounds)
+            guess = predicted(pair, loads, rounds, hop)
             del pair
             truth = measured(models, loads, rounds, devices)
-            for (way, streams), rate in truth.items():
-                ratio = guess[way, streams] / rate
-                figures = f"{guess[way, streams]:.0f} | {rate:.0f} | {ratio:.2f}"
-                print(f"| {models.name} | {streams} | {way.name} | {figures} |", flush=True)
+            for (way, streams), found in truth.items():
+                told = guess[way, streams]
+                ratio = told.rate / found.rate
+                cells = [str(streams), way.name, f"{told.rate:.0f}", f"{found.rate:.0f}", f"{ratio:.2f}"]
+                cells += [f"{each.tokens_a_step:.2f}, {each.step_ms(streams):.1f}" for each in (told, found)]
+                print(f"| {models.name} | {' | '.join(cells)} |", flush=True)
                 if abs(ratio - 1) > WITHIN:
                     off.append(f"{models.name}, {streams}, {way.name}")
             if args.quick:

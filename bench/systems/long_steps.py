@@ -7,14 +7,19 @@ did the work. So services that share a few cores here seem to have a device each
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.decoding.query import SamplingQuery
+from specdec.decoding.step_logits import StepLogits
 from specdec.engine.batch import PackedBatch, Packer
-from specdec.engine.engine import CpuThreads, Engine, cpu_threads
+from specdec.engine.engine import CpuThreads, Engine, GpuSampling, cpu_threads
 from specdec.engine.kv.slots import Slots
+
+T = TypeVar("T")
 
 Lasting = Callable[[int], float]
 """A function from the rows of a pass to the seconds that it takes on the device."""
@@ -40,14 +45,18 @@ class LongSteps:
         return self._inner.packer()
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
-        # A clock of its own: on virtual time `time.monotonic` is another one.
-        end = time.perf_counter() + self._lasting(len(batch.tokens))
-        logits = self._inner.forward(batch)
-        time.sleep(max(0.0, end - time.perf_counter()))
-        return logits
+        return self._lengthened(batch, lambda: self._inner.forward(batch))
 
     def copy(self, source: Slots, target: Slots) -> None:
         self._inner.copy(source, target)
+
+    def _lengthened(self, batch: PackedBatch, run: Callable[[], T]) -> T:
+        """Run a pass over this batch, and return what it returns when it has lasted long enough."""
+        # A clock of its own: on virtual time `time.monotonic` is another one.
+        end = time.perf_counter() + self._lasting(len(batch.tokens))
+        result = run()
+        time.sleep(max(0.0, end - time.perf_counter()))
+        return result
 
 
 class LongCpuSteps(LongSteps):
@@ -59,7 +68,20 @@ class LongCpuSteps(LongSteps):
         self.use_threads = threaded.use_threads
 
 
+class LongGpuSteps(LongSteps):
+    """Long steps of an engine that samples on the GPU."""
+
+    def __init__(self, inner: Engine, sampling: GpuSampling, lasting: Lasting) -> None:
+        super().__init__(inner, lasting)
+        self._sampling = sampling
+
+    def step(self, batch: PackedBatch, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
+        return self._lengthened(batch, lambda: self._sampling.step(batch, asked))
+
+
 def with_long_steps(engine: Engine, lasting: Lasting) -> Engine:
     """Return an engine that does what this one does, in long steps."""
+    if isinstance(engine, GpuSampling):
+        return LongGpuSteps(engine, engine, lasting)
     threaded = cpu_threads(engine)
     return LongSteps(engine, lasting) if threaded is None else LongCpuSteps(engine, threaded, lasting)

@@ -305,6 +305,15 @@ FAILURES = [
         "The log of the start says which, and what it costs.",
     ),
     Panel(
+        "Files that cannot be used",
+        "short",
+        {
+            "{{instance}} {{what}}": f"{ORCHESTRATOR}_files_refused{JOB} or {VERIFIER}_files_refused{JOB} "
+            f"or {DRAFT}_files_refused{JOB}"
+        },
+        "Files that a pod reads again when they change. It goes on with what it read before.",
+    ),
+    Panel(
         "Versions",
         "short",
         {

@@ -62,6 +62,7 @@ class TenantsFile:
 
     path: Path
     what: ClassVar[str] = "tenants"
+    left_out: ClassVar[str] = ""  # all of it can be used, or nothing
     unusable: ClassVar[type[Exception]] = TenantsFileError
 
     @property

@@ -34,6 +34,7 @@ class TlsFiles:
     authorities: Path | None
     options: tuple[str, str, str] = ("--tls-cert", "--tls-key", "--tls-client-ca")
     what: ClassVar[str] = "TLS files"
+    left_out: ClassVar[str] = ""  # all can be used, or none
     unusable: ClassVar[type[Exception]] = TlsError
 
     def version(self) -> Version:

@@ -49,7 +49,8 @@ class Calibration:
         return result
 
     def learn(self, depth: int, taken: int | None, logprobs: Iterable[float]) -> None:
-        """Learn which of the siblings with these corrected logprobs the target took: rank `taken`, or none."""
+        """Learn which of the siblings the target took: rank `taken`, or none. Their logprobs were corrected at this
+        depth, wherever they are now."""
         shifts = self._shifts[min(depth, DEPTHS - 1)]
         for rank, logprob in enumerate(logprobs):
             at = min(rank, RANKS - 1)

@@ -7,9 +7,11 @@ is left alone until it can.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakSet
 
 import structlog
 
@@ -39,6 +41,10 @@ class Files(Protocol[Contents]):
 
     def read(self) -> Contents: ...
 
+    @property
+    def left_out(self) -> str:
+        """What of the files as last read could not be used, though the rest could; nothing if all could."""
+
 
 class Watched(Generic[Contents]):
     """Files as last read, and read again when they have changed. May be asked by any thread."""
@@ -48,11 +54,21 @@ class Watched(Generic[Contents]):
         self._files = files
         self._lock = threading.Lock()
         self._refused = ""  # why they could not be used when they were last looked at
+        _all.add(self)
         try:
             self._version = files.version()
         except OSError:
             self._version = ()
         self.contents = files.read()
+
+    @property
+    def refused(self) -> bool:
+        """True while the files, or a part of them, cannot be used as they are."""
+        return bool(self._refused or self._files.left_out)
+
+    @property
+    def what(self) -> str:
+        return self._files.what
 
     def changed(self) -> bool:
         """Look at the files, and return whether they have other contents since the last call. Files that cannot be used
@@ -75,3 +91,14 @@ class Watched(Generic[Contents]):
             paths = [str(each) for each in self._files.all if each is not None]
             log.info("files_changed", what=self._files.what, files=paths)
             return True
+
+
+_all: WeakSet[Watched[Any]] = WeakSet()
+
+
+def refused() -> Mapping[str, int]:
+    """Return, for all files that this process watches, how many sets of each kind cannot be used as they are."""
+    found: Counter[str] = Counter()
+    for each in list(_all):
+        found[each.what] += each.refused
+    return found

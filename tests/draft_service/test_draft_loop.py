@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from draft_service.draft_loop import DraftLoop, RunningSession
-from draft_service.language_model import LanguageModelDrafter
+from draft_service.language_model import PROMPT_WIDTHS, LanguageModelDrafter
 from draft_service.send_queue import Extension
 from evaluation import virtual_time
 from specdec.engine.batch import PackedBatch
@@ -71,6 +71,81 @@ def test_a_commit_takes_effect_at_the_next_step() -> None:
     last = pod.sent[id(each)][-1]
     assert last.base == 6
     assert last.paths.tokens
+
+
+BESIDE = PROMPT_WIDTHS * 4
+"""Rows of prompts in a pass beside nodes, at the expansion width of these drafters."""
+
+
+def test_who_lacks_a_token_does_not_wait_for_an_older_prompt() -> None:
+    pod = Pod(Engine())
+    long, young = session(prompt=[1] * 2000), session()
+    pod.attach(long)
+    pod.attach(young)
+    pod.run(1)
+    assert young.tree.size
+    pod.commit(young, [9])
+    pod.run(1)
+    assert 9 in pod.engine.read[-1]
+    assert len(pod.engine.read[-1]) <= 2 * BESIDE  # two that read, nobody else
+
+
+def test_a_prompt_is_read_a_little_in_a_pass_while_others_expand_nodes() -> None:
+    """And without regard for them once they have nothing to expand."""
+    pod = Pod(Engine())
+    other = session(max_nodes=24)
+    pod.attach(other)
+    pod.run(2)
+    long = session(prompt=[1] * 2000)
+    pod.attach(long)
+    while pod.drafter.best_logprob(other) > -np.inf:
+        pod.run(1)
+        nodes = len(pod.engine.read[-1]) - BESIDE
+        assert 0 < nodes <= ROWS
+    pod.run(1)
+    assert len(pod.engine.read[-1]) == 512
+    pod.run(4)
+    assert long.tree.size
+
+
+def test_prompts_are_not_held_up_by_a_few_that_expand_nodes() -> None:
+    pod = Pod(Engine())
+    few, many = [session(), session()], [session(prompt=[1] * 100) for _ in range(20)]
+    for each in few:
+        pod.attach(each)
+    pod.run(2)
+    for each in many:
+        pod.attach(each)
+    pod.run(1)
+    assert sum(each.tree.size > 0 for each in many) == 10 * BESIDE // 100
+
+
+def test_many_corrections_are_read_in_one_pass() -> None:
+    """Though as many others expand nodes: nothing is worth more than what comes next."""
+    pod = Pod(Engine())
+    sessions = [session() for _ in range(4 * BESIDE)]
+    for each in sessions:
+        pod.attach(each)
+    pod.run(1)
+    corrected = sessions[: 2 * BESIDE]
+    for each in corrected:
+        pod.commit(each, [9])
+    pod.run(1)
+    assert pod.engine.read[-1].count(9) == len(corrected)
+
+
+def test_paused_sessions_read_after_all_others() -> None:
+    pod = Pod(Engine())
+    paused = [session(prompt=[1] * 600, paused=True) for _ in range(20)]
+    for each in paused:
+        pod.attach(each)
+    wanted = session(prompt=[2] * 700)
+    pod.attach(wanted)
+    pod.run(2)
+    assert wanted.tree.size
+    assert sum(tokens.count(1) for tokens in pod.engine.read) <= 2 * BESIDE
+    pod.run(1)
+    assert len(pod.engine.read[-1]) <= ROWS + BESIDE  # however many they are
 
 
 def test_the_loop_wakes_when_a_message_is_due_and_nothing_else_happens() -> None:

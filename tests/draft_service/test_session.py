@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from draft_service import send_queue
 from draft_service.language_model import PAUSED_LAG_TOKENS, LanguageModelDrafter
 from draft_service.request import ExpansionPolicy, SessionRequest
 from draft_service.session import Session
-from specdec.decoding.calibration import Calibration
+from specdec.decoding.calibration import DEPTHS, RANKS, Calibration
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
@@ -147,6 +149,49 @@ class Untaught(Calibration):
 
     def learn(self, depth: int, taken: int | None, logprobs: Iterable[float]) -> None:
         pass
+
+
+class Told(Calibration):
+    """Says something else at each depth, and holds against it what it is to learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shifts = [[0.3 * depth] * RANKS for depth in range(DEPTHS)]
+        self.learned: list[int] = []  # depths
+        self._said: dict[int, list[float]] = {}
+
+    def corrected(self, depth: int, logprobs: Iterable[float]) -> list[float]:
+        said = self._said[min(depth, DEPTHS - 1)] = super().corrected(depth, logprobs)
+        return said
+
+    def learn(self, depth: int, taken: int | None, logprobs: Iterable[float]) -> None:
+        siblings = list(logprobs)
+        assert siblings == self._said[min(depth, DEPTHS - 1)][: len(siblings)]
+        self.learned.append(depth)
+
+
+@given(st.lists(st.integers(1, 6) | st.lists(st.sampled_from([7, 0, 5]), min_size=1, max_size=3), max_size=12))
+def test_a_calibration_learns_at_the_depth_at_which_it_was_asked(turns: list[int | list[int]]) -> None:
+    """However far ahead of the text that was."""
+    calibration = Told()
+    draft = Draft(context=60, calibration=calibration, min_path_probability=0.01)
+    for turn in turns:
+        if isinstance(turn, list):
+            draft.commit(draft.tree.base, turn)
+        else:
+            for _ in range(turn):
+                if draft.wants_step:
+                    draft.step(best=1.5)
+
+
+def test_what_was_made_ahead_is_learned_as_such() -> None:
+    calibration = Told()
+    draft = Draft(calibration=calibration)
+    for _ in range(4):
+        draft.step()
+    for base in range(3, 6):
+        draft.commit(base, [7])
+    assert calibration.learned == [0, 1, 2]
 
 
 def test_what_is_near_does_not_depend_on_when_its_parent_was_read() -> None:

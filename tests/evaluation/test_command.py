@@ -36,6 +36,9 @@ def test_it_tells_acceptance_speed_and_pools(directories: Directories, tmp_path:
     assert [each["way"] for each in told["predicted"]] == ["plain", "no draft", "local draft", "remote draft"]
     assert all(each["tokens_per_second"] > 0 for each in told["predicted"])
     assert told["step_seconds"]["target"]["1"] > 0
+    assert 0 < told["hop_seconds"] < 0.1
+    assert told["network_seconds"] == pytest.approx(0.0002)
+    assert "tokens_per_second" not in told["acceptance"][0]  # its steps are artificially long
     assert all(each["draft_pods"] >= 1 for each in told["pools"].values())
 
     shown = evaluate(*pair, *short)

@@ -5,14 +5,28 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
 from evaluation import virtual_time
 from evaluation.deployment import Deployment, Layout
-from evaluation.measurements import ABSENT, LOCAL, PLAIN, REMOTE_DRAFT, TREES, WAYS, Way, acceptance, run, speed
+from evaluation.hop import hop_seconds
+from evaluation.measurements import (
+    ABSENT,
+    LOCAL,
+    PLAIN,
+    REMOTE_DRAFT,
+    TREES,
+    WAYS,
+    Load,
+    Way,
+    acceptance,
+    run,
+    speed,
+)
 from evaluation.pair import Pair, Place
-from evaluation.workers import OnVirtualTime, SpendingInbox, host_seconds, sleep
+from evaluation.workers import OnVirtualTime, SpendingInbox, host_seconds, sleep, unspent_seconds
 from orchestrator.request import parse
 from orchestrator.sample import Sample
 from specdec.client.request import build_request
@@ -86,7 +100,7 @@ def test_a_slower_target_is_slower(pair: Pair, samples: list[Sample], monkeypatc
     """By as much: passes take the time that they really take; here that of the processor, whatever else it does."""
     monkeypatch.setattr(time, "perf_counter", time.thread_time)
     plain = [replace(each, speculation=PLAIN.speculation) for each in samples]
-    slow, slower = (run(pair, Layout(target_speed=speed), plain, 1) for speed in (0.1, 0.005))
+    slow, slower = (run(pair, Layout(target_speed=speed), Load(plain, 1))[0] for speed in (0.1, 0.005))
     assert 5 < slow.rate / slower.rate < 80
     assert slower.target_busy > 0.9
 
@@ -94,24 +108,34 @@ def test_a_slower_target_is_slower(pair: Pair, samples: list[Sample], monkeypatc
 def test_a_draft_far_away_helps_less(pair: Pair, samples: list[Sample]) -> None:
     def steps(delay: float) -> int:
         layout = replace(REMOTE_DRAFT.layout, delay=delay, target_speed=0.1, draft_speed=10.0)  # in time if it is near
-        return run(
-            pair,
-            layout,
-            [replace(each, speculation=replace(REMOTE_DRAFT.speculation, forced=True)) for each in samples],
-            1,
-        ).steps
+        forced = [replace(each, speculation=replace(REMOTE_DRAFT.speculation, forced=True)) for each in samples]
+        return run(pair, layout, Load(forced, 1))[0].steps
 
     assert steps(0.0) < steps(0.5)  # seconds: no candidate is in time
 
 
 def test_what_is_absent_does_not_work(pair: Pair, samples: list[Sample]) -> None:
-    assert speed(pair, samples, ABSENT, 2).draft_busy == 0.0
-    assert speed(pair, samples, LOCAL, 2).tokens == 160
+    (absent,), (local,) = (speed(pair, way, Load(samples, 2)) for way in (ABSENT, LOCAL))
+    assert absent.draft_busy == 0.0
+    assert local.tokens == 160
+
+
+def test_services_learn_from_one_load_for_the_next(pair: Pair, samples: list[Sample]) -> None:
+    """Each load is counted by itself, and computes its own prompts."""
+    found = speed(pair, LOCAL, Load(samples, 2), Load(samples, 1), Load(samples[:1], 1))
+    assert [each.tokens for each in found] == [160, 160, 40]
+    for each in found:
+        assert 0.0 < each.draft_busy < 1.0
+        assert 0.0 < each.target_busy < 1.0
 
 
 def test_another_tokenizer_is_refused(directories: Directories) -> None:
     with pytest.raises(ModelDirectoryError, match=r"the tokenizers of .*target and .*foreign differ"):
         Pair(directories.target, directories.foreign, ONE_THREAD, ONE_THREAD, 4096)
+
+
+async def test_a_hop_takes_a_moment() -> None:
+    assert 1e-5 < await asyncio.to_thread(hop_seconds) < 0.1
 
 
 class Busy(OnVirtualTime):
@@ -120,11 +144,17 @@ class Busy(OnVirtualTime):
     def __init__(self) -> None:
         super().__init__("busy", inbox=SpendingInbox)
         self.turns: list[tuple[float, float]] = []  # real seconds of its code, and virtual time after them
+        self.ahead = 0.0  # seconds by which it has been ahead of the clock
+        self.told: list[float] = []  # virtual time at which what it sent has arrived
 
     def turn(self) -> float | None:
         begin = time.perf_counter()
+        now = time.monotonic()
         while time.perf_counter() - begin < 0.02:
             pass
+        self.ahead = time.monotonic() - now
+        loop = asyncio.get_running_loop()
+        loop.call_soon_threadsafe(lambda: self.told.append(loop.time() - virtual_time.START))
         spent = host_seconds()
         sleep(1.0 + spent)
         self.turns.append((spent, time.monotonic() - virtual_time.START))
@@ -133,12 +163,17 @@ class Busy(OnVirtualTime):
 
 def test_the_time_of_a_workers_own_code_counts() -> None:
     async def main() -> Busy:
+        cast("virtual_time.VirtualLoop", asyncio.get_running_loop()).ahead = unspent_seconds
         worker = Busy()
         worker.start()
         await asyncio.sleep(5.0)
         await worker.end()
         return worker
 
-    ((spent, after),) = virtual_time.run(main()).turns
+    worker = virtual_time.run(main())
+    ((spent, after),) = worker.turns
     assert spent >= 0.02
     assert after == pytest.approx(1.0 + spent, abs=1e-3)
+    # Its own clock shows it before it is spent, and what it sends leaves then.
+    assert worker.ahead >= 0.02
+    assert worker.told == [pytest.approx(spent, abs=1e-3)]

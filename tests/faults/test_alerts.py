@@ -38,6 +38,7 @@ NOT_HERE = {
     "SpecdecVersionSkew": "takes another version",
     "SpecdecCandidatesRefused": "takes a draft that lies",
     "SpecdecOrchestratorBusy": "takes a core of its own to be used up",
+    "SpecdecFileRefused": "takes files that are watched",
     "SpecdecRevisionFails": "takes two revisions of a model",
     "SpecdecRevisionSlow": "takes two revisions of a model",
     "SpecdecDraftLate": "depends on the machine",

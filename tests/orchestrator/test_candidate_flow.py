@@ -68,15 +68,11 @@ def test_so_is_one_that_sends_megabytes() -> None:
     assert sent < 40
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"parents": []},
-        {"logprob_bytes": b"12"},
-        {"distributions": [model_pb2.DraftDistribution()] * 3},
-    ],
-)
-def test_what_belongs_to_candidates_is_as_many_as_they_are(fields: dict[str, Any]) -> None:
-    """Empty ones would cost their sender two bytes each, and everybody else much more."""
-    assert CandidateFlow(NODES).violation(extend(1, **fields))
-    assert not CandidateFlow(NODES).violation(extend(1, distributions=[model_pb2.DraftDistribution()] * 2))
+def test_what_belongs_to_candidates_counts_like_them() -> None:
+    """Empty distributions would cost their sender two bytes each, and everybody else much more."""
+    for most, fields in (
+        (MAX_NODES_A_MESSAGE + 1, {"distributions": [model_pb2.DraftDistribution()]}),
+        (MAX_NODES_A_MESSAGE, {"parents": [0]}),
+    ):
+        assert not CandidateFlow(NODES).violation(extend(1, **{name: most * each for name, each in fields.items()}))
+        assert CandidateFlow(NODES).violation(extend(1, **{name: (most + 1) * each for name, each in fields.items()}))

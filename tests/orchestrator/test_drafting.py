@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -14,7 +15,7 @@ from orchestrator.peers import Peers
 from orchestrator.pods import Pods
 from specdec.decoding.sampling import Rule
 from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, OWN_DRAFTERS, Drafter, Speculation
-from specdec.serving.errors import PeerLostError, ServiceError
+from specdec.serving.errors import OverloadedError, PeerLostError, ServiceError, to_status
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2
 from tests.orchestrator.samples import MODEL, context
 from tests.orchestrator.servers import addresses
@@ -132,9 +133,78 @@ class Mute(draft_pb2_grpc.DraftServiceServicer):
         raise NotImplementedError
 
 
+class Leaving(Mute):
+    """One that leaves each session when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leave = asyncio.Event()
+
+    async def Draft(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+        self.leave.clear()
+        session = asyncio.create_task(super().Draft(requests, context))
+        await self.leave.wait()
+        session.cancel()
+
+
+class Full(Mute):
+    """One that has no room."""
+
+    async def Draft(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+        self.opened += 1
+        await context.abort_with_status(to_status(OverloadedError("full", 5.0)))
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_lost_draft_is_replaced_when_one_is_wanted() -> None:
+    """Not while nobody would use its candidates, however often it is looked for."""
+    draft, sink = Leaving(), PatientSink()
+    async with addresses(draft_pb2_grpc.add_DraftServiceServicer_to_server, draft) as found:
+        peers = Peers(Pods(), Pods(found, connect=grpc.aio.insecure_channel))
+        text = context(peers)
+        async with Drafting(text, sink) as drafting:
+            drafting.on_opened(verifier_pb2.VerifyOpened(max_nodes=8, drafting_wanted=True))
+            await until(lambda: sink.extends)
+            drafting.on_commit(commit())  # which wants no draft
+            draft.leave.set()
+            await until(lambda: text.events.counts["draft_lost"])
+            await until(lambda: drafting._session is None)
+            assert model_pb2.DRAFTER_REMOTE in drafting.policy.drafters  # as before the first one
+            assert draft.opened == 1
+            drafting.on_commit(verifier_pb2.Commit(drafting_wanted=True, steps=1))
+            await until(lambda: draft.opened == 2)
+        await peers.close()
+
+
+async def test_a_full_draft_is_left_alone_by_all_texts_but_those_that_need_it() -> None:
+    draft, sinks = Full(), [Sink(), Sink()]
+    wanted = verifier_pb2.VerifyOpened(max_nodes=8, drafting_wanted=True)
+    async with addresses(draft_pb2_grpc.add_DraftServiceServicer_to_server, draft) as found:
+        peers = Peers(Pods(), Pods(found, connect=grpc.aio.insecure_channel))
+        async with Drafting(context(peers), sinks[0]) as first, Drafting(context(peers), sinks[1]) as second:
+            first.on_opened(wanted)
+            await until(lambda: sinks[0].policies)
+            second.on_opened(wanted)
+            await until(lambda: all(len(sink.policies) >= 3 for sink in sinks))  # rounds without a draft
+            assert draft.opened == 1
+            async with Drafting(context(peers, rule=Rule.CONTRASTIVE), Sink()) as needing:
+                needing.on_opened(wanted)
+                await until(lambda: draft.opened >= 3)
+        await peers.close()
+
+
 class PatientSink(Sink):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extends = 0
+
     async def extend(self, extend: model_pb2.Extend) -> None:
-        pass
+        self.extends += 1
 
 
 async def test_contrast_waits_no_longer_for_several_useless_drafts_than_for_one() -> None:

@@ -11,7 +11,8 @@ import yaml
 
 from orchestrator.models_file import ModelsFile, ModelsFileError, RevisionEntry
 from specdec.client.address import Address
-from specdec.serving.watched import Watched
+from specdec.serving.watched import Watched, refused
+from tests.captured_logs import captured_logs
 from tests.models import make
 
 ONE = "{directory: /a, verifiers: ['a:1']}"
@@ -167,3 +168,24 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     written(tmp_path, a=tmp_path / "nothing")
     with pytest.raises(ModelsFileError, match=r"models.yaml: big@a: directory: .*nothing"):
         ModelsFile(tmp_path / "models.yaml").read()
+
+
+def test_at_first_a_directory_that_cannot_be_used_is_left_out(tmp_path: Path) -> None:
+    """An orchestrator that starts serves what it can; one that runs goes on with what it has."""
+    target = make("llama", tmp_path / "target")
+    written(tmp_path, a=target, b=tmp_path / "late")
+    with captured_logs() as logs:
+        watched = Watched(ModelsFile(tmp_path / "models.yaml"))
+    assert [each["event"] for each in logs] == ["revision_left_out"]
+    assert [each.entry.revision for each in watched.contents] == ["a"]
+    assert watched.refused
+    assert refused()["models"] >= 1
+    assert not watched.changed()
+    (tmp_path / "late").symlink_to(target)
+    assert watched.changed()
+    assert [each.entry.revision for each in watched.contents] == ["a", "b"]
+    assert not watched.refused
+    written(tmp_path, a=target, b=target, c=tmp_path / "later")
+    assert not watched.changed()
+    assert watched.refused
+    assert len(watched.contents) == 2

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from orchestrator.traffic import BEGINNING, choose, point_of
-from specdec.v2 import generation_pb2, model_pb2
+from specdec.v2 import generation_pb2
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def test_a_request_with_a_seed_has_one_place_however_it_speculates() -> None:
 
 def test_what_is_asked_decides_where_it_falls() -> None:
     def point(**prompt: Any) -> float:
-        return point_of(generation_pb2.GenerateRequest(sampling=model_pb2.SamplingParameters(seed=1), **prompt))
+        return point_of(generation_pb2.GenerateRequest(sampling=generation_pb2.SamplingParameters(seed=1), **prompt))
 
     def chat(*turns: str) -> dict[str, Any]:
         return {"chat": {"messages": [{"role": "user", "content": turn} for turn in turns]}}

@@ -17,6 +17,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
+from specdec.serving import watched
 from specdec.serving.histogram import Histogram
 from specdec.serving.mux.stream import Traffic
 from specdec.v2 import model_pb2
@@ -67,6 +68,12 @@ class Families:
         """Add what every service tells of its process."""
         self.gauge("serving", "1 while the service can serve requests, else 0; through a drain as before it.", serving)
         self.made.append(InfoMetricFamily(self._name("build"), "Version of the service.", {"version": pod.version}))
+        self.gauges(
+            "files_refused",
+            "Sets of watched files that cannot be used as they are, by what they are: TLS files, tenants, models.",
+            ("what",),
+            {(what,): count for what, count in watched.refused().items()},
+        )
 
     def traffic(self, traffic: Traffic) -> None:
         """Add what a service with sessions tells of their messages."""

@@ -1,0 +1,61 @@
+"""A hop: what a message takes from one service to another where the network takes nothing.
+
+That is the time of two event loops, of gRPC and of the multiplexer: for one stream, about as long as a pass of a small
+draft. It is measured by an echo in another process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from statistics import median
+
+from evaluation.echo import PATH
+from specdec.local.child import Child, LocalError, stop
+from specdec.serving.pods.connections import connect
+
+MESSAGE = bytes(64)
+"""About as long as a commit, or a few candidates."""
+
+ROUNDS = 400
+WARM_ROUNDS = 50
+"""Rounds that are measured, and those before them."""
+
+PAUSE_SECONDS = 0.002
+"""Seconds between two rounds: services wait for each other's passes, and are woken by the message."""
+
+START_SECONDS = 30.0
+
+
+def hop_seconds() -> float:
+    """Return the seconds of a hop, the median; LocalError if the echo does not start."""
+    child = Child.start("echo", "-m", "evaluation.echo")
+    try:
+        return asyncio.run(_measured(_address(child)))
+    finally:
+        stop([child])
+
+
+def _address(child: Child) -> str:
+    deadline = time.monotonic() + START_SECONDS
+    while (address := child.ready_at()) is None:
+        if child.ending() is not None or time.monotonic() > deadline:
+            raise LocalError(f"the echo of messages does not start: {child.ending() or 'too slow'}")
+        time.sleep(0.01)
+    return address
+
+
+async def _measured(address: str) -> float:
+    channel = connect(address)
+    try:
+        call = channel.stream_stream(PATH, bytes, bytes)()
+        found: list[float] = []
+        for _ in range(WARM_ROUNDS + ROUNDS):
+            await asyncio.sleep(PAUSE_SECONDS)
+            begin = time.perf_counter()
+            await call.write(MESSAGE)
+            await call.read()
+            found.append((time.perf_counter() - begin) / 2)
+        return median(found[WARM_ROUNDS:])
+    finally:
+        await channel.close()
