@@ -13,7 +13,7 @@ from typing import get_args
 from rich.console import Console
 from rich.text import Text
 
-from specdec.cli.generate import STYLES, coloured
+from specdec.cli.shown import STYLES, coloured
 from specdec.client import Client, SpecdecError
 from specdec.engine.placement import WantedDtype
 from specdec.local import LocalError, Stack
@@ -54,7 +54,8 @@ def run(client: Client, console: Console, prompt: str, *, speculation: str, show
             if chunk.finish is not None:
                 steps = chunk.finish.speculation.steps
             if show:
-                console.print(coloured(chunk), end="")
+                console.file.write(coloured(chunk, console))
+                console.file.flush()
     if show:
         console.print("\n")
     return Run(tokens, elapsed, steps)

@@ -88,7 +88,7 @@ def parse(
 
     seed = message.sampling.seed if message.sampling.HasField("seed") else secrets.randbits(64)
     defaults = _defaults(message, model)
-    sampling = _sampling(message.sampling, _with_fallback(defaults.sampling, message))
+    sampling = _sampling(message.sampling, _with_fallback(defaults, message))
     end_tokens = frozenset(message.stop_tokens) | (frozenset() if message.ignore_end_token else model.end_tokens)
     if len(end_tokens) > MOST_STOP_TOKENS:  # a text that is resumed has them all as stop tokens
         problem = f"makes {len(end_tokens)} end tokens with the model's own, may make at most {MOST_STOP_TOKENS}"
@@ -161,10 +161,11 @@ def _defaults(message: generation_pb2.GenerateRequest, model: Model) -> Generati
     return model.defaults.for_contrast() if contrastive else model.defaults
 
 
-def _with_fallback(default: Sampling, message: generation_pb2.GenerateRequest) -> Sampling:
+def _with_fallback(defaults: GenerationDefaults, message: generation_pb2.GenerateRequest) -> Sampling:
     """Return the defaults with the request's own temperature for a model that names none. CONTRASTIVE draws nothing."""
-    contrastive = message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE
-    if default.temperature or contrastive or not message.HasField("fallback_temperature"):
+    default, contrastive = defaults.sampling, message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE
+    named = defaults.greedy or default.temperature
+    if named or contrastive or not message.HasField("fallback_temperature"):
         return default
     return replace(default, temperature=message.fallback_temperature)
 

@@ -212,6 +212,12 @@ def main(
                 f"rows depend on their batch here ({loaded.numerics})",
                 "a token may depend on what shares its step",
             )
+        if engine == "vllm" and threads_while_drafting is not None:
+            fast_paths.found_off(
+                "threads while drafting",
+                "vLLM's threads are as many all the time",
+                "a draft on this machine has no core of its own: say fewer --threads",
+            )
         local_draft = None
         for draft in drafts:
             promised = loaded.lazy_bytes if isinstance(loaded, LazyMemory) else 0

@@ -15,6 +15,7 @@ import structlog
 
 from specdec.engine.engine import Engine, chains_only, longest_text, step_of
 from specdec.engine.kv.blocks import BLOCK, BlockPool
+from specdec.engine.kv.slots import PADDING_SLOT
 from specdec.engine.probe import EngineProbe
 from specdec.engine.start_phases import phase
 from specdec.serving.engine_worker import EngineWorker
@@ -46,7 +47,8 @@ from verifier_service.verification.verify_trees import warm_up
 log = structlog.get_logger()
 
 MOST_CANDIDATES = 256
-"""Most candidates of all sessions in one step; as many slots are set aside as tree slots."""
+"""Most candidates of all sessions in one step; as many slots are set aside as tree slots, unless chains are taken
+alone."""
 
 
 class StepLoop(EngineWorker[Session], SessionBackend):
@@ -79,9 +81,12 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self._tuning = tuning
         self._probe = EngineProbe(engine)
         self._forward = step_of(engine)
-        blocks = max(2, (engine.capacity - MOST_CANDIDATES) // BLOCK)
+        set_aside = 0 if self.chains_only else MOST_CANDIDATES
+        blocks = max(2, (engine.capacity - set_aside) // BLOCK)
         self.pool = BlockPool(blocks)
         tree_slots = list(range(blocks * BLOCK, engine.capacity))[:MOST_CANDIDATES]
+        if self.chains_only:  # candidates lie where their tokens will: these limit their number, and are never taken
+            tree_slots = [PADDING_SLOT] * MOST_CANDIDATES
         self._queue = RunQueue(engine, self.pool, self.stats, max_unread_tokens, self._on_preempt)
         slots = blocks * BLOCK
         beside = [] if draft_model is None else [draft_model.engine]

@@ -18,6 +18,9 @@ const definition = loader.loadSync("specdec/v2/generation.proto", {
 });
 const { GenerationService } = grpc.loadPackageDefinition(definition).specdec.v2;
 
+// A server that is gone without a word is given up within half a minute: by itself gRPC waits for ever.
+const CHANNEL_OPTIONS = { "grpc.keepalive_time_ms": 20_000, "grpc.keepalive_timeout_ms": 10_000 };
+
 const PAUSE_MS = 100;
 const LONGEST_PAUSE_MS = 2000;
 const LONGEST_WAIT_MS = 60_000; // of those that servers ask for
@@ -29,9 +32,14 @@ export class Client {
    * @param {string} [options.apiKey] for orchestrators that want one
    * @param {grpc.ChannelCredentials} [options.credentials] without them the connection is not encrypted
    * @param {number} [options.maxFailures] how many calls in a row may fail without a new token
+   * @param {grpc.ChannelOptions} [options.channelOptions] in addition to the client's own, or in their place
    */
-  constructor(addresses, { apiKey, credentials = grpc.credentials.createInsecure(), maxFailures = 10 } = {}) {
-    this.services = addresses.map((address) => new GenerationService(address, credentials));
+  constructor(
+    addresses,
+    { apiKey, credentials = grpc.credentials.createInsecure(), maxFailures = 10, channelOptions = {} } = {},
+  ) {
+    this.channelOptions = { ...CHANNEL_OPTIONS, ...channelOptions };
+    this.services = addresses.map((address) => new GenerationService(address, credentials, this.channelOptions));
     this.apiKey = apiKey;
     this.maxFailures = maxFailures;
     this.turn = 0;
@@ -101,5 +109,6 @@ function makeExplicit(asked, response) {
   asked.stop_tokens = resolved.end_tokens;
   asked.prompt_digest = resolved.prompt_digest;
   if (resolved.model) asked.model = resolved.model; // the revision that it got
+  if (resolved.reasoning) asked.reasoning = resolved.reasoning; // which tokens are no part of the answer
   if (resolved.time && asked.chat) asked.chat.time = resolved.time;
 }

@@ -9,6 +9,9 @@ const details = protobuf.loadSync(fileURLToPath(new URL("rpc_details.proto", imp
 /** Reasons of a server that will not serve a text soon, where another one may. */
 const SETTLED = ["DRAFT_REQUIRED", "MODEL_CHANGED", "PROMPT_CHANGED", "VERIFIER_LOST"];
 
+/** Statuses of a connection that broke, where no server has given a reason. */
+const BROKEN = ["CANCELLED", "INTERNAL", "UNKNOWN"];
+
 /** A call failed. */
 export class SpecdecError extends Error {
   /** @param {grpc.ServiceError} error as gRPC raised it */
@@ -32,7 +35,7 @@ export class SpecdecError extends Error {
    */
   get isLoss() {
     if (SETTLED.includes(this.reason)) return true;
-    return this.code === "UNAVAILABLE" || (["CANCELLED", "INTERNAL"].includes(this.code) && this.reason === "");
+    return this.code === "UNAVAILABLE" || (BROKEN.includes(this.code) && this.reason === "");
   }
 }
 

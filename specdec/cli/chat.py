@@ -16,8 +16,8 @@ from specdec import ports
 from specdec.cli.access import ApiKeyFile, ModelName, Orchestrators, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
 from specdec.cli.conversation import Conversation, LeaveError
 from specdec.cli.failure import fail
-from specdec.cli.generate import coloured
 from specdec.cli.report import Report
+from specdec.cli.shown import coloured, for_stdout, styled
 from specdec.cli.waiting import Waiting
 from specdec.client import Cancelled, Client, SpecdecError, Stream
 from specdec.client.options import Speculation
@@ -111,8 +111,7 @@ def _turn(client: Client, waiting: Waiting, conversation: Conversation, asks: st
 
 def _answer(client: Client, waiting: Waiting, conversation: Conversation) -> None:
     """Answer the last question, piece by piece; Ctrl-C ends the answer. However it ends, what was said of it stays."""
-    console = Console(highlight=False, soft_wrap=True)
-    report, said, thought = Report(), "", False
+    console, report, said, thought = Console(), Report(), "", False
     try:
         with client.generate(messages=conversation.messages, **conversation.options) as stream, waiting:
             report.request_id = stream.request_id
@@ -122,11 +121,9 @@ def _answer(client: Client, waiting: Waiting, conversation: Conversation) -> Non
                     report.take(chunk)
                     thought = thought or chunk.reasoning_tokens > 0
                     _aside(chunk.reasoning + ("\n\n" if thought and chunk.text and not said else ""))
-                    if conversation.colours and console.is_terminal:
-                        console.print(coloured(chunk), end="")
-                    else:
-                        sys.stdout.write(chunk.text)
-                        sys.stdout.flush()
+                    in_colours = conversation.colours and console.is_terminal
+                    sys.stdout.write(coloured(chunk, console) if in_colours else for_stdout(chunk.text))
+                    sys.stdout.flush()
                     said += chunk.text
     except SpecdecError:
         if said:
@@ -173,4 +170,6 @@ def _say(line: str) -> None:
 def _aside(text: str) -> None:
     """Show what is no answer, a model's reasoning say; stdout holds answers alone."""
     if text:
-        Console(stderr=True).out(text, end="", style="dim", highlight=False)
+        console = Console(stderr=True)
+        console.file.write(styled(text, "dim", console) if console.is_terminal else text)
+        console.file.flush()

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from specdec import ports
 from specdec.cli.access import (
@@ -32,22 +31,12 @@ from specdec.cli.many import generate_many
 from specdec.cli.prompt_file import PromptFile, PromptFileError
 from specdec.cli.report import Report
 from specdec.cli.results_file import ResultsFile, ResultsFileError
+from specdec.cli.shown import coloured
 from specdec.cli.waiting import Waiting
-from specdec.client import Chunk, Client, Speculation, build_request
+from specdec.client import Client, Speculation, build_request
 from specdec.client.options import Speculation as SpeculationName
 from specdec.command_line import duration
 from specdec.exit_status import ExitStatus
-
-STYLES = {
-    "remote_draft": "green",
-    "local_model": "green",
-    "ngram": "yellow",
-    "lookahead": "magenta",
-    "grammar": "blue",
-    "correction": "red",
-    "bonus": "cyan",
-    "plain": "default",
-}
 
 
 def generate(
@@ -277,19 +266,15 @@ def _complete_file(
 
 
 def _complete(client: Client, waiting: Waiting, prompt: str | None, options: dict[str, Any], json_output: bool) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    report = Report()
+    console, report = Console(), Report()
     with client.generate(prompt, **options) as stream, waiting:
         report.request_id = stream.request_id
         for chunk in stream:
             waiting.heard()
             report.take(chunk)
             if not json_output:
-                if console.is_terminal:
-                    console.print(coloured(chunk), end="")
-                else:  # exactly, without rich's rendering
-                    sys.stdout.write(chunk.text)
-                    sys.stdout.flush()
+                sys.stdout.write(coloured(chunk, console) if console.is_terminal else chunk.text)
+                sys.stdout.flush()
     seconds, finish = report.seconds, report.finish
     if json_output:
         print(json.dumps(report.as_json()), flush=True)
@@ -314,12 +299,3 @@ def without_draft(speculation: Speculation, options: Mapping[str, Any]) -> str:
     if speculation.undrafted_reason == "no_draft" and not asked:
         return ""
     return f"{speculation.undrafted_tokens} tokens without a draft ({speculation.undrafted_reason}); "
-
-
-def coloured(chunk: Chunk) -> Text:
-    """Return a chunk's text, each token in the colour of its source."""
-    text = Text()
-    begin = chunk.reasoning_tokens
-    for piece, source in zip(chunk.token_texts[begin:], chunk.sources[begin:], strict=True):
-        text.append(piece, style=STYLES.get(source, "default"))
-    return text

@@ -1,4 +1,5 @@
-"""Many prompts at once: all that the servers take, with results in the order of the prompts."""
+"""Many prompts at once: all that the servers take. Results are printed in the order of the prompts; in a file, which is
+put in order at its end, each is written as soon as it is there, lest an interruption lose it."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -20,6 +22,7 @@ from specdec.cli.failure import STATUS
 from specdec.cli.prompt_file import Prompt, PromptFile
 from specdec.cli.report import Report
 from specdec.cli.results_file import ResultsFile
+from specdec.cli.shown import for_stdout
 from specdec.cli.waiting import Waiting
 from specdec.client import AsyncClient, Overloaded, SpecdecError
 from specdec.exit_status import ExitStatus
@@ -68,6 +71,26 @@ async def in_order(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def as_done(
+    action: Callable[[Given], Awaitable[Made]], given: Iterable[Given], at_once: int
+) -> AsyncGenerator[Made, None]:
+    """Do the same, but yield what actions return as soon as they do: none waits for an earlier one."""
+    left = iter(given)
+    running: set[asyncio.Future[Made]] = set()
+    try:
+        while True:
+            running |= {asyncio.ensure_future(action(each)) for each in islice(left, at_once - len(running))}
+            if not running:
+                return
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for each in done:
+                yield each.result()
+    finally:
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 async def ask(client: AsyncClient, prompt: Prompt, timeout: float | None, heard: Callable[[], None]) -> Answer:
@@ -136,14 +159,15 @@ async def generate_many(
 
         shown = bar.add_task("prompts", total=count, completed=kept)
         with bar, waiting:
-            async with aclosing(in_order(one, left, concurrency)) as answers:
+            in_turn = in_order if out is None else as_done
+            async with aclosing(in_turn(one, left, concurrency)) as answers:
                 async for answer in answers:
                     if out is not None:
                         out.append(answer.prompt, answer.result)
                     elif json_output:
                         print(json.dumps({"line": answer.prompt.line, **answer.result}), flush=True)
                     elif answer.error is None:
-                        print(answer.result["text"], flush=True)
+                        print(for_stdout(answer.result["text"]), flush=True)
                     done += 1
                     tokens += len(answer.result.get("tokens", ()))
                     if answer.error is not None:

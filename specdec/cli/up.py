@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -120,9 +121,11 @@ def up(
         values.setdefault("drain_seconds", drain)
     try:
         # 1. What can be known now is not found out by services that load.
-        if openai_port is not None and "tls_cert" in of_orchestrator:
+        secured = "tls_cert" in of_orchestrator or bool(os.environ.get("SPECDEC_ORCHESTRATOR_TLS_CERT"))
+        if openai_port is not None and secured:
             fail(
-                "--openai-port: does not reach an orchestrator with --orchestrator-tls-cert; leave it out, and run "
+                "--openai-port: does not reach an orchestrator with --orchestrator-tls-cert "
+                "(SPECDEC_ORCHESTRATOR_TLS_CERT); leave it out, and run "
                 "`specdec openai --orchestrator-tls-ca FILE` beside this command",
                 ExitStatus.USAGE,
             )

@@ -81,6 +81,15 @@ def parse_addresses(given: str | Sequence[str]) -> list[Address]:
     return list(dict.fromkeys(Address.parse(text) for text in texts))
 
 
+def may_be_several(target: str) -> bool:
+    """Return True if the target of an address may stand for several servers: a name, or several numbers."""
+    scheme, _, rest = target.partition(":")
+    if scheme in ("ipv4", "ipv6"):
+        return "," in rest
+    host = target.removeprefix("dns:///").rpartition(":")[0].strip("[]")
+    return scheme != "unix" and host != "localhost" and not (_is_ipv6(host) or host.replace(".", "").isdecimal())
+
+
 def _host_and_port(text: str) -> tuple[str, int]:
     """Return the host, an IPv6 address in its brackets, and the port."""
     bracketed = re.fullmatch(r"(\[[^\]]*\])(.*)", text)

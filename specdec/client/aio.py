@@ -47,9 +47,21 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         traces of services are to call the request; by default a new one, which the stream tells. `metadata` goes with
         this call, in place of the client's own under the same keys.
         """
+        return self.send(build_request(prompt, **options), timeout=timeout, request_id=request_id, metadata=metadata)
+
+    def send(
+        self,
+        request: GenerateRequest,
+        *,
+        timeout: float | EllipsisType | None = ...,
+        request_id: str | None = None,
+        metadata: Sequence[tuple[str, str | bytes]] = (),
+    ) -> AsyncStream:
+        """Ask for a completion by a request that `build_request` has built, perhaps in a thread: a large one takes
+        seconds. The stream makes it its own. Takes what else `generate` takes."""
         request_id, sent = self._identified(request_id, metadata)
-        transcript = Transcript(build_request(prompt, **options), self._retries(timeout))
-        return AsyncStream(partial(self._send, metadata=sent), transcript, request_id)
+        transcript = Transcript(request, self._retries(timeout))
+        return AsyncStream(partial(self._call, metadata=sent), transcript, request_id)
 
     @takes_options
     async def complete(
@@ -121,7 +133,7 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
             self._channels[address] = channel
         return cast("GenerationServiceAsyncStub", GenerationServiceStub(channel))
 
-    def _send(self, address: str, request: GenerateRequest, *, timeout: float | None, metadata: Metadata) -> _Call:
+    def _call(self, address: str, request: GenerateRequest, *, timeout: float | None, metadata: Metadata) -> _Call:
         return self._stub(address).Generate(request, timeout=timeout, metadata=metadata)
 
     async def _ask(
@@ -133,6 +145,7 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
     ) -> Answer:
         retries = self._retries(timeout)
         while True:
+            retries.check_open()
             ask = method(self._stub(retries.address))
             try:
                 answer = await ask(request, timeout=retries.seconds_left, metadata=metadata or self._metadata)

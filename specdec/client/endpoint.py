@@ -15,9 +15,12 @@ from specdec.client.request_id import REQUEST_ID, is_request_id, new_request_id
 from specdec.client.retries import Retries
 from specdec.client.rotation import Rotation
 
+ROUND_ROBIN = ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}')
+"""Option of a channel to a name that may stand for several servers: a retry must reach another one, and gRPC's default,
+pick_first, would return to the same."""
+
 _OPTIONS: dict[str, int | str] = {
-    # A name may stand for several servers, and a retry must reach another one; pick_first would return to the same.
-    "grpc.service_config": '{"loadBalancingConfig": [{"round_robin": {}}]}',
+    **dict([ROUND_ROBIN]),
     # gRPC fails calls at once while it puts off reconnecting, by default longer than the retries last.
     "grpc.initial_reconnect_backoff_ms": 100,
     "grpc.max_reconnect_backoff_ms": 1_000,

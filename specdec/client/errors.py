@@ -128,6 +128,11 @@ REASONS: Mapping[str, type[SpecdecError]] = MappingProxyType({"PROMPT_CHANGED": 
 """The error for a reason that says more than its status."""
 
 
+_BROKEN = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+"""Statuses that a server of ours gives with details. Without any they are the transport's: a connection broke while
+something was sent."""
+
+
 def from_rpc(error: grpc.RpcError) -> SpecdecError:
     """Return the error that a caller sees for what gRPC raised."""
     details = dict(_details(error))
@@ -147,6 +152,8 @@ def from_rpc(error: grpc.RpcError) -> SpecdecError:
     if not details:  # no server of ours said it
         if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
             kind = InvalidRequest  # a message is too long, however often it is sent
+        if error.code() in _BROKEN:
+            kind = Unavailable
         message = _in_other_words(error.code(), message)
     return kind(
         message,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import grpc
 
+from specdec.client.address import may_be_several
 from specdec.client.errors import Cancelled, DeadlineExceeded, Overloaded, from_rpc, is_loss
 from specdec.client.rotation import Rotation
 
@@ -18,6 +19,8 @@ _LONGEST_ASKED_FOR = 60.0  # longest of the pauses that servers ask for
 _RETURN_SECONDS = 10.0
 """Seconds for which a call waits at least for a server to come back that has answered before: an orchestrator that is
 started again, as by `specdec up`, takes some of them."""
+_SETTLED_TRIES_OF_A_NAME = 3
+"""Settled refusals by which a name, that may stand for several servers, is given up: each try goes to the next one."""
 _SETTLED = ("DRAFT_REQUIRED", "MODEL_CHANGED", "PROMPT_CHANGED", "VERIFIER_LOST")
 """Reasons of a server that has another chat template, or that has waited in vain for what it lacks, a draft, the model
 to go on with or any verifier: another server may serve the text, this one will not soon."""
@@ -43,6 +46,7 @@ class Retries:
         self._is_closed = is_closed
         self._most = most
         self._failures: Counter[str] = Counter()  # in a row, by address
+        self._settled: Counter[str] = Counter()  # of these, those after which a server is not asked again
         self._failing_since = 0.0  # time of the first of these failures
         self._begin = clock()
         self._timeout = timeout
@@ -62,13 +66,20 @@ class Retries:
     def progressed(self) -> None:
         """Forget the failures so far."""
         self._failures.clear()
+        self._settled.clear()
         self._rotation.answered(self.address)
+
+    def check_open(self) -> None:
+        """Raise Cancelled if the client was closed since the call began: a next try would connect it anew."""
+        if self._is_closed():
+            raise Cancelled("the client was closed", code=grpc.StatusCode.CANCELLED)
 
     def pause(self, error: grpc.RpcError, *, begun: bool = False) -> float:
         """Return the seconds to wait before the next try, which is at the new `address`; raise the error if there is
         none.
 
-        If the server is full the error is raised, except for a text that has `begun`, which waits for room.
+        If the server is full the error is raised, except for a text that has `begun`, which waits for room. A server
+        that has settled that it will not serve the text soon is not asked again, while others are, and awaited.
         """
         seen = from_rpc(error)
         if seen.reason:  # a server gave it
@@ -80,11 +91,16 @@ class Retries:
         if not self._failures:
             self._failing_since = self._clock()
         self._failures[self.address] += 1
-        if lost and not settled:
+        if settled:
+            self._settled[self.address] += 1
+        elif lost:
             self._rotation.failed(self.address)
-        self.address = self._rotation.take(self._failures)
+        left_out = {address for address, count in self._settled.items() if count >= _most_settled(address)}
+        if left_out.issuperset(self._rotation.addresses):
+            raise seen from error
+        self.address = self._rotation.take(self._failures, left_out)
         again = self._failures[self.address]
-        if again > (0 if settled else self._most) and (settled or not self._may_return):
+        if again > self._most and not self._may_return:
             raise seen from error
         if not again:
             return 0.0  # another server, which may work
@@ -104,3 +120,7 @@ class Retries:
         """True while it is too early to give up a server that has answered before. Who wants no retries gets none."""
         known = any(map(self._rotation.is_known, self._failures))
         return known and self._most > 0 and self._clock() - self._failing_since < _RETURN_SECONDS
+
+
+def _most_settled(address: str) -> int:
+    return _SETTLED_TRIES_OF_A_NAME if may_be_several(address) else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 _SHORTEST_REST = 1.0  # seconds
 _LONGEST_REST = 10.0
@@ -27,11 +27,17 @@ class Rotation:
         self._clock = clock
         self._lock = threading.Lock()
 
-    def take(self, failures: Mapping[str, int]) -> str:
-        """Return the address whose turn it is, for a call that has failed so often at each."""
+    @property
+    def addresses(self) -> Collection[str]:
+        return self._rests.keys()
+
+    def take(self, failures: Mapping[str, int], left_out: Collection[str] = ()) -> str:
+        """Return the address whose turn it is, for a call that has failed so often at each, and does not go to those
+        that are `left_out`, which are not all."""
         with self._lock:
             now = self._clock()
-            address = min(self._turns, key=lambda a: (failures.get(a, 0), max(0.0, self._rests[a][0] - now)))
+            turns = [each for each in self._turns if each not in left_out]
+            address = min(turns, key=lambda a: (failures.get(a, 0), max(0.0, self._rests[a][0] - now)))
             self._turns.remove(address)
             self._turns.append(address)
             return address

@@ -130,6 +130,7 @@ class Client(Endpoint[grpc.Channel]):
     ) -> Answer:
         retries = self._retries(timeout)
         while True:
+            retries.check_open()
             ask = method(self._stub(retries.address))
             try:
                 answer = ask(request, timeout=retries.seconds_left, metadata=metadata or self._metadata)

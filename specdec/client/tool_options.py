@@ -9,6 +9,8 @@ from typing import Any
 from specdec.client.fields import put
 from specdec.v2 import generation_pb2 as pb
 
+_OF_A_FUNCTION = ("type", "function")
+
 
 def put_tools(chat: pb.ChatPrompt, tools: object) -> None:
     """Set the functions; TypeError or ValueError names what is wrong."""
@@ -17,6 +19,7 @@ def put_tools(chat: pb.ChatPrompt, tools: object) -> None:
     for index, tool in enumerate(tools):
         option = f"tools[{index}]"
         function = _function(tool, option, "name", "description", "parameters", "strict")
+        _check_fields(tool, option, _OF_A_FUNCTION)
         message = chat.tools.add()
         for field in ("name", "description", "strict"):
             put(message, field, f"{option}.function.{field}", function.get(field))
@@ -27,7 +30,9 @@ def put_tools(chat: pb.ChatPrompt, tools: object) -> None:
 def put_tool_choice(chat: pb.ChatPrompt, choice: object) -> None:
     """Set whether functions are called; ValueError if it is not known."""
     if isinstance(choice, Mapping):
-        put(chat, "tool_name", "tool_choice.function.name", _function(choice, "tool_choice", "name").get("name"))
+        function = _function(choice, "tool_choice", "name")
+        _check_fields(choice, "tool_choice", _OF_A_FUNCTION)
+        put(chat, "tool_name", "tool_choice.function.name", function.get("name"))
     elif choice == "required":
         chat.tool_required = True
     elif choice not in ("auto", "none"):
@@ -56,10 +61,14 @@ def _function(given: object, option: str, *fields: str) -> Mapping[str, Any]:
     function = given.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"{option}.function = {function!r}: must have a name")
-    for field in function:
-        if field not in fields:
-            raise ValueError(f"{option}.function.{field} = {function[field]!r}: not one of {', '.join(fields)}")
+    _check_fields(function, f"{option}.function", fields)
     return function
+
+
+def _check_fields(given: Mapping[str, Any], option: str, known: Iterable[str]) -> None:
+    for field, value in given.items():
+        if field not in known and value is not None:
+            raise ValueError(f"{option}.{field} = {value!r}: not one of {', '.join(known)}")
 
 
 def _json(value: object, option: str) -> str:

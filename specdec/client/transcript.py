@@ -82,7 +82,9 @@ class Transcript:
         return pause
 
     def ask(self) -> tuple[str, GenerateRequest, float | None]:
-        """Return the address to ask now, the request, and the seconds that it may take."""
+        """Return the address to ask now, the request, and the seconds that it may take; Cancelled if the client was
+        closed."""
+        self._retries.check_open()
         self._before_seconds = self._retries.seconds_passed
         return self._retries.address, self._request, self._retries.seconds_left
 

@@ -30,6 +30,18 @@ class PenaltyState:
         self.seen[ids] = True
         np.add.at(self.output_counts, ids, 1)
 
+    def __getstate__(self) -> tuple[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
+        """Return the tokens alone: the arrays are as long as the vocabulary, and may go to processes with each step."""
+        ids = np.flatnonzero(self.output_counts)
+        return len(self.seen), np.flatnonzero(self.seen), ids, self.output_counts[ids]
+
+    def __setstate__(self, state: tuple[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]) -> None:
+        vocabulary, seen, ids, counts = state
+        self.seen = np.zeros(vocabulary, dtype=bool)
+        self.output_counts = np.zeros(vocabulary, dtype=np.int32)
+        self.seen[seen] = True
+        self.output_counts[ids] = counts
+
 
 @dataclass(frozen=True)
 class RequestSampler:

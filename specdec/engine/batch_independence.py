@@ -17,6 +17,10 @@ from specdec.engine.kv.slots import PADDING_SLOT, Slots
 CROWDS = (41, 200, 487, 680)
 """Numbers of other rows beside a text: below, near and beyond the largest of CANDIDATES."""
 
+DECODES = (2, 6, 40)
+"""Numbers of other texts, each with one row, beside one row of the text: GPUs may have graphs of their own for steps in
+which every text has one, padded to several sizes."""
+
 TEXT = 24
 """Tokens of the text."""
 
@@ -54,7 +58,8 @@ def rows_are_independent(engine: Engine) -> bool:
 
 def long_rows_are_independent(engine: Engine, length: int) -> bool:
     """Return whether the end of a text of so many tokens gives the same logits, bit for bit, as a piece of prompt, row
-    by row, and beside the end of another such text. Uses blocks for both, from the second one on."""
+    by row, and beside the end of another such text or rows of short ones. Uses blocks for both, from the second one on.
+    """
     texts = np.random.default_rng(3).integers(0, engine.vocabulary, (2, length)).tolist()
     room = -(-length // BLOCK) * BLOCK
     places = [BLOCK + number * room + np.arange(length) for number in range(2)]
@@ -77,7 +82,9 @@ def long_rows_are_independent(engine: Engine, length: int) -> bool:
     beside = logits((0, end, length), (1, end, length))[:AT_ONCE]
     alone = np.concatenate([logits((0, place, place + 1))[:1] for place in range(end, length)])
     crowd = np.concatenate([logits((0, place, place + 1), (1, end, end + 1))[:1] for place in range(end, length)])
-    return all(np.array_equal(together[:AT_ONCE], each) for each in (beside, alone, crowd))
+    if not all(np.array_equal(together[:AT_ONCE], each) for each in (beside, alone, crowd)):
+        return False
+    return _is_the_same_in_decodes(engine, texts[0][-1], places[0], together[AT_ONCE - 1])
 
 
 def bits_of_prompt(engine: Engine) -> str:
@@ -161,11 +168,30 @@ def _logits_in_any_batch(engine: Engine) -> NDArray[np.float32] | None:
     for others in CROWDS:  # so many rows that torch shares the work on a tensor among threads, cut at various places
         packer = engine.packer()
         for _ in range(others):
-            packer.add_path(np.asarray([PADDING_SLOT]), [packer.add_row(strangers[0], 0, PADDING_SLOT)])
+            _add_stranger(packer, strangers[0])
         rows = packer.add_rows(text, 0, own)
         packer.add_path(own, rows)
         for row in rows:
             packer.want(row)
         if not np.array_equal(logits(packer, length), whole):
             return None
-    return whole
+    return whole if _is_the_same_in_decodes(engine, text[-1], own, whole[-1]) else None
+
+
+def _is_the_same_in_decodes(engine: Engine, token: int, keys: Slots, logits: NDArray[np.float32]) -> bool:
+    """Return whether the last token of a text with these keys has these logits as one row beside others of one row."""
+    for others in DECODES:
+        packer = engine.packer()
+        for _ in range(others):
+            _add_stranger(packer, token)
+        row = packer.add_row(token, len(keys) - 1, int(keys[-1]))
+        packer.add_path(keys, [row])
+        packer.want(row)
+        if not np.array_equal(engine.forward(packer.pack())[0], logits):
+            return False
+    return True
+
+
+def _add_stranger(packer: Packer, token: int) -> None:
+    """Add a text of one token, which needs no memory."""
+    packer.add_path(np.asarray([PADDING_SLOT]), [packer.add_row(token, 0, PADDING_SLOT)])

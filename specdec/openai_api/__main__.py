@@ -12,9 +12,10 @@ with needed_by("openai", "openai"):
 
     from specdec import ports
     from specdec.client.address import Address
-    from specdec.client.tls_files import TlsError, TlsFiles, channel_credentials
+    from specdec.client.tls_files import TlsError, TlsFiles
     from specdec.command_line import Host, LogLevel, address, duration, run_command
-    from specdec.openai_api.http_server import MOST_CONNECTIONS
+    from specdec.openai_api.http_server import KEEP_ALIVE_SECONDS, MOST_CONNECTIONS
+    from specdec.openai_api.origins import origin
     from specdec.openai_api.process import Asking, serve
     from specdec.serving.process.server import ServerSettings, run_program
 
@@ -32,13 +33,23 @@ def main(
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = ports.OPENAI,
     max_connections: Annotated[
-        int, typer.Option(min=1, help="Most connections at the same time; further ones are answered with 503.")
+        int, typer.Option(min=1, help="Most connections at the same time; further ones get 503 for all but health.")
     ] = MOST_CONNECTIONS,
+    keep_alive_seconds: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Seconds for which a connection stays open on which no further request comes: longer than a load "
+            "balancer in front keeps it.",
+        ),
+    ] = KEEP_ALIVE_SECONDS,
     allow_origin: Annotated[
         list[str] | None,
         typer.Option(
+            parser=origin,
+            metavar="ORIGIN",
             help="Origin, such as https://chat.example.com, whose pages may ask from a browser; * for any. May be "
-            "repeated. By default none may."
+            "repeated. By default none may.",
         ),
     ] = None,
     tls_cert: Annotated[
@@ -96,11 +107,18 @@ def main(
     names = ("--orchestrator-tls-cert", "--orchestrator-tls-key", "--orchestrator-tls-ca")
     theirs = TlsFiles(orchestrator_tls_cert, orchestrator_tls_key, orchestrator_tls_ca, names)
     try:
-        credentials = channel_credentials(theirs.read()) if any(theirs.all) else None
+        theirs.read()
     except TlsError as error:
         raise typer.BadParameter(str(error)) from None
-    asking = Asking([each.target for each in asked], credentials)
-    run_program(serve(settings, asking, most_connections=max_connections, origins=allow_origin or ()), "openai")
+    asking = Asking([each.target for each in asked], theirs if any(theirs.all) else None)
+    serving = serve(
+        settings,
+        asking,
+        most_connections=max_connections,
+        keep_alive_seconds=keep_alive_seconds,
+        origins=allow_origin or (),
+    )
+    run_program(serving, "openai")
 
 
 if __name__ == "__main__":

@@ -6,23 +6,26 @@ speculation did.
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specdec.client import Chunk, Finish, Logprobs, Piece
+from specdec.client import Chunk, Finish, Logprobs
 from specdec.client.tool_calls import ToolCall, ToolCallReader
 from specdec.client.tool_formats import ToolFormat
-
-Json = dict[str, Any]
+from specdec.openai_api.json_text import Json, json_list, json_object
+from specdec.openai_api.logprobs import (
+    EncodedChatLogprobs,
+    EncodedCompletionLogprobs,
+    EncodedLogprobs,
+    TextOffset,
+    chat_logprobs,
+    completion_logprobs,
+)
 
 REASONS = {"stop": "stop", "length": "length", "context": "length"}
 """Reasons to finish to OpenAI's names for them; the context is a length too."""
-
-LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have; vLLM's is the same."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,11 @@ class Frame:
     created: int  # seconds since 1970
     model: str
 
-    def whole(self, choices: Sequence[Choice]) -> Json:
-        """Return a whole answer; all choices have ended."""
+    def whole(self, choices: Sequence[Choice]) -> bytes:
+        """Return a whole answer, in JSON; all choices have ended."""
         kind = "chat.completion" if self.chat else "text_completion"
-        told = {"choices": [each.whole() for each in choices], "usage": usage_of(choices)}
-        return self._framed(kind, **told, system_fingerprint=fingerprint(each.finish for each in choices))
+        told = self._framed(kind, usage=usage_of(choices), system_fingerprint=fingerprint(c.finish for c in choices))
+        return json_object(told, {"choices": json_list(each.whole() for each in choices)}).encode()
 
     def piece(self, choices: Sequence[Json], **others: Any) -> Json:
         """Return an event of a stream."""
@@ -71,7 +74,7 @@ class Choice:
         self._wants_reasoning = reasoning
         self._text: list[str] = []
         self._reasoning: list[str] = []
-        self._logprobs: list[Logprobs] = []
+        self._logprobs: EncodedLogprobs = EncodedChatLogprobs() if chat else EncodedCompletionLogprobs()
         self._offset = TextOffset()
         self._own: Json = {}
         self._finish: Finish | None = None
@@ -106,15 +109,15 @@ class Choice:
         """Keep a chunk of a request that has this seed for `whole`."""
         self._text.append(self._said(chunk)[0])
         self._reasoning.append(self._thought(chunk))
-        self._logprobs += chunk.logprobs[chunk.reasoning_tokens :]
+        self._logprobs.add(chunk.logprobs[chunk.reasoning_tokens :])
         self._own |= self._note(chunk, seed)
 
-    def whole(self) -> Json:
-        """Return the sample, all of which was gathered."""
+    def whole(self) -> str:
+        """Return the sample, all of which was gathered, in JSON."""
         text = "".join(self._text)
         said: Json = {"message": self._message(text)} if self._chat else {"text": text}
-        logprobs = self._logprobs_of(self._logprobs) if self._wants_logprobs else None
-        return {"index": self.index, **said, "logprobs": logprobs, **self._end(self.finish), "specdec": self._own}
+        told = {"index": self.index, **said, **self._end(self.finish), "specdec": self._own}
+        return json_object(told, {"logprobs": self._logprobs.whole() if self._wants_logprobs else "null"})
 
     def _said(self, chunk: Chunk) -> tuple[str, list[Json]]:
         """Return what a chunk says, and the calls that are complete with it."""
@@ -153,7 +156,7 @@ class Choice:
         return own
 
     def _logprobs_of(self, found: Iterable[Logprobs]) -> Json:
-        return _chat_logprobs(found) if self._chat else _completion_logprobs(found, self._offset)
+        return chat_logprobs(found) if self._chat else completion_logprobs(found, self._offset)
 
 
 class Calls:
@@ -181,20 +184,6 @@ class Calls:
         function = {"name": call.name, "arguments": call.arguments}
         self.made.append({"index": number, "id": identifier, "type": "function", "function": function})
         return self.made[-1]
-
-
-class TextOffset:
-    """The place in the text at which the next token begins."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._length = 0
-
-    def before(self, piece: Piece) -> int:
-        """Return where a token begins, and go on behind it."""
-        begin = self._length
-        self._length += len(self._decoder.decode(piece.bytes))
-        return begin
 
 
 def usage_of(choices: Sequence[Choice]) -> Json:
@@ -227,33 +216,3 @@ def _statistics(finish: Finish) -> Json:
         "reproducible": finish.reproducible,
         "preemptions": finish.preemptions,
     }
-
-
-def _chat_logprobs(found: Iterable[Logprobs]) -> Json:
-    """Return log-probabilities as chats have them."""
-
-    def one(piece: Piece, logprob: float) -> Json:
-        return {"token": piece.text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(piece.bytes)}
-
-    content = [
-        {
-            **one(each.piece, each.chosen),
-            "top_logprobs": [one(each.top_pieces[token], logprob) for token, logprob in each.top.items()],
-        }
-        for each in found
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _completion_logprobs(found: Iterable[Logprobs], offset: TextOffset) -> Json:
-    """Return log-probabilities as completions have them."""
-    told: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for each in found:
-        told["tokens"].append(each.piece.text)
-        told["token_logprobs"].append(max(each.chosen, LEAST_LOGPROB))
-        top: dict[str, float] = {}
-        for token, logprob in each.top.items():  # best first: of tokens that read alike it stands
-            top.setdefault(each.top_pieces[token].text, max(logprob, LEAST_LOGPROB))
-        told["top_logprobs"].append(top)
-        told["text_offset"].append(offset.before(each.piece))
-    return told

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import Any
 
 import structlog
@@ -15,18 +15,17 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.client.request_id import REQUEST_ID, is_request_id, new_request_id
-from specdec.openai_api.errors import ApiError, overloaded
+from specdec.openai_api.errors import ApiError, overloaded, too_many_at_once
 from specdec.openai_api.event_stream import MISTAKE, EventStream
 from specdec.openai_api.gateway import Caller, Gateway
+from specdec.openai_api.parsing import Parser
 from specdec.openai_api.presence import CallerLeftError, while_present
-from specdec.openai_api.requests import parse
-from specdec.serving.bounded_threads import BoundedThreads
-from specdec.serving.errors import OverloadedError
+from specdec.serving.errors import OverloadedError, TenantLimitError
 
 log = structlog.get_logger()
 
@@ -36,12 +35,6 @@ ROUTES = (COMPLETIONS, CHAT, MODELS, HEALTH)
 MOST_BODY = 8 << 20
 """Bytes of a request's body."""
 
-SHORT_BODY = 1 << 16
-"""Bytes of a body that is parsed in milliseconds; longer ones are parsed in a thread, while streams go on."""
-
-MOST_WAITING = 4
-"""Long bodies that may wait for the thread, beside those that are being received."""
-
 MOST_BODIES = 64 << 20
 """Bytes of all bodies that are being received."""
 
@@ -50,6 +43,9 @@ BODY_SECONDS = 30.0
 
 CARRIED = ("authorization", "traceparent", "tracestate")
 """Headers that go on to orchestrators: whose request it is, and of which trace."""
+
+TOLD = (REQUEST_ID, "retry-after")
+"""Headers of answers that pages in browsers may read."""
 
 
 def make_app(
@@ -63,20 +59,20 @@ def make_app(
     ask from browsers."""
     started = int(time.time())
     bodies = _Bodies(body_seconds)
-    threads = BoundedThreads("long bodies", 1, MOST_WAITING)
+    parser = Parser()
 
-    async def generate(request: Request, *, chat: bool) -> JSONResponse | EventStream:
+    async def generate(request: Request, *, chat: bool) -> Response | EventStream:
         body = await bodies.read(request)
-        work = partial(parse, body, chat=chat)
-        asked = work() if len(body) <= SHORT_BODY else await threads.run(work)
+        asked = await parser.parse(body, chat=chat, caller=_owner(request))
         if asked.stream:
             return EventStream(await while_present(request.receive, gateway.events(asked, _caller(request))))
-        return JSONResponse(await while_present(request.receive, gateway.answer(asked, _caller(request))))
+        answer = await while_present(request.receive, gateway.answer(asked, _caller(request)))
+        return Response(answer, media_type="application/json")
 
-    async def completions(request: Request) -> JSONResponse | EventStream:
+    async def completions(request: Request) -> Response | EventStream:
         return await generate(request, chat=False)
 
-    async def chat_completions(request: Request) -> JSONResponse | EventStream:
+    async def chat_completions(request: Request) -> Response | EventStream:
         return await generate(request, chat=True)
 
     async def models(request: Request) -> JSONResponse:
@@ -111,7 +107,9 @@ def make_app(
         ClientDisconnect: _answer_nobody,
         Exception: _answer_mistake,
     }
-    browsers = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    browsers = Middleware(
+        CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=TOLD
+    )
     app = Starlette(
         routes=[
             Route(COMPLETIONS, completions, methods=["POST"]),
@@ -196,6 +194,15 @@ def _caller(request: Request) -> Caller:
     return Caller(request.scope[REQUEST_ID], plain)
 
 
+def _owner(request: Request) -> str:
+    """Return whose work a request is until an orchestrator knows: by its key, else by where it comes from. No key is
+    kept."""
+    key = request.headers.get("authorization")
+    if key is not None:
+        return hashlib.sha256(key.encode()).hexdigest()
+    return "" if request.client is None else request.client.host
+
+
 def _answered(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body, error.status, error.headers)
 
@@ -205,6 +212,8 @@ async def _answer_error(_: Request, error: ApiError) -> JSONResponse:
 
 
 async def _answer_overloaded(_: Request, error: OverloadedError) -> JSONResponse:
+    if isinstance(error, TenantLimitError):
+        return _answered(too_many_at_once())
     return _answered(overloaded(str(error)))
 
 

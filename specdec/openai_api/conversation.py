@@ -7,17 +7,18 @@ from typing import Any
 
 from specdec.openai_api.errors import refused, unsupported
 
-OF_TURN = {
-    "name": "name",
-    "reasoning": "reasoning",
-    "reasoning_content": "reasoning",
-    "tool_call_id": "tool_call_id",
-    "tool_calls": "tool_calls",
-}
-"""Fields of a message besides role and content, to those of the client; servers have two names for reasoning."""
+OF_TURN = ("name", "tool_call_id", "tool_calls")
+"""Fields of a message besides role, content and reasoning."""
+
+REASONING = ("reasoning", "reasoning_content")
 
 ROLES = {"developer": "system"}
 """Roles that templates know by another name."""
+
+MOST_MESSAGES = 4096
+MOST_TOOLS = 1024
+MOST_CALLS = 4096
+"""Entries of a conversation: small ones cost far more time than their bytes."""
 
 
 def conversation(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,8 +29,20 @@ def conversation(given: Mapping[str, Any]) -> dict[str, Any]:
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
         raise refused("messages", "must be a list of at least one message")
+    _check_number("messages", "messages", len(messages), MOST_MESSAGES)
+    _check_number("messages", "tool_calls", sum(map(_calls, messages)), MOST_CALLS)
     turns = [_message(each, f"messages[{index}]") for index, each in enumerate(messages)]
     return {"messages": turns, "template_arguments": arguments or None, **dict(_tools(given))}
+
+
+def _check_number(field: str, what: str, number: int, most: int) -> None:
+    if number > most:
+        raise refused(field, f"has {number} {what}, must have at most {most}")
+
+
+def _calls(message: object) -> int:
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    return len(calls) if isinstance(calls, list) else 0
 
 
 def _message(message: object, name: str) -> dict[str, Any]:
@@ -38,24 +51,33 @@ def _message(message: object, name: str) -> dict[str, Any]:
         raise refused(name, "must be an object")
     role, content = message.get("role"), message.get("content")
     for key, value in message.items():
-        if key not in {"role", "content", "refusal", *OF_TURN} and value not in (None, [], ""):
+        if key not in {"role", "content", "refusal", *OF_TURN, *REASONING} and value not in (None, [], ""):
             raise unsupported(f"{name}.{key}")
     if not isinstance(role, str):
         raise refused(f"{name}.role", "must be text")
     if role == "function":
         raise unsupported(f"{name}.role", "is of an older API: answers to calls have the role tool")
+    refusal = message.get("refusal")
+    if refusal is not None and not isinstance(refusal, str):
+        raise refused(f"{name}.refusal", "must be text")
     if isinstance(content, list):
         content = "".join(_part(part, f"{name}.content[{index}]") for index, part in enumerate(content))
     if role == "assistant" and (content is None or content == ""):  # it only called, only thought, or declined
-        content = message.get("refusal") or ""
-    elif message.get("refusal"):
+        content = refusal or ""
+    elif refusal:
         raise refused(f"{name}.refusal", "is given beside content")
     if not isinstance(content, str):
         raise refused(f"{name}.content", "must be text, or a list of parts of text")
-    own = {name: message[key] for key, name in OF_TURN.items() if message.get(key)}
-    if message.get("reasoning_content") and own["reasoning"] != (message.get("reasoning") or own["reasoning"]):
+    own = {key: message[key] for key in OF_TURN if message.get(key) is not None}
+    return {"role": ROLES.get(role, role), "content": content, **own, **dict(_reasoning(message, name))}
+
+
+def _reasoning(message: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
+    """Yield what came before the content, for which servers have two names."""
+    given = [message[key] for key in REASONING if message.get(key) not in (None, "")]
+    if len(given) > 1 and given[0] != given[1]:
         raise refused(f"{name}.reasoning_content", "is given beside another reasoning")
-    return {"role": ROLES.get(role, role), "content": content, **own}
+    yield from (("reasoning", each) for each in given[:1])
 
 
 def _part(part: object, name: str) -> str:
@@ -69,7 +91,10 @@ def _part(part: object, name: str) -> str:
 
 def _tools(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the functions that may be called, and how; without any, nothing that is about them."""
-    if tools := given.get("tools"):
+    tools = given.get("tools", [])
+    if tools != []:
+        if isinstance(tools, list):
+            _check_number("tools", "tools", len(tools), MOST_TOOLS)
         yield "tools", tools
         yield from ((name, given[name]) for name in ("tool_choice", "parallel_tool_calls") if name in given)
     elif given.get("tool_choice", "none") not in ("none", "auto"):

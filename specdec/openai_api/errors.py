@@ -71,6 +71,12 @@ def overloaded(message: str) -> ApiError:
     return ApiError(503, message, "overloaded_error", code="overloaded", retry_after=1)
 
 
+def too_many_at_once() -> ApiError:
+    """Return the error for a caller whose requests take too many of the places."""
+    message = "too many of your requests wait to be read"
+    return ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded", retry_after=1)
+
+
 def from_specdec(error: SpecdecError, names: Mapping[str, str] = MappingProxyType({})) -> ApiError:
     """Return what a caller here sees of an error of the gRPC API. `names` are the caller's own, by the API's fields."""
     message, code = str(error), error.reason.lower() or error.code.name.lower()

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from specdec.client import AsyncClient, Chunk, Model, SpecdecError
 from specdec.client.endpoint import Metadata
 from specdec.client.request_id import REQUEST_ID_CHARACTERS, new_request_id
 from specdec.client.tool_formats import FORMATS, ToolFormat
-from specdec.openai_api.answers import Calls, Choice, Frame, Json, fingerprint, usage_of
+from specdec.openai_api.answers import Calls, Choice, Frame, fingerprint, usage_of
 from specdec.openai_api.errors import from_specdec, unsupported
+from specdec.openai_api.json_text import Json
 from specdec.openai_api.requests import Asked
 from specdec.serving.interleaved import interleaved
 
@@ -37,13 +37,15 @@ class Caller:
 class Gateway:
     """The way to orchestrators. What fails is an ApiError."""
 
-    def __init__(self, client: AsyncClient) -> None:
+    def __init__(self, client: Callable[[], AbstractAsyncContextManager[AsyncClient]]) -> None:
+        """`client` lends the one by which a request goes, for as long as it takes."""
         self._client = client
 
     async def models(self, caller: Caller) -> list[Model]:
         """Return what is served, to a caller who may know it."""
         try:
-            return await self._client.models(metadata=caller.metadata)
+            async with self._client() as client:
+                return await client.models(metadata=caller.metadata)
         except SpecdecError as error:
             raise from_specdec(error) from error
 
@@ -56,8 +58,8 @@ class Gateway:
             raise unsupported("tools", f"are called in the format {name}, which this server does not read")
         return FORMATS.get(name)  # an orchestrator refuses tools of a model that knows none
 
-    async def answer(self, asked: Asked, caller: Caller) -> Json:
-        """Generate all samples of all prompts, and return them together."""
+    async def answer(self, asked: Asked, caller: Caller) -> bytes:
+        """Generate all samples of all prompts, and return them together, in JSON."""
         tool_format = await self.tool_format(asked, caller)
         answer: _Answer | None = None
         async with aclosing(self._chunks(asked, caller)) as chunks:
@@ -82,9 +84,9 @@ class Gateway:
     async def _chunks(self, asked: Asked, caller: Caller) -> Chunks:
         """Yield the chunks of all prompts as they come."""
         places = asyncio.Semaphore(PROMPTS_AT_ONCE)
-        several = len(asked.prompts) > 1
+        several = len(asked.messages) > 1
         stream = partial(self._stream, asked, caller, places, several=several)
-        streams = [stream(number) for number in range(len(asked.prompts))]
+        streams = [stream(number) for number in range(len(asked.messages))]
         try:
             async with aclosing(interleaved(streams) if several else streams[0]) as chunks:
                 async for each in chunks:
@@ -97,10 +99,11 @@ class Gateway:
     ) -> Chunks:
         """Yield the chunks of one prompt."""
         request_id = _numbered(caller.request_id, number) if several else caller.request_id
-        options: dict[str, Any] = asked.prompts[number] | asked.options
+        message = asked.messages[number]
         async with (
             places,
-            self._client.generate(**options, request_id=request_id, metadata=caller.metadata) as stream,
+            self._client() as client,
+            client.send(message, request_id=request_id, metadata=caller.metadata) as stream,
         ):
             async for chunk in stream:
                 yield number, chunk
@@ -132,7 +135,7 @@ class _Answer:
                 reasoning=asked.reasoning,
                 calls=self._calls(index),
             )
-            for index in range(asked.samples * len(asked.prompts))
+            for index in range(asked.samples * len(asked.messages))
         ]
 
     def _calls(self, index: int) -> Calls | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import socket
 import ssl
@@ -16,7 +15,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.client.tls_files import TlsError, TlsFiles
-from specdec.openai_api.errors import overloaded
+from specdec.openai_api.no_room import MOST_HEARD, REFUSAL, health_alone
 from specdec.serving.watched import Watched
 
 MOST_CONNECTIONS = 1024
@@ -25,8 +24,9 @@ MOST_CONNECTIONS = 1024
 MOST_HEADER = 64 << 10
 """Bytes of a request's line and headers."""
 
-IDLE_SECONDS = 30
-"""Seconds after which a connection is closed on which no further request comes."""
+KEEP_ALIVE_SECONDS = 75
+"""Seconds after which a connection is closed on which no further request comes, by default. A load balancer that keeps
+it longer sends a request in the moment when it is closed, which fails; most keep it for 60."""
 
 HEADER_SECONDS = 10.0
 """Seconds from a connection, or a request's first byte, until its headers must have come."""
@@ -48,11 +48,13 @@ class HttpServer:
         *,
         tls: ServerTls | None = None,
         most_connections: int = MOST_CONNECTIONS,
+        keep_alive_seconds: int = KEEP_ALIVE_SECONDS,
         drain_seconds: float = 0.0,
         header_seconds: float = HEADER_SECONDS,
         unread_seconds: float = UNREAD_SECONDS,
     ) -> None:
-        """Serve at the listener's address. Connections beyond `most_connections` are told 503, and closed."""
+        """Serve at the listener's address. Connections beyond `most_connections` are told 503 unless they ask for
+        health, and closed."""
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # not what callers do wrong
         self.port: int = listener.getsockname()[1]
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * unread_seconds))  # connections too
@@ -69,7 +71,7 @@ class HttpServer:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,  # nothing here depends on where a caller is
-                timeout_keep_alive=IDLE_SECONDS,
+                timeout_keep_alive=keep_alive_seconds,
                 timeout_graceful_shutdown=drain_seconds,  # type: ignore[arg-type]  # a fraction is one too
                 h11_max_incomplete_event_size=MOST_HEADER,
                 ssl_context_factory=None if tls is None else lambda *_: tls.context,
@@ -94,13 +96,6 @@ class HttpServer:
         await self._serving
 
 
-NO_ROOM = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
-    + json.dumps(overloaded("there are too many connections").body).encode()
-)
-"""The answer to a connection too many."""
-
-
 def _protocol(header_seconds: float, most_connections: int) -> type[H11Protocol]:
     """Return uvicorn's protocol of connections, with an end to waiting for headers, and a limit of connections: by
     itself it waits for ever for headers that come slowly, and refuses requests, not connections."""
@@ -110,11 +105,14 @@ def _protocol(header_seconds: float, most_connections: int) -> type[H11Protocol]
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            if len(self.connections) > most_connections:
-                transport.write(NO_ROOM)
+            too_many = len(self.connections) - most_connections
+            if too_many > MOST_HEARD:
+                transport.write(REFUSAL)
                 transport.close()
-            else:
-                self._wait()
+                return
+            if too_many > 0:
+                self.app = health_alone(self.app)
+            self._wait()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)

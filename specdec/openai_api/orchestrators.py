@@ -1,53 +1,71 @@
-"""Health of the orchestrators behind the HTTP server: does one of them take requests?"""
+"""The orchestrators behind the HTTP server: does one of them take requests, and are connections to them still good?"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-from specdec.serving.process.server import PEER_OPTIONS
-
-ANSWER_SECONDS = 1.0
-"""Seconds after which a check that is not answered counts as failed."""
+from specdec.client import AsyncClient
+from specdec.client.tls_files import TlsFiles, channel_credentials
+from specdec.openai_api.connections import Connections
+from specdec.serving.watched import Watched
 
 KNOWN_SECONDS = 0.5
 """Seconds for which an answer is not asked again, however many ask."""
+
+LOOK_SECONDS = 2.0
+"""Seconds between two looks at whether there should be other connections."""
+
+SILENT_SECONDS = 5.0
+"""Seconds without any answer after which connections are made anew: gRPC asks again for a name that had no record only
+after up to two minutes."""
 
 
 class Orchestrators:
     """The orchestrators that this server asks. Made in its event loop."""
 
-    def __init__(self, targets: Sequence[str], credentials: grpc.ChannelCredentials | None) -> None:
-        self._channels = [
-            grpc.aio.insecure_channel(each, PEER_OPTIONS)
-            if credentials is None
-            else grpc.aio.secure_channel(each, credentials, PEER_OPTIONS)
-            for each in targets
-        ]
+    def __init__(self, targets: Sequence[str], tls: TlsFiles | None = None) -> None:
+        """`tls`: the authorities that certificates of orchestrators must be of, and our own certificate; TlsError if
+        they cannot be used. None: without encryption."""
+        self._targets = targets
+        self._tls = None if tls is None else Watched(tls)
+        self._connections = self._connected()
+        self._answered = time.monotonic()
         self._known_until = float("-inf")
         self._serve = False
         self._asking = asyncio.Lock()
+
+    def client(self) -> AbstractAsyncContextManager[AsyncClient]:
+        """Lend a request the client by which it goes."""
+        return self._connections.client()
 
     async def serve(self) -> bool:
         """Return True if one of them takes requests."""
         async with self._asking:
             if time.monotonic() > self._known_until:
-                self._serve = any(await asyncio.gather(*map(self._serves, self._channels)))
+                answers = await self._connections.answers()
+                self._serve = any(answers)
                 self._known_until = time.monotonic() + KNOWN_SECONDS
+                if answers:
+                    self._answered = time.monotonic()
             return self._serve
 
-    async def close(self) -> None:
-        for each in self._channels:
-            await each.close()
+    async def keep_up_to_date(self) -> None:
+        """Make the connections anew when the files of certificates have changed, and while nobody answers. Running
+        requests end on those that they have."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            await self.serve()
+            changed = self._tls is not None and self._tls.changed()
+            if changed or time.monotonic() - self._answered > SILENT_SECONDS:
+                old, self._connections = self._connections, self._connected()
+                self._answered = time.monotonic()
+                await old.leave()
 
-    async def _serves(self, channel: grpc.aio.Channel) -> bool:
-        stub = health_pb2_grpc.HealthStub(channel)
-        try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_SECONDS)
-        except grpc.RpcError:
-            return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+    async def close(self) -> None:
+        await self._connections.close()
+
+    def _connected(self) -> Connections:
+        return Connections(self._targets, None if self._tls is None else channel_credentials(self._tls.contents))

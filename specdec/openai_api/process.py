@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import grpc
 import structlog
 
-from specdec.client import AsyncClient
+from specdec.client.tls_files import TlsFiles
 from specdec.openai_api.app import ROUTES, make_app
 from specdec.openai_api.gateway import Gateway
 from specdec.openai_api.http_server import HttpServer, ServerTls
@@ -34,11 +33,16 @@ class Asking:
     """How orchestrators are reached."""
 
     targets: Sequence[str]
-    credentials: grpc.ChannelCredentials | None  # None: without encryption
+    tls: TlsFiles | None  # None: without encryption
 
 
 async def serve(
-    settings: ServerSettings, asking: Asking, *, most_connections: int, origins: Sequence[str] = ()
+    settings: ServerSettings,
+    asking: Asking,
+    *,
+    most_connections: int,
+    keep_alive_seconds: int,
+    origins: Sequence[str] = (),
 ) -> None:
     """Run the server until SIGINT, SIGTERM or, if asked for, the end of stdin. Prints one line `ready HOST:PORT`."""
     logs.configure("openai", settings.log_level)
@@ -47,25 +51,31 @@ async def serve(
     if settings.metrics_port:
         bound(settings.host, settings.metrics_port, option="--metrics-port").close()
     tls = None if settings.tls is None else ServerTls(settings.tls)
-    orchestrators = Orchestrators(asking.targets, asking.credentials)
-    async with AsyncClient(asking.targets, credentials=asking.credentials) as client:
-        app = Counted(make_app(Gateway(client), orchestrators.serve, origins=origins), ROUTES)
-        server = HttpServer(
-            app, listener, tls=tls, most_connections=most_connections, drain_seconds=settings.drain_seconds
-        )
-        endpoint = serve_metrics(settings, app.metrics)
-        try:
-            await server.start()
-        except OSError as error:
-            raise ListenError.of(settings.host, settings.port, error) from error
-        log_settings()
-        announce(f"{settings.host}:{server.port}")
-        log.info("serving", address=f"{settings.host}:{server.port}")
-        await stop.wait()
-        for number in STOP_SIGNALS:
-            asyncio.get_running_loop().remove_signal_handler(number)  # a second one ends the process at once
-        log.info("draining", seconds=settings.drain_seconds)
-        await server.stop()
+    orchestrators = Orchestrators(asking.targets, asking.tls)
+    app = Counted(make_app(Gateway(orchestrators.client), orchestrators.serve, origins=origins), ROUTES)
+    server = HttpServer(
+        app,
+        listener,
+        tls=tls,
+        most_connections=most_connections,
+        keep_alive_seconds=keep_alive_seconds,
+        drain_seconds=settings.drain_seconds,
+    )
+    endpoint = serve_metrics(settings, app.metrics)
+    try:
+        await server.start()
+    except OSError as error:
+        raise ListenError.of(settings.host, settings.port, error) from error
+    watching = asyncio.create_task(orchestrators.keep_up_to_date())
+    log_settings()
+    announce(f"{settings.host}:{server.port}")
+    log.info("serving", address=f"{settings.host}:{server.port}")
+    await stop.wait()
+    for number in STOP_SIGNALS:
+        asyncio.get_running_loop().remove_signal_handler(number)  # a second one ends the process at once
+    log.info("draining", seconds=settings.drain_seconds)
+    await server.stop()
+    watching.cancel()
     if endpoint is not None:
         await endpoint.close()
     await orchestrators.close()

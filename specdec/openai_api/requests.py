@@ -1,4 +1,4 @@
-"""Bodies of requests: each, in OpenAI's shape, becomes prompts and options of this package's client.
+"""Bodies of requests: each, in OpenAI's shape, becomes messages of the gRPC API, one for each prompt.
 
 Nothing is dropped: a field is honoured, has no effect on tokens (`WITHOUT_EFFECT`), or is refused by its name unless it
 asks for what happens anyway (`REFUSED_UNLESS`). Values and their limits are judged by the orchestrator.
@@ -15,6 +15,7 @@ from typing import Any
 from specdec.client import build_request
 from specdec.openai_api.conversation import conversation
 from specdec.openai_api.errors import ApiError, refused, unknown, unsupported
+from specdec.v2.generation_pb2 import GenerateRequest
 
 SAME = frozenset(
     {
@@ -145,13 +146,12 @@ _OPTION = re.compile(r"(\w+)((\[\d+\])|(\.\w+))* = ")
 
 @dataclass(frozen=True)
 class Asked:
-    """One request: a prompt or several, and the options that hold for each."""
+    """One request, ready to be sent: for a prompt or several, and with options that hold for each."""
 
     chat: bool
     model: str
-    prompts: list[dict[str, Any]]
-    """Options that say what the prompt is: `prompt`, `tokens`, or `messages` with what goes with them."""
-    options: dict[str, Any]
+    messages: list[GenerateRequest]
+    """What an orchestrator is asked for each prompt. They are built with the body, which may take seconds."""
     names: Mapping[str, str]
     """Of options and fields of the gRPC API to what the caller calls them."""
     stream: bool
@@ -162,16 +162,16 @@ class Asked:
     @property
     def samples(self) -> int:
         """Samples of each prompt."""
-        return int(self.options.get("n", 1))
+        return max(1, self.messages[0].n)
 
     @property
     def calls_tools(self) -> bool:
         """True if the text may hold tool calls, which are looked for."""
-        return any("tools" in prompt and prompt.get("tool_choice") != "none" for prompt in self.prompts)
+        return len(self.messages[0].chat.tools) > 0
 
     @property
     def logprobs(self) -> bool:
-        return "logprobs" in self.options
+        return self.messages[0].HasField("logprobs")
 
 
 def parse(body: bytes, *, chat: bool) -> Asked:
@@ -182,7 +182,8 @@ def parse(body: bytes, *, chat: bool) -> Asked:
     options |= {RENAMED[name]: value for name, value in given.items() if name in RENAMED}
     for name, value in options.items():
         if isinstance(value, bool) and name != "ignore_end_token":  # a message would take true for 1
-            raise refused(name, f"is {json.dumps(value)}, must be {'text' if name == 'stop' else 'a number'}")
+            wanted = "text" if name in ("model", "stop") else "a number"
+            raise refused(name, f"is {json.dumps(value)}, must be {wanted}")
     if not chat:
         options.setdefault("max_tokens", COMPLETION_TOKENS)
     for read in (_seed, _top_k, _logit_bias, _grammar):
@@ -191,19 +192,21 @@ def parse(body: bytes, *, chat: bool) -> Asked:
     options |= _own(given)
     if not given.get("model"):
         raise refused("model", "is missing: GET /v1/models lists what is served")
-    asked = Asked(
+    names = _names(given, chat=chat)
+    prompts = [conversation(given)] if chat else _prompts(given)
+    common = _built(options | {"fallback_temperature": TEMPERATURE}, names)
+    messages = [_built(each, names) for each in prompts]
+    for each in messages:
+        each.MergeFrom(common)
+    return Asked(
         chat=chat,
         model=given["model"],
-        prompts=[conversation(given)] if chat else _prompts(given),
-        options=options | {"fallback_temperature": TEMPERATURE},
-        names=_names(given, chat=chat),
+        messages=messages,
+        names=names,
         stream=_flag(given, "stream"),
         usage_in_stream=_usage_in_stream(given),
         reasoning=_flag(given, "include_reasoning", default=True),
     )
-    for each in (asked.options, *asked.prompts):
-        _check(each, asked.names)
-    return asked
 
 
 def _object(body: bytes) -> dict[str, Any]:
@@ -245,7 +248,10 @@ def _names(given: Mapping[str, Any], *, chat: bool) -> dict[str, str]:
     names = dict(PROMPT_FIELDS) | {"template_arguments": "chat_template_kwargs"}
     names |= {"tool_name": "tool_choice", "tool_required": "tool_choice", "single_tool_call": "parallel_tool_calls"}
     names |= {RENAMED[name]: name for name in given if name in RENAMED}
-    names |= {name: f"specdec.{name}" for name in given.get("specdec", {})}
+    own_options = given.get("specdec", {})
+    if "speculation" in own_options:  # a name for values of these
+        names |= dict.fromkeys(("off", "drafters", "forced"), "specdec.speculation")
+    names |= {name: f"specdec.{name}" for name in own_options}
     own = given.get("structured_outputs")
     for name, option in GRAMMARS.items():
         here = f"structured_outputs.{name}" if isinstance(own, dict) and own else "response_format"
@@ -253,10 +259,10 @@ def _names(given: Mapping[str, Any], *, chat: bool) -> dict[str, str]:
     return names | ({"logprobs": "top_logprobs", "prompt": "messages"} if chat else {})
 
 
-def _check(options: Mapping[str, Any], names: Mapping[str, str]) -> None:
-    """Refuse what does not fit into a message at all, in the client's words."""
+def _built(options: Mapping[str, Any], names: Mapping[str, str]) -> GenerateRequest:
+    """Return options as a message, and refuse what does not fit into one at all, in the client's words."""
     try:
-        build_request(**options)
+        return build_request(**options)
     except (ValueError, TypeError) as error:
         message = str(error)
         if (found := _OPTION.match(message)) is None:  # it is about several
@@ -334,18 +340,35 @@ def _grammar(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             raise unknown(f"structured_outputs.{name}", f"unknown parameter, must be one of {known}")
     if len(own) > 1 or (own and kind != "text"):
         raise refused("structured_outputs", "must say one thing, and nothing beside response_format")
-    match kind:
-        case "text":
-            yield from ((GRAMMARS[name], value) for name, value in own.items())
-        case "json_object":
-            yield "json_schema", {"type": "object"}
-        case "json_schema":
-            inner = wanted.get("json_schema")
-            if not isinstance(inner, dict) or not isinstance(schema := inner.get("schema"), dict):
-                raise refused("response_format.json_schema", "must be an object with a schema")
-            yield "json_schema", schema
-        case _:
-            raise refused("response_format", "must be an object whose type is text, json_object or json_schema")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise refused("response_format", "must be an object whose type is text, json_object or json_schema")
+    if kind == "text":
+        _check_format(wanted, "response_format", "type")
+        yield from ((GRAMMARS[name], value) for name, value in own.items())
+    else:
+        yield "json_schema", _schema(wanted)
+
+
+def _schema(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a `response_format`. As servers of open models have it, json_object may name one too."""
+    if wanted["type"] == "json_object":
+        _check_format(wanted, "response_format", "type", "schema")
+        schema = wanted.get("schema")
+        if schema is not None and not isinstance(schema, dict):
+            raise refused("response_format.schema", "must be an object")
+        return {"type": "object"} if schema is None else schema
+    _check_format(wanted, "response_format", "type", "json_schema")
+    inner = wanted.get("json_schema")
+    if not isinstance(inner, dict) or not isinstance(schema := inner.get("schema"), dict):
+        raise refused("response_format.json_schema", "must be an object with a schema")
+    _check_format(inner, "response_format.json_schema", "name", "description", "schema", "strict")
+    return schema
+
+
+def _check_format(given: Mapping[str, Any], name: str, *known: str) -> None:
+    for field, value in given.items():
+        if field not in known and value is not None:
+            raise unknown(f"{name}.{field}", f"unknown parameter, must be one of {', '.join(known)}")
 
 
 def _own(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -384,10 +407,9 @@ def _prompts(given: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise wrong
     if all(type(each) is int for each in prompt):
         return [{"tokens": prompt}]
+    texts = all(isinstance(each, str) for each in prompt)
+    if not texts and not all(isinstance(each, list) and all(type(token) is int for token in each) for each in prompt):
+        raise wrong
     if len(prompt) > MOST_PROMPTS:
         raise refused("prompt", f"has {len(prompt)} prompts, must have at most {MOST_PROMPTS}")
-    if all(isinstance(each, str) for each in prompt):
-        return [{"prompt": each} for each in prompt]
-    if all(isinstance(each, list) and all(type(token) is int for token in each) for each in prompt):
-        return [{"tokens": each} for each in prompt]
-    raise wrong
+    return [{"prompt" if texts else "tokens": each} for each in prompt]

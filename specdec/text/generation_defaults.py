@@ -48,6 +48,8 @@ class GenerationDefaults:
     """Most tokens of a text; None: as many as the context holds."""
     not_taken: tuple[str, ...] = ()
     """Fields of the file that ask for what is not built: they are told at start, and change nothing."""
+    greedy: bool = False
+    """True: the file itself says so, and no fallback takes the temperature's place."""
 
     @classmethod
     def of(cls, directory: ModelDirectory) -> Self:
@@ -67,7 +69,8 @@ class GenerationDefaults:
         not_taken = tuple(
             name for name, neutral in NOT_TAKEN.items() if file.has(name) and file.content[name] != neutral
         )
-        return cls(sampling, most, not_taken)
+        greedy = (file.has("do_sample") and not sampled) or found.get("temperature") == 0.0
+        return cls(sampling, most, not_taken, greedy)
 
     def for_contrast(self) -> Self:
         """Return those that hold under the CONTRASTIVE rule, which draws no tokens."""
@@ -75,10 +78,12 @@ class GenerationDefaults:
 
     @property
     def told(self) -> dict[str, float]:
-        """What differs from the neutral values, by name, in as few digits as tell it apart."""
+        """What the file says that differs from the neutral values, and that it is greedy, by name, in as few digits as
+        tell it apart."""
         neutral = asdict(Sampling())
         sampling = {name: getattr(self.sampling, name) for name in FIELDS}
         told = {name: float(str(np.float32(v))) for name, v in sampling.items() if v != neutral[name]}
+        told |= {"temperature": 0.0} if self.greedy else {}
         return told if self.max_new_tokens is None else {**told, "max_new_tokens": self.max_new_tokens}
 
 

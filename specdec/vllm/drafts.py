@@ -45,7 +45,13 @@ IDLE_SECONDS = 10.0
 """Seconds without a step after which a text's session at its draft ends: vLLM does not say that a text is over."""
 
 FULL_SECONDS = 5.0
-"""Seconds until a text is offered again that drafts had no room for."""
+"""Seconds for which a draft is left alone that had no room for a text: others may have."""
+
+ROOM = 1024
+"""Tokens by which a text may grow in one session: its draft sets KV memory aside for all of them at once."""
+
+MOST_TOLD = 32
+"""Reasons of a draft to refuse texts that are logged, each once: some name the numbers of a text."""
 
 REFUSED_SECONDS = 60.0
 """Seconds for which a draft is left alone whose tokenizer or protocol is another."""
@@ -74,7 +80,7 @@ class Pod:
     breaker: Breaker
     sessions: int = 0
     left_alone_until: float = 0.0
-    refused: str = ""  # why, as logged
+    told: set[str] = field(default_factory=set)  # why it refused, as logged
 
     @property
     def in_use(self) -> bool:
@@ -109,14 +115,17 @@ class Session:
     followed_at: float = 0.0  # when the text was last in a step
     paused: bool = False  # the draft proposes nothing
     unsent: list[int] = field(default_factory=list)  # tokens that the draft has not been told of
+    end: int = 0  # tokens of the text that its draft has room for
 
 
 class Drafts:
-    """The sessions of all texts. vLLM's thread calls `follow`, `wait` and `forget`; `lock` guards the texts."""
+    """The sessions of all texts, each with room for so many more tokens. vLLM's thread calls `follow`, `wait` and
+    `forget`; `lock` guards the texts."""
 
-    def __init__(self, settings: Settings, target: Target) -> None:
+    def __init__(self, settings: Settings, target: Target, room: int = ROOM) -> None:
         self._settings = settings
         self._target = target
+        self._room = room
         self.lock = threading.Condition()
         self._sessions: dict[Text, Session] = {}
         self._pods = Pods(settings.tls)
@@ -128,6 +137,9 @@ class Drafts:
         a draft for a text that has none. With the lock held."""
         session, now = self._sessions.setdefault(text, Session(text)), time.monotonic()
         session.followed_at = now
+        if session.open and self._may_outgrow(session):  # its next one has room again
+            session.open = False
+            self._soon(self._end, session)
         if session.open:
             session.unsent += tokens
             if not session.answered:
@@ -222,27 +234,41 @@ class Drafts:
         except UnfitError as error:
             assert pod is not None
             pod.left_alone_until = time.monotonic() + REFUSED_SECONDS
-            if pod.refused != str(error):
-                log.warning("draft_refused", pod=pod.address, why=str(error))
-            pod.refused = str(error)
+            self._tell(pod, str(error))
         except ValueError as error:  # no message can hold the text
             log.debug("text_not_drafted", why=str(error))
             session.again_at = math.inf
         except (grpc.aio.AioRpcError, TimeoutError) as error:
             assert pod is not None
-            code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
-            if code is grpc.StatusCode.INVALID_ARGUMENT:  # it is longer than drafts take, say
-                session.again_at = math.inf
-            elif code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                session.again_at = time.monotonic() + FULL_SECONDS
-            else:
-                pod.breaker.failed(conclusive=code is grpc.StatusCode.UNAVAILABLE or isinstance(error, TimeoutError))
+            self._failed(session, pod, error)
         finally:
             with self.lock:
                 session.open = session.answered = session.paused = False
                 session.outgoing, session.unsent, session.task = asyncio.Queue(), [], None
                 session.text.lost()
                 self.lock.notify_all()
+
+    def _failed(self, session: Session, pod: Pod, error: grpc.aio.AioRpcError | TimeoutError) -> None:
+        """Learn from a session that its draft has ended, or lets wait."""
+        if isinstance(error, TimeoutError):
+            self._tell(pod, f"sent nothing for {SILENCE_SECONDS} seconds")
+            pod.breaker.failed(conclusive=True)
+            return
+        code = error.code()
+        details, *_ = (error.details() or "").partition(" (request ")  # without the id, which is another each time
+        self._tell(pod, f"{code.name}: {details}")
+        if code is grpc.StatusCode.INVALID_ARGUMENT:  # it is longer than drafts take, say
+            session.again_at = math.inf
+        elif code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            pod.left_alone_until = time.monotonic() + FULL_SECONDS
+        else:
+            pod.breaker.failed(conclusive=code is grpc.StatusCode.UNAVAILABLE)
+
+    def _tell(self, pod: Pod, why: str) -> None:
+        """Log why a draft does not draft for a text, unless that is known."""
+        if why not in pod.told and len(pod.told) < MOST_TOLD:
+            pod.told.add(why)
+            log.warning("draft_refused", pod=pod.address, why=why)
 
     async def _draft(self, session: Session, pod: Pod) -> None:
         stub: Any = draft_pb2_grpc.DraftServiceStub(pod.channel)
@@ -251,7 +277,7 @@ class Drafts:
         try:
             with self.lock:  # what is committed from here on is sent on
                 opening = self._opening(session.text)
-                session.open = True
+                session.open, session.end = True, len(session.text) + opening.max_tokens
             with contextlib.suppress(asyncio.InvalidStateError):  # it is over, and the reader is told why
                 await stream.write(draft_pb2.DraftRequest(open=opening))
             opened = await self._read(stream)
@@ -279,7 +305,8 @@ class Drafts:
         async with asyncio.timeout(SILENCE_SECONDS):
             response = await stream.read()
         if not isinstance(response, draft_pb2.DraftResponse):  # it ended without an error, which no draft should
-            raise grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, grpc.aio.Metadata(), grpc.aio.Metadata())
+            none = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, none, none, "it ended the session")
         return response
 
     def _insert(self, text: Text, extend: model_pb2.Extend) -> None:
@@ -304,11 +331,16 @@ class Drafts:
         return draft_pb2.DraftOpen(
             prompt_tokens=text.tree.committed,
             sampling=sampling_message(Sampling()),
-            max_tokens=max(1, target.context - len(text)),
+            max_tokens=max(1, min(target.context - len(text), self._room)),
             end_tokens=sorted(target.end_tokens),
             vocabulary_size=target.vocabulary,
             policy=self._policy(paused=False),
         )
+
+    def _may_outgrow(self, session: Session) -> bool:
+        """Return whether the next step may bring a text beyond its draft's room. At the end of the context, the text
+        ends too."""
+        return session.end < self._target.context and len(session.text) + self._target.depth >= session.end
 
     def _policy(self, *, paused: bool) -> draft_pb2.DraftPolicy:
         depth = self._target.depth

@@ -16,6 +16,7 @@ import pytest
 from google.rpc.code_pb2 import INVALID_ARGUMENT
 
 from specdec.cli.conversation import Conversation, LeaveError
+from tests.client import fake_server
 from tests.client.fake_server import TEXT, Act, FakeServer, rich
 
 PATIENCE = 30  # seconds
@@ -133,6 +134,17 @@ async def test_colours_tell_where_tokens_came_from() -> None:
         shown = await terminal.shows("a step; length")
     assert "\x1b[32m" in shown  # of a draft
     assert "\x1b[36m" in shown  # the target's own
+
+
+@pytest.mark.parametrize(("colours", "thinks"), [(False, 0), (True, 0), (False, 100)])
+async def test_a_text_gives_the_terminal_no_orders(colours: bool, thinks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_server, "TOKENS", list(b"a\tb\x1b]0;title\x07\rc"))
+    options = ["--colours"] * colours
+    async with FakeServer(Act(thinks=thinks)) as server, chatting(server.address, *options) as terminal:
+        await terminal.shows("> ")
+        terminal.type("hello\n")
+        shown = re.sub("\x1b\\[[0-9;?]*[a-z]", "", await terminal.shows("a step; length"))
+    assert "a\tb\ufffd]0;title\ufffd\ufffdc" in shown
 
 
 @pytest.mark.parametrize("colours", [False, True])

@@ -2,11 +2,49 @@
 
 from __future__ import annotations
 
-from specdec.cli.generate import STYLES
+import io
+
+import pytest
+from rich.console import Console
+
+from specdec.cli.shown import STYLES, coloured, without_controls
+from specdec.client.completion import read_chunk
 from specdec.client.sources import source_name
+from specdec.v2 import generation_pb2 as pb
 from specdec.v2.model_pb2 import TokenSource
+
+CHUNK = read_chunk(
+    pb.GenerateResponse(
+        text="a\tb\x1b[5m\n",
+        token_texts=["thought", "a\tb", "\x1b[5m\n"],
+        tokens=[1, 2, 3],
+        sources=[TokenSource.TOKEN_SOURCE_PLAIN, TokenSource.TOKEN_SOURCE_NGRAM, TokenSource.TOKEN_SOURCE_BONUS],
+        reasoning_tokens=1,
+    )
+)
 
 
 def test_every_token_source_has_a_colour() -> None:
     sources = {source_name(number) for number in TokenSource.values()}
     assert STYLES.keys() == sources - {"unspecified"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ({"color_system": "standard"}, "\x1b[33ma\tb\x1b[0m\x1b[36m\ufffd[5m\n\x1b[0m"),
+        ({"color_system": "truecolor"}, "\x1b[33ma\tb\x1b[0m\x1b[36m\ufffd[5m\n\x1b[0m"),
+        ({"color_system": "standard", "no_color": True}, "a\tb\ufffd[5m\n"),
+        ({"color_system": None}, "a\tb\ufffd[5m\n"),
+    ],
+)
+def test_colours_stand_around_the_text_as_it_is(settings: dict[str, object], shown: str) -> None:
+    """Tabs stay, and what the model writes gives a terminal no orders."""
+    console = Console(file=io.StringIO(), force_terminal=True, **settings)  # type: ignore[arg-type]
+    assert coloured(CHUNK, console) == shown
+
+
+def test_control_characters_are_replaced() -> None:
+    controls = [chr(code) for code in (*range(32), *range(127, 160))]
+    assert {each for each in controls if without_controls(each) == each} == {"\t", "\n"}
+    assert without_controls("d\u00e9j\u00e0 \u6771\u4eac") == "d\u00e9j\u00e0 \u6771\u4eac"

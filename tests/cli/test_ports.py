@@ -84,3 +84,20 @@ def test_a_port_that_no_draft_takes_may_be_taken(taken: int) -> None:
     run = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--draft-port", str(taken), "--target", "/none"]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment())
     assert done.stderr == "specdec: /none: no such directory\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "variables"),
+    [
+        (("--orchestrator-tls-cert", "c.pem", "--orchestrator-tls-key", "k.pem"), {}),
+        ((), {"SPECDEC_ORCHESTRATOR_TLS_CERT": "c.pem", "SPECDEC_ORCHESTRATOR_TLS_KEY": "k.pem"}),
+    ],
+)
+def test_openais_port_is_refused_where_the_orchestrator_wants_tls(
+    words: tuple[str, ...], variables: dict[str, str]
+) -> None:
+    """However it is told: the HTTP server would never reach it."""
+    run = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--openai-port", "0", *words]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment() | variables)
+    assert done.returncode == 2
+    assert "--openai-port: does not reach an orchestrator with --orchestrator-tls-cert" in done.stderr

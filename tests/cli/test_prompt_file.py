@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
-from specdec.cli.many import WAITING, in_order
+from specdec.cli.many import WAITING, as_done, in_order
 from specdec.cli.prompt_file import PromptFile, PromptFileError
 from specdec.cli.results_file import ResultsFile, ResultsFileError
 from tests.client.fake_server import TEXT, Act, FakeServer
@@ -219,6 +219,38 @@ async def test_leaving_cancels_the_rest() -> None:
     assert cancelled.is_set()
 
 
+async def test_what_is_done_first_comes_first() -> None:
+    gates = {number: asyncio.Event() for number in range(4)}
+
+    async def action(number: int) -> int:
+        await gates[number].wait()
+        return number
+
+    done = []
+    async with aclosing(as_done(action, range(4), 2)) as made:
+        for number in (1, 2, 0, 3):
+            gates[number].set()
+            done.append(await anext(made))
+        assert [each async for each in made] == []
+    assert done == [1, 2, 0, 3]
+
+
+async def test_leaving_cancels_what_is_not_done() -> None:
+    cancelled = asyncio.Event()
+
+    async def action(number: int) -> int:
+        if number:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+        return number
+
+    async with aclosing(as_done(action, range(2), 2)) as made:
+        assert await anext(made) == 0
+    assert cancelled.is_set()
+
+
 # --- the command --------------------------------------------------------------------------------
 
 
@@ -273,6 +305,20 @@ async def test_an_interrupted_run_is_resumed(tmp_path: Path) -> None:
     assert [each["line"] for each in results(out)] == [1, 2, 3, 4]
     assert all(each["text"] == TEXT for each in results(out))
     assert sorted(call.request.text for call in server.calls) == ["0", "1", "2", "2", "3", "3"]
+
+
+async def test_no_result_waits_in_memory_for_an_earlier_one(tmp_path: Path) -> None:
+    """All but the one that takes for ever are in the file when the run is interrupted, and then in order."""
+    prompts, out = written(tmp_path / "p.jsonl", *({"text": str(i)} for i in range(6))), tmp_path / "out.jsonl"
+    async with FakeServer(Act(then="hold")) as server:
+        process = await start(server, "--prompt-file", prompts, "--out", out, "--concurrency", 2)
+        async with asyncio.timeout(60):
+            while not out.exists() or out.read_text().count("\n") < 5:
+                await asyncio.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), 30) == 130
+    held = int(server.calls[0].request.text) + 1
+    assert [each["line"] for each in results(out)] == [line for line in range(1, 7) if line != held]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ TOKENS = list(TEXT.encode())
 CHUNK = 3  # tokens a response
 MODEL = "f1"  # its fingerprint
 DIGEST = "d1"  # of every prompt
+REASONING = pb.Reasoning(opening_token=3, closing_token=4)  # of every chat
 REVISION = "fake@r1"  # that every request gets
 
 
@@ -155,7 +156,14 @@ def resolved_of(request: pb.GenerateRequest) -> pb.ResolvedRequest:
     """What the server fills in where a request is silent."""
     most = request.max_tokens if request.HasField("max_tokens") else 1000
     sampling = pb.SamplingParameters(temperature=request.sampling.temperature)
-    return pb.ResolvedRequest(sampling=sampling, max_tokens=most, end_tokens=[2], prompt_digest=DIGEST, model=REVISION)
+    return pb.ResolvedRequest(
+        sampling=sampling,
+        max_tokens=most,
+        end_tokens=[2],
+        prompt_digest=DIGEST,
+        model=REVISION,
+        reasoning=REASONING if request.HasField("chat") else None,
+    )
 
 
 def responses(

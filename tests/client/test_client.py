@@ -24,6 +24,7 @@ from specdec.client import (
     PromptChanged,
     ServerError,
     Unavailable,
+    build_request,
     rotation,
 )
 from tests.client.both import ThreadedClient
@@ -379,6 +380,21 @@ async def test_a_server_that_ends_cancels_and_is_left(connect: Any) -> None:
         assert (await client.complete("hi")).text == TEXT
 
 
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2"),
+        (grpc.StatusCode.UNKNOWN, "Stream removed"),
+    ],
+)
+async def test_a_connection_that_breaks_by_the_transports_own_words_is_left(
+    connect: Any, code: grpc.StatusCode, said: str
+) -> None:
+    async with FakeServer(Act(6, "abort", code, said)) as server, connect(server) as client:
+        assert written([chunk async for chunk in client.generate("hi")]) == (TEXT, TOKENS)
+    assert len(server.calls) == 2
+
+
 async def test_only_unavailable_is_retried(connect: Any) -> None:
     async with FakeServer(Act(6, "abort", grpc.StatusCode.ABORTED)) as server, connect(server) as client:
         with pytest.raises(ServerError) as caught:
@@ -504,6 +520,31 @@ async def test_closing_the_client_ends_its_calls(connect: Any) -> None:
         await client.close()
         with pytest.raises(Cancelled):
             await reading
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_closing_the_client_ends_a_call_that_waits_for_its_next_try(connect: Any, streams: bool) -> None:
+    """And it connects no more."""
+    async with FakeServer(rich(code_pb2.UNAVAILABLE, retry_info(1))) as server, connect(server) as client:
+        asking = client.generate("hi").__anext__() if streams else client.complete("hi")
+        call = asyncio.ensure_future(asking)
+        await until(server.called)
+        for _ in range(2):  # what comes after the refusal on the same connection has come: the call is in its pause
+            await client.models()
+        await client.close()
+        with pytest.raises(Cancelled):
+            await call
+    assert len(server.calls) == 3
+
+
+async def test_a_request_that_is_built_already_is_sent() -> None:
+    async with (
+        FakeServer() as server,
+        AsyncClient(server.address) as client,
+        client.send(build_request("hi", seed=5), request_id="mine") as stream,
+    ):
+        assert written([chunk async for chunk in stream]) == (TEXT, TOKENS)
+    assert (server.calls[0].request.text, server.calls[0].metadata["x-request-id"]) == ("hi", "mine")
 
 
 # What the server says is wrong

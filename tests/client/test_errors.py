@@ -6,9 +6,11 @@ import pickle
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2
+from google.rpc.status_pb2 import Status
 
-from specdec.client import InvalidRequest, SpecdecError
-from specdec.client.errors import ERRORS, REASONS, from_rpc
+from specdec.client import InvalidRequest, ServerError, SpecdecError, Unavailable
+from specdec.client.errors import ERRORS, REASONS, from_rpc, is_loss
 
 
 def failure(code: grpc.StatusCode, details: bytes = b"", message: str = "no") -> grpc.aio.AioRpcError:
@@ -35,10 +37,21 @@ OTHER_WORDS = {
 @pytest.mark.parametrize("code", list(ERRORS))
 def test_a_status_becomes_its_error(code: grpc.StatusCode) -> None:
     error = from_rpc(failure(code))
-    assert type(error) is ERRORS[code]
+    broken = code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)  # the connection, as no server says so
+    assert type(error) is (Unavailable if broken else ERRORS[code])
+    assert is_loss(error) is (broken or code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED))
     words = OTHER_WORDS.get(code, "{}")
     assert (str(error), error.code, error.reason, error.violations) == (words.format("no"), code, "", [])
     assert str(from_rpc(failure(code, message=""))) == words.format(code.name)
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN])
+def test_a_server_that_says_so_has_failed(code: grpc.StatusCode) -> None:
+    status = Status(code=code.value[0])
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason="INTERNAL", domain="specdec"))
+    error = from_rpc(failure(code, status.SerializeToString()))
+    assert type(error) is ServerError
+    assert not is_loss(error)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from google.rpc import code_pb2, error_details_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.client import Unavailable
+from specdec.client import Cancelled, Unavailable
 from specdec.client.errors import InvalidRequest
 from specdec.client.retries import Retries
 from specdec.client.rotation import Rotation
@@ -37,6 +37,16 @@ class Gone(grpc.RpcError):
 
     def trailing_metadata(self) -> tuple[Any, ...]:
         return ()
+
+
+class Settled(Gone):
+    """What it raises for a server that has another model."""
+
+    def trailing_metadata(self) -> tuple[Any, ...]:
+        changed = error_details_pb2.ErrorInfo(reason="MODEL_CHANGED", domain="specdec")
+        status = rich(code_pb2.UNAVAILABLE, changed).status
+        assert status is not None
+        return (("grpc-status-details-bin", status.SerializeToString()),)
 
 
 def tries(retries: Retries, clock: Clock) -> tuple[int, float]:
@@ -104,3 +114,55 @@ def test_who_wants_no_retries_gets_none() -> None:
     rotation = Rotation(["a"], clock)
     a_call(rotation, clock).progressed()
     assert tries(a_call(rotation, clock, most=0), clock) == (0, 0.0)
+
+
+def test_a_server_that_has_settled_is_left_for_one_that_may_come_back() -> None:
+    clock = Clock()
+    call = a_call(Rotation(["10.0.0.1:1", "10.0.0.2:1"], clock), clock)
+    broken = call.address
+    assert call.pause(Gone(), begun=True) == 0.0
+    assert call.address != broken
+    clock.now += call.pause(Settled(), begun=True)
+    assert call.address == broken
+    clock.now += call.pause(Gone(), begun=True)
+    assert call.address == broken
+
+
+@pytest.mark.parametrize(
+    ("address", "most"),
+    [
+        ("10.0.0.1:50050", 1),
+        ("[::1]:50050", 1),
+        ("ipv4:10.0.0.1:50050", 1),
+        ("unix:/run/a.sock", 1),
+        ("localhost:50050", 1),
+        ("dns:///10.0.0.1:50050", 1),
+        ("ipv4:10.0.0.1:50050,10.0.0.2:50050", 3),
+        ("orchestrator:50050", 3),
+        ("dns:///orchestrator:50050", 3),
+    ],
+)
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_call_ends_when_all_servers_have_settled(address: str, most: int, others: int) -> None:
+    """A name may stand for several, of which each try asks the next one."""
+    clock = Clock()
+    call = a_call(Rotation([address, "10.0.0.9:1"][: 1 + others], clock), clock)
+    asked: list[str] = []
+
+    def ask_on() -> None:
+        while True:
+            asked.append(call.address)
+            clock.now += call.pause(Settled(), begun=True)
+
+    with pytest.raises(Unavailable):
+        ask_on()
+    assert sorted(asked) == sorted([address] * most + ["10.0.0.9:1"] * others)
+
+
+def test_a_call_of_a_client_that_was_closed_asks_no_more() -> None:
+    closed = False
+    call = Retries(Rotation(["a:1"]), RETRIES, None, lambda: closed)
+    call.check_open()
+    closed = True
+    with pytest.raises(Cancelled):
+        call.check_open()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
 import openai
@@ -40,7 +40,9 @@ async def front(
         return serves
 
     async with AsyncClient(orchestrators, max_retries=1) as client:
-        app = Counted(make_app(Gateway(client), health, body_seconds=body_seconds, origins=origins), ROUTES)
+        app = Counted(
+            make_app(Gateway(lambda: nullcontext(client)), health, body_seconds=body_seconds, origins=origins), ROUTES
+        )
         server = HttpServer(app, bound("127.0.0.1", 0), most_connections=most_connections)
         await server.start()
         address = f"127.0.0.1:{server.port}"

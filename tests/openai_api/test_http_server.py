@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from starlette.types import Receive, Scope, Send
 
 from specdec.client.tls_files import TlsError, TlsFiles
 from specdec.openai_api import app, http_server
 from specdec.openai_api.errors import overloaded
 from specdec.openai_api.http_server import HttpServer, ServerTls
+from specdec.openai_api.origins import origin
 from specdec.serving.process.listening import bound
 from tests.captured_logs import captured_logs
 from tests.certificates import Authority
@@ -138,6 +140,39 @@ async def test_too_many_connections_are_refused() -> None:
             writer.close()
 
 
+async def test_a_full_server_is_healthy() -> None:
+    """It still answers who asks for its health, as probes do, and these alone."""
+    health = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    async with FakeServer() as orchestrator, front(orchestrator.address, most_connections=1) as http:
+        host, _, port = http.address.partition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        answer = await told(http.address, health)  # until the connection is closed
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert answer.count(b"HTTP/1.1") == 1
+        answer = await told(http.address, health + b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert answer.count(b"HTTP/1.1") == 1
+        writer.close()
+
+
+async def test_connections_far_too_many_are_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MOST_HEARD", 0)
+    async with FakeServer() as orchestrator, front(orchestrator.address, most_connections=1) as http:
+        host, _, port = http.address.partition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        assert (await told(http.address, b"")).startswith(b"HTTP/1.1 503 ")
+        writer.close()
+
+
+async def test_a_connection_stays_open_between_requests_for_as_long_as_is_said() -> None:
+    async with serving(hello, keep_alive_seconds=1) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        for _ in range(2):
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            await reader.readuntil(b"hello")
+        assert await asyncio.wait_for(reader.read(), 20) == b""
+        writer.close()
+
+
 async def test_too_much_at_a_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bodies that are still coming; others that are small go on."""
     monkeypatch.setattr(app, "MOST_BODIES", 1000)
@@ -162,6 +197,26 @@ async def test_pages_of_some_origins_may_ask(origin: str, allowed: bool) -> None
         answer = await told(http.address, preflight.encode())
     assert answer.startswith(b"HTTP/1.1 200 ") is allowed
     assert (b"access-control-allow-origin: https://a.example" in answer) is allowed
+
+
+async def test_pages_may_read_the_headers_that_are_told() -> None:
+    async with FakeServer() as orchestrator, front(orchestrator.address, origins=["https://a.example"]) as http:
+        request = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\norigin: https://a.example\r\n\r\n"
+        answer = await told(http.address, request)
+    assert b"access-control-expose-headers: x-request-id, retry-after" in answer
+
+
+@pytest.mark.parametrize("text", ["*", "https://a.example", "http://localhost:3000", "https://[::1]:8000", "app://x"])
+def test_an_origin_is_taken(text: str) -> None:
+    assert origin(text) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["https://a.example/", "https://a.example/chat", "a.example", "https://A.example", "", "https://a b", "**"]
+)
+def test_what_no_browser_sends_as_its_origin_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="an origin is"):
+        origin(text)
 
 
 async def test_what_a_drain_cuts_off_is_told_to_ask_elsewhere() -> None:

@@ -106,6 +106,7 @@ async def test_metrics_are_at_their_port() -> None:
         (["--orchestrator", "http://x:1"], 2, "'--orchestrator'"),
         (["--tls-cert", "/nowhere.pem", "--tls-key", "/nowhere.pem"], 1, "--tls-cert /nowhere.pem: No such file"),
         (["--orchestrator-tls-ca", "/nowhere.pem"], 2, "--orchestrator-tls-ca /nowhere.pem: No such file"),
+        (["--allow-origin", "https://a.example/"], 2, "'--allow-origin'"),
         (["--host", "192.0.2.1"], 1, "cannot listen there"),
     ],
 )

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_params
 
-from specdec.openai_api.errors import ApiError
+from specdec.client import InvalidRequest
+from specdec.openai_api.errors import ApiError, from_specdec
 from specdec.openai_api.requests import (
     OF_CHAT,
     OF_COMPLETIONS,
@@ -25,7 +26,9 @@ from specdec.openai_api.requests import (
 )
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+TOOL_F = {"type": "function", "function": {"name": "f"}}
 MESSAGES = [{"role": "user", "content": "hello"}]
+CALLING = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 3000}
 
 
 def chat(**fields: Any) -> Asked:
@@ -49,6 +52,15 @@ def completion(**fields: Any) -> Asked:
         ({"response_format": "json_object"}, "response_format", "text, json_object or json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "an object with a schema"),
         ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml", "one of choice, grammar, json, regex"),
+        ({"response_format": {"type": "json_object", "schema": 5}}, "response_format.schema", "must be an object"),
+        ({"response_format": {"type": "json_object", "shema": {}}}, "response_format.shema", "unknown parameter"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "unknown parameter"),
+        ({"response_format": {"type": "json_schema", "schema": {}}}, "response_format.schema", "unknown parameter"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}},
+            "response_format.json_schema.x",
+            "unknown parameter",
+        ),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "must say one thing"),
         (
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
@@ -85,8 +97,16 @@ def completion(**fields: Any) -> Asked:
         ({"chat_template_kwargs": 5}, "chat_template_kwargs", "must be an object"),
         ({"chat_template_kwargs": {"a": 10**400}}, "chat_template_kwargs", "chat_template_kwargs = "),
         ({"messages": []}, "messages", "at least one message"),
+        ({"messages": [{"role": "assistant", "refusal": 0}]}, "messages[0].refusal", "must be text"),
+        ({"messages": [{"role": "assistant", "reasoning_content": {}}]}, "messages", "messages[0].reasoning = {}"),
+        ({"tools": [TOOL | {"strict": True}]}, "tools", "tools[0].strict = True: not one of type, function"),
+        ({"tools": {}}, "tools", "must be a list"),
+        ({"tools": [TOOL], "tool_choice": TOOL_F | {"x": 1}}, "tool_choice", "x = 1: not one of type, function"),
         ({"messages": "hello"}, "messages", "must be a list"),
         ({"messages": [1]}, "messages[0]", "must be an object"),
+        ({"messages": MESSAGES * 4097}, "messages", "has 4097 messages, must have at most 4096"),
+        ({"messages": [CALLING] * 2}, "messages", "has 6000 tool_calls, must have at most 4096"),
+        ({"tools": [TOOL] * 1025}, "tools", "has 1025 tools, must have at most 1024"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "must be text"),
         ({"messages": [{"role": "function", "content": "4"}]}, "messages[0].role", "of an older API"),
         (
@@ -105,6 +125,7 @@ def completion(**fields: Any) -> Asked:
         ({"specdec": {"speculation": "off", "drafters": ["ngram"]}}, None, "give either speculation or drafters"),
         ({"model": None}, "model", "is missing"),
         ({"model": 5}, "model", "must be text"),
+        ({"model": True}, "model", "must be text"),
         ({"\ud800": 1}, "\ud800", "unknown parameter"),
         ({"model": "\ud800"}, "model", "model = "),
         ({"specdec": 1}, "specdec", "must be an object"),
@@ -133,6 +154,7 @@ def test_a_chat_is_refused_by_field(fields: dict[str, Any], param: str | None, p
         ({"prompt": [1, "a"]}, "prompt", "must be text"),
         ({"prompt": [[1], [True]]}, "prompt", "must be text"),
         ({"prompt": ["a"] * 65}, "prompt", "at most 64"),
+        ({"prompt": ["a"] * 72 + [1]}, "prompt", "must be text"),
         ({"prompt": [-1]}, "prompt", "prompt = [-1]"),
     ],
 )
@@ -141,6 +163,20 @@ def test_a_completion_is_refused_by_field(fields: dict[str, Any], param: str, pr
         completion(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
     assert problem in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("own", "field", "param"),
+    [
+        ({"rule": "contrastive", "speculation": "off"}, "speculation.off", "specdec.speculation"),
+        ({"speculation": "draft"}, "speculation.drafters", "specdec.speculation"),
+        ({"drafters": ["ngram"], "forced": True}, "speculation.forced", "specdec.forced"),
+        ({"max_depth": 99}, "speculation.max_depth", "specdec.max_depth"),
+    ],
+)
+def test_what_an_orchestrator_refuses_has_the_callers_name(own: dict[str, Any], field: str, param: str) -> None:
+    refusal = InvalidRequest("no", violations=[(field, "does not go together with it")])
+    assert from_specdec(refusal, chat(specdec=own).names).param == param
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"a": NaN}', b"[" * 100_000, b"1" * 10_000])
@@ -168,8 +204,26 @@ def test_an_answer_that_says_nothing_can_be_sent_back() -> None:
         {"role": "assistant", "content": None, "refusal": "I cannot."},
         {"role": "assistant", "content": "", "refusal": None},
     ]
-    (prompt,) = chat(messages=[*MESSAGES, *turns]).prompts
-    assert [turn["content"] for turn in prompt["messages"]] == ["hello", "", "I cannot.", ""]
+    (message,) = chat(messages=[*MESSAGES, *turns]).messages
+    assert [turn.content for turn in message.chat.messages] == ["hello", "", "I cannot.", ""]
+
+
+@pytest.mark.parametrize("field", ["name", "tool_call_id", "tool_calls", "reasoning"])
+@pytest.mark.parametrize("value", [0, False, {}])
+def test_what_is_empty_is_not_silence_if_it_is_of_another_type(field: str, value: object) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(messages=[{"role": "user", "content": "a", field: value}])
+    assert caught.value.param == "messages"
+    assert f"messages[0].{field} = " in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"reasoning": "why", "reasoning_content": ""}, {"reasoning": None, "reasoning_content": "why"}],
+)
+def test_reasoning_has_two_names(fields: dict[str, Any]) -> None:
+    (message,) = chat(messages=[{"role": "assistant", "content": "a", "name": "", "tool_calls": [], **fields}]).messages
+    assert message.chat.messages[0].reasoning == "why"
 
 
 @pytest.mark.parametrize("depth", [200, 400, 900])
@@ -184,12 +238,18 @@ def test_arguments_that_are_nested_too_deeply_are_refused(depth: int) -> None:
 def test_what_a_text_must_look_like() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     named = {"name": "n", "strict": True, "schema": schema}
-    assert chat(response_format={"type": "json_schema", "json_schema": named}).options["json_schema"] == schema
-    assert chat(response_format={"type": "json_object"}).options["json_schema"] == {"type": "object"}
-    assert chat(structured_outputs={"json": schema, "regex": None}).options["json_schema"] == schema
-    assert completion(structured_outputs={"regex": "a+"}).options["regex"] == "a+"
-    assert completion(structured_outputs={"choice": ["a", "b"]}).options["choice"] == ["a", "b"]
-    assert completion(structured_outputs={"grammar": "start: x"}).options["lark"] == "start: x"
+
+    def described(asked: Asked) -> Any:
+        return json.loads(asked.messages[0].grammar.json_schema)
+
+    assert described(chat(response_format={"type": "json_schema", "json_schema": named})) == schema
+    assert described(chat(response_format={"type": "json_object"})) == {"type": "object"}
+    assert described(chat(response_format={"type": "json_object", "schema": None})) == {"type": "object"}
+    assert described(chat(response_format={"type": "json_object", "schema": schema})) == schema
+    assert described(chat(structured_outputs={"json": schema, "regex": None})) == schema
+    assert completion(structured_outputs={"regex": "a+"}).messages[0].grammar.regex == "a+"
+    assert completion(structured_outputs={"choice": ["a", "b"]}).messages[0].grammar.choice.texts == ["a", "b"]
+    assert completion(structured_outputs={"grammar": "start: x"}).messages[0].grammar.lark == "start: x"
 
 
 def test_null_is_silence() -> None:
@@ -200,15 +260,15 @@ def test_null_is_silence() -> None:
 
 def test_what_asks_for_what_happens_anyway_is_taken() -> None:
     assert completion(best_of=3, n=3).samples == 3
-    assert completion(echo=False, suffix="").options == completion().options
-    assert completion(top_k=-1).options["top_k"] == 0
+    assert completion(echo=False, suffix="") == completion()
+    assert completion(top_k=-1).messages[0].sampling.top_k == 0
     assert chat(response_format={"type": "text"}, tools=[], tool_choice="none") == chat()
 
 
 @given(st.integers(-(1 << 63), (1 << 63) - 1))
 def test_seeds_keep_their_bits(seed: int) -> None:
     """No two of OpenAI's seeds are one of ours."""
-    ours = completion(seed=seed).options["seed"]
+    ours = completion(seed=seed).messages[0].sampling.seed
     assert 0 <= ours < 1 << 64
     assert (ours if ours < 1 << 63 else ours - (1 << 64)) == seed
 
@@ -232,4 +292,4 @@ def test_any_body_is_understood_or_refused(fields: dict[str, Any], of_chat: bool
         assert found.status == 400
         assert found.message
     else:
-        assert found.prompts
+        assert found.messages

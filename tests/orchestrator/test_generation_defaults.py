@@ -171,6 +171,28 @@ def test_a_fallback_temperature_holds_where_nobody_names_one(model: Model) -> No
         sample_of(model, fallback_temperature=-1.0)
 
 
+@pytest.mark.parametrize(
+    ("fields", "temperature"),
+    [
+        ({"do_sample": False}, 0.0),
+        ({"do_sample": False, "temperature": 0.7}, 0.0),
+        ({"temperature": 0}, 0.0),
+        ({"do_sample": True, "temperature": 0.0}, 0.0),
+        ({"top_p": 0.9}, 0.5),  # as many published files have it
+        ({"do_sample": None}, 0.5),
+        ({}, 0.5),
+    ],
+)
+def test_a_file_that_asks_for_greedy_decoding_is_not_silent(
+    directory: Path, tmp_path: Path, fields: dict[str, Any], temperature: float
+) -> None:
+    model = Model.of(with_config(directory, tmp_path / "m", **fields))
+    assert sample_of(model, fallback_temperature=0.5).sampling.temperature == temperature
+    assert sample_of(model).sampling.temperature == 0.0
+    assert sample_of(model, fallback_temperature=0.5, ignore_generation_config=True).sampling.temperature == 0.5
+    assert model.defaults.told.get("temperature", 0.5) == temperature
+
+
 def test_the_context_bounds_the_default(model: Model) -> None:
     found = sample_of(replace(model, defaults=GenerationDefaults(max_new_tokens=10**6)))
     assert found.max_tokens == sample_of(model).max_tokens

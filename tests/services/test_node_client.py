@@ -6,6 +6,8 @@ import asyncio
 import json
 import shutil
 from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from orchestrator.catalog import Catalog
 from orchestrator.servicer import GenerationServicer
 from specdec.client import AsyncClient
 from specdec.v2 import generation_pb2
-from tests.client.fake_server import TEXT, Act, FakeServer
+from tests.client.fake_server import REASONING, TEXT, Act, FakeServer
 from tests.services.conftest import Directories
 from tests.stack import long_steps, served, stack
 
@@ -29,6 +31,31 @@ pytestmark = pytest.mark.skipif(
 async def start(addresses: str, text: str = "hi", **options: Any) -> Process:
     command = ("node", str(FOLDER / "stream.js"), addresses, text, json.dumps(options))
     return await asyncio.create_subprocess_exec(*command, stdout=-1, stderr=-1)
+
+
+@asynccontextmanager
+async def relayed(to: int) -> AsyncIterator[tuple[int, asyncio.Event]]:
+    """A port that leads to another one, until the event is set: what is sent is then lost."""
+    broken = asyncio.Event()
+    writers: set[asyncio.StreamWriter] = set()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            if not broken.is_set():
+                writer.write(data)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", to)
+        writers.update((writer, back))
+        await asyncio.gather(relay(reader, back), relay(there, writer), return_exceptions=True)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1], broken
+    finally:
+        for writer in writers:
+            writer.close()
+        server.close()
 
 
 async def run(addresses: str, text: str = "hi", **options: Any) -> tuple[int | None, str, str]:
@@ -47,6 +74,39 @@ async def test_it_streams(directories: Directories) -> None:
         )
     assert (status, said) == (0, want.text), told
     assert told.strip().startswith(f"{want.completions[0].finish.completion_tokens} tokens in ")
+
+
+async def test_it_leaves_a_server_that_is_gone_without_a_word() -> None:
+    """Nothing of what it sends arrives, and no connection ends."""
+    script = """
+        import { Client } from "./client.js";
+        const usual = new Client(["127.0.0.1:1"]).channelOptions;
+        const channelOptions = { "grpc.keepalive_time_ms": 300, "grpc.keepalive_timeout_ms": 300 };
+        const client = new Client(process.argv.slice(1), { channelOptions });
+        let text = "";
+        const chat = { messages: [{ role: "user", content: "hi" }] };
+        for await (const response of client.generate({ chat })) text += response.text;
+        client.close();
+        console.log(JSON.stringify({ usual, text }));
+    """
+    async with FakeServer(Act(6, "hold")) as one, FakeServer() as other, relayed(one.port) as (port, broken):
+        process = await asyncio.create_subprocess_exec(
+            *("node", "--input-type=module", "-e", script, f"127.0.0.1:{port}", other.address),
+            cwd=FOLDER,
+            stdout=-1,
+            stderr=-1,
+        )
+        await asyncio.wait_for(one.held.wait(), 60)
+        broken.set()
+        said, told = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 0, told
+    assert json.loads(said) == {
+        "usual": {"grpc.keepalive_time_ms": 20_000, "grpc.keepalive_timeout_ms": 10_000},
+        "text": TEXT,
+    }
+    (call,) = other.calls
+    assert call.request.generated_tokens
+    assert call.request.reasoning == REASONING
 
 
 async def test_it_goes_on_in_the_middle_of_a_character() -> None:

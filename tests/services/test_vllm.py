@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -237,12 +238,14 @@ async def kill_busy(verifiers: list[VllmPod]) -> None:
     raise AssertionError("no verifier has a text")
 
 
+TWO = ("--vllm-options", '{"tensor_parallel_size": 2}')
+
+
 async def test_two_processes_have_one_model(models: tuple[Path, Path, Oracle], tmp_path: Path) -> None:
     """Tensor parallelism by vLLM's own executor."""
     requests = list(itertools.product(prompts(2, seed=26), SAMPLINGS[:6]))
     target, draft, oracle = models
-    two = ("--vllm-options", '{"tensor_parallel_size": 2}')
-    async with vllm_pod(target, tmp_path / "two.log", *two) as pod, stack(target, draft) as services:
+    async with vllm_pod(target, tmp_path / "two.log", *TWO) as pod, stack(target, draft) as services:
         pods = Served(target, draft, oracle, [pod], [each.address for each in services.drafts])
         async with pods.client() as client:
             for prompt, sampling in requests:
@@ -250,6 +253,48 @@ async def test_two_processes_have_one_model(models: tuple[Path, Path, Oracle], t
                 oracle.same(
                     prompt, plain, await tokens_of(client, prompt, speculation="always", **sampling), sampler(sampling)
                 )
+
+
+async def test_signals_to_all_processes_of_a_verifier_let_it_drain(
+    models: tuple[Path, Path, Oracle], tmp_path: Path
+) -> None:
+    target, _, oracle = models
+    four = ("--threads", "4", "--threads-while-drafting", "2")
+    async with vllm_pod(target, tmp_path / "two.log", *TWO, *four) as pod:
+        pods = Served(target, target, oracle, [pod], [])
+        async with pods.client() as client:
+
+            async def signal_all() -> None:
+                pod.signal(signal.SIGINT)
+
+            got, finish = await broken_off(client, {"temperature": 0.9, "seed": 4}, signal_all)
+        assert len(got) == ASKED["max_tokens"]
+        assert finish.reproducible
+        assert await pod.ended() == 0
+    assert "threads while drafting" in pod.log.read_text()
+
+
+async def test_parts_of_a_model_end_with_their_verifier(models: tuple[Path, Path, Oracle], tmp_path: Path) -> None:
+    """Each has half of the threads until then."""
+    async with vllm_pod(models[0], tmp_path / "two.log", *TWO, "--threads", "4") as pod:
+        assert pod.threads_of_parts() == [2, 2]
+        pod.kill()
+        await pod.ended()
+
+
+async def test_numerics_tell_which_factors_scale_positions(tmp_path: Path) -> None:
+    """vLLM chooses them by the longest text that there is room for."""
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "factor": 4.0}
+    scaling |= {"rope_theta": 10_000.0, "original_max_position_embeddings": 1024}
+    model = make("llama", tmp_path / "model", head_dim=32, max_position_embeddings=4096, rope_parameters=scaling)
+    found = []
+    for tokens in ("8192", "1024"):
+        async with vllm_pod(model, tmp_path / f"{tokens}.log", "--kv-tokens", tokens) as pod:
+            pods = Served(model, model, Oracle(model), [pod], [])
+            async with pods.client() as client:
+                found.append((await complete(client, tokens=PROMPT, max_tokens=1)).finish.numerics)
+    assert "/long-rope/" in found[0]
+    assert found[0].replace("/long-rope/", "/short-rope/") == found[1]
 
 
 async def test_a_verifier_drains(models: tuple[Path, Path, Oracle], tmp_path: Path) -> None:

@@ -217,12 +217,12 @@ FREE, DEAR = FixedLatency(0.0), FixedLatency(10.0)
 
 
 class PagedTextEngine(Paged):
-    """A text engine that takes chains in blocks alone."""
+    """A text engine that takes chains in blocks alone, and has no slots for others."""
 
     inner: TextEngine
 
-    def __init__(self, *options: Any) -> None:
-        super().__init__(TextEngine(*options))
+    def __init__(self, blocks: int, _: int = 0, rows: InvariantRowCounts | None = None) -> None:
+        super().__init__(TextEngine(blocks, 0, rows))
 
 
 class Client:

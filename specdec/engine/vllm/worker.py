@@ -8,6 +8,8 @@ there is one.
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +30,7 @@ from specdec.engine.gpu.sampler import GpuLogits
 from specdec.engine.gpu.upload import upload
 from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.kv.slots import Slots
+from specdec.engine.vllm.fit import rope_factors, why_unfit
 from specdec.engine.vllm.layout import BlockBatch
 
 Chosen = tuple[Tokens, NDArray[np.bool_]]
@@ -41,23 +44,15 @@ class Passes:
     model_runner: Any
 
     def specdec_describe(self) -> tuple[int, int, int, str] | str:
-        """Return the tokens in a block of vLLM's, the blocks that there are, the tokens of the longest text, and the
-        attention backend's name; or why the model cannot be run."""
+        """Return the tokens in a block of vLLM's, the blocks that there are, the tokens of the longest text, and how
+        attention is computed, for the numerics; or why the model cannot be run."""
+        _outlive_signals()
         runner = self.model_runner
-        groups = runner.kv_cache_config.kv_cache_groups
-        size = runner.cache_config.block_size
-        if (
-            len(groups) != 1
-            or runner.uses_mrope
-            or runner.supports_mm_inputs  # graphs and compiled layers are made for embeddings then
-            or runner.model_config.is_encoder_decoder
-            or runner.model_config.is_hybrid
-        ):
-            return "its layers have other states than keys and values of tokens"
-        if BLOCK % size:
-            return f"its attention wants blocks of {size} tokens, {BLOCK} must be a multiple"
-        attention = runner.attn_groups[0][0].backend.get_name()
-        return size, runner.kv_cache_config.num_blocks, runner.max_model_len, attention
+        if (why := why_unfit(runner)) is not None:
+            return why
+        attention = [runner.attn_groups[0][0].backend.get_name().lower(), *rope_factors(runner.get_model())]
+        config = runner.kv_cache_config
+        return runner.cache_config.block_size, config.num_blocks, runner.max_model_len, "/".join(attention)
 
     @torch.inference_mode()
     def specdec_step(self, batch: BlockBatch, asked: Mapping[int, SamplingQuery]) -> Chosen | None:
@@ -125,6 +120,14 @@ class Passes:
         config = self.model_runner.kv_cache_config
         size: int = self.model_runner.cache_config.block_size * config.num_blocks // cache.shape[0]
         return size
+
+
+def _outlive_signals() -> None:
+    """Have a process that has a part of the model leave signals to the one that started it. They come to all at once,
+    from a terminal or a supervisor, and the parts are needed until the texts are drained. vLLM's pipe ends them."""
+    if multiprocessing.parent_process() is not None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_IGN)
 
 
 def _logits(runner: Any, batch: BlockBatch) -> Tensor | None:

@@ -201,12 +201,18 @@ class Disturbed(ThreadedTextEngine):
         return moved
 
 
+def decodes(batch: PackedBatch) -> int:
+    """The texts of a batch that has one row of each and none of a prompt; else 0."""
+    return len(batch.tokens) if len(batch.wanted) == 1 and (np.delete(batch.slots, batch.wanted) == 0).all() else 0
+
+
 DISTURBANCES: dict[str, Callable[[PackedBatch], NDArray[Any]]] = {
     "number of rows": lambda b: np.full(len(b.wanted), len(b.tokens)),
     "a neighbour's token": lambda b: np.full(len(b.wanted), b.tokens[0]),
     "place in the batch": lambda b: b.wanted,
     "place in memory": lambda b: b.slots[b.wanted],
     "wanted rows": lambda b: np.full(len(b.wanted), len(b.wanted)),
+    "a graph of many texts with one row each": lambda b: np.full(len(b.wanted), decodes(b) > 2),
 }
 
 

@@ -25,6 +25,24 @@ def test_options_of_our_own_are_refused_by_name(name: str) -> None:
     check_options({"quantization": "fp8"})
 
 
+def test_options_that_would_do_nothing_are_among_them() -> None:
+    for names in (
+        ("spec_method", "spec_model", "spec_tokens"),
+        ("logits_processors", "watermark_config", "logprobs_mode", "max_logprobs"),
+        ("override_generation_config", "scheduling_policy", "device_ids"),
+    ):
+        assert OWN.keys() >= set(names)
+
+
+@pytest.mark.parametrize(("device", "for_cpus"), [("cpu", False), ("cuda", True)])
+def test_a_device_that_vllm_was_not_built_for_is_refused(device: str, for_cpus: bool) -> None:
+    """It would take the ones that it was built for."""
+    other = "cuda" if device == "cpu" else "cpu"
+    versions.check_build(other, for_cpus=for_cpus)
+    with pytest.raises(UnsupportedModelError, match=f"device {device}: vLLM is built for .*: say --device {other}"):
+        versions.check_build(device, for_cpus=for_cpus)
+
+
 @pytest.mark.parametrize("distribution", versions.DISTRIBUTIONS)
 def test_only_tested_versions_are_taken(distribution: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -10,6 +10,7 @@ from tests.verifier_service.fakes import (
     BAD,
     DEAR,
     Client,
+    PagedTextEngine,
     TextEngine,
     run,
     step_loop,
@@ -60,6 +61,20 @@ class TestPrompts:
         assert len(steps) == 200 / DEFAULTS.prefill.min_chunk_tokens
         run(loop, decoding, prompt)
         check_over(loop, engine, decoding, prompt)
+
+
+def test_where_chains_are_taken_alone_all_memory_is_for_texts() -> None:
+    engine = PagedTextEngine(8)
+    loop = step_loop(engine)
+    assert loop.context == 7 * BLOCK
+    drafted = client(loop, 10, 1, 20)
+    turns(loop, 1)
+    drafted.offer(right=4)
+    turns(loop, 1)
+    assert len(drafted.tokens) == 1 + 5  # the candidates were verified all the same
+    longest = client(loop, 7 * BLOCK - 10, 2, 10)
+    run(loop, drafted, longest)
+    check_over(loop, engine.inner, drafted, longest)
 
 
 class TestSharing:

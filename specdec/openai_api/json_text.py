@@ -1,0 +1,24 @@
+"""JSON of parts that are JSON already: a long answer is encoded while it comes, not all at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Json = dict[str, Any]
+
+
+def encoded(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def json_object(fields: Mapping[str, object], others: Mapping[str, str]) -> str:
+    """Return an object in JSON: of values, and of `others` that are in JSON."""
+    parts = {name: encoded(value) for name, value in fields.items()} | dict(others)
+    return "{" + ",".join(f"{encoded(name)}:{part}" for name, part in parts.items()) + "}"
+
+
+def json_list(parts: Iterable[str]) -> str:
+    """Return a list in JSON, of parts that are in JSON."""
+    return f"[{','.join(parts)}]"

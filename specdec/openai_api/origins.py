@@ -1,0 +1,21 @@
+"""Origins: whose pages may ask from a browser, spelled as browsers send them, or they would never be recognized."""
+
+from __future__ import annotations
+
+import re
+
+import typer
+
+ANY = "*"
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/:@?#\[\]A-Z]+)(:[0-9]{1,5})?")
+
+
+def origin(text: str) -> str:
+    """Return the origin that an option gives; one that no browser sends is refused."""
+    if text != ANY and not _ORIGIN.fullmatch(text):
+        raise typer.BadParameter(
+            f"{text!r}: an origin is a scheme and a host in lower case, perhaps a port, and no path or slash after it, "
+            "such as https://chat.example.com, or it is *"
+        )
+    return text

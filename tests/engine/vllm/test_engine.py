@@ -1,0 +1,49 @@
+"""What the engine asks vLLM for, and what it makes of its errors; vLLM itself is not needed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from specdec.engine.kv.blocks import BLOCK
+from specdec.engine.memory import free_bytes
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.placement import BYTES
+from specdec.engine.unsupported import UnsupportedModelError
+from specdec.engine.vllm.engine import environment, memory_options, reason_of
+from tests.models import CONTEXT, make
+
+
+def test_processes_that_are_started_have_variables_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_TEST_SET", "before")
+    monkeypatch.delenv("SPECDEC_TEST_UNSET", raising=False)
+    with contextlib.suppress(RuntimeError), environment({"SPECDEC_TEST_SET": "2", "SPECDEC_TEST_UNSET": "3"}):
+        assert (os.environ["SPECDEC_TEST_SET"], os.environ["SPECDEC_TEST_UNSET"]) == ("2", "3")
+        raise RuntimeError("it does not start")
+    assert os.environ["SPECDEC_TEST_SET"] == "before"
+    assert "SPECDEC_TEST_UNSET" not in os.environ
+
+
+def test_memory_is_left_for_the_weights(tmp_path: Path) -> None:
+    """They are not loaded yet: a file that has a header and no memory stands for them."""
+    directory = ModelDirectory(make("llama", tmp_path))
+    assert memory_options(directory, None, "float32", "cpu", {})["max_model_len"] == CONTEXT
+    numbers = free_bytes("cpu") // BYTES["float32"]  # in all of it
+    size = numbers * BYTES["float32"]
+    header = json.dumps({"large": {"dtype": "F32", "shape": [numbers], "data_offsets": [0, size]}}).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    with pytest.raises(UnsupportedModelError, match=r"room for \d+ tokens of keys and values"):
+        memory_options(directory, None, "float32", "cpu", {})
+    assert memory_options(directory, 16 * BLOCK, "float32", "cpu", {})["num_gpu_blocks_override"] == 16
+
+
+def test_what_vllm_says_of_memory_names_our_option() -> None:
+    told = "Available memory on node 0 (1/2 GiB) on kv cache allocation is less than requested memory for kv (3 GiB)."
+    assert reason_of(ValueError(told)) == f"{told[:-1]}, or say fewer --kv-tokens"
+    assert reason_of(ValueError("it is broken.\nIn many lines")) == "it is broken."

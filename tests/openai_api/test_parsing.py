@@ -1,0 +1,76 @@
+"""Long bodies are parsed in threads, of which no caller may take all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import pytest
+
+from specdec.openai_api.parsing import LONG_BODY, MOST_LONG_WAITING, SHORT_BODY, Parser
+from specdec.openai_api.requests import Asked, parse
+from specdec.serving.errors import OverloadedError, TenantLimitError
+from tests.client.fake_server import FakeServer
+from tests.openai_api.front import front
+from tests.openai_api.test_http_server import post, told
+from tests.stack import until
+
+
+def body_of(size: int) -> bytes:
+    asked = json.dumps({"model": "m", "prompt": "def"}).encode()
+    return asked + b" " * (size - len(asked))
+
+
+class Parses:
+    """Notes in which thread it runs, and goes on when it is let."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+        self.go_on = threading.Event()
+
+    def __call__(self, body: bytes, *, chat: bool) -> Asked:
+        self.threads.append(threading.current_thread())
+        assert self.go_on.wait(30)
+        return parse(body, chat=chat)
+
+
+@pytest.mark.parametrize(("size", "here"), [(SHORT_BODY, True), (SHORT_BODY + 1, False), (LONG_BODY, False)])
+async def test_only_short_bodies_are_parsed_on_the_event_loop(size: int, here: bool) -> None:
+    parses = Parses()
+    parses.go_on.set()
+    assert (await Parser(parses).parse(body_of(size), chat=False, caller="a")).model == "m"
+    assert (parses.threads == [threading.current_thread()]) is here
+
+
+async def test_a_caller_takes_half_of_the_places_at_most() -> None:
+    """Others wait with it, and who sends less does not wait behind it."""
+    parses = Parses()
+    parser = Parser(parses)
+    first = asyncio.ensure_future(parser.parse(body_of(LONG_BODY), chat=False, caller="a"))
+    await until(lambda: len(parses.threads) == 1)
+    running = [
+        asyncio.ensure_future(parser.parse(body_of(LONG_BODY), chat=False, caller=caller))
+        for caller in ["a"] * (MOST_LONG_WAITING // 2) + ["b"] * (MOST_LONG_WAITING // 2)
+    ]
+    await asyncio.sleep(0)  # all of them wait
+    with pytest.raises(OverloadedError):
+        await parser.parse(body_of(LONG_BODY), chat=False, caller="c")
+    running.pop().cancel()
+    await asyncio.sleep(0)
+    with pytest.raises(TenantLimitError):
+        await parser.parse(body_of(LONG_BODY), chat=False, caller="a")
+    shorter = asyncio.ensure_future(parser.parse(body_of(LONG_BODY - 1), chat=False, caller="a"))
+    await until(lambda: len(parses.threads) == 2)
+    parses.go_on.set()
+    assert {each.model for each in await asyncio.gather(first, shorter, *running)} == {"m"}
+
+
+async def test_a_body_of_many_messages_is_refused_before_they_are_built() -> None:
+    messages = [{"role": "user", "content": ""}] * 100_000
+    body = json.dumps({"model": "fake", "messages": messages}).encode()
+    async with FakeServer() as orchestrator, front(orchestrator.address) as http:
+        request = post(body, headers=b"connection: close\r\n").replace(b"/v1/completions", b"/v1/chat/completions")
+        answer = await told(http.address, request)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"has 100000 messages, must have at most 4096" in answer

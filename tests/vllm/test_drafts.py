@@ -1,0 +1,132 @@
+"""Sessions of vLLM's texts at draft services: how much room they ask for, and what comes of a refusal."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, MutableMapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from draft_service.servicer import DraftServicer
+from specdec.client.address import Address
+from specdec.engine.model_directory import ModelDirectory
+from specdec.serving.errors import OverloadedError, PeerLostError
+from specdec.vllm.drafts import FULL_SECONDS, Drafts, Target
+from specdec.vllm.settings import Settings
+from specdec.vllm.texts import Text
+from tests.captured_logs import captured_logs
+from tests.models import CONTEXT
+from tests.services.conftest import Directories, directories
+from tests.stack import stack, until
+
+__all__ = ["directories"]  # the fixture
+
+DEPTH = 3
+PROMPT = list(range(20, 40))
+
+
+def drafts_of(directories: Directories, *addresses: str, room: int = CONTEXT) -> tuple[Drafts, Callable[[], Text]]:
+    """The sessions at these drafts, and what makes a text of the prompt."""
+    model = ModelDirectory(directories.target)
+    target = Target(model.tokenizer_fingerprint, model.vocabulary, CONTEXT, frozenset(), DEPTH)
+    settings = Settings(tuple(map(Address.parse, addresses)), wait=1.0)
+
+    def text() -> Text:
+        return Text(np.asarray(PROMPT, dtype=np.int32), model.vocabulary, CONTEXT, frozenset())
+
+    return Drafts(settings, target, room), text
+
+
+async def grow(drafts: Drafts, text: Text, tokens: int = 0, *, until_drafted: bool = True) -> None:
+    """Have the target say this many tokens, those that the draft proposes where it does; wait for its next ones."""
+
+    def step(new: list[int]) -> bool:
+        with drafts.lock:
+            row = np.asarray([*text.tree.committed, *new], dtype=np.int32)
+            drafts.follow(text, text.extend_to(row), proposing=True)
+            return bool(text.chain(DEPTH))
+
+    proposed = step((text.chain(tokens) + [50] * tokens)[:tokens])
+    while until_drafted and not proposed:
+        await asyncio.sleep(0.01)
+        proposed = step([])
+
+
+async def test_a_text_gets_room_bit_by_bit(directories: Directories) -> None:
+    """A draft sets memory aside for all tokens that a session may have."""
+    opened: list[tuple[int, int]] = []
+
+    class Recording(DraftServicer):
+        def parse(self, request: Any, deadline: float | None) -> Any:
+            opened.append((len(request.open.prompt_tokens), request.open.max_tokens))
+            return super().parse(request, deadline)
+
+    async with stack(directories.target, directories.target, draft_kind=Recording) as services:
+        drafts, text_of = drafts_of(directories, services.drafts[0].address, room=40)
+        text = text_of()
+        async with asyncio.timeout(30):
+            await grow(drafts, text)
+            assert opened == [(len(PROMPT), 40)]
+            while len(text) < CONTEXT - DEPTH - 1:
+                await grow(drafts, text, DEPTH + 1)
+        for (begin, room), (again, _) in pairwise(opened):
+            assert begin + room - 2 * DEPTH - 2 < again <= begin + room
+        last, room = opened[-1]
+        assert last + room == CONTEXT  # of which the session lasts to the end
+        assert len(opened) >= (CONTEXT - len(PROMPT)) // 40
+        drafts.forget([text])
+        await until(lambda: services.idle)
+
+
+class Full(DraftServicer):
+    """Has room for nobody."""
+
+    def parse(self, request: Any, deadline: float | None) -> Any:
+        raise OverloadedError("there is no room for a text here")
+
+
+def refusals(logs: list[MutableMapping[str, Any]]) -> list[MutableMapping[str, Any]]:
+    return [line for line in logs if line["event"] == "draft_refused"]
+
+
+async def test_what_a_full_draft_refuses_another_takes(directories: Directories) -> None:
+    """Although the full one has the fewest sessions; and it is told once."""
+    async with (
+        stack(directories.target, directories.target) as services,
+        stack(directories.target, directories.target, draft_kind=Full) as others,
+    ):
+        full, good = others.drafts[0].address, services.drafts[0].address
+        with captured_logs() as logs:
+            drafts, text_of = drafts_of(directories, full, good)
+            texts = [text_of() for _ in range(3)]
+            begin = time.monotonic()
+            await asyncio.gather(*(grow(drafts, text) for text in texts))
+            assert time.monotonic() - begin < FULL_SECONDS
+            assert [(line["pod"], line["why"]) for line in refusals(logs)] == [
+                (full, "RESOURCE_EXHAUSTED: there is no room for a text here")
+            ]
+        drafts.forget(texts)
+
+
+async def test_a_reason_to_refuse_is_told_once(directories: Directories) -> None:
+    reasons = iter(["one", "one", "another", *["one"] * 100])
+    asked: list[str] = []
+
+    class Refusing(DraftServicer):
+        def parse(self, request: Any, deadline: float | None) -> Any:
+            asked.append(next(reasons))
+            raise PeerLostError(asked[-1], "LOST")  # its status names the request, each time another
+
+    async with stack(directories.target, directories.target, draft_kind=Refusing) as services:
+        with captured_logs() as logs:
+            drafts, text_of = drafts_of(directories, services.drafts[0].address)
+            text = text_of()
+            async with asyncio.timeout(30):
+                while len(asked) < 5:  # the fourth one is over
+                    await grow(drafts, text, until_drafted=False)
+                    await asyncio.sleep(0.01)
+            assert [line["why"] for line in refusals(logs)] == ["UNAVAILABLE: one", "UNAVAILABLE: another"]
+        drafts.forget([text])
