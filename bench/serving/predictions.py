@@ -69,14 +69,21 @@ class Models:
     draft: Path
 
 
-def pairs(folder: Path) -> Iterator[Models]:
-    """Yield the pairs; those that are made for this are written into a folder."""
-    yield Models("demo", DEMO / "target", DEMO / "draft")
-    for size in (60, 230):
-        padded = folder / f"padded-{size}m"
-        pad_model(DEMO / "target", padded, size * 10**6)
-        yield Models(f"target of {size}M", padded, DEMO / "draft")
-    yield Models("useless draft", DEMO / "target", random_weights(DEMO / "draft", folder / "useless"))
+PAIRS = ("demo", "60M", "230M", "useless draft")
+
+
+def pairs(folder: Path, names: Sequence[str] = PAIRS) -> Iterator[Models]:
+    """Yield pairs by name; those that are made for this are written into a folder."""
+    for name in names:
+        match name:
+            case "demo":
+                yield Models(name, DEMO / "target", DEMO / "draft")
+            case "useless draft":
+                yield Models(name, DEMO / "target", random_weights(DEMO / "draft", folder / "useless"))
+            case _:
+                padded = folder / name
+                pad_model(DEMO / "target", padded, int(name.removesuffix("M")) * 10**6)
+                yield Models(name, padded, DEMO / "draft")
 
 
 @dataclass(frozen=True)
@@ -174,6 +181,7 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--slower", type=float, default=1.0, help="how many times slower than a core a device is")
+    parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=PAIRS)
     parser.add_argument("--quick", action="store_true", help="the demo pair alone, one round")
     args = parser.parse_args(given)
     loads = {
@@ -185,7 +193,7 @@ def main(given: Sequence[str]) -> None:
     print("\n".join(markdown_table("pair", COLUMNS, [])), flush=True)
     off: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        for models in pairs(Path(folder)):
+        for models in pairs(Path(folder), PAIRS[:1] if args.quick else args.pairs):
             pair = Pair(models.target, models.draft, Place(dtype="float32"), Place("onnx", dtype="float32"))
             devices = None if args.slower == 1.0 else Path(folder, f"{models.name}.json")
             if devices is not None:
@@ -201,6 +209,4 @@ def main(given: Sequence[str]) -> None:
                 print(f"| {models.name} | {' | '.join(cells)} |", flush=True)
                 if abs(ratio - 1) > WITHIN:
                     off.append(f"{models.name}, {streams}, {way.name}")
-            if args.quick:
-                break
     print(f"\nmore than {WITHIN:.0%} off: {'; '.join(off) or 'none'}")

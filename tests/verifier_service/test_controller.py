@@ -145,6 +145,14 @@ def test_to_have_had_nothing_to_guess_is_not_held_against_it() -> None:
     assert pod.run(TUNING.first_probe_pause - TUNING.window_seconds)[Mode.NGRAM] > 0.99
 
 
+def test_a_mode_that_has_next_to_nothing_to_verify_is_compared_with_plain_decoding() -> None:
+    """A poor draft whose candidates are not worth a row delays steps all the same."""
+    pod = Pod(SpeculationController(), drafted=900, plain=1000, expected=1100, guesses=False)
+    pod.speculates = pod.shares_cores = False  # no step has candidates
+    assert pod.run(TUNING.window_seconds)[Mode.OFF] == 0
+    assert pod.run(60)[Mode.OFF] > 0.9
+
+
 def test_a_draft_that_brings_nothing_costs_its_core() -> None:
     pod = Pod(SpeculationController(), drafted=700, local=700, plain=1000, speculates=False)
     pod.run((TUNING.min_steps + 2) * STEP)

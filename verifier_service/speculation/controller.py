@@ -97,7 +97,9 @@ class ModeStats:
         self.tokens, self.seconds, self.steps, self.speculated, self.speculated_seconds = 0, 0.0, 0, 0, 0.0
         before = self.rates.get(self.best, rate) if self.probing is None else rate  # an old probe's rate says nothing
         self.rates[self.mode] = before + 0.5 * (rate - before)
-        disappoints = conclusive and self.rates[self.best] < plain_rate
+        # A second window counts however few candidates there were: those of a poor draft are not worth a row, and yet
+        # steps are delayed for it.
+        disappoints = (conclusive or not first) and self.rates[self.best] < plain_rate
         if first and not disappoints:  # the first mode does well: the others can wait
             for probe in self.probes.values():
                 probe.at = self.clock + probe.pause
