@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import structlog
 
@@ -27,11 +27,16 @@ over n rows takes a + b n seconds, what is known of the width says that so many 
 twice as long at most."""
 
 
+OLDEST_SHARE = 4
+"""One in so many rows of committed text is for the session that has waited longest."""
+
+
 class LanguageModelDrafter(Drafter):
     """The drafter that runs a draft model.
 
     One pass computes at most `rows` nodes over all sessions, at most `rows_per_session` of one session, and at most
-    `prompt_budget` tokens of committed text, the shortest first: few if other sessions would wait for them."""
+    `prompt_budget` tokens of committed text, mostly of who is soonest done: few if other sessions would wait for
+    them."""
 
     rules = frozenset(Rule)
 
@@ -72,7 +77,7 @@ class LanguageModelDrafter(Drafter):
         packer = self.engine.packer()
         known = [self._sessions[session] for session in sessions]
         expanding = [each for each in known if not each.pending_text]
-        reading = sorted((each for each in known if each.pending_text), key=_reading_order)
+        reading = [each for each in known if each.pending_text]
         rows, prompt_rows = self._rows, self._prompt_rows(reading, len(expanding))
         share = max(1, min(self._rows_per_session, rows // max(1, len(expanding))))
         planned: list[ModelSession] = []
@@ -81,10 +86,9 @@ class LanguageModelDrafter(Drafter):
                 if rows > 0:
                     planned.append(each)
                     rows -= each.plan_nodes(packer, min(share, rows))
-            for each in reading:
-                if prompt_rows > 0:
-                    planned.append(each)
-                    prompt_rows -= each.plan_text(packer, prompt_rows)
+            for each, most in _shared(reading, prompt_rows):
+                planned.append(each)
+                each.plan_text(packer, most)
             logits = self.engine.forward(packer.pack())
         except Exception as error:  # nothing of the pass counts; its sessions are tried again
             self._probe.pass_failed(packer.slots)
@@ -105,17 +109,31 @@ class LanguageModelDrafter(Drafter):
     def _prompt_rows(self, reading: Sequence[ModelSession], expanding: int) -> int:
         """Return how many tokens of committed text a pass may compute beside so many sessions that expand nodes.
 
-        They are few, but more in proportion if more sessions read than expand, and one for each: most lack only the
-        token of a correction. If none expands, the first one that reads waits for nobody, and the others are beside
-        it."""
+        They are few, but more in proportion if more sessions read than expand, and one for each beside them: most lack
+        only the token of a correction. If none expands, the first one that reads waits for nobody, and the others are
+        beside it."""
         wanted = sum(not each.session.policy.paused for each in reading)
         beside = PROMPT_WIDTHS * self._rows_per_session
-        rows = max(beside, wanted, beside * wanted // max(1, expanding))
+        rows = wanted + max(beside, beside * wanted // max(1, expanding))
         if reading and not expanding:
-            rows = max(rows, reading[0].pending_text)
+            rows = max(rows, min(map(_reading_order, reading))[1])
         return min(rows, self._prompt_budget)
 
 
 def _reading_order(session: ModelSession) -> tuple[bool, int]:
     """Sort whom a pass is to read first to the front: who is soonest done, and paused sessions last."""
     return session.session.policy.paused, session.pending_text
+
+
+def _shared(reading: Sequence[ModelSession], rows: int) -> Iterator[tuple[ModelSession, int]]:
+    """Yield which of these sessions, the oldest first, read in a pass over so many rows of text, and how many tokens at
+    most. A part is for the longest-lived one, lest shorter texts hold it up for ever."""
+    wanted = [each for each in reading if not each.session.policy.paused]
+    for_oldest = {wanted[0]: rows // OLDEST_SHARE} if wanted else {}
+    left = rows - sum(min(most, each.pending_text) for each, most in for_oldest.items())
+    for each in sorted(reading, key=_reading_order):
+        own = min(for_oldest.get(each, 0), each.pending_text)
+        more = min(left, each.pending_text - own)
+        if own + more > 0:
+            left -= more
+            yield each, own + more

@@ -18,7 +18,6 @@ from specdec.decoding.calibration import Calibrations
 from specdec.decoding.sampling import Rule
 from specdec.decoding.sampling_limits import sampling_violations
 from specdec.engine.fast_paths import fast_paths_off
-from specdec.engine.kv.slots import PoolFullError
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import GrammarError
 from specdec.serving.errors import InvalidRequestError
@@ -26,7 +25,7 @@ from specdec.serving.grammars import Grammars
 from specdec.serving.identity import pod_info
 from specdec.serving.messages import paths_message, rule_of, sampler_from, sampling_from
 from specdec.serving.response_queue import ResponseQueue
-from specdec.serving.session_stream import FULL_SECONDS, SessionServicer
+from specdec.serving.session_stream import SessionServicer
 from specdec.serving.timeline import Timeline
 from specdec.serving.tracing.servicer import TraceServicer
 from specdec.serving.validation import (
@@ -58,7 +57,7 @@ class DraftServicer(
 ):
     name = "specdec.v2.DraftService"
     timeline_name = "draft"
-    place_seconds = 0.5
+    place_seconds = 0.25
 
     def __init__(
         self,
@@ -78,7 +77,6 @@ class DraftServicer(
         self._limits = limits
         self._calibrations = Calibrations()
         self._grammars = Grammars(grammars)
-        self._full_until = 0.0  # since it had no memory for a session; monotonic
 
     async def close(self) -> None:
         await super().close()
@@ -135,18 +133,8 @@ class DraftServicer(
             extend.base_age_us = int(1e6 * extension.held)
             responses.send(draft_pb2.DraftResponse(extend=extend))
 
-        try:
-            self._loop.attach(RunningSession(session, emit, responses.send, lambda: not responses.full))
-        except PoolFullError:
-            self._full_until = time.monotonic() + FULL_SECONDS
-            raise
+        self._loop.attach(RunningSession(session, emit, responses.send, lambda: not responses.full))
         timeline.event("admitted")
-
-    def capacity(self) -> model_pb2.PodCapacity:
-        told = super().capacity()
-        if time.monotonic() < self._full_until:
-            told.room = 0
-        return told
 
     def takes_long(self, request: draft_pb2.DraftRequest) -> bool:
         return super().takes_long(request) or request.open.HasField("grammar")

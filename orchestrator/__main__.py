@@ -37,6 +37,7 @@ with needed_by("orchestrator", "orchestrator"):
     )
     from specdec.engine.model_directory import ModelDirectory
     from specdec.serving.pods.connections import SecureConnections, connect
+    from specdec.serving.process import logs
     from specdec.serving.process.options import serving
     from specdec.serving.process.server import ServerSettings, StartError, run, run_program
     from specdec.text.check import check_text
@@ -159,10 +160,11 @@ def main(
     if workers > 1:
 
         async def start() -> None:
-            # What is wrong is said once, not by every worker.
+            # What prevents a start is said once, not by every worker.
             if models is None:
                 check_text(ModelDirectory(Path(model or "")))
             else:
+                logs.configure("orchestrator", server.log_level)
                 try:
                     ModelsFile(models).read()
                 except ModelsFileError as error:

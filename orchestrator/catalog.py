@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from orchestrator.grammar_check import GrammarCheck
 from orchestrator.model import Model
@@ -14,7 +14,7 @@ from orchestrator.revision import Revision
 from orchestrator.stats import OrchestratorStats
 from orchestrator.traffic import choose, point_of
 from specdec.serving.echo import echo
-from specdec.serving.errors import InvalidRequestError, UnknownModelError
+from specdec.serving.errors import InvalidRequestError, PeerLostError, UnknownModelError
 from specdec.v2 import generation_pb2
 
 NAMED = 8
@@ -29,6 +29,8 @@ class Catalog:
 
     def __init__(self, revisions: Iterable[Revision] = ()) -> None:
         self._models: dict[str, list[Revision]] = {}
+        self.missing: Collection[tuple[str, str]] = ()
+        """Names of models and revisions that should be served, and that this orchestrator cannot read."""
         self._leaving: dict[Revision, asyncio.Task[None]] = {}
         self.refused = OrchestratorStats()
         """Counts of requests that ask for what is not served."""
@@ -120,15 +122,23 @@ class Catalog:
         for each in self._models[name]:
             if each.name == revision:
                 return each
+        if (name, revision) in self.missing:
+            raise _cannot_be_read(asked)
         raise UnknownModelError(
             f"model: is {echo(asked)}, served here is {_listed(each.asked_as or name for each in self._models[name])}"
         )
 
     def _of_model(self, asked: str) -> list[Revision]:
         """Return the revisions of the model that is asked for; an empty name stands for the only one there is."""
-        if not asked and len(self._models) > 1:
-            raise InvalidRequestError([("model", f"is empty, must be one of {_listed(self._models)}")])
+        missing = {name for name, _ in self.missing}
+        models = self._models.keys() | missing
+        if not asked and len(models) > 1:
+            raise InvalidRequestError([("model", f"is empty, must be one of {_listed(sorted(models))}")])
         found = self._models.get(asked) if asked else next(iter(self._models.values()))
+        if asked in missing and not any(each.share for each in found or ()):
+            raise _cannot_be_read(asked)
+        if found is None and asked in {SEPARATOR.join(each) for each in self.missing}:
+            raise _cannot_be_read(asked)
         if found is None:
             raise UnknownModelError(f"model: is {echo(asked)}, served here is {_listed(self._models)}")
         return found
@@ -140,6 +150,11 @@ class Catalog:
             await revision.close()
         finally:
             del self._leaving[revision]
+
+
+def _cannot_be_read(asked: str) -> PeerLostError:
+    """Return the error for what should be served: another orchestrator may be able to."""
+    return PeerLostError(f"model: {echo(asked)} cannot be read here", "VERIFIER_LOST")
 
 
 def largest(revisions: Iterable[Revision]) -> Revision:

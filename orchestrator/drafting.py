@@ -39,7 +39,7 @@ USELESS_SECONDS = 60.0
 anew, and the text must have become another one first."""
 
 MAX_FULL_SECONDS = 10.0
-"""Longest time that a draft is left alone for which says that it is full: its texts end, or another pod may soon have
+"""Longest time for which a text leaves a draft alone that was too full for it: others end, or another pod may soon have
 its address."""
 
 MAX_ROUND_PAUSE_SECONDS = 1.0
@@ -168,7 +168,9 @@ class Drafting:
         draft."""
         tried: set[Pod] = set()  # since a draft was at work, or the last pause
         while self._given_up is None:
-            await self._wanted.wait()
+            if not self._wanted.is_set():
+                await self._wanted.wait()
+                tried.clear()
             now = time.monotonic()
             useless = {pod for pod, until in self._useless_until.items() if until > now}
             pod = pods.choose(but=tried | useless | self._full(pods))
@@ -183,8 +185,8 @@ class Drafting:
                 tried.clear()
 
     def _full(self, pods: Pods) -> set[Pod]:
-        """Return the pods that have just said that they take no more sessions, to any text here: each try sends a whole
-        text, and has a verifier believe in a draft. A text that needs a draft tries."""
+        """Return the pods that have just said, to any text here, that they take no more sessions. A text that needs a
+        draft tries."""
         if self._context.sample.needs_draft:
             return set()
         return {pod for pod in pods if (told := pod.load.reported) is not None and not told.room}
@@ -241,9 +243,9 @@ class Drafting:
                 reason = "draft_lost"
             case ModelFailureError() | InvalidRequestError():
                 self._useless_until[pod] = math.inf
-            case OverloadedError():
-                full = model_pb2.PodCapacity(sessions=pod.load.sessions)
-                pod.load.report(full, min(error.retry_after, MAX_FULL_SECONDS))
+            case OverloadedError() if not self._context.sample.needs_draft:
+                # To try again sends the whole text, and has a verifier believe in a draft. Shorter texts may fit.
+                self._useless_until[pod] = time.monotonic() + min(error.retry_after, MAX_FULL_SECONDS)
             case UnfitError() | ServiceError():  # the pod refuses the session
                 pass
             case _:  # a mistake of ours

@@ -29,6 +29,7 @@ class FollowedCatalog(Catalog):
     def __init__(self, file: ModelsFile, settings: PeerSettings) -> None:
         """Read the file; ModelsFileError if it cannot be used."""
         super().__init__()
+        self._file = file
         self._watched: Watched[tuple[LoadedRevision, ...]] = Watched(file)
         self._settings = settings
         self._following: asyncio.Task[None] | None = None
@@ -79,6 +80,7 @@ class FollowedCatalog(Catalog):
         # All at once, so that every request meets either the shares of before or those of now.
         for revision, each in served:
             revision.share = each.entry.share
+        self.missing = [(each.model, each.revision) for each in self._file.missing]
         self.become(revision for revision, _ in served)
         log.info("models_served", shares={revision.asked_as: revision.share for revision, _ in served})
         await asyncio.gather(*(revision.look(each.entry) for revision, each in served if (revision, each) not in new))

@@ -163,7 +163,7 @@ def _shares(revisions: Iterable[generation_pb2.RevisionView]) -> dict[Key, float
     totals: defaultdict[str, float] = defaultdict(float)
     for each in served:
         totals[each.model] += each.share
-    return {(each.model, each.revision): each.share / totals[each.model] for each in served}
+    return {(each.model, each.revision): each.share / (totals[each.model] or 1.0) for each in served}
 
 
 def _state(breaker: generation_pb2.BreakerState.ValueType) -> str:

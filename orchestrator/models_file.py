@@ -92,7 +92,10 @@ class ModelsFile:
     it can. Later the file is refused then, and what was read before goes on."""
 
     path: Path
+    missing: tuple[RevisionEntry, ...] = ()
+    """What was left out."""
     left_out: str = ""
+    """Why, in words."""
     what: ClassVar[str] = "models"
     unusable: ClassVar[type[Exception]] = ModelsFileError
     _loaded: dict[tuple[str, Path, Version], Model] = field(default_factory=dict)
@@ -115,7 +118,7 @@ class ModelsFile:
         entries, first = self.entries(), not self._loaded
         loaded: list[LoadedRevision] = []
         used: dict[tuple[str, Path, Version], Model] = {}
-        problems: list[ModelsFileError] = []
+        problems: dict[RevisionEntry, ModelsFileError] = {}
         for entry in entries:
             key = entry.model, entry.directory, _directory_version(entry.directory)
             try:
@@ -124,15 +127,16 @@ class ModelsFile:
                 problem = ModelsFileError(f"--models {self.path}: {entry.label}: directory: {error}")
                 if not first:
                     raise problem from None
-                problems.append(problem)
+                problems[entry] = problem
                 continue
             used[key] = model
             loaded.append(LoadedRevision(entry, model))
         if problems and not loaded:
-            raise problems[0]
-        for each in problems:
+            raise next(iter(problems.values()))
+        for each in problems.values():
             log.error("revision_left_out", why=str(each))
-        self._loaded, self.left_out = used, "; ".join(map(str, problems))
+        self._loaded = used
+        self.missing, self.left_out = tuple(problems), "; ".join(map(str, problems.values()))
         return tuple(loaded)
 
     def entries(self) -> tuple[RevisionEntry, ...]:

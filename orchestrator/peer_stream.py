@@ -47,7 +47,7 @@ class PeerStream:
 
     peer = "peer"
 
-    def __init__(self, pod: Pod, context: SampleContext, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, pod: Pod, context: SampleContext, clock: Callable[[], float] | None = None) -> None:
         self.pod = pod
         self._context = context
         self._watchdog = Watchdog(context.peers.silence_seconds, self._on_silence)
@@ -55,8 +55,8 @@ class PeerStream:
         self._call: Call | None = None
         self._aborted_by: Exception | None = None
         # Heartbeats that it may still send, as of the time of the last one.
-        self._heartbeats, self._last_heartbeat = float(MAX_HEARTBEATS), clock()
-        self._clock = clock
+        self._clock = clock or (lambda: time.monotonic())  # looked up at each call: `evaluation` has another one
+        self._heartbeats, self._last_heartbeat = float(MAX_HEARTBEATS), self._clock()
         self._writing = asyncio.Lock()  # gRPC takes one write at a time; waiters go in order
 
     async def __aenter__(self) -> Self:

@@ -85,15 +85,15 @@ class Pods(Replicas[Pod]):
         cached: Mapping[Pod, int] = MappingProxyType({}),
     ) -> Pod | None:
         """Choose the pod with the fewest sessions, of those that are not in `but` and that circuit breakers let
-        through; None if there is none. Preferred are, in this order, pods whose memory holds a text of so many
-        `tokens`, those that are not in `rather_not`, with `no_trial` those that have not failed lately, those of the
-        given numerics, and those with the most tokens `cached`."""
+        through; None if there is none. Preferred are, in this order, pods that are not in `rather_not`, with `no_trial`
+        those that have not failed lately, those of the given numerics, those whose memory holds a text of so many
+        `tokens`, and those with the most tokens `cached`."""
 
         def cost(pod: Pod) -> tuple[bool, bool, bool, bool, int, int, int]:
             small = 0 < pod.context_tokens < tokens
             trial = no_trial and pod.breaker.state != "closed"
             foreign = bool(numerics and pod.numerics and pod.numerics != numerics)
-            return (small, pod in rather_not, trial, foreign, -cached.get(pod, 0), pod.load.sessions, pod.turn)
+            return (pod in rather_not, trial, foreign, small, -cached.get(pod, 0), pod.load.sessions, pod.turn)
 
         chosen = min((pod for pod in self.willing if pod not in but), key=cost, default=None)
         if chosen is not None:

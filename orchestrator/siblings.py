@@ -6,6 +6,7 @@ answers the others at a Unix socket; the sockets lie in a folder that only their
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import grpc
@@ -39,9 +40,10 @@ class Siblings:
 
     def channels(self) -> list[grpc.aio.Channel]:
         """Return a channel to each of the others that has ever been there."""
-        for each in self._socket.parent.iterdir():
-            if each != self._socket and each not in self._channels:
-                self._channels[each] = grpc.aio.insecure_channel(_address(each))
+        with contextlib.suppress(OSError):  # without the folder nobody is there
+            for each in self._socket.parent.iterdir():
+                if each != self._socket and each not in self._channels:
+                    self._channels[each] = grpc.aio.insecure_channel(_address(each))
         return list(self._channels.values())
 
     async def close(self) -> None:

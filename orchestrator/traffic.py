@@ -15,9 +15,10 @@ from typing import Protocol, TypeVar
 
 from specdec.v2 import generation_pb2
 
-BEGINNING = 4096
-BEGINNING_TURNS = 16
-"""Characters or tokens of a prompt, and turns of a conversation, that decide where a request with a seed falls."""
+PART = 4096
+TURNS = 16
+"""Characters or tokens at each end of a prompt, and turns at each end of a conversation, that decide where a request
+with a seed falls."""
 
 
 class Choice(Protocol):
@@ -40,20 +41,22 @@ def point_of(request: generation_pb2.GenerateRequest) -> float:
     if not request.sampling.HasField("seed"):
         return random.random()
     seed = request.sampling.seed.to_bytes(8, "little")
-    return float(int.from_bytes(hashlib.sha256(seed + _beginning(request)).digest()[:8], "little") >> 11) / 2**53
+    return float(int.from_bytes(hashlib.sha256(seed + _ends(request)).digest()[:8], "little") >> 11) / 2**53
 
 
-def _beginning(request: generation_pb2.GenerateRequest) -> bytes:
-    """Return the beginning of a prompt, and how long it is: it may be of megabytes, which are not looked at yet."""
+def _ends(request: generation_pb2.GenerateRequest) -> bytes:
+    """Return the beginning and the end of a prompt, and how long it is: it may be of megabytes, which are not looked at
+    yet."""
     match request.WhichOneof("prompt"):
         case "text":
-            length, part = len(request.text), request.text[:BEGINNING].encode()
+            length, part = len(request.text), (request.text[:PART] + request.text[-PART:]).encode()
         case "tokens":
-            length, part = len(request.tokens.ids), array("I", request.tokens.ids[:BEGINNING]).tobytes()
+            ids = request.tokens.ids
+            length, part = len(ids), array("I", [*ids[:PART], *ids[-PART:]]).tobytes()
         case "chat":
-            turns = request.chat.messages
-            length = len(turns)
-            part = "\0".join(turn.content[:BEGINNING] for turn in (*turns[:BEGINNING_TURNS], *turns[-1:])).encode()
+            turns = [turn.content for turn in request.chat.messages[:TURNS] + request.chat.messages[-TURNS:]]
+            length = len(request.chat.messages) + sum(map(len, turns))
+            part = "\0".join(turn[:PART] + turn[-PART:] for turn in turns).encode()
         case _:
             length, part = 0, b""
     return length.to_bytes(8, "little") + part

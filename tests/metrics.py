@@ -52,7 +52,7 @@ def name(family: Metric) -> str:
 def served_names() -> set[str]:
     """Return the names of all time series, as Prometheus knows them."""
     found: set[str] = set()
-    for each in families():
+    for each in (*families(), *of_http()):
         found |= {name(each) + part for part in (("_bucket", "_sum", "_count") if each.type == "histogram" else ("",))}
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deploy.grafana.panel import JOB, Panel, by_role, quantiles, rate, share, total
 
-ORCHESTRATOR, VERIFIER, DRAFT = "specdec_orchestrator", "specdec_verifier", "specdec_draft"
+ORCHESTRATOR, VERIFIER, DRAFT, OPENAI = "specdec_orchestrator", "specdec_verifier", "specdec_draft", "specdec_openai"
 
 TRAFFIC = [
     Panel(
@@ -309,7 +309,7 @@ FAILURES = [
         "short",
         {
             "{{instance}} {{what}}": f"{ORCHESTRATOR}_files_refused{JOB} or {VERIFIER}_files_refused{JOB} "
-            f"or {DRAFT}_files_refused{JOB}"
+            f"or {DRAFT}_files_refused{JOB} or {OPENAI}_files_refused{JOB}"
         },
         "Files that a pod reads again when they change. It goes on with what it read before.",
     ),

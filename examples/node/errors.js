@@ -9,8 +9,9 @@ const details = protobuf.loadSync(fileURLToPath(new URL("rpc_details.proto", imp
 /** Reasons of a server that will not serve a text soon, where another one may. */
 const SETTLED = ["DRAFT_REQUIRED", "MODEL_CHANGED", "PROMPT_CHANGED", "VERIFIER_LOST"];
 
-/** Statuses of a connection that broke, where no server has given a reason. */
+/** Statuses of a connection that broke, where no server has given a reason, nor a proxy refused the call by HTTP. */
 const BROKEN = ["CANCELLED", "INTERNAL", "UNKNOWN"];
+const REFUSED = /HTTP status code:? 4\d\d/;
 
 /** A call failed. */
 export class SpecdecError extends Error {
@@ -35,7 +36,8 @@ export class SpecdecError extends Error {
    */
   get isLoss() {
     if (SETTLED.includes(this.reason)) return true;
-    return this.code === "UNAVAILABLE" || (BROKEN.includes(this.code) && this.reason === "");
+    if (this.code === "UNAVAILABLE") return true;
+    return BROKEN.includes(this.code) && this.reason === "" && !REFUSED.test(this.message);
   }
 }
 

@@ -154,6 +154,8 @@ async def generate_many(
 
         async def one(prompt: Prompt) -> Answer:
             answer = await ask(client, prompt, timeout, waiting.heard)
+            if out is not None:  # at once: whoever reads the answers may leave
+                out.append(answer.prompt, answer.result)
             bar.advance(shown)
             return answer
 
@@ -162,11 +164,9 @@ async def generate_many(
             in_turn = in_order if out is None else as_done
             async with aclosing(in_turn(one, left, concurrency)) as answers:
                 async for answer in answers:
-                    if out is not None:
-                        out.append(answer.prompt, answer.result)
-                    elif json_output:
+                    if json_output and out is None:
                         print(json.dumps({"line": answer.prompt.line, **answer.result}), flush=True)
-                    elif answer.error is None:
+                    elif answer.error is None and out is None:
                         print(for_stdout(answer.result["text"]), flush=True)
                     done += 1
                     tokens += len(answer.result.get("tokens", ()))

@@ -21,11 +21,14 @@ STYLES = {
 }
 """Colours of tokens, by their sources."""
 
-_CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+_CONTROLS = {
+    code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
+} | {ord("\r"): None}
 
 
 def without_controls(text: str) -> str:
-    """Return a text whose control characters, but for line ends and tabs, are replaced."""
+    """Return a text whose control characters are replaced, but for line ends and tabs; carriage returns are left out,
+    which stand before line ends."""
     return text.translate(_CONTROLS)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from types import EllipsisType, TracebackType
@@ -62,6 +63,13 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         request_id, sent = self._identified(request_id, metadata)
         transcript = Transcript(request, self._retries(timeout))
         return AsyncStream(partial(self._call, metadata=sent), transcript, request_id)
+
+    def renewed(self, credentials: grpc.ChannelCredentials | None) -> Self:
+        """Return a client with the settings of this one but these credentials. It has connections of its own, and knows
+        what this one knows of its servers."""
+        other = copy(self)
+        other._credentials, other._channels = credentials, {}
+        return other
 
     @takes_options
     async def complete(

@@ -20,7 +20,7 @@ ROUND_ROBIN = ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": 
 pick_first, would return to the same."""
 
 _OPTIONS: dict[str, int | str] = {
-    **dict([ROUND_ROBIN]),
+    ROUND_ROBIN[0]: ROUND_ROBIN[1],
     # gRPC fails calls at once while it puts off reconnecting, by default longer than the retries last.
     "grpc.initial_reconnect_backoff_ms": 100,
     "grpc.max_reconnect_backoff_ms": 1_000,
@@ -77,7 +77,8 @@ class Endpoint(Generic[Channel]):
         self._options = list((_OPTIONS | dict(options)).items())
         self._channels: dict[str, Channel] = {}  # by address
         self._closed = 0  # times
-        self._connecting = threading.Lock()  # threads may share a synchronous client
+        # Of a synchronous client, which threads may share: set when it is closed.
+        self._connecting, self._over = threading.Lock(), threading.Event()
 
     def _with(self, metadata: Sequence[tuple[str, str | bytes]]) -> Metadata:
         """Return the metadata of a call: that of all calls, and what goes with this one alone or in its place."""

@@ -132,6 +132,10 @@ _BROKEN = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 """Statuses that a server of ours gives with details. Without any they are the transport's: a connection broke while
 something was sent."""
 
+_REFUSED = re.compile(r"status: 4\d\d|^Exception ")
+"""What gRPC says of a proxy that refuses a call by HTTP, and of a message that it cannot write or read: who sends it
+again hears the same."""
+
 
 def from_rpc(error: grpc.RpcError) -> SpecdecError:
     """Return the error that a caller sees for what gRPC raised."""
@@ -152,7 +156,7 @@ def from_rpc(error: grpc.RpcError) -> SpecdecError:
     if not details:  # no server of ours said it
         if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
             kind = InvalidRequest  # a message is too long, however often it is sent
-        if error.code() in _BROKEN:
+        if error.code() in _BROKEN and not _REFUSED.search(message):
             kind = Unavailable
         message = _in_other_words(error.code(), message)
     return kind(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import grpc
 
 from specdec.client.address import may_be_several
-from specdec.client.errors import Cancelled, DeadlineExceeded, Overloaded, from_rpc, is_loss
+from specdec.client.errors import Cancelled, DeadlineExceeded, Overloaded, SpecdecError, from_rpc, is_loss
 from specdec.client.rotation import Rotation
 
 _SHORTEST_PAUSE = 0.05  # seconds
@@ -21,9 +21,11 @@ _RETURN_SECONDS = 10.0
 started again, as by `specdec up`, takes some of them."""
 _SETTLED_TRIES_OF_A_NAME = 3
 """Settled refusals by which a name, that may stand for several servers, is given up: each try goes to the next one."""
-_SETTLED = ("DRAFT_REQUIRED", "MODEL_CHANGED", "PROMPT_CHANGED", "VERIFIER_LOST")
-"""Reasons of a server that has another chat template, or that has waited in vain for what it lacks, a draft, the model
-to go on with or any verifier: another server may serve the text, this one will not soon."""
+_WAITED = ("DRAFT_REQUIRED", "VERIFIER_LOST")
+_SETTLED = ("MODEL_CHANGED", "PROMPT_CHANGED", *_WAITED)
+"""Reasons of a server that has another model or chat template, or that has waited in vain for a draft or a verifier:
+another server may serve the text, this one will not soon. Who has waited has taken so long that no other server at the
+same name is tried."""
 _SETTLED_ONCE_BEGUN = (*_SETTLED, "UNKNOWN_MODEL")
 """The same for a text that has begun: a server may not know its revision yet, or no more."""
 
@@ -47,6 +49,8 @@ class Retries:
         self._most = most
         self._failures: Counter[str] = Counter()  # in a row, by address
         self._settled: Counter[str] = Counter()  # of these, those after which a server is not asked again
+        self._left_out: set[str] = set()  # addresses that are not asked again
+        self._refusal: SpecdecError | None = None  # the last one for which one was left out
         self._failing_since = 0.0  # time of the first of these failures
         self._begin = clock()
         self._timeout = timeout
@@ -67,6 +71,8 @@ class Retries:
         """Forget the failures so far."""
         self._failures.clear()
         self._settled.clear()
+        self._left_out.clear()
+        self._refusal = None
         self._rotation.answered(self.address)
 
     def check_open(self) -> None:
@@ -93,15 +99,17 @@ class Retries:
         self._failures[self.address] += 1
         if settled:
             self._settled[self.address] += 1
+            if seen.reason in _WAITED or self._settled[self.address] >= _most_settled(self.address):
+                self._left_out.add(self.address)
+                self._refusal = seen
         elif lost:
             self._rotation.failed(self.address)
-        left_out = {address for address, count in self._settled.items() if count >= _most_settled(address)}
-        if left_out.issuperset(self._rotation.addresses):
+        if self._left_out.issuperset(self._rotation.addresses):
             raise seen from error
-        self.address = self._rotation.take(self._failures, left_out)
+        self.address = self._rotation.take(self._failures, self._left_out)
         again = self._failures[self.address]
         if again > self._most and not self._may_return:
-            raise seen from error
+            raise (self._refusal or seen) from error  # what a server has said tells more than silence
         if not again:
             return 0.0  # another server, which may work
         # Doubled each time and never the same for two clients, lest they all return at once.
@@ -118,7 +126,7 @@ class Retries:
     @property
     def _may_return(self) -> bool:
         """True while it is too early to give up a server that has answered before. Who wants no retries gets none."""
-        known = any(map(self._rotation.is_known, self._failures))
+        known = any(self._rotation.is_known(each) for each in self._failures if each not in self._left_out)
         return known and self._most > 0 and self._clock() - self._failing_since < _RETURN_SECONDS
 
 

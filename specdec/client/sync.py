@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -95,7 +94,9 @@ class Client(Endpoint[grpc.Channel]):
         """End all calls and connections."""
         with self._connecting:
             self._closed += 1
+            over, self._over = self._over, threading.Event()
             channels, self._channels = self._channels, {}
+        over.set()
         for channel in channels.values():
             channel.close()
 
@@ -128,6 +129,7 @@ class Client(Endpoint[grpc.Channel]):
         timeout: float | EllipsisType | None,
         metadata: Metadata | None = None,
     ) -> Answer:
+        over = self._over
         retries = self._retries(timeout)
         while True:
             retries.check_open()
@@ -135,7 +137,7 @@ class Client(Endpoint[grpc.Channel]):
             try:
                 answer = ask(request, timeout=retries.seconds_left, metadata=metadata or self._metadata)
             except grpc.RpcError as error:
-                time.sleep(retries.pause(error))
+                over.wait(retries.pause(error))
             else:
                 retries.progressed()
                 return answer

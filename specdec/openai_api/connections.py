@@ -10,6 +10,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.client import AsyncClient
+from specdec.client.address import may_be_several
 from specdec.client.endpoint import ROUND_ROBIN
 from specdec.serving.process.server import PEER_OPTIONS
 
@@ -17,7 +18,7 @@ ANSWER_SECONDS = 1.0
 """Seconds after which a check that is not answered counts as failed."""
 
 CHECKS = 4
-"""Checks of an address at a time: a name may stand for several orchestrators, which take turns."""
+"""Checks at a time of an address that may stand for several orchestrators, which take turns."""
 
 SILENCE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Statuses that no orchestrator gives."""
@@ -26,9 +27,18 @@ SILENCE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 class Connections:
     """The connections by which requests go, and by which health is asked. Made in their event loop."""
 
-    def __init__(self, targets: Sequence[str], credentials: grpc.ChannelCredentials | None) -> None:
+    def __init__(
+        self,
+        targets: Sequence[str],
+        credentials: grpc.ChannelCredentials | None,
+        before: Connections | None = None,
+    ) -> None:
+        """`before` are those that these are to take the place of: who has answered there may come back."""
         options = (*PEER_OPTIONS, ROUND_ROBIN)
-        self._client = AsyncClient(targets, credentials=credentials)
+        self._client: AsyncClient = (
+            AsyncClient(targets, credentials=credentials) if before is None else before._client.renewed(credentials)
+        )
+        self._checks = [CHECKS if may_be_several(each) else 1 for each in targets]
         self._channels = [
             grpc.aio.insecure_channel(each, options)
             if credentials is None
@@ -50,7 +60,8 @@ class Connections:
 
     async def answers(self) -> list[bool]:
         """Return what orchestrators that answer say: True of each that takes requests. Empty if none answers."""
-        checks = [self._check(channel) for channel in self._channels for _ in range(CHECKS)]
+        often = zip(self._channels, self._checks, strict=True)
+        checks = [self._check(channel) for channel, times in often for _ in range(times)]
         return [each for each in await asyncio.gather(*checks) if each is not None]
 
     async def leave(self) -> None:

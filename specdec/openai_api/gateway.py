@@ -84,9 +84,9 @@ class Gateway:
     async def _chunks(self, asked: Asked, caller: Caller) -> Chunks:
         """Yield the chunks of all prompts as they come."""
         places = asyncio.Semaphore(PROMPTS_AT_ONCE)
-        several = len(asked.messages) > 1
+        several = len(asked.prompts) > 1
         stream = partial(self._stream, asked, caller, places, several=several)
-        streams = [stream(number) for number in range(len(asked.messages))]
+        streams = [stream(number) for number in range(len(asked.prompts))]
         try:
             async with aclosing(interleaved(streams) if several else streams[0]) as chunks:
                 async for each in chunks:
@@ -99,11 +99,10 @@ class Gateway:
     ) -> Chunks:
         """Yield the chunks of one prompt."""
         request_id = _numbered(caller.request_id, number) if several else caller.request_id
-        message = asked.messages[number]
         async with (
             places,
             self._client() as client,
-            client.send(message, request_id=request_id, metadata=caller.metadata) as stream,
+            client.send(asked.message(number), request_id=request_id, metadata=caller.metadata) as stream,
         ):
             async for chunk in stream:
                 yield number, chunk
@@ -135,7 +134,7 @@ class _Answer:
                 reasoning=asked.reasoning,
                 calls=self._calls(index),
             )
-            for index in range(asked.samples * len(asked.messages))
+            for index in range(asked.samples * len(asked.prompts))
         ]
 
     def _calls(self, index: int) -> Calls | None:

@@ -10,7 +10,7 @@ Json = dict[str, Any]
 
 
 def encoded(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 
 def json_object(fields: Mapping[str, object], others: Mapping[str, str]) -> str:

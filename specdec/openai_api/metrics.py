@@ -53,6 +53,7 @@ class Counted:
 
     def metrics(self) -> list[Metric]:
         families = Families("openai")
+        families.files()
         families.gauge("requests_running", "Requests being answered.", self.running)
         families.counters(
             "requests",

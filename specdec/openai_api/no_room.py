@@ -40,7 +40,7 @@ def health_alone(app: ASGIApp) -> ASGIApp:
                 MutableHeaders(scope=message)["connection"] = "close"
             await send(message)
 
-        if (scope["method"], scope["path"]) == ("GET", HEALTH):
+        if scope["method"] in ("GET", "HEAD") and scope["path"] == HEALTH:
             await app(scope, receive, closing)
         else:
             await closing({"type": "http.response.start", "status": 503, "headers": [*_HEADERS]})

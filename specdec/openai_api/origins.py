@@ -6,16 +6,20 @@ import re
 
 import typer
 
-ANY = "*"
+ANY, NULL = "*", "null"
+"""Any origin, and that of pages from files and sandboxes."""
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/:@?#\[\]A-Z]+)(:[0-9]{1,5})?")
 
 
 def origin(text: str) -> str:
     """Return the origin that an option gives; one that no browser sends is refused."""
-    if text != ANY and not _ORIGIN.fullmatch(text):
+    own_port = (text.startswith("https:") and text.endswith(":443")) or (
+        text.startswith("http:") and text.endswith(":80")
+    )
+    if text not in (ANY, NULL) and (own_port or not text.isascii() or not _ORIGIN.fullmatch(text)):
         raise typer.BadParameter(
-            f"{text!r}: an origin is a scheme and a host in lower case, perhaps a port, and no path or slash after it, "
-            "such as https://chat.example.com, or it is *"
+            f"{text!r}: an origin is a scheme and a host in lower case, perhaps a port that is not the scheme's own, "
+            "and no path or slash after it, such as https://chat.example.com, or it is null or *"
         )
     return text

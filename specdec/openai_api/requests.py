@@ -150,8 +150,10 @@ class Asked:
 
     chat: bool
     model: str
-    messages: list[GenerateRequest]
-    """What an orchestrator is asked for each prompt. They are built with the body, which may take seconds."""
+    prompts: list[GenerateRequest]
+    """The prompts, and nothing else. They are built with the body, which may take seconds."""
+    options: GenerateRequest
+    """What all prompts have in common: it may be of megabytes, and there may be many prompts."""
     names: Mapping[str, str]
     """Of options and fields of the gRPC API to what the caller calls them."""
     stream: bool
@@ -162,16 +164,23 @@ class Asked:
     @property
     def samples(self) -> int:
         """Samples of each prompt."""
-        return max(1, self.messages[0].n)
+        return max(1, self.options.n)
 
     @property
     def calls_tools(self) -> bool:
         """True if the text may hold tool calls, which are looked for."""
-        return len(self.messages[0].chat.tools) > 0
+        return len(self.prompts[0].chat.tools) > 0
 
     @property
     def logprobs(self) -> bool:
-        return self.messages[0].HasField("logprobs")
+        return self.options.HasField("logprobs")
+
+    def message(self, number: int) -> GenerateRequest:
+        """Return what an orchestrator is asked for the prompt of this number."""
+        asked = GenerateRequest()
+        asked.CopyFrom(self.prompts[number])
+        asked.MergeFrom(self.options)
+        return asked
 
 
 def parse(body: bytes, *, chat: bool) -> Asked:
@@ -194,14 +203,11 @@ def parse(body: bytes, *, chat: bool) -> Asked:
         raise refused("model", "is missing: GET /v1/models lists what is served")
     names = _names(given, chat=chat)
     prompts = [conversation(given)] if chat else _prompts(given)
-    common = _built(options | {"fallback_temperature": TEMPERATURE}, names)
-    messages = [_built(each, names) for each in prompts]
-    for each in messages:
-        each.MergeFrom(common)
     return Asked(
         chat=chat,
         model=given["model"],
-        messages=messages,
+        prompts=[_built(each, names) for each in prompts],
+        options=_built(options | {"fallback_temperature": TEMPERATURE}, names),
         names=names,
         stream=_flag(given, "stream"),
         usage_in_stream=_usage_in_stream(given),

@@ -16,6 +16,7 @@ from weakref import WeakSet
 import structlog
 
 from specdec.client.file_version import Version
+from specdec.client.tls_files import TlsFiles
 
 log = structlog.get_logger()
 
@@ -97,8 +98,9 @@ _all: WeakSet[Watched[Any]] = WeakSet()
 
 
 def refused() -> Mapping[str, int]:
-    """Return, for all files that this process watches, how many sets of each kind cannot be used as they are."""
-    found: Counter[str] = Counter()
+    """Return, for all files that this process watches, how many sets of each kind cannot be used as they are. TLS files
+    are among the kinds in any case: every service may have some."""
+    found: Counter[str] = Counter({TlsFiles.what: 0})
     for each in list(_all):
         found[each.what] += each.refused
     return found

@@ -525,7 +525,7 @@ async def test_closing_the_client_ends_its_calls(connect: Any) -> None:
 @pytest.mark.parametrize("streams", [False, True])
 async def test_closing_the_client_ends_a_call_that_waits_for_its_next_try(connect: Any, streams: bool) -> None:
     """And it connects no more."""
-    async with FakeServer(rich(code_pb2.UNAVAILABLE, retry_info(1))) as server, connect(server) as client:
+    async with FakeServer(rich(code_pb2.UNAVAILABLE, retry_info(3))) as server, connect(server) as client:
         asking = client.generate("hi").__anext__() if streams else client.complete("hi")
         call = asyncio.ensure_future(asking)
         await until(server.called)

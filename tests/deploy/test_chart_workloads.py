@@ -105,15 +105,15 @@ class TestImages:
     @pytest.mark.parametrize(
         ("image", "found"),
         [
-            ({}, "registry.example.com/specdec/verifier:0.1.0-cuda"),
-            ({"registry": "localhost:5000/a/"}, "localhost:5000/a/specdec/verifier:0.1.0-cuda"),
-            ({"tag": "mine"}, "registry.example.com/specdec/verifier:mine-cuda"),
-            ({"tag": "mine", "cudaSuffix": ""}, "registry.example.com/specdec/verifier:mine"),
+            ({}, "registry.example.com/specdec-verifier:0.1.0-cuda"),
+            ({"registry": "localhost:5000/a/"}, "localhost:5000/a/specdec-verifier:0.1.0-cuda"),
+            ({"tag": "mine"}, "registry.example.com/specdec-verifier:mine-cuda"),
+            ({"tag": "mine", "cudaSuffix": ""}, "registry.example.com/specdec-verifier:mine"),
             ({"repository": "ghcr.io/us/verifier"}, "ghcr.io/us/verifier:0.1.0-cuda"),
             ({"repository": "ghcr.io/us/verifier", "registry": ""}, "ghcr.io/us/verifier:0.1.0-cuda"),
             ({"repository": "localhost/verifier"}, "localhost/verifier:0.1.0-cuda"),
             ({"repository": "verifier.x"}, "registry.example.com/verifier.x:0.1.0-cuda"),
-            ({"digest": "sha256:" + "0" * 64}, "registry.example.com/specdec/verifier@sha256:" + "0" * 64),
+            ({"digest": "sha256:" + "0" * 64}, "registry.example.com/specdec-verifier@sha256:" + "0" * 64),
         ],
     )
     def test_of_a_pod_with_a_gpu(self, image: Object, found: str) -> None:
@@ -151,7 +151,7 @@ class TestSeveralGpus:
             *("specdec", "verifier", "--config", "/etc/specdec/config/config.yaml"),
         ]
         assert found["resources"]["limits"] == {"nvidia.com/gpu": 4}
-        assert found["image"] == "registry.example.com/specdec/verifier:0.1.0-cuda"
+        assert found["image"] == "registry.example.com/specdec-verifier:0.1.0-cuda"
         assert config(render(EVERYTHING), pod)["device"] == "cuda"
 
     def test_several_nodes(self) -> None:

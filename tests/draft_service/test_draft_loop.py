@@ -87,7 +87,21 @@ def test_who_lacks_a_token_does_not_wait_for_an_older_prompt() -> None:
     pod.commit(young, [9])
     pod.run(1)
     assert 9 in pod.engine.read[-1]
-    assert len(pod.engine.read[-1]) <= 2 * BESIDE  # two that read, nobody else
+    assert len(pod.engine.read[-1]) <= 2 * (BESIDE + 1)  # two that read, nobody else
+
+
+def test_a_long_prompt_is_read_while_shorter_ones_keep_coming() -> None:
+    pod = Pod(Engine())
+    other, long = session(max_nodes=24), session(prompt=[1] * 200)
+    pod.attach(other)
+    pod.run(2)
+    pod.attach(long)
+    for _ in range(100):
+        pod.attach(session(prompt=[2] * 100))
+        pod.run(1)
+        if long.tree.size:
+            return
+    pytest.fail("it is never read")
 
 
 def test_a_prompt_is_read_a_little_in_a_pass_while_others_expand_nodes() -> None:

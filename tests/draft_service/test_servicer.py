@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from typing import Any
 
@@ -12,12 +11,7 @@ from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftServicer, Limits
 from draft_service.session import Session
-from evaluation import virtual_time
-from specdec.engine.kv.slots import PoolFullError
 from specdec.serving.errors import InvalidRequestError
-from specdec.serving.response_queue import ResponseQueue
-from specdec.serving.session_stream import FULL_SECONDS
-from specdec.serving.timeline import Timeline
 from specdec.v2 import draft_pb2, model_pb2
 from tests.draft_service.fakes import VOCABULARY, Engine, session
 
@@ -31,24 +25,6 @@ def test_a_session_gets_back_what_another_verifier_grants(granted: int) -> None:
         request = draft_pb2.DraftRequest(policy=draft_pb2.DraftPolicy(max_nodes=most))
         servicer.act(draft, request, 0.0)
         assert draft.policy.max_nodes == becomes
-
-
-def test_without_memory_for_a_session_it_says_for_a_while_that_it_has_no_room() -> None:
-    """However few sessions it has: a shorter text may fit, but to try costs as much."""
-
-    async def main() -> None:
-        limits = Limits(max_sessions=5)
-        servicer = DraftServicer(
-            DraftLoop(LanguageModelDrafter(Engine(capacity=100))), model_pb2.ModelIdentity(), limits
-        )
-        assert servicer.capacity().room == 5
-        with pytest.raises(PoolFullError):
-            servicer.attach(session(), ResponseQueue(), Timeline())
-        assert servicer.capacity().room == 0
-        await asyncio.sleep(FULL_SECONDS)
-        assert servicer.capacity().room == 5
-
-    virtual_time.run(main())
 
 
 def parsed(**fields: Any) -> Session:

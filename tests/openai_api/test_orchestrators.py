@@ -87,7 +87,8 @@ async def test_connections_are_made_anew_while_nobody_answers(monkeypatch: pytes
     monkeypatch.setattr(module, "SILENT_SECONDS", 0.1)
     monkeypatch.setattr(module, "KNOWN_SECONDS", 0.0)
     port = free_port()
-    async with watching(Orchestrators([f"127.0.0.1:{port}"])) as orchestrators:
+    several = f"ipv4:127.0.0.1:{port},127.0.0.1:{free_port()}"  # as a name may be
+    async with watching(Orchestrators([several])) as orchestrators:
         first = await client_of(orchestrators)
         await until_anew(orchestrators, first)
         async with health_of(NOT_SERVING, port):  # is an answer too
@@ -119,7 +120,7 @@ async def test_new_files_of_certificates_count_for_new_requests(
             await until_anew(orchestrators, client)
             async with orchestrators.client() as second:
                 with pytest.raises(Unavailable):
-                    await second.complete("hi", timeout=5.0)
+                    await second.complete("hi", timeout=30.0)
             assert not fake.freed.is_set()
             await client.models()  # the old ones are not closed
             trusted.write_bytes(authority.file.read_bytes())

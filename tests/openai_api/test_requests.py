@@ -204,7 +204,7 @@ def test_an_answer_that_says_nothing_can_be_sent_back() -> None:
         {"role": "assistant", "content": None, "refusal": "I cannot."},
         {"role": "assistant", "content": "", "refusal": None},
     ]
-    (message,) = chat(messages=[*MESSAGES, *turns]).messages
+    message = chat(messages=[*MESSAGES, *turns]).message(0)
     assert [turn.content for turn in message.chat.messages] == ["hello", "", "I cannot.", ""]
 
 
@@ -222,7 +222,7 @@ def test_what_is_empty_is_not_silence_if_it_is_of_another_type(field: str, value
     [{"reasoning": "why", "reasoning_content": ""}, {"reasoning": None, "reasoning_content": "why"}],
 )
 def test_reasoning_has_two_names(fields: dict[str, Any]) -> None:
-    (message,) = chat(messages=[{"role": "assistant", "content": "a", "name": "", "tool_calls": [], **fields}]).messages
+    message = chat(messages=[{"role": "assistant", "content": "a", "name": "", "tool_calls": [], **fields}]).message(0)
     assert message.chat.messages[0].reasoning == "why"
 
 
@@ -240,16 +240,16 @@ def test_what_a_text_must_look_like() -> None:
     named = {"name": "n", "strict": True, "schema": schema}
 
     def described(asked: Asked) -> Any:
-        return json.loads(asked.messages[0].grammar.json_schema)
+        return json.loads(asked.message(0).grammar.json_schema)
 
     assert described(chat(response_format={"type": "json_schema", "json_schema": named})) == schema
     assert described(chat(response_format={"type": "json_object"})) == {"type": "object"}
     assert described(chat(response_format={"type": "json_object", "schema": None})) == {"type": "object"}
     assert described(chat(response_format={"type": "json_object", "schema": schema})) == schema
     assert described(chat(structured_outputs={"json": schema, "regex": None})) == schema
-    assert completion(structured_outputs={"regex": "a+"}).messages[0].grammar.regex == "a+"
-    assert completion(structured_outputs={"choice": ["a", "b"]}).messages[0].grammar.choice.texts == ["a", "b"]
-    assert completion(structured_outputs={"grammar": "start: x"}).messages[0].grammar.lark == "start: x"
+    assert completion(structured_outputs={"regex": "a+"}).message(0).grammar.regex == "a+"
+    assert completion(structured_outputs={"choice": ["a", "b"]}).message(0).grammar.choice.texts == ["a", "b"]
+    assert completion(structured_outputs={"grammar": "start: x"}).message(0).grammar.lark == "start: x"
 
 
 def test_null_is_silence() -> None:
@@ -261,14 +261,14 @@ def test_null_is_silence() -> None:
 def test_what_asks_for_what_happens_anyway_is_taken() -> None:
     assert completion(best_of=3, n=3).samples == 3
     assert completion(echo=False, suffix="") == completion()
-    assert completion(top_k=-1).messages[0].sampling.top_k == 0
+    assert completion(top_k=-1).message(0).sampling.top_k == 0
     assert chat(response_format={"type": "text"}, tools=[], tool_choice="none") == chat()
 
 
 @given(st.integers(-(1 << 63), (1 << 63) - 1))
 def test_seeds_keep_their_bits(seed: int) -> None:
     """No two of OpenAI's seeds are one of ours."""
-    ours = completion(seed=seed).messages[0].sampling.seed
+    ours = completion(seed=seed).message(0).sampling.seed
     assert 0 <= ours < 1 << 64
     assert (ours if ours < 1 << 63 else ours - (1 << 64)) == seed
 
@@ -292,4 +292,4 @@ def test_any_body_is_understood_or_refused(fields: dict[str, Any], of_chat: bool
         assert found.status == 400
         assert found.message
     else:
-        assert found.messages
+        assert found.message(0).ByteSize()

@@ -10,7 +10,7 @@ from orchestrator.catalog import Catalog
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
 from orchestrator.revision import Revision
-from specdec.serving.errors import InvalidRequestError, UnknownModelError
+from specdec.serving.errors import InvalidRequestError, PeerLostError, UnknownModelError
 from specdec.v2 import generation_pb2
 from tests.orchestrator.samples import MODEL
 from tests.stack import until
@@ -105,3 +105,30 @@ async def test_a_revision_that_comes_back_counts_on() -> None:
         pass
     assert catalog.counts()["big", "a"].by_class.total() == 2
     await catalog.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"), [("big", True), ("big@b", True), ("gone", True), ("gone@a", True), ("big@a", False)]
+)
+def test_what_cannot_be_read_here_may_be_served_elsewhere(name: str, lost: bool) -> None:
+    """A client that has several orchestrators asks another one; what is unknown it would give up."""
+    catalog = Catalog([revision("big", "a", 0.0)])
+    catalog.missing = [("big", "b"), ("gone", "a")]
+    request = generation_pb2.GenerateRequest(model=name)
+    if lost:
+        with pytest.raises(PeerLostError, match="cannot be read here"):
+            catalog.choose(request)
+    else:
+        assert catalog.choose(request).name == "a"
+    for unknown in ("big@c", "gone@b", "other"):
+        with pytest.raises(UnknownModelError):
+            catalog.choose(generation_pb2.GenerateRequest(model=unknown))
+    with pytest.raises(InvalidRequestError, match="'big', 'gone'"):
+        catalog.choose(generation_pb2.GenerateRequest())
+
+
+def test_a_model_of_which_a_part_is_left_is_served() -> None:
+    catalog = Catalog([revision("big", "a", 1.0)])
+    catalog.missing = [("big", "b")]
+    assert asked(catalog, "big") == "big@a"
+    assert asked(catalog, "") == "big@a"

@@ -181,7 +181,8 @@ async def test_a_lost_draft_is_replaced_when_one_is_wanted() -> None:
         await peers.close()
 
 
-async def test_a_full_draft_is_left_alone_by_all_texts_but_those_that_need_it() -> None:
+async def test_a_draft_that_is_full_for_a_text_is_left_alone_by_it_unless_it_needs_one() -> None:
+    """Others try: they may be shorter."""
     draft, sinks = Full(), [Sink(), Sink()]
     wanted = verifier_pb2.VerifyOpened(max_nodes=8, drafting_wanted=True)
     async with addresses(draft_pb2_grpc.add_DraftServiceServicer_to_server, draft) as found:
@@ -191,10 +192,10 @@ async def test_a_full_draft_is_left_alone_by_all_texts_but_those_that_need_it() 
             await until(lambda: sinks[0].policies)
             second.on_opened(wanted)
             await until(lambda: all(len(sink.policies) >= 3 for sink in sinks))  # rounds without a draft
-            assert draft.opened == 1
+            assert draft.opened == 2
             async with Drafting(context(peers, rule=Rule.CONTRASTIVE), Sink()) as needing:
                 needing.on_opened(wanted)
-                await until(lambda: draft.opened >= 3)
+                await until(lambda: draft.opened >= 4)
         await peers.close()
 
 

@@ -97,11 +97,12 @@ def test_equal_numerics_come_first() -> None:
 
 
 def test_whose_memory_holds_the_text_comes_first() -> None:
-    """Even before one that was not lost: with less memory the text ends sooner, and with other pods elsewhere."""
+    """With less memory the text ends sooner, and with other pods elsewhere."""
     three = pods("abc")
     small, large, unknown = three
     small.context_tokens, large.context_tokens = 100, 1000
     assert chosen(three, 2, tokens=500, rather_not=(large,)) == ["c", "c"]
+    assert chosen(three, 1, tokens=500, rather_not=(large, unknown)) == ["a"]
     assert chosen(three, 2, tokens=500, but=(unknown,)) == ["b", "b"]
     assert set(chosen(three, 3, tokens=100)) == {"a", "b", "c"}
 

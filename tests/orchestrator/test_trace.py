@@ -147,6 +147,7 @@ async def test_without_a_socket_a_worker_serves_all_the_same(tmp_path: Path) -> 
     with captured_logs() as logs:
         await siblings.start(TraceServicer("orchestrator", Timelines()))
     assert [line["event"] for line in logs] == ["siblings_not_answered"]
+    assert siblings.channels() == []
     await siblings.close()
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from orchestrator.traffic import BEGINNING, choose, point_of
+from orchestrator.traffic import PART, choose, point_of
 from specdec.v2 import generation_pb2
 
 
@@ -99,8 +99,8 @@ def test_what_is_asked_decides_where_it_falls() -> None:
         {},
         {"text": "a"},
         {"text": "b"},
-        {"text": "a" * BEGINNING},
-        {"text": "a" * (BEGINNING + 1)},
+        {"text": "a" * PART},
+        {"text": "a" * (PART + 1)},
         {"tokens": {"ids": [1]}},
         {"tokens": {"ids": [2]}},
         chat("a"),
@@ -108,6 +108,8 @@ def test_what_is_asked_decides_where_it_falls() -> None:
         chat("a", "b"),
         chat(*"a" * 100, "b"),
         chat(*"a" * 100, "c"),
+        chat("a" * 2 * PART + "b"),
+        chat("a" * 2 * PART + "c"),
     ]
     assert len({point(**prompt) for prompt in asked}) == len(asked)
     assert [point(**prompt) for prompt in asked] == [point(**prompt) for prompt in asked]

@@ -81,7 +81,7 @@ async def test_it_leaves_a_server_that_is_gone_without_a_word() -> None:
     script = """
         import { Client } from "./client.js";
         const usual = new Client(["127.0.0.1:1"]).channelOptions;
-        const channelOptions = { "grpc.keepalive_time_ms": 300, "grpc.keepalive_timeout_ms": 300 };
+        const channelOptions = { "grpc.keepalive_time_ms": 1000, "grpc.keepalive_timeout_ms": 2000 };
         const client = new Client(process.argv.slice(1), { channelOptions });
         let text = "";
         const chat = { messages: [{ role: "user", content: "hi" }] };

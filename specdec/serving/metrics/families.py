@@ -68,6 +68,10 @@ class Families:
         """Add what every service tells of its process."""
         self.gauge("serving", "1 while the service can serve requests, else 0; through a drain as before it.", serving)
         self.made.append(InfoMetricFamily(self._name("build"), "Version of the service.", {"version": pod.version}))
+        self.files()
+
+    def files(self) -> None:
+        """Add what every service tells of the files that it reads again when they change."""
         self.gauges(
             "files_refused",
             "Sets of watched files that cannot be used as they are, by what they are: TLS files, tenants, models.",

@@ -81,7 +81,7 @@ dns:///{{ include "specdec.host" . }}:{{ include "specdec.port" (index . 1) }}
 {{- if $image.digest -}}
 {{ $repository }}@{{ $image.digest }}
 {{- else -}}
-{{ $repository }}:{{ $tag }}{{ index . 2 | empty | ternary "" $image.cudaSuffix }}
+{{ $repository }}:{{ $tag }}{{ or (index . 2 | empty) (hasSuffix $image.cudaSuffix $tag) | ternary "" $image.cudaSuffix }}
 {{- end }}
 {{- end }}
 

@@ -13,7 +13,7 @@ target's further nodes, where nothing listens). */}}
 {{- if $w.gpus }}
 {{- include "specdec.lay" (list $resources (dict "limits" (dict "nvidia.com/gpu" (int $w.gpus)))) }}
 {{- end }}
-{{- with dig "download" "sizeLimit" "" $w.modelVolume }}
+{{- with eq $w.role "openai" | ternary "" (dig "download" "sizeLimit" "" $w.modelVolume) }}
 {{- /* So that no pod comes to a node whose disk its models do not fit on. */}}
 {{- $requests := dict "ephemeral-storage" . }}
 {{- include "specdec.lay" (list $requests (default dict $resources.requests)) }}
