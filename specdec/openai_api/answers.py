@@ -15,14 +15,7 @@ from specdec.client import Chunk, Finish, Logprobs
 from specdec.client.tool_calls import ToolCall, ToolCallReader
 from specdec.client.tool_formats import ToolFormat
 from specdec.openai_api.json_text import Json, json_list, json_object
-from specdec.openai_api.logprobs import (
-    EncodedChatLogprobs,
-    EncodedCompletionLogprobs,
-    EncodedLogprobs,
-    TextOffset,
-    chat_logprobs,
-    completion_logprobs,
-)
+from specdec.openai_api.logprobs import EncodedLogprobs, TextOffset, chat_logprobs, completion_logprobs
 
 REASONS = {"stop": "stop", "length": "length", "context": "length"}
 """Reasons to finish to OpenAI's names for them; the context is a length too."""
@@ -74,7 +67,7 @@ class Choice:
         self._wants_reasoning = reasoning
         self._text: list[str] = []
         self._reasoning: list[str] = []
-        self._logprobs: EncodedLogprobs = EncodedChatLogprobs() if chat else EncodedCompletionLogprobs()
+        self._logprobs = EncodedLogprobs(self._logprobs_of)
         self._offset = TextOffset()
         self._own: Json = {}
         self._finish: Finish | None = None

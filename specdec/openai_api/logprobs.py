@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
-from typing import Protocol
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 
 from specdec.client import Logprobs, Piece
 from specdec.openai_api.json_text import Json, encoded, json_list, json_object
@@ -60,42 +60,23 @@ def completion_logprobs(found: Iterable[Logprobs], offset: TextOffset) -> Json:
     return told
 
 
-class EncodedLogprobs(Protocol):
-    """Log-probabilities of one sample, which are encoded as they come: of thousands of tokens that takes seconds."""
+class EncodedLogprobs:
+    """Log-probabilities of one sample, encoded as they come: of thousands of tokens that takes seconds."""
 
-    def add(self, found: Iterable[Logprobs]) -> None: ...
-
-    def whole(self) -> str:
-        """Return all of them in JSON."""
-
-
-class EncodedChatLogprobs:
-    """Those of a chat."""
-
-    def __init__(self) -> None:
-        self._content: list[str] = []
+    def __init__(self, tell: Callable[[Iterable[Logprobs]], Json]) -> None:
+        """`tell` returns those of a chunk, in lists by name."""
+        self._tell = tell
+        self._lists: defaultdict[str, list[str]] = defaultdict(list)
+        self._others: Json = {}
 
     def add(self, found: Iterable[Logprobs]) -> None:
         """Enter those of a chunk."""
-        self._content += map(encoded, chat_logprobs(found)["content"])
+        for name, value in self._tell(found).items():
+            if isinstance(value, list):
+                self._lists[name] += map(encoded, value)
+            else:
+                self._others[name] = value
 
     def whole(self) -> str:
         """Return all of them in JSON."""
-        return json_object({"refusal": None}, {"content": json_list(self._content)})
-
-
-class EncodedCompletionLogprobs:
-    """Those of a completion."""
-
-    def __init__(self) -> None:
-        self._offset = TextOffset()
-        self._lists: dict[str, list[str]] = {}
-
-    def add(self, found: Iterable[Logprobs]) -> None:
-        """Enter those of a chunk."""
-        for name, values in completion_logprobs(found, self._offset).items():
-            self._lists.setdefault(name, []).extend(map(encoded, values))
-
-    def whole(self) -> str:
-        """Return all of them in JSON."""
-        return json_object({}, {name: json_list(parts) for name, parts in self._lists.items()})
+        return json_object(self._others, {name: json_list(parts) for name, parts in self._lists.items()})
