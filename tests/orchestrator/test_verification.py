@@ -165,7 +165,13 @@ async def test_a_text_that_has_begun_waits_for_a_verifier_with_the_memory(begun:
 async def test_an_answer_to_an_opening_is_small() -> None:
     """Its memory is kept with the session."""
 
-    async with serving(Changing(identity(model="x" * (1 << 15)))) as address:
+    class Staying(Changing):
+        async def Verify(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+            opened = verifier_pb2.VerifyOpened(identity=self.identities[0])
+            await context.write(verifier_pb2.VerifyResponse(opened=opened))
+            await asyncio.Event().wait()
+
+    async with serving(Staying(identity(model="x" * (1 << 15)))) as address:
         pods = Pods([address], connect=grpc.aio.insecure_channel)
         verification = Verification(context(Peers(pods, failover_seconds=0.0)), verifier_pb2.VerifyPolicy())
         with captured_logs() as logs, pytest.raises(PeerLostError):

@@ -160,7 +160,7 @@ async def test_a_draft_that_falls_silent_is_given_up(directories: Directories) -
             grpc.aio.insecure_channel(front) as to_front,
         ):
             stub: Any = generation_pb2_grpc.GenerationServiceStub(to_front)
-            request = request_of(PROMPT, max_tokens=220, ignore_end_token=True)
+            request = request_of(PROMPT, max_tokens=220, ignore_end_token=True, speculation=ALWAYS)
             answer = await stub.Complete(generation_pb2.CompleteRequest(request=request))
     (completion,) = answer.completions
     assert len(completion.tokens) == 220
