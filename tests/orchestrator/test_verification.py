@@ -152,13 +152,13 @@ async def test_a_text_that_has_begun_waits_for_a_verifier_with_the_memory(begun:
         down.bind(("127.0.0.1", 0))
         async with serving(verifier) as address:
             pods = Pods([f"127.0.0.1:{down.getsockname()[1]}", address], connect=grpc.aio.insecure_channel)
-            given = context(Peers(pods, failover_seconds=2.0))
+            given = context(Peers(pods, failover_seconds=4.0))
             if begun:
                 given.text.add([3])
             begin = time.monotonic()
             with pytest.raises(PromptTooLongError):
                 await anext(Verification(given, verifier_pb2.VerifyPolicy()).messages())
-            assert (time.monotonic() - begin >= 2.0) is begun
+            assert (time.monotonic() - begin >= 4.0) is begun
             await pods.close()
 
 
