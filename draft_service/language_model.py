@@ -26,7 +26,6 @@ PROMPT_WIDTHS = 4
 over n rows takes a + b n seconds, what is known of the width says that so many make a pass with all its nodes about
 twice as long at most."""
 
-
 OLDEST_SHARE = 4
 """One in so many rows of committed text is for the session that has waited longest."""
 
@@ -126,8 +125,8 @@ def _reading_order(session: ModelSession) -> tuple[bool, int]:
 
 
 def _shared(reading: Sequence[ModelSession], rows: int) -> Iterator[tuple[ModelSession, int]]:
-    """Yield which of these sessions, the oldest first, read in a pass over so many rows of text, and how many tokens at
-    most. A part is for the longest-lived one, lest shorter texts hold it up for ever."""
+    """Yield the sessions that read in a pass over so many rows of text, and how many tokens each reads at most. Of
+    `reading` the first one has waited longest: a part is for it, lest shorter texts hold it up for ever."""
     wanted = [each for each in reading if not each.session.policy.paused]
     for_oldest = {wanted[0]: rows // OLDEST_SHARE} if wanted else {}
     left = rows - sum(min(most, each.pending_text) for each, most in for_oldest.items())

@@ -19,10 +19,9 @@ from specdec.serving.validation import MAX_MESSAGE_BYTES
 PATH = "/specdec.Echo/Echo"
 
 
-class Echo:
-    """The service. Its one method is a stream of bytes both ways."""
+class Measured:
+    """A service that is there to be measured: it always works, and tells and holds nothing."""
 
-    name = "specdec.Echo"
     max_request_bytes = MAX_MESSAGE_BYTES
     connection_seconds = None
     gates = ()
@@ -33,13 +32,19 @@ class Echo:
     def metrics(self) -> list[Metric]:
         return []
 
+    async def close(self) -> None:
+        """Hold nothing."""
+
+
+class Echo(Measured):
+    """The service. Its one method is a stream of bytes both ways."""
+
+    name = "specdec.Echo"
+
     def register(self, server: Any) -> None:
         methods = {"Echo": grpc.stream_stream_rpc_method_handler(_echo, bytes, bytes)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(self.name, methods),))
         server.add_registered_method_handlers(self.name, methods)
-
-    async def close(self) -> None:
-        """Hold nothing."""
 
 
 async def _echo(requests: AsyncIterator[bytes], context: Any) -> None:

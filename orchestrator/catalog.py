@@ -134,12 +134,11 @@ class Catalog:
         models = self._models.keys() | missing
         if not asked and len(models) > 1:
             raise InvalidRequestError([("model", f"is empty, must be one of {_listed(sorted(models))}")])
-        found = self._models.get(asked) if asked else next(iter(self._models.values()))
-        if asked in missing and not any(each.share for each in found or ()):
+        found = self._models.get(asked, []) if asked else next(iter(self._models.values()))
+        without_share = asked in missing and not any(each.share for each in found)
+        if without_share or (not found and asked in map(SEPARATOR.join, self.missing)):
             raise _cannot_be_read(asked)
-        if found is None and asked in {SEPARATOR.join(each) for each in self.missing}:
-            raise _cannot_be_read(asked)
-        if found is None:
+        if not found:
             raise UnknownModelError(f"model: is {echo(asked)}, served here is {_listed(self._models)}")
         return found
 

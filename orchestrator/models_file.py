@@ -93,9 +93,9 @@ class ModelsFile:
 
     path: Path
     missing: tuple[RevisionEntry, ...] = ()
-    """What was left out."""
+    """Revisions that were left out when the file was first read."""
     left_out: str = ""
-    """Why, in words."""
+    """Why they were, in words; empty if none was."""
     what: ClassVar[str] = "models"
     unusable: ClassVar[type[Exception]] = ModelsFileError
     _loaded: dict[tuple[str, Path, Version], Model] = field(default_factory=dict)

@@ -47,7 +47,7 @@ class Revision:
         self.stats = OrchestratorStats()
         self.readiness = Readiness(peers, model)
         self.resuming = BoundedThreads("resumed texts", 1, MAX_RESUMING)
-        """Where texts that clients have a part of are detokenised again."""
+        """Threads that detokenise again what clients have already of texts that they resume."""
         self._finder = finder
         self._idle = asyncio.Event()
         self._idle.set()

@@ -27,7 +27,7 @@ LONGEST_US = 1 << 62
 
 
 class Part(NamedTuple):
-    """What one process tells of a request."""
+    """The answer of one process to a question about a request."""
 
     told: trace_pb2.GetTraceResponse
     at: float  # as of when its ages are: time.monotonic

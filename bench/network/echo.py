@@ -9,22 +9,19 @@ with the next commit.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 import grpc
-from prometheus_client.metrics_core import Metric
 
+from evaluation.echo import Measured
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 from specdec.serving import checksum
 from specdec.serving.identity import PROTOCOL_VERSION
 from specdec.serving.messages import logprobs_message
 from specdec.serving.process.server import ServerSettings, run
-from specdec.serving.timeline import Timelines
-from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
 
 
@@ -102,27 +99,14 @@ class EchoVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         return verifier_pb2.GetStatsResponse(identity=_identity())
 
 
-class Echo:
+class Echo(Measured):
     """Both behind one address."""
 
     name = "specdec.v2.VerifierService"
 
-    max_request_bytes = MAX_MESSAGE_BYTES
-    connection_seconds = None
-    gates = ()
-    works = True
-    needs: Mapping[str, bool] = MappingProxyType({})
-    timelines = Timelines()
-
-    def metrics(self) -> list[Metric]:
-        return []
-
     def register(self, server: grpc.aio.Server) -> None:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(EchoDraft(), server)
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(EchoVerifier(), server)
-
-    async def close(self) -> None:
-        pass
 
 
 def before(address: str, *options: str) -> tuple[str, ...]:

@@ -49,11 +49,11 @@ WITHIN = 0.15
 COLUMNS = (
     "streams",
     "served",
-    "predicted tokens/s",
+    "tokens/s predicted",
     "measured",
     "ratio",
-    "predicted tokens a step, ms",
-    "measured",
+    "tokens a step and its ms, predicted",
+    "measured, the same",
 )
 
 MODES: Mapping[Way, str] = {PLAIN: "off", ABSENT: "local", LOCAL: "local", REMOTE_DRAFT: "auto"}
@@ -70,6 +70,7 @@ class Models:
 
 
 PAIRS = ("demo", "60M", "230M", "useless draft")
+"""Names of pairs: the demo's, its target padded to so many parameters, its target with a draft of random weights."""
 
 
 def pairs(folder: Path, names: Sequence[str] = PAIRS) -> Iterator[Models]:

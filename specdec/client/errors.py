@@ -133,8 +133,8 @@ _BROKEN = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 something was sent."""
 
 _REFUSED = re.compile(r"status: 4\d\d|^Exception ")
-"""What gRPC says of a proxy that refuses a call by HTTP, and of a message that it cannot write or read: who sends it
-again hears the same."""
+"""Messages by which gRPC tells that a proxy has refused a call by HTTP, or that it cannot write or read a message
+itself: who sends it again hears the same."""
 
 
 def from_rpc(error: grpc.RpcError) -> SpecdecError:

@@ -1,4 +1,5 @@
-"""What a server answers that has too many connections: health checks, lest it be taken for a dead one, and else 503."""
+"""Answers of a server that has too many connections: to health checks, lest it be taken for a dead one; 503 to all
+else."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ WAIT_SECONDS = 10.0
 
 
 class Parse(Protocol):
-    """What makes a request of a body."""
+    """A function that makes a request of a body."""
 
     def __call__(self, body: bytes, *, chat: bool) -> Asked: ...
 

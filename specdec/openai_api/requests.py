@@ -153,7 +153,8 @@ class Asked:
     prompts: list[GenerateRequest]
     """The prompts, and nothing else. They are built with the body, which may take seconds."""
     options: GenerateRequest
-    """What all prompts have in common: it may be of megabytes, and there may be many prompts."""
+    """Options that all prompts have in common. They may be of megabytes, and prompts may be many: a prompt gets them
+    when it is asked (`message`)."""
     names: Mapping[str, str]
     """Of options and fields of the gRPC API to what the caller calls them."""
     stream: bool

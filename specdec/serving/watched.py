@@ -44,7 +44,8 @@ class Files(Protocol[Contents]):
 
     @property
     def left_out(self) -> str:
-        """What of the files as last read could not be used, though the rest could; nothing if all could."""
+        """The parts of the files as last read that could not be used, and why, though the rest could; empty if all
+        could."""
 
 
 class Watched(Generic[Contents]):

@@ -78,8 +78,8 @@ class GenerationDefaults:
 
     @property
     def told(self) -> dict[str, float]:
-        """What the file says that differs from the neutral values, and that it is greedy, by name, in as few digits as
-        tell it apart."""
+        """Values of the file that differ from the neutral ones, by name, in as few digits as tell them apart; and that
+        it is greedy, if it says so."""
         neutral = asdict(Sampling())
         sampling = {name: getattr(self.sampling, name) for name in FIELDS}
         told = {name: float(str(np.float32(v))) for name, v in sampling.items() if v != neutral[name]}

@@ -202,7 +202,8 @@ async def test_so_many_at_once_and_in_order() -> None:
     assert most == 3
 
 
-async def test_leaving_cancels_the_rest() -> None:
+@pytest.mark.parametrize("in_turn", [in_order, as_done])
+async def test_leaving_cancels_the_rest(in_turn: Any) -> None:
     cancelled = asyncio.Event()
 
     async def action(number: int) -> int:
@@ -213,7 +214,7 @@ async def test_leaving_cancels_the_rest() -> None:
                 cancelled.set()
         return number
 
-    async with aclosing(in_order(action, range(2), 2)) as made:
+    async with aclosing(in_turn(action, range(2), 2)) as made:
         assert await anext(made) == 0
         await asyncio.sleep(0)
     assert cancelled.is_set()
@@ -233,22 +234,6 @@ async def test_what_is_done_first_comes_first() -> None:
             done.append(await anext(made))
         assert [each async for each in made] == []
     assert done == [1, 2, 0, 3]
-
-
-async def test_leaving_cancels_what_is_not_done() -> None:
-    cancelled = asyncio.Event()
-
-    async def action(number: int) -> int:
-        if number:
-            try:
-                await asyncio.Event().wait()
-            finally:
-                cancelled.set()
-        return number
-
-    async with aclosing(as_done(action, range(2), 2)) as made:
-        assert await anext(made) == 0
-    assert cancelled.is_set()
 
 
 # --- the command --------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""What a model that vLLM has loaded must be like: each row of a pass (`worker.py`) has to get what it gets alone.
+"""Checks whether a model that vLLM has loaded can be run by passes over rows (`worker.py`), each of which gets what it
+gets alone.
 
 vLLM is not imported: its model runner is read as it is.
 """

@@ -96,7 +96,7 @@ class Carrier:
 
     @property
     def connections(self) -> Sequence[MuxConnection]:
-        """Those that are not broken. One that is must not be kept: what it had to send is with it."""
+        """The connections that are not broken. One that is must not be kept: what it had to send is with it."""
         self._unknown |= any(connection.unknown for connection in self._connections)
         self._connections = [connection for connection in self._connections if not connection.broken]
         return self._connections

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -36,7 +36,7 @@ class SendQueue:
         self.overflowed = asyncio.Event()
         """Event that is set once more than MAX_UNSENT_FRAMES frames wait: a peer that reads would leave fewer."""
         self._frames: deque[Waiting] = deque()
-        self._of: dict[int, deque[Waiting]] = {}  # those of a stream that are not dropped
+        self._of: defaultdict[int, deque[Waiting]] = defaultdict(deque)  # those of a stream that are not dropped
         self._bytes = self._count = 0  # of frames that are not dropped
         self._senders: set[asyncio.Event] = set()  # to be set when there is room for messages again
         self._news = asyncio.Event()
@@ -56,7 +56,7 @@ class SendQueue:
             return
         waiting = Waiting(frame, frame.ByteSize())
         self._frames.append(waiting)
-        self._of.setdefault(frame.stream, deque()).append(waiting)
+        self._of[frame.stream].append(waiting)
         self._bytes += waiting.size
         self._count += 1
         if self._count > MAX_UNSENT_FRAMES:
