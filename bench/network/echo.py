@@ -121,4 +121,4 @@ async def _load() -> Echo:
 
 
 if __name__ == "__main__":
-    run(ServerSettings(log_level="error", drain_seconds=0, stop_with_stdin=True), _load, "echo")
+    run(ServerSettings(log_level="error", drain_seconds=0, stop_with_stdin=True), _load, "orchestrator")
