@@ -12,9 +12,10 @@ from bench.arguments import names, numbers, parser_of, whole_numbers
 from bench.report import folder
 from bench.systems import pair, peer_options
 from bench.systems.llama_cpp import LlamaFiles
-from bench.systems.specdec import Window
+from bench.systems.specdec import PLAIN, Window
 from bench.systems.system import Setup
 from demo.prompts import KINDS
+from specdec.engine.cpu_count import cores_given
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.placement import Dtype, Placement
 from specdec.engine.preflight.device import check_device
@@ -43,18 +44,26 @@ class SpeedConfig:
     vllm_python: str | None
     llama: LlamaFiles | None
     only: Sequence[str]
+    over: str  # configuration that the others are compared with
+    threads: int | None  # of the target; None: as many as there are cores
     out: Path | None
 
     @property
     def setup(self) -> Setup:
         return Setup(
-            self.target, self.draft, self.dtype, max(self.streams), self.prompt_tokens + self.tokens, self.device
+            self.target,
+            self.draft,
+            self.dtype,
+            max(self.streams),
+            self.prompt_tokens + self.tokens,
+            self.device,
+            self.threads,
         )
 
     @property
     def asked(self) -> dict[str, Any]:
         """Return the settings as a report names them."""
-        told = ("dtype", "device", "prompt_tokens", "tokens", "rounds", "learning_seconds", "seed")
+        told = ("dtype", "device", "threads", "prompt_tokens", "tokens", "rounds", "learning_seconds", "seed", "over")
         return {name: getattr(self, name) for name in (*told, "kinds", "streams", "temperatures")}
 
 
@@ -63,6 +72,7 @@ def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
     pair.add(parser)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--device", default="cpu", help="of the target: cpu, cuda or cuda:N (default: %(default)s)")
+    parser.add_argument("--threads", type=int, help="of targets, where drafts and all else have the other cores")
     parser.add_argument("--kinds", type=names, default=list(KINDS), help="default: " + ",".join(KINDS))
     parser.add_argument("--streams", type=_counts, default=[1, 4, 16], help="at once; default: 1,4,16")
     parser.add_argument("--temperatures", type=_temperatures, default=[0.0, 0.8], help="default: 0,0.8")
@@ -77,6 +87,7 @@ def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
     parser.add_argument("--peers", type=names, default=["transformers"], help='"transformers" (default), or "none"')
     peer_options.add(parser)
     parser.add_argument("--only", type=names, default=[""], help="systems whose names have one of these words in them")
+    parser.add_argument("--over", default=PLAIN, help="what rates are divided by (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="code, 1 and 4 streams, greedy, 1 round of 64 tokens")
     parser.add_argument("--out", type=folder, help="folder for the report")
     args = parser.parse_args(given)
@@ -107,6 +118,8 @@ def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
         vllm_python=peer_options.vllm_python(parser, args),
         llama=peer_options.llama_files(parser, args),
         only=args.only,
+        over=args.over,
+        threads=args.threads,
         out=args.out,
     )
 
@@ -122,6 +135,13 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         check_device(Placement(device=args.device))
     except UnsupportedModelError as error:
         parser.error(f"--{error}")
+    if args.threads is not None:
+        if not 1 <= args.threads <= cores_given():
+            parser.error(f"--threads is {args.threads}, must be 1 to {cores_given()}, the cores there are")
+        if args.device != "cpu":
+            parser.error(f"--threads are for a target on the CPU, not on {args.device}")
+        if args.peers != ["none"] or args.llama_server:
+            parser.error("--threads: of other systems vLLM alone is given them: say --peers none")
     if args.device != "cpu" and (args.peers != ["none"] or args.vllm_python or args.llama_server):
         parser.error(f"--device {args.device}: other systems are measured on the CPU only: say --peers none")
     for name, known in (("kinds", list(KINDS)), ("peers", ["transformers", "none"])):

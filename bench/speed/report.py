@@ -16,6 +16,7 @@ from bench.speed.leaderboard import leads
 from bench.speed.measurements import Column, columns, configurations, found, ratios, streams_label
 from bench.systems.processor_time import DISTURBED
 from bench.systems.specdec import NAME, PLAIN
+from bench.systems.vllm_verifier import SERVED
 from testing.padded_model import LABEL
 
 WORDS = {
@@ -53,7 +54,7 @@ def table(report: Report) -> str:
         f"{where['cores']} cores of {where['processor']}; interleaved rounds: {rounds}, medians.",
     ]
     for temperature in report["temperatures"]:
-        lines += ["", f"**T = {temperature:g}.** Tokens a second (over {PLAIN}, within a round):", ""]
+        lines += ["", f"**T = {temperature:g}.** Tokens a second (over {report['over']}, within a round):", ""]
         lines += _rates(report, temperature)
         lines += [
             "",
@@ -75,7 +76,7 @@ def _rates(report: Report, temperature: float) -> list[str]:
         mine = found(report, configuration=name, **place)
         if not mine:
             return "-"
-        over = ratios(mine, found(report, configuration=PLAIN, **place))
+        over = ratios(mine, found(report, configuration=report["over"], **place))
         rate = statistics.median(each["tokens_per_second"] for each in mine)
         return f"{rate:.0f} ({statistics.median(over):.2f})" if over else f"{rate:.0f}"
 
@@ -139,8 +140,14 @@ def _facts(report: Report) -> list[str]:
 
 
 def differences(report: Report) -> str:
-    """Return a sentence on how many loads got different texts from exact configurations: none may."""
-    exact = [name for name in configurations(report) if name.startswith(NAME) and name != PLAIN]
+    """Return a sentence, for each engine with several exact configurations, on how many loads got different texts from
+    them: none may."""
+    exact = [name for name in configurations(report) if name != PLAIN]
+    engines = [[name for name in exact if name.startswith(words)] for words in (NAME, SERVED)]
+    return " ".join(_compared(report, each) for each in engines if len(each) > 1)
+
+
+def _compared(report: Report, exact: list[str]) -> str:
     answers: dict[tuple[Any, ...], set[int]] = {}
     for each in report["measurements"]:
         if each["configuration"] in exact:

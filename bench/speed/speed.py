@@ -5,6 +5,7 @@
     python -m bench speed --vllm-python build/vllm/bin/python --peers none --only vLLM --dtype float32
     python -m bench speed --llama-server PATH --llama-gguf TARGET.gguf --llama-draft-gguf DRAFT.gguf
     python -m bench speed --target build/padded-1b --draft demo/draft --device cuda --peers none --quick
+    python -m bench speed --vllm-python build/vllm/bin/python --peers none --only vLLM --threads 1 --over vLLM
     python -m bench speed --quick
     python -m bench speed --peers none --kinds code --streams 1 --bad-drafts
     python -m bench speed --peers none --kinds code --streams 1 --windows 2,2,1 5,3,5 7,4,7 15,5,15
@@ -14,8 +15,9 @@ specdec runs as its three services, and a streaming client uses it over gRPC, wh
 plain at its best (no draft, fast numerics, no speculation requested, all cores), the verifier's own proposals
 (lookahead), the draft alone, both, and the verifier's proposals with a local draft. --bad-drafts adds drafts that are
 slow, random, or of another tokenizer: none may be slower than no draft. --windows adds lookahead windows of these
-sizes, in every step, whether or not they pay. --device puts the target, and a local draft, on a GPU, and adds plain
-decoding without CUDA graphs; the draft service stays on the CPU.
+sizes, in every step, whether or not they pay. --threads gives all targets the same number of cores, and the others to
+draft services and all else, as if targets had a device of their own. --device puts the target, and a local draft, on a
+GPU, and adds plain decoding without CUDA graphs; the draft service stays on the CPU.
 
 The other systems are called inside their own processes, which spares them a network protocol: transformers' `generate`
 (plain, assisted with its own schedule and with a fixed length, prompt lookup; one stream only), its continuous
@@ -39,6 +41,7 @@ from dataclasses import asdict
 
 from rich.console import Console
 
+from bench.arguments import parser_of
 from bench.conditions import machine, versions
 from bench.report import CUT_OFF, Report, publish
 from bench.speed.comparison import Comparison
@@ -65,7 +68,7 @@ def measure(config: SpeedConfig, console: Console) -> Report:
                     failed[launch.name] = str(error)
         about = {launch.name: dict(system.about) for launch, system in running.items()}
         text = config.prompt_tokens + config.tokens // 2
-        step_times = StepTimes(config.target, config.draft, config.dtype, text, config.device)
+        step_times = StepTimes(config.target, config.draft, config.dtype, text, config.device, config.threads)
         comparison = Comparison(config, running, step_times)
         try:
             comparison.run(console)
@@ -99,6 +102,9 @@ def _published(reason: str, config: SpeedConfig) -> str:
 
 def main(given: Sequence[str]) -> None:
     config = parsed(given, __doc__)
+    measured_ones = [each.name for launch in launches(config) for each in launch.configurations]
+    if config.over not in measured_ones:
+        parser_of("speed", __doc__).error(f"--over: {config.over} is none of {', '.join(measured_ones)}")
     try:
         measured = measure(config, Console(stderr=True))
     except KeyboardInterrupt:

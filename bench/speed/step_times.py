@@ -37,10 +37,19 @@ Times = dict[str, float]
 class StepTimes:
     """Step times of two engines in this process, which sleep between measurements."""
 
-    def __init__(self, target: Path, draft: Path | None, dtype: Dtype, text: int, device: str = "cpu") -> None:
-        """Each row comes after a text of `text` tokens; the target is on `device`."""
+    def __init__(
+        self,
+        target: Path,
+        draft: Path | None,
+        dtype: Dtype,
+        text: int,
+        device: str = "cpu",
+        threads: int | None = None,
+    ) -> None:
+        """Each row comes after a text of `text` tokens; the target is on `device`, and if that is the CPU, it has
+        `threads` if they are given."""
         cores = cores_given()
-        self._threads = sorted({cores, max(1, cores - 1)}, reverse=True)
+        self._threads = [threads] if threads else sorted({cores, max(1, cores - 1)}, reverse=True)
         if device != "cpu":  # a draft takes no cores from it
             self._threads = self._threads[:1]
         self._text = text

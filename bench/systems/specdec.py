@@ -56,12 +56,16 @@ class Specdec:
         draft_options: tuple[str, ...] = (),
         programs: Mapping[str, tuple[str, ...]] = PROGRAMS,
     ) -> Iterator[Specdec]:
+        placed: tuple[str, ...] = () if setup.device == "cpu" else ("--device", setup.device)
+        if setup.threads is not None:
+            placed += ("--threads", str(setup.threads))
+            placed += () if draft is None else ("--threads-while-drafting", str(setup.threads))
         with Stack.start(
             setup.target,
             "none" if draft is None else str(draft),
             local_draft=local_draft,
             dtype=setup.dtype,
-            verifier_options=(*verifier_options, *(() if setup.device == "cpu" else ("--device", setup.device))),
+            verifier_options=(*verifier_options, *placed),
             draft_options=draft_options,
             programs=programs,
         ) as stack:

@@ -94,6 +94,7 @@ class Setup:
     streams: int  # at once, at most
     context: int  # tokens of a sequence, at most
     device: str = "cpu"  # of the target; drafts of other processes stay on the CPU
+    threads: int | None = None  # of the target on the CPU; None: a core each, less one beside a draft service
 
 
 @dataclass(frozen=True)

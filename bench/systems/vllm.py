@@ -1,6 +1,6 @@
 """vLLM's CPU build as a system under test: plain, with n-gram speculation, or with a draft model.
 
-    python -m bench.systems.vllm --model DIR --dtype bfloat16 --speculation none
+    python -m bench.systems.vllm --model DIR --dtype bfloat16 --speculation none --threads 2
 
 is the program that answers loads, under the interpreter of an environment that has vLLM (`make bench-peers`). The
 engine runs in this process. As a server vLLM gives its scheduler a core and a process that polls; on a machine of few
@@ -30,7 +30,7 @@ def launches(setup: Setup, python: str) -> list[Launch]:
     """Return vLLM's systems; `python` is the interpreter that has vLLM."""
     found = []
     for name, speculation in SPECULATION.items():
-        options = [*options_of(setup), "--speculation", speculation]
+        options = [*options_of(setup, threads_of(setup)), "--speculation", speculation]
         if speculation == "draft":
             if setup.draft is None:
                 continue
@@ -40,20 +40,24 @@ def launches(setup: Setup, python: str) -> list[Launch]:
     return found
 
 
-def options_of(setup: Setup) -> list[str]:
+def options_of(setup: Setup, threads: int) -> list[str]:
     """Return the program's options for a model."""
     options = ["--model", str(setup.target.resolve()), "--dtype", setup.dtype, "--streams", str(setup.streams)]
-    return [*options, "--context", str(setup.context)]
+    return [*options, "--context", str(setup.context), "--threads", str(threads)]
 
 
-def openmp(prefix: Path, spared: int = 0) -> dict[str, str]:
+def threads_of(setup: Setup, spared: int = 0) -> int:
+    """Return how many threads vLLM computes with: a core each, where it may use all but those that are `spared`."""
+    return setup.threads or max(1, len(os.sched_getaffinity(0)) - spared)
+
+
+def openmp(prefix: Path, threads: int) -> dict[str, str]:
     """Return the environment variables that give an environment with vLLM, at this place, Intel's OpenMP, if it has
-    that, and a thread on each core but those that are `spared`. They must be set before any library is loaded."""
+    that, and threads with a core each. They must be set before any library is loaded."""
     library = prefix / "lib" / "libiomp5.so"
     if not library.is_file():
         return {}
-    every = sorted(os.sched_getaffinity(0))
-    cores = every[: max(1, len(every) - spared)]
+    cores = sorted(os.sched_getaffinity(0))[:threads]
     return {
         "LD_PRELOAD": ":".join(filter(None, (str(library), os.environ.get("LD_PRELOAD")))),
         "OMP_NUM_THREADS": str(len(cores)),
@@ -63,10 +67,9 @@ def openmp(prefix: Path, spared: int = 0) -> dict[str, str]:
     }
 
 
-def prepare_process() -> None:
+def prepare_process(threads: int) -> None:
     """Restart the process, once, with what must be set before any library is loaded."""
-    spared = int("remote" in sys.argv)  # for the draft
-    if "libiomp" in os.environ.get("LD_PRELOAD", "") or not (variables := openmp(Path(sys.prefix), spared)):
+    if "libiomp" in os.environ.get("LD_PRELOAD", "") or not (variables := openmp(Path(sys.prefix), threads)):
         return
     os.environ |= variables
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
@@ -138,10 +141,11 @@ def main() -> None:
     parser.add_argument("--speculative-tokens", type=int, default=5)
     parser.add_argument("--streams", type=int, default=64, help="most sequences at once")
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--threads", type=int, required=True, help="with a core each")
     args = parser.parse_args()
+    prepare_process(args.threads)
     serve(lambda _: start(args))
 
 
 if __name__ == "__main__":
-    prepare_process()
     main()

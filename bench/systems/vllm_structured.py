@@ -79,5 +79,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    prepare_process()
+    prepare_process(len(os.sched_getaffinity(0)))
     main()

@@ -8,9 +8,9 @@ OpenMP as vLLM wants it.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,23 +18,23 @@ from pathlib import Path
 from bench.systems.program import Program
 from bench.systems.specdec import Specdec
 from bench.systems.system import Configuration, Launch, Setup
-from bench.systems.vllm import openmp, options_of
+from bench.systems.vllm import openmp, options_of, threads_of
 from specdec.local import PROGRAMS
 from specdec.local.child import Child, stop
 
-START_SECONDS = 120.0
+SERVED = "vLLM served by specdec"
+"""The words that the names of its configurations begin with."""
 
 
 def launches(setup: Setup, python: str) -> list[Launch]:
     """Return the systems; `python` is the interpreter that has vLLM."""
     programs = PROGRAMS | {"verifier": ("bench.systems.vllm_verifier", python)}
     start = partial(Specdec.start, setup, verifier_options=("--engine", "vllm", "--compile"), programs=programs)
-    plain = Configuration("vLLM served by specdec", "off")
-    found = [Launch("vLLM served by specdec", start, (plain,))]
+    found = [Launch(SERVED, start, (Configuration(SERVED, "off"),))]
     if setup.draft is not None:
-        drafted = Configuration("vLLM served by specdec, drafted", "draft", adaptive=True)
+        drafted = Configuration(f"{SERVED}, drafted", "draft", adaptive=True)
         found += [
-            Launch("vLLM served by specdec, draft service", partial(start, setup.draft), (drafted,)),
+            Launch(f"{SERVED}, draft service", partial(start, setup.draft), (drafted,)),
             Launch("vLLM remote draft", partial(_remote, setup, python), (Configuration("vLLM remote draft"),)),
         ]
     return found
@@ -48,7 +48,7 @@ def _remote(setup: Setup, python: str) -> Iterator[Program]:
         while (address := draft.ready_at()) is None:
             if (ending := draft.ending()) is not None:
                 raise RuntimeError(f"the draft service does not start: {ending}")
-        options = [*options_of(setup), "--speculation", "remote", "--drafts", address]
+        options = [*options_of(setup, threads_of(setup, 1)), "--speculation", "remote", "--drafts", address]
         with Program.start("vLLM", python, "bench.systems.vllm", options) as program:
             yield program
     finally:
@@ -56,12 +56,15 @@ def _remote(setup: Setup, python: str) -> Iterator[Program]:
 
 
 def main() -> None:
-    python, *options = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("python")
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--threads-while-drafting", type=int)
+    args, options = parser.parse_known_args()
     # Threads are bound to cores, one to each: their number does not change.
-    spared = int("--threads-while-drafting" in options)
-    os.environ |= openmp(Path(python).parents[1], spared)
-    threads = str(max(1, len(os.sched_getaffinity(0)) - spared))
-    os.execv(python, [python, "-m", "verifier_service", *options, "--threads", threads])
+    threads = args.threads_while_drafting or args.threads
+    os.environ |= openmp(Path(args.python).parents[1], threads)
+    os.execv(args.python, [args.python, "-m", "verifier_service", *options, "--threads", str(threads)])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.speed.config import parsed
+from bench.speed.speed import main
 from tests.models import make
 
 
@@ -26,6 +27,8 @@ from tests.models import make
         (["--peers", "others"], "--peers: others is none of transformers, none"),
         (["--device", "meta", "--peers", "none"], "--device meta: cpu, cuda and cuda:N are supported"),
         (["--device", "cuda:99", "--peers", "none"], "--device cuda:99: t"),
+        (["--threads", "0", "--peers", "none"], "--threads is 0, must be 1 to"),
+        (["--threads", "1"], "--threads: of other systems vLLM alone is given them: say --peers none"),
         (["--target", "/nowhere"], "--target: "),
         (["--draft", "/nowhere"], "--draft: "),
     ],
@@ -34,6 +37,12 @@ def test_what_cannot_be_measured_is_refused(given: list[str], what: str, capsys:
     with pytest.raises(SystemExit):
         parsed(given)
     assert what in capsys.readouterr().err
+
+
+def test_rates_are_divided_by_those_of_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--peers", "none", "--over", "vLLM"])
+    assert "--over: vLLM is none of specdec plain, specdec lookahead" in capsys.readouterr().err
 
 
 def test_a_target_of_ones_own_has_no_draft_unless_given(tmp_path: Path) -> None:

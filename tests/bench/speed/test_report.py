@@ -11,6 +11,7 @@ from bench.report import CUT_OFF, publish
 from bench.speed.measurements import ratios
 from bench.speed.report import differences, plot, table
 from bench.systems.specdec import PLAIN
+from bench.systems.vllm_verifier import SERVED
 from tests.bench.speed.reports import TWO_ROUNDS, measurement, report
 
 
@@ -39,6 +40,12 @@ def test_the_table_tells_rates_standings_and_what_is_missing() -> None:
     assert "Not measured: vllm none: too large" in said
 
 
+def test_rates_are_divided_by_those_of_the_configuration_that_was_asked_for() -> None:
+    said = table(report(*TWO_ROUNDS) | {"over": "vLLM"})
+    assert "| vLLM n-gram | 110 (1.25) |" in said  # 120 / 80 and 100 / 100
+    assert "(over vLLM, within a round)" in said
+
+
 def test_a_pause_that_is_rare_is_seen_in_the_last_percent() -> None:
     said = table(report(measurement("vLLM", 1.0, pauses=[0.01] * 90 + [0.5] * 10)))
     assert "| vLLM | 200.0 | 10.0 | 500.0 |" in said
@@ -53,6 +60,10 @@ def test_texts_are_compared_load_by_load() -> None:
         measurement("specdec lookahead", 1.0, round=2, text=9),
     ]
     assert differences(report(*same, *other)).endswith("compared in 2 loads, different in 1.")
+    served = [measurement(SERVED, 1.0, text=4), measurement(f"{SERVED}, drafted", 1.0, text=4)]
+    said = differences(report(*same, *served))  # another engine has other texts
+    assert f"Texts of {SERVED}, {SERVED}, drafted (exact" in said
+    assert said.count("compared in 1 loads, different in 0.") == 2
 
 
 def test_the_plot_is_drawn(tmp_path: Path) -> None:
