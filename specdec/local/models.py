@@ -22,7 +22,7 @@ class Models(NamedTuple):
         """Return what to serve. `draft` may be "none"; that is the default if `target` or `local_draft` is given, since
         the demo's draft fits no other target than the demo's."""
         if target is None and not (DEMO / "target" / "config.json").is_file():
-            raise LocalError("this installation has no demo pair: give --target")
+            raise LocalError("this installation has no demo pair: give --target, such as demo/target of a checkout")
         default = None if target or local_draft else DEMO / "draft"
         return cls(
             target or DEMO / "target", None if draft == "none" else Path(draft) if draft else default, local_draft
