@@ -190,9 +190,8 @@ def main(
         }
 
     def load(directory: ModelDirectory, ranks: Ranks | None) -> Engine:
-        return load_engine(
-            engine, directory, exact=exact, compiled=compile, ranks=ranks, vllm_options=for_vllm, **options(ranks)
-        )
+        of_vllm: dict[str, Any] = {"vllm_options": for_vllm, "sessions": max_sessions}
+        return load_engine(engine, directory, exact=exact, compiled=compile, ranks=ranks, **of_vllm, **options(ranks))
 
     def checked(share: float = 1.0) -> list[ModelDirectory]:
         placement = Placement(engine, dtype, device, kv_tokens, share, compile)

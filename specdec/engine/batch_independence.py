@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,16 +40,17 @@ class Places(NamedTuple):
     candidates: Slots  # of the text's end as candidates
 
 
-def rows_are_independent(engine: Engine) -> bool:
+def rows_are_independent(engine: Engine, most_texts: int | None = None) -> bool:
     """Return whether a text gives the same logits, bit for bit, in all kinds of batch and with every number of threads.
 
     The text is computed as one prompt, token by token beside other texts, with its end as candidates (in other slots,
-    where the engine takes side branches), and beside many other rows; attention and all layers are included. Uses the
-    first slots of the KV cache.
+    where the engine takes side branches), and beside many other rows, of as many texts as a batch may have; attention
+    and all layers are included. Uses the first slots of the KV cache.
     """
+    crowds = CROWDS if most_texts is None else [min(others, most_texts - 1) for others in CROWDS]
     found = set()
     for _ in _thread_counts(engine):
-        logits = _logits_in_any_batch(engine)
+        logits = _logits_in_any_batch(engine, crowds)
         if logits is None:
             return False
         found.add(logits.tobytes())
@@ -127,7 +128,7 @@ def _thread_counts(engine: Engine) -> Iterator[None]:
         yield
 
 
-def _logits_in_any_batch(engine: Engine) -> NDArray[np.float32] | None:
+def _logits_in_any_batch(engine: Engine, crowds: Sequence[int]) -> NDArray[np.float32] | None:
     """Return the logits of a text; None unless they are the same in all batches that are tried."""
     length = TEXT
     text = _text(engine)
@@ -165,7 +166,7 @@ def _logits_in_any_batch(engine: Engine) -> NDArray[np.float32] | None:
     if not np.array_equal(logits(packer, AT_ONCE), whole[start:]):
         return None
 
-    for others in CROWDS:  # so many rows that torch shares the work on a tensor among threads, cut at various places
+    for others in crowds:  # so many rows that torch shares the work on a tensor among threads, cut at various places
         packer = engine.packer()
         for _ in range(others):
             _add_stranger(packer, strangers[0])

@@ -38,8 +38,8 @@ class VllmPod:
 
     def threads_of_parts(self) -> list[int]:
         """The OpenMP threads that processes of vLLM's are told to have."""
-        number = self._process.pid
-        started = Path(f"/proc/{number}/task/{number}/children").read_text().split()
+        threads = Path(f"/proc/{self._process.pid}/task").glob("*/children")  # any of them may have started some
+        started = [each for listed in threads for each in listed.read_text().split()]
         workers = [Path("/proc", each) for each in started if "VLLM" in Path("/proc", each, "cmdline").read_text()]
         told = [re.search(r"\0OMP_NUM_THREADS=(\d+)\0", (each / "environ").read_text()) for each in workers]
         return [int(found[1]) for found in told if found]

@@ -34,15 +34,17 @@ def load_engine(
     cuda_graphs: bool = True,
     ranks: Ranks | None = None,
     vllm_options: Mapping[str, Any] | None = None,
+    sessions: int | None = None,
     promised: int = 0,
 ) -> Engine:
     """Load a model into an engine; ModelDirectoryError or UnsupportedModelError says in one line why it cannot be.
 
     An engine on the CPU computes with each of `threads`, thread counts with the largest first. `dtype_of` says what
     "auto" means. Without `cuda_graphs` the engine for GPUs launches its kernels one by one; to other engines it means
-    nothing. `vllm_options` are for vLLM alone. `promised` bytes of a CPU's memory belong to another engine of this
-    process, whose KV memory is lazy (`LazyMemory`). With `ranks`, return this rank's part of a parallel engine: on rank
-    0 it is used like any other engine, elsewhere it is a `FollowingEngine`."""
+    nothing. `vllm_options` are for vLLM alone, and so is how many `sessions` a step may have. `promised` bytes of a
+    CPU's memory belong to another engine of this process, whose KV memory is lazy (`LazyMemory`). With `ranks`, return
+    this rank's part of a parallel engine: on rank 0 it is used like any other engine, elsewhere it is a
+    `FollowingEngine`."""
     placement = Placement(kind, dtype, device, compiled=compiled)
     dtype = dtype_of(directory, placement)
     if ranks is not None:
@@ -66,7 +68,9 @@ def load_engine(
     if kind == "vllm":
         from specdec.engine.vllm.engine import vllm_engine
 
-        own = {"threads": max(threads), "compiled": compiled, "cuda_graphs": cuda_graphs}
+        own: dict[str, Any] = {"threads": max(threads), "compiled": compiled, "cuda_graphs": cuda_graphs}
+        if sessions is not None:
+            own["sessions"] = sessions
         return vllm_engine(directory, device=device, options=vllm_options or {}, **own, **options)
     if ranks is not None:
         return _part(ranks, kind, directory, device, threads=threads, **options)

@@ -35,7 +35,7 @@ from specdec.engine.preflight.vllm_version import check_build, check_vllm
 from specdec.engine.start_phases import phase
 from specdec.engine.unsupported import UnsupportedModelError
 from specdec.engine.vllm.layout import BlockPacker
-from specdec.engine.vllm.options import MOST_ROWS, MOST_SEQUENCES, check_options
+from specdec.engine.vllm.options import LEAST_SEQUENCES, MOST_ROWS, MOST_SEQUENCES, check_options
 from specdec.exit_status import ExitStatus
 
 log = structlog.get_logger()
@@ -58,7 +58,8 @@ LONG_TEXT = 1024
 class VllmEngine:
     """A model in vLLM, and its KV cache.
 
-    `capacity` is in slots; None takes as many as memory has room for. On CPUs it computes with `threads` threads.
+    `capacity` is in slots; None takes as many as memory has room for. A pass has rows of `sessions` texts at most. On
+    CPUs it computes with `threads` threads.
     `compiled` has torch compile the layers on CPUs; without `cuda_graphs` a GPU's kernels are launched one by one.
     `options` are vLLM's own (`vllm.EngineArgs`), such as tensor_parallel_size. `exact` asks for the check whether rows
     depend on their batch; the attribute of this name says whether it found that they do not.
@@ -78,6 +79,7 @@ class VllmEngine:
         exact: bool = True,
         compiled: bool = False,
         cuda_graphs: bool = True,
+        sessions: int = MOST_SEQUENCES,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         check_vllm()
@@ -100,16 +102,17 @@ class VllmEngine:
         self._compute_here()
         memory = memory_options(directory, capacity, dtype, device, options)
         parts = options.get("tensor_parallel_size", 1)
+        sequences = max(LEAST_SEQUENCES, sessions)
         of_parts = {"OMP_NUM_THREADS": str(max(1, threads // parts))} if device == "cpu" and parts > 1 else {}
         with phase("weights"), environment(of_parts):
-            self._call = _started(
+            self._start = _started(
                 model=str(directory.path),
                 dtype=dtype,
                 load_format="safetensors",
                 skip_tokenizer_init=True,
                 block_size=BLOCK,
                 max_num_batched_tokens=MOST_ROWS,
-                max_num_seqs=MOST_SEQUENCES,
+                max_num_seqs=sequences,
                 enable_prefix_caching=False,
                 disable_hybrid_kv_cache_manager=True,
                 async_scheduling=False,
@@ -128,7 +131,9 @@ class VllmEngine:
         self._has_tokens_apart = self._keeps_tokens_apart()
         with phase("exactness"):
             long = min(LONG_TEXT, self.longest_text, self.capacity // 2 - BLOCK)
-            self.exact = exact and rows_are_independent(self) and long_rows_are_independent(self, long)
+            self.exact = (
+                exact and rows_are_independent(self, most_texts=sequences) and long_rows_are_independent(self, long)
+            )
         layers = "compiled" if compiled else "layers"
         where = [layers, f"{threads}-threads"] if device == "cpu" else ["graphs" if cuda_graphs else "layers"]
         self.numerics = "/".join(
@@ -139,6 +144,7 @@ class VllmEngine:
                 dtype,
                 attention,
                 *([json.dumps(options, sort_keys=True)] if options else []),  # any may change how it computes
+                *_variables(),
                 *where,
                 "exact" if self.exact else "fast",
             )
@@ -149,7 +155,7 @@ class VllmEngine:
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         self._compute_here()
-        self._call("specdec_step", batch, {})
+        self._call("specdec_step", batch)
         logits: NDArray[np.float32] = self._call("specdec_logits")
         return logits
 
@@ -182,6 +188,9 @@ class VllmEngine:
         self._call("specdec_clear", BLOCK + np.arange(BLOCK))
         return found == [5]
 
+    def _call(self, method: str, *given: Any) -> Any:
+        return self._start(method, *given)()
+
     def _compute_here(self) -> None:
         """Have the calling thread compute with the engine's number of threads."""
         if self._thread != threading.get_ident():
@@ -193,10 +202,14 @@ class SamplingVllmEngine(VllmEngine):
     """The engine where logits are on a GPU or in another process: they stay there, and tokens come back."""
 
     def step(self, batch: PackedBatch, asked: Callable[[], Mapping[int, SamplingQuery]]) -> WorkerLogits:
-        """Run a forward pass and return its wanted rows, as `GpuSampling` has it. The queries go with the batch."""
+        """Run a forward pass and return its wanted rows, as `GpuSampling` has it. The device computes, or the processes
+        with the parts of the model do, while the queries are worked out."""
         self._compute_here()
+        passed = self._start("specdec_step", batch)
         queries = asked()
-        return WorkerLogits(self._call, queries, self._call("specdec_step", batch, queries))
+        chosen = self._start("specdec_choose", list(queries), list(queries.values()))
+        passed()
+        return WorkerLogits(self._call, queries, chosen())
 
 
 class WorkerLogits:
@@ -246,9 +259,21 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _started(**arguments: Any) -> Callable[..., Any]:
-    """Start vLLM with these engine arguments. Return the function that calls a method of all workers, and returns what
-    the one says that has the logits."""
+def _variables() -> list[str]:
+    """Return vLLM's environment variables that somebody has set, but for those that change nothing that is computed."""
+    from vllm import envs
+
+    set_by_others = sorted(envs.compile_factors().keys() & os.environ.keys() - ENVIRONMENT.keys())
+    return [f"{name}={os.environ[name]}" for name in set_by_others if name.startswith("VLLM_")]
+
+
+Start = Callable[..., Callable[[], Any]]
+"""A function that starts a method of all workers, and returns another, which waits until it is done and returns what
+the worker says that has the logits."""
+
+
+def _started(**arguments: Any) -> Start:
+    """Start vLLM with these engine arguments, and return the function that calls its workers."""
     from vllm import EngineArgs, envs
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.abstract import Executor
@@ -261,33 +286,43 @@ def _started(**arguments: Any) -> Callable[..., Any]:
     atexit.register(core.shutdown)
     call_all: Callable[..., Any] = core.model_executor.collective_rpc
 
-    def call_one(method: str, *given: Any) -> Any:
-        (answer,) = call_all(method, args=given)
-        return answer
+    def start_one(method: str, *given: Any) -> Callable[[], Any]:
+        answers = call_all(method, args=given, non_block=True)
+        return lambda: answers.result()[0]
 
-    def call(method: str, *given: Any) -> Any:
-        try:
-            # If all answered, what others say would lie in their queues after a failure of the first one, and be taken
-            # for answers to the next call.
-            return call_all(method, envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, given, unique_reply_rank=0)
-        except TimeoutError:  # a part that failed alone leaves the others waiting for it, for ever
-            _lost()
+    def start(method: str, *given: Any) -> Callable[[], Any]:
+        # If all answered, what others say would lie in their queues after a failure of the first one, and be taken for
+        # answers to the next call.
+        seconds = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        answer = call_all(method, seconds, given, non_block=True, unique_reply_rank=0)
 
-    return call_one if config.parallel_config.world_size == 1 else call
+        def wait() -> Any:
+            try:
+                return answer.result()
+            except Exception:
+                # Parts compute together. Where one has failed, the others may have gone on, or wait for it for ever:
+                # the next pass would add up what does not belong together.
+                _lost()
+
+        return wait
+
+    return start_one if config.parallel_config.world_size == 1 else start
 
 
 def _lost() -> NoReturn:
-    """End the process, of which a worker has died or hangs: the model is in parts, and nothing brings one back."""
-    log.critical("vllm_worker_lost")
+    """End the process, of which a worker has failed, died or hangs: nothing brings a part of a model back."""
+    log.critical("vllm_worker_lost", exc_info=True)
     os._exit(ExitStatus.INTERNAL)
 
 
 def reason_of(error: Exception) -> str:
     """Return what an error of vLLM's says, in one line. A failed check of its configuration says it in its third. To
-    what it says of memory for keys and values, add which option of ours that is."""
+    what it says of memory, add which options of ours that is."""
     lines = str(error).splitlines() or [type(error).__name__]
     told = lines[2] if "validation error" in lines[0] and len(lines) > 2 else lines[0]
     told = told.strip().partition(" [type=")[0].removeprefix("Value error, ")
+    if "out of memory" in told.lower():
+        return f"{told.partition('. ')[0].rstrip('.')}: say --kv-tokens, or fewer; --no-cuda-graphs takes less as well"
     return f"{told.rstrip('.')}, or say fewer --kv-tokens" if "kv cache" in told.lower() else told
 
 
@@ -304,6 +339,9 @@ def memory_options(
         return {"max_model_len": -1}
     blocks = capacity // BLOCK
     found = {"num_gpu_blocks_override": blocks, "max_model_len": min(directory.context, (blocks - 1) * BLOCK)}
-    if device == "cpu" and slot:
-        found["kv_cache_memory_bytes"] = blocks * BLOCK * slot // options.get("tensor_parallel_size", 1)
+    if slot:
+        # Without it vLLM would try out graphs on a GPU first, with another KV cache of up to 32,768 tokens. A part of a
+        # model may have all keys, or only its own: on a CPU what is said here is taken, on a GPU blocks are counted.
+        parts = options.get("tensor_parallel_size", 1) if device == "cpu" else 1
+        found["kv_cache_memory_bytes"] = blocks * BLOCK * slot // parts
     return found

@@ -10,7 +10,10 @@ from specdec.engine.unsupported import UnsupportedModelError
 
 MOST_ROWS = 4096
 MOST_SEQUENCES = 1024
-"""Rows and sequences of one pass for which vLLM sets buffers aside."""
+"""Rows of one pass for which vLLM sets buffers aside, and the most sequences."""
+
+LEAST_SEQUENCES = 256
+"""Sequences for which it sets some aside in any case: the verifier measures steps of as many texts."""
 
 MOST_STEP_ROWS = 2048
 """Rows up to which prompts may fill a step: roots of all sessions and their candidates come on top."""

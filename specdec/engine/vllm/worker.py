@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from vllm.config import CUDAGraphMode
 from vllm.distributed import get_tp_group
 from vllm.forward_context import set_forward_context
+from vllm.utils.torch_utils import current_stream
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 from specdec.decoding.choice import Tokens
@@ -33,8 +35,24 @@ from specdec.engine.kv.slots import Slots
 from specdec.engine.vllm.fit import rope_factors, why_unfit
 from specdec.engine.vllm.layout import BlockBatch
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 Chosen = tuple[Tokens, NDArray[np.bool_]]
 """Tokens, and which of their rows are sound, as `StepLogits.choose` returns them."""
+
+
+def on_the_stream(method: Method) -> Method:
+    """Have a method compute in inference mode, and on a GPU on the stream on which vLLM has loaded the model. Another
+    thread runs the passes, where vLLM would make a new stream: with memory of its own, and without the workspaces of
+    quantised layers."""
+
+    @torch.inference_mode()
+    @wraps(method)
+    def run(self: Passes, *given: Any) -> Any:
+        if self.model_runner.device.type == "cuda":
+            torch.cuda.set_stream(self._specdec_stream)
+        return method(self, *given)
+
+    return cast("Method", run)
 
 
 class Passes:
@@ -42,11 +60,13 @@ class Passes:
     once. The one of rank 0 has the logits, and answers; the others return None."""
 
     model_runner: Any
+    _specdec_stream: Any  # of the thread that has loaded the model
 
     def specdec_describe(self) -> tuple[int, int, int, str] | str:
         """Return the tokens in a block of vLLM's, the blocks that there are, the tokens of the longest text, and how
         attention is computed, for the numerics; or why the model cannot be run."""
         _outlive_signals()
+        self._specdec_stream = current_stream()
         runner = self.model_runner
         if (why := why_unfit(runner)) is not None:
             return why
@@ -54,22 +74,20 @@ class Passes:
         config = runner.kv_cache_config
         return runner.cache_config.block_size, config.num_blocks, runner.max_model_len, "/".join(attention)
 
-    @torch.inference_mode()
-    def specdec_step(self, batch: BlockBatch, asked: Mapping[int, SamplingQuery]) -> Chosen | None:
-        """Run a forward pass, keep its logits until the next one, and answer the sampling queries in `asked`, by the
-        index of their row among the wanted ones, in their order."""
+    @on_the_stream
+    def specdec_step(self, batch: BlockBatch) -> None:
+        """Run a forward pass, and keep its logits until the next one. A GPU may still compute them."""
         logits = _logits(self.model_runner, batch)
         if logits is None or get_tp_group().rank_in_group:
-            return None
+            return
         self._specdec_logits = logits.float()
         self._specdec_rows: StepLogits
         if logits.device.type == "cpu":
             self._specdec_rows = HostLogits(self._specdec_logits.numpy())
         else:
-            self._specdec_rows = GpuLogits(self._specdec_logits, asked)
-        return self.specdec_choose(list(asked), list(asked.values()))
+            self._specdec_rows = GpuLogits(self._specdec_logits, {})
 
-    @torch.inference_mode()
+    @on_the_stream
     def specdec_choose(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> Chosen | None:
         """Answer sampling queries from the last pass's logits."""
         if get_tp_group().rank_in_group:
@@ -78,17 +96,17 @@ class Passes:
             return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.bool_)
         return self._specdec_rows.choose(rows, queries)
 
-    @torch.inference_mode()
+    @on_the_stream
     def specdec_logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[Logprobs] | None:
         """Return log-probabilities from the last pass's logits."""
         return None if get_tp_group().rank_in_group else self._specdec_rows.logprobs(rows, tokens, tops)
 
-    @torch.inference_mode()
+    @on_the_stream
     def specdec_logits(self) -> NDArray[np.float32] | None:
         """Return the last pass's logits [n, vocabulary]."""
         return None if get_tp_group().rank_in_group else np.asarray(self._specdec_logits.cpu().numpy())
 
-    @torch.inference_mode()
+    @on_the_stream
     def specdec_copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy keys and values from block to block."""
         runner = self.model_runner
@@ -97,7 +115,7 @@ class Passes:
             runner.kv_caches, runner.kv_cache_config.num_blocks, list(zip(sources, targets, strict=True))
         )
 
-    @torch.inference_mode()
+    @on_the_stream
     def specdec_clear(self, slots: Slots) -> None:
         """Overwrite keys and values with zeros, those of whole blocks or of single tokens."""
         for cache in self.model_runner.kv_caches:  # [blocks, heads, tokens, numbers]
@@ -105,7 +123,7 @@ class Passes:
             blocks, tokens = (torch.from_numpy(each).to(cache.device) for each in places)
             cache[blocks, :, tokens] = 0
 
-    @torch.inference_mode()
+    @on_the_stream
     def specdec_written(self, block: int) -> list[int]:
         """Return the tokens of a block that have keys or values other than zeros, in any layer."""
         found: set[int] = set()

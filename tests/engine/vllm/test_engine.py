@@ -15,7 +15,9 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import BYTES
 from specdec.engine.unsupported import UnsupportedModelError
 from specdec.engine.vllm.engine import environment, memory_options, reason_of
+from specdec.engine.vllm.options import LEAST_SEQUENCES
 from tests.models import CONTEXT, make
+from verifier_service.costs.step_latency import MEASURED_ROWS
 
 
 def test_processes_that_are_started_have_variables_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +45,25 @@ def test_memory_is_left_for_the_weights(tmp_path: Path) -> None:
     assert memory_options(directory, 16 * BLOCK, "float32", "cpu", {})["num_gpu_blocks_override"] == 16
 
 
+def test_a_gpu_whose_blocks_are_counted_is_not_profiled(tmp_path: Path) -> None:
+    """vLLM would try graphs out with another KV cache, of up to 32,768 tokens."""
+    directory = ModelDirectory(make("llama", tmp_path))
+    parts = {"tensor_parallel_size": 2}
+    on_cpus = memory_options(directory, 16 * BLOCK, "float32", "cpu", parts)
+    on_gpus = memory_options(directory, 16 * BLOCK, "float32", "cuda", parts)
+    assert on_gpus["kv_cache_memory_bytes"] == 2 * on_cpus["kv_cache_memory_bytes"]  # parts may all have the same keys
+    assert memory_options(directory, None, "float32", "cuda", {}) == {"max_model_len": -1}
+
+
+def test_buffers_are_enough_for_what_is_measured_at_start() -> None:
+    assert LEAST_SEQUENCES >= MEASURED_ROWS[-1]
+
+
 def test_what_vllm_says_of_memory_names_our_option() -> None:
+    out = "CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 39.38 GiB"
+    assert reason_of(RuntimeError(out)) == (
+        "CUDA out of memory: say --kv-tokens, or fewer; --no-cuda-graphs takes less as well"
+    )
     told = "Available memory on node 0 (1/2 GiB) on kv cache allocation is less than requested memory for kv (3 GiB)."
     assert reason_of(ValueError(told)) == f"{told[:-1]}, or say fewer --kv-tokens"
     assert reason_of(ValueError("it is broken.\nIn many lines")) == "it is broken."
