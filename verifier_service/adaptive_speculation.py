@@ -39,14 +39,14 @@ class AdaptiveSpeculation:
         self.proposers = proposers
         self._threads = threads
 
-    def outlook(self, session: Session, sessions: int, price: float) -> tuple[bool, float]:
+    def outlook(self, session: Session, sessions: int) -> tuple[bool, float]:
         """Return (True if candidates of a remote draft are wanted, the break-even probability) for a new session.
 
-        It is an estimate before the session's first step, with `sessions` sessions that are all like it; `price` is the
-        break-even probability of late. Changes nothing: any thread may ask."""
+        It is an estimate before the session's first step, with `sessions` sessions that are all like it. Changes
+        nothing: any thread may ask."""
         # Until its prompt is computed the session gets no draft that would take threads from that.
         if self._threads.yields or not self.eligibility.would_draft(session, sessions):
-            return False, price
+            return False, self.eligibility.price
         price = min(1.0, select_candidates([], self._threads.latency, sessions, 0).price)
         return price < 1.0, price
 
@@ -65,9 +65,9 @@ class AdaptiveSpeculation:
             self.controller.select(batch, time.monotonic())
         return batch
 
-    def propose(self, phase: Phase, sessions: Sequence[Session], price: float) -> ProposalStats:
+    def propose(self, phase: Phase, sessions: Sequence[Session]) -> ProposalStats:
         """Let the proposers of a phase add candidates for the coming step."""
-        step = ComingStep(sessions, self.eligibility, self._threads.latency, price)
+        step = ComingStep(sessions, self.eligibility, self._threads.latency, self.eligibility.price)
         seconds, count = NO_PROPOSALS
         for proposer in self.proposers:
             if proposer.phase is phase:

@@ -104,7 +104,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         )
         eligibility = self._speculation.eligibility
         self._planner = Planner(self._queue, self._threads, eligibility, tree_slots, step_rows, prefill_rows, tuning)
-        self._publisher = CommitPublisher(self._queue, self._planner, eligibility, tuning.commits)
+        self._publisher = CommitPublisher(self._queue, eligibility, tuning.commits)
         self._delay = StepDelay()
         self._last_step = 0.0  # when the last step ended
         self._idle = True  # there has been nothing to do since then
@@ -130,7 +130,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         return Session(request, policy, max_nodes, vocabulary, self._tuning, chains_only=self.chains_only)
 
     def drafting_outlook(self, session: Session, sessions: int) -> tuple[bool, float]:
-        return self._speculation.outlook(session, sessions, self._planner.price)
+        return self._speculation.outlook(session, sessions)
 
     # --- actions: called in the loop's thread -------------------------------------------------------
 
@@ -169,13 +169,13 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self._speculation.share_threads(self._queue.running)
         batch = None if on_trial else self._speculation.select(sessions)
         begin = time.monotonic()
-        self._speculation.propose(Phase.BEFORE_DELAY, sessions, self._planner.price)
+        self._speculation.propose(Phase.BEFORE_DELAY, sessions)
         self._looked_up += time.monotonic() - begin
         if (delay := self._seconds_to_wait(sessions)) is not None:
             return delay
         self.stats.step_begun, self.stats.step_expected = time.monotonic(), 0.0
         waited = self._delay.end(self.stats.step_begun)
-        proposed = self._speculation.propose(Phase.AFTER_DELAY, sessions, self._planner.price)
+        proposed = self._speculation.propose(Phase.AFTER_DELAY, sessions)
         kept = self._queue.reserve_texts(ready)
         if kept:
             self._run_step(kept, batch, proposed, waited)
@@ -198,7 +198,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self._threads.choose(drafting=any(drafted), now=now)
         if not any(drafted):
             return None
-        latency, price = self._threads.latency, self._planner.price
+        latency, price = self._threads.latency, self._speculation.eligibility.price
         return self._delay.seconds(sessions, drafted, now, last_step=self._last_step, latency=latency, price=price)
 
     def _run_step(
@@ -210,10 +210,12 @@ class StepLoop(EngineWorker[Session], SessionBackend):
             self.stats.mode = self._speculation.controller.mode.value
         plan = self._planner.plan(self._engine.packer(), ready, proposed.seconds)
         self.stats.step_expected = plan.expected
+        self._publisher.send_overdue(plan.sitting_out, after=plan.expected)
 
         # 2. Run one forward pass, and verify all trees.
         try:
             verified = VerifiedStep(plan.entries, plan.packer, self._forward)
+            verified.add_logprobs()
             observe_windows(verified.verifications, verified.logits)
         except Exception as error:  # nothing of the step counts; its sessions are tried again
             self._probe.pass_failed(plan.slots)
@@ -224,7 +226,6 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         for entry, _ in plan.entries:
             self._retry.forget(entry.session)
         self._queue.copy_rows(verified.kv_copies)
-        verified.add_logprobs()
         begin = start - proposed.seconds if self._idle else self._last_step
         end = self._last_step = time.monotonic()
         self._idle = False
@@ -247,7 +248,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
             if entry.computing_prompt:
                 entry.computing_prompt = False
                 entry.timeline.event("prompt_computed")
-        self._publisher.publish(results, seconds, plan.sitting_out)
+        self._publisher.publish(results, seconds)
         self._queue.got_tokens(results)
         for entry, result in results:
             entry.awaiting_draft = self._speculation.eligibility.uses_remote_draft(entry.session)
@@ -279,11 +280,13 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self._quarantine(entry, error)
 
     def end_sessions(self, error: Exception) -> None:
-        for entry in self._queue.all:
+        entries = self._queue.all
+        for entry in entries:
             self._publisher.send_pending(entry)
+            entry.responses.send(error)
+        for entry in entries:  # once all are told: what is to be wiped may fail on such an engine
             self._queue.remove(entry.session)
             self._forget(entry.session)
-            entry.responses.send(error)
         self.pool.forget_prefixes()
         self._probe.sessions_ended()
 

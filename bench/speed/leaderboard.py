@@ -16,6 +16,7 @@ from bench.arguments import parser_of
 from bench.report import Report, markdown_table
 from bench.speed.measurements import columns, configurations, found, ratios, streams_label
 from bench.systems.specdec import NAME
+from bench.systems.vllm_verifier import is_of_both
 
 
 def lead(report: Report, temperature: float, streams: int, system: str = "") -> str:
@@ -24,7 +25,7 @@ def lead(report: Report, temperature: float, streams: int, system: str = "") -> 
 
     def best(ours: bool) -> tuple[str, list[Report]]:
         """Return the configuration with the best median rate over kinds."""
-        names = [each for each in configurations(report) if each.startswith(NAME) is ours]
+        names = [each for each in _alone(report) if each.startswith(NAME) is ours]
         candidates = {
             name: found(report, configuration=name, temperature=temperature, streams=streams)
             for name in names
@@ -42,9 +43,14 @@ def lead(report: Report, temperature: float, streams: int, system: str = "") -> 
     return f"{statistics.median(shared):.2f} ({mine.removeprefix(NAME + ' ')} over {name})" if shared else "-"
 
 
+def _alone(report: Report) -> list[str]:
+    """Return the configurations of one system each."""
+    return [name for name in configurations(report) if not is_of_both(name)]
+
+
 def leads(report: Report, temperature: float) -> list[str]:
     """Return the table of one report, with a row for each other system, as Markdown lines."""
-    systems = list(dict.fromkeys(name.split()[0] for name in configurations(report) if not name.startswith(NAME)))
+    systems = list(dict.fromkeys(name.split()[0] for name in _alone(report) if not name.startswith(NAME)))
     counts = list(dict.fromkeys(streams for _, streams in columns(report)))
     rows = ((system, [lead(report, temperature, count, system) for count in counts]) for system in systems)
     return markdown_table("", map(streams_label, counts), rows)

@@ -24,6 +24,12 @@ from specdec.local.child import Child, stop
 
 SERVED = "vLLM served by specdec"
 """The words that the names of its configurations begin with."""
+REMOTE = "vLLM remote draft"
+
+
+def is_of_both(name: str) -> bool:
+    """Return whether a configuration is one of specdec and vLLM together, and neither's alone."""
+    return name.startswith((SERVED, REMOTE))
 
 
 def launches(setup: Setup, python: str) -> list[Launch]:
@@ -32,10 +38,13 @@ def launches(setup: Setup, python: str) -> list[Launch]:
     start = partial(Specdec.start, setup, verifier_options=("--engine", "vllm", "--compile"), programs=programs)
     found = [Launch(SERVED, start, (Configuration(SERVED, "off"),))]
     if setup.draft is not None:
-        drafted = Configuration(f"{SERVED}, drafted", "draft", adaptive=True)
+        drafted = (
+            Configuration(f"{SERVED}, drafted", "draft", adaptive=True),
+            Configuration(f"{SERVED}, drafted + n-gram", "auto", adaptive=True),
+        )
         found += [
-            Launch(f"{SERVED}, draft service", partial(start, setup.draft), (drafted,)),
-            Launch("vLLM remote draft", partial(_remote, setup, python), (Configuration("vLLM remote draft"),)),
+            Launch(f"{SERVED}, draft service", partial(start, setup.draft), drafted),
+            Launch(REMOTE, partial(_remote, setup, python), (Configuration(REMOTE),)),
         ]
     return found
 

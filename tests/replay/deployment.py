@@ -190,7 +190,7 @@ class Deployment:
             self._line(
                 f"step at={moment - 1000:.6f} mode={self._steps._speculation.controller.mode.value.replace('_', '-')} "
                 f"rows={self._target.rows - rows} candidates={load.drafted - candidates} "
-                f"price={self._steps._planner.price:.5f} preempted={load.preemptions - preempted}"
+                f"price={self._steps._speculation.eligibility.price:.5f} preempted={load.preemptions - preempted}"
             )
         elif wait is None or wait > 0:
             self._clock.now += min(IDLE_SECONDS, IDLE_SECONDS if wait is None else wait) + 1e-9

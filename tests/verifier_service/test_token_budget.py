@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.tree import Node, Paths, TokenTree
-from tests.verifier_service.fakes import FREE, FixedLatency
+from tests.verifier_service.fakes import FREE, FixedLatency, TextEngine, run, step_loop
+from tests.verifier_service.step_loop.helpers import client, turns
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.costs.token_budget import WindowCosts, select_candidates
 from verifier_service.scheduling.prefill import (
@@ -221,6 +222,18 @@ class TestPrefillChunks:
                 (1.0 + TUNING.max_decode_slowdown * readers) * latency.of(decoding), TUNING.slice_seconds * readers
             )
             assert slowdown * latency.of(decoding + total) <= stretched * (1 + 1e-9)
+
+    def test_prompts_teach_nothing_of_what_a_step_of_short_texts_takes(self) -> None:
+        """Rows deep in a long prompt take longer, and the bound on their steps would grow with what it is to bound."""
+        latency = StepLatency((1, 512), [1.0, 512.0])
+        loop = step_loop(TextEngine(20), latency=latency, step_rows=64)
+        reader = client(loop, 900, 1, 5)
+        while reader.session.remaining_prompt:
+            assert latency.of(1) == 1.0
+            turns(loop, 1)
+        turns(loop, 2)
+        assert latency.of(1) < 1.0
+        run(loop, reader)
 
     def test_the_prefill_slowdown_is_learned_and_forgotten(self) -> None:
         slowdown = PrefillSlowdown()

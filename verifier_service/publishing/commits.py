@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from specdec.serving.response_queue import ResponseQueue
 from verifier_service.backend.result import StepTimes, VerifyResult
-from verifier_service.scheduling.planner import Planner
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.settings.tuning import CommitTuning
@@ -27,35 +26,23 @@ class StepSeconds(NamedTuple):
 class CommitPublisher:
     """Sends commits to the response queues of sessions."""
 
-    def __init__(self, queue: RunQueue, planner: Planner, eligibility: Eligibility, tuning: CommitTuning) -> None:
+    def __init__(self, queue: RunQueue, eligibility: Eligibility, tuning: CommitTuning) -> None:
         self._queue = queue
-        self._planner = planner
         self._eligibility = eligibility
         self._tuning = tuning
         self._drafted = 0  # running sessions that use a remote draft
 
-    def publish(
-        self,
-        results: Sequence[tuple[RunningSession, VerifyResult]],
-        seconds: StepSeconds,
-        sitting_out: Sequence[RunningSession] = (),
-    ) -> None:
-        """Add a step's results to what is pending, and send what is due, of sessions that sat it out as well."""
-        now = time.monotonic()
+    def send_overdue(self, sitting_out: Sequence[RunningSession], after: float) -> None:
+        """Send what is pending of sessions that sit out a step of `after` seconds, if it is due before that ends."""
+        due = self._due(time.monotonic() + after)
+        pending = [entry for entry in sitting_out if entry.pending_result is not None and due(entry)]
+        ResponseQueue.send_all([self._message(entry, StepSeconds()) for entry in pending])
+
+    def publish(self, results: Sequence[tuple[RunningSession, VerifyResult]], seconds: StepSeconds) -> None:
+        """Add a step's results to what is pending, and send what is due."""
         self._drafted = sum(self._eligibility.uses_remote_draft(entry.session) for entry in self._queue.running)
-        tuning = self._tuning
-        spacing = max(tuning.coalesce_seconds, len(self._queue.running) / tuning.messages_a_second)
-        relaxed = max(tuning.relaxed_coalesce_seconds, spacing)
-
-        def is_due(entry: RunningSession) -> bool:
-            pause = relaxed if entry.session.request.coalesce_commits else spacing
-            return now - entry.last_sent_at >= pause
-
-        messages = [
-            self._message(entry, StepSeconds())
-            for entry in sitting_out
-            if entry.pending_result is not None and is_due(entry)
-        ]
+        is_due = self._due(time.monotonic())
+        messages = []
         for entry, result in results:
             if entry.pending_result is None:
                 entry.pending_result = result
@@ -64,6 +51,19 @@ class CommitPublisher:
             if result.finish or is_due(entry) or self._is_awaited(entry):
                 messages.append(self._message(entry, seconds))
         ResponseQueue.send_all(messages)
+
+    def _due(self, when: float) -> Callable[[RunningSession], bool]:
+        """Return the function that says whether a session's pending result is to be sent at this time, though nobody
+        waits for it."""
+        tuning = self._tuning
+        spacing = max(tuning.coalesce_seconds, len(self._queue.running) / tuning.messages_a_second)
+        relaxed = max(tuning.relaxed_coalesce_seconds, spacing)
+
+        def is_due(entry: RunningSession) -> bool:
+            pause = relaxed if entry.session.request.coalesce_commits else spacing
+            return when - entry.last_sent_at >= pause
+
+        return is_due
 
     def send_pending(self, entry: RunningSession) -> None:
         """Send what is pending of a session at once, outside of any step."""
@@ -79,16 +79,16 @@ class CommitPublisher:
 
     def _message(self, entry: RunningSession, seconds: StepSeconds) -> tuple[ResponseQueue[Any], Callable[[], Any]]:
         """Return a session's response queue and a function that makes the commit of its pending result."""
-        session, price = entry.session, self._planner.price
+        session = entry.session
         cached, session.cached_tokens = session.cached_tokens, 0
-        entry.drafting_wanted = self._eligibility.wants_drafting(session, price)
+        entry.drafting_wanted = self._eligibility.uses_remote_draft(session)
         times = StepTimes(
             *seconds,
             queued=entry.queued,
             cached=cached,
             preemptions=entry.preemptions,
             drafting_wanted=entry.drafting_wanted,
-            min_candidate_probability=price,
+            min_candidate_probability=self._eligibility.price,
             drafted=self._drafted,
             round_trip=session.draft_timing.round_trip,
         )

@@ -37,11 +37,6 @@ class StepPlan:
         return np.asarray(self.packer.slots, dtype=np.int64)
 
     @property
-    def has_prefill(self) -> bool:
-        """True if a prompt goes on after this step."""
-        return any(rows.root_row is None for _, rows in self.entries)
-
-    @property
     def decodes_only(self) -> bool:
         """True if the step has nothing of a prompt, not even the end of one."""
         return all(rows.root_row is not None and rows.count == 1 for _, rows in self.entries)
@@ -50,9 +45,8 @@ class StepPlan:
 class Planner:
     """Fills steps: the roots of sessions that decode, the candidates that pay, lookahead windows, chunks of prompts.
 
-    `price` is the break-even probability: from which on a candidate has paid of late, as a moving average. `tree_slots`
-    are for side branches of token trees. Prompts fill a step up to `step_rows` beside sessions that decode, as far as
-    time allows, and otherwise up to `prefill_rows`.
+    `tree_slots` are for side branches of token trees. Beside sessions that decode, prompts fill a step up to `step_rows`,
+    as far as time allows, and otherwise up to `prefill_rows`.
     """
 
     def __init__(
@@ -65,7 +59,6 @@ class Planner:
         prefill_rows: int,
         tuning: Tuning,
     ) -> None:
-        self.price = 0.0
         self._tuning = tuning
         self._queue = queue
         self._threads = threads
@@ -97,7 +90,7 @@ class Planner:
         offers = [entry.session.candidates() for entry in speculating]
         chosen, price = select_candidates(offers, latency, decoding, len(tree_slots), spent)
         if decoding:
-            self.price += self._tuning.price_smoothing * (min(price, 1.0) - self.price)
+            self._eligibility.observe_price(price, self._tuning.price_smoothing)
         free = len(tree_slots) - sum(map(len, chosen))
         sessions = [entry.session for entry in speculating]
         windows = open_windows(sessions, chosen, decoding, free, latency, self._eligibility)
@@ -116,10 +109,11 @@ class Planner:
         return StepPlan(packer, entries, taken, latency.of(taken), sitting_out)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Learn from how long a step took."""
-        if plan.has_prefill:
+        """Learn from how long a step took. T_v is that of short texts: rows of a long prompt would teach it more."""
+        if plan.decodes_only:
+            self._threads.observe(plan.rows, seconds)
+        else:
             self._prefill_slowdown.observe(self._threads.latency.of(plan.rows), seconds)
-        self._threads.observe(plan.rows, seconds)
 
     def _chunks(
         self, prompts: Sequence[RunningSession], urgent: Set[str], goes_first: bool, decoding: int, rows: int

@@ -70,8 +70,10 @@ class RunQueue:
 
     def remove(self, session: Session, *, wipe: bool = False) -> RunningSession | None:
         """Forget a session and free its memory, whatever state it is in. Return it; None if it is not there."""
-        self._take_memory(session, wipe=wipe)
         found = next((entry for entry in self.all if entry.session is session), None)
+        if found is not None and found.computing_prompt and not found.preemptions:
+            self.shares.got_prompt(found, -session.remaining_prompt)  # only what is computed counts
+        self._take_memory(session, wipe=wipe)
         if found is None:
             return None
         if found in self._waiting:
@@ -196,6 +198,8 @@ class RunQueue:
         """Return how many blocks a session that is being admitted and the running ones will take. Those that would be
         preempted for it count only if they give back more than they take."""
         growth = expected_growth([*(each.session for each in running), entry.session], self.lengths)
+        if all(each.tenant == entry.tenant for each in running):  # none of them gives way to it
+            return growth
         counted = who_counts(running, entry, entry.session.tree.base)
         if len(counted) < len(running):
             growth = min(growth, expected_growth([*(each.session for each in counted), entry.session], self.lengths))

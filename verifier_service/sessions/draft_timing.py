@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from verifier_service.settings.tuning import DEFAULTS, DraftTimingTuning
 
+LONGEST_WAY = 60.0
+"""Seconds of a round trip from which on a draft's word for how long it has known a text is not believed."""
+
 
 @dataclass(frozen=True)
 class WaitEstimate:
@@ -48,7 +51,7 @@ class DraftTiming:
         if begun is None:
             return
         way = at - begun - held
-        if held > 0 and way > 0:
+        if held > 0 and 0 < way < LONGEST_WAY:
             self.round_trip += self._tuning.smoothing * (way - self.round_trip) if self.round_trip else way
         if base in self._last:
             self._gap += self._tuning.smoothing * (at - self._last[base] - self._gap)

@@ -23,28 +23,30 @@ class LocalModel(Protocol):
 
 
 class Eligibility:
-    """Says who uses what. Changes only with the controller's mode, and with `prefilling`."""
+    """Says who uses what. Changes only with the controller's mode, with `prefilling` and with the `price`: from which
+    probability on a candidate has paid of late, as a moving average."""
 
     def __init__(self, controller: SpeculationController, local_model: LocalModel | None) -> None:
         self.prefilling = False  # prompts use the CPU cores that drafts would take
+        self.price = 0.0
         self._controller = controller
         self._local_model = local_model
 
+    def observe_price(self, price: float, smoothing: float) -> None:
+        """Learn from which probability on a candidate would have paid in a step; `smoothing` is that step's weight."""
+        self.price += smoothing * (min(price, 1.0) - self.price)
+
     def uses_remote_draft(self, session: Session) -> bool:
-        """Return True if the session uses candidates of its remote draft. CONTRASTIVE always needs them."""
+        """Return True if the session's remote draft is to propose candidates. CONTRASTIVE always needs them."""
         if not session.policy.remote:
             return False
-        return (self._controller.mode is Mode.REMOTE_DRAFT and not self.prefilling) or _insists_on_draft(session)
+        pays = self._controller.mode is Mode.REMOTE_DRAFT and not self.prefilling and self.price < NOTHING_PAYS
+        return pays or _insists_on_draft(session)
 
     def lacks_remote_draft(self, session: Session) -> bool:
         """Return True if the session uses candidates of its remote draft and has none for the next token: that draft is
         late. CONTRASTIVE waits for its draft."""
         return not session.needs_draft and self.uses_remote_draft(session) and not session.has_draft_candidates
-
-    def wants_drafting(self, session: Session, price: float) -> bool:
-        """Return True if the session's remote draft is to propose candidates, where the break-even probability is
-        `price`."""
-        return self.uses_remote_draft(session) and (price < NOTHING_PAYS or _insists_on_draft(session))
 
     def uses_proposers(self, session: Session) -> bool:
         """Return True if the session may have candidates of the verifier's own proposers."""

@@ -8,6 +8,7 @@ from specdec.decoding.proposal import Proposal
 from specdec.decoding.query import SamplingQuery
 from specdec.decoding.token_mask import TokenMask
 from specdec.decoding.tree import Node
+from specdec.grammar.grammar import GrammarError
 from specdec.serving.errors import GrammarFailureError
 from verifier_service.backend.result import BONUS, CORRECTION, PLAIN, REMOTE_DRAFT, VerifyResult
 from verifier_service.sessions.session import Session
@@ -36,17 +37,24 @@ class TreeVerification:
         return self._query(self._node, self._path, self.session.allowed(self._path))
 
     def queries(self) -> Iterator[tuple[int, SamplingQuery]]:
-        """Yield every sampling query that the step may lead to, each after its row's index among the results: those of
-        the window, of the root and of all candidates.
+        """Yield the sampling queries that the step may lead to, each after its row's index among the results: those of
+        the window, of the root and of all candidates. A row whose grammar does not say what may follow is left out: if
+        it is reached, it is asked then.
 
         The window may query a row of the tree as well. Of two queries to a row the later one counts: the tree's, which
         commits a token."""
         yield from self.lookahead_queries()
-        yield self.row, self._query(self._node, self._path, self.session.hint(self._path))
-        if self.planned.tree is not None:
-            for node in self.planned.tree.candidates:
-                path = [step.token for step in node.path()]
-                yield self.planned.tree.results[id(node)], self._query(node, path, self.session.hint(path))
+        tree = self.planned.tree
+        rows = [(self.row, self._node)]
+        if tree is not None:
+            rows += [(tree.results[id(node)], node) for node in tree.candidates]
+        for row, node in rows:
+            path = [step.token for step in node.path()]
+            try:
+                allowed = self.session.allowed(path)
+            except GrammarError:
+                continue
+            yield row, self._query(node, path, allowed)
 
     @property
     def lookahead_count(self) -> int:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import pytest
+import torch
 
+from specdec.decoding.query import SamplingQuery
 from specdec.decoding.sampling import Sampling
+from specdec.decoding.step_logits import StepLogits
+from specdec.decoding.token_mask import TokenMask
+from specdec.engine.batch import PackedBatch
+from specdec.engine.gpu.sampler import GpuLogits
 from specdec.engine.kv.blocks import BLOCK
 from specdec.grammar.grammar import GrammarTooComplexError
 from specdec.serving.engine_worker import CHECK_SECONDS, LOST_SECONDS
 from specdec.serving.errors import EngineLostError, GrammarFailureError, ModelFailureError
 from tests.verifier_service.fakes import (
     BAD,
+    VOCABULARY,
     Client,
     PagedTextEngine,
     TextEngine,
@@ -43,6 +51,27 @@ class Fails:
 
     def forced(self) -> list[int]:
         return []
+
+
+class Hesitates(Fails):
+    """A grammar that lets even tokens come alone, and says so when it is asked for the second time."""
+
+    def __init__(self) -> None:
+        super().__init__(after=1000)
+        self._asked = False
+
+    def allowed(self, path: Sequence[int]) -> TokenMask:  # type: ignore[override]
+        self._asked = not self._asked
+        if self._asked:
+            raise GrammarTooComplexError("not now")
+        return np.full(-(-VOCABULARY // 8), 0b01010101, dtype=np.uint8)
+
+
+class OnDemand(TextEngine):
+    """Its logits stay on a device."""
+
+    def step(self, batch: PackedBatch, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
+        return GpuLogits(torch.from_numpy(self.forward(batch)), asked())
 
 
 class TestFailures:
@@ -97,6 +126,18 @@ class TestFailures:
         again = client(loop, 100, 1, 5)
         run(loop, again)
         assert again.mail.times[0].cached == BLOCK
+
+    def test_a_row_of_which_a_grammar_says_nothing_at_first_is_chosen_by_it_when_it_does(self) -> None:
+        """Where rows are answered in advance, on a GPU, that one is not."""
+        loop = step_loop(OnDemand(20))
+        bound = client(loop, 100, 1, 5)
+        bound.session.grammar = Hesitates()  # type: ignore[assignment]
+        while not bound.over:
+            bound.read()
+            turns(loop, 1)
+        assert bound.mail.error is None
+        assert all(token % 2 == 0 for token in bound.tokens)
+        assert any(token % 2 for token in bound.want)
 
     def test_a_grammar_that_is_too_complex_at_once_costs_nobody_a_prefix(self) -> None:
         engine = TextEngine(20)

@@ -14,6 +14,7 @@ from specdec.engine.kv.blocks import BLOCK
 from specdec.serving.errors import TooLateError
 from tests.verifier_service.fakes import FREE, Client, TextEngine, run, step_loop
 from tests.verifier_service.step_loop.helpers import NO_BAD, check_over, client, expect_no_growth, text, turns
+from verifier_service.backend.request import Policy
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.scheduling.shares import BURST, REMEMBERED, held, who_counts, youngest_beyond, youngest_of_largest
 from verifier_service.settings.tuning import DEFAULTS
@@ -365,11 +366,11 @@ def test_newcomers_never_stop_the_texts_that_are_there(name: str) -> None:
         turns(loop, 1)
     newcomers = []
     for trio in range(40):
-        before = [len(each.tokens) for each in texts]
+        before = [each.session.generated for each in texts]
         for seed in range(3 * trio, 3 * trio + 3):
             newcomers.append(client(loop, 6, 100 + seed, 1, tenant=name.format(seed)))
             turns(loop, 1)
-        assert all(len(each.tokens) > count for each, count in zip(texts, before, strict=True))
+        assert all(each.session.generated > count for each, count in zip(texts, before, strict=True))
         for each in texts:
             each.read()
     assert all(each.over for each in newcomers)
@@ -393,6 +394,40 @@ def test_no_step_is_spent_on_a_text_that_cannot_be_finished_in_time() -> None:
     assert not late.tokens
     late.mail.error = None
     check_over(loop, engine, first, patient, begun)
+
+
+def test_what_is_not_computed_of_a_prompt_is_not_charged() -> None:
+    engine = TextEngine(20)
+    loop = step_loop(engine, step_rows=64)
+    stays, gone = client(loop, LONG, 1, 5, tenant="stays"), client(loop, 900, 2, 5, tenant="gone")
+    turns(loop, 1)
+    computed = gone.session.computed
+    assert 0 < computed < 100
+    gone.cancel()
+    assert loop._queue.shares._counters["gone"] == computed + 1
+    run(loop, stays)
+    check_over(loop, engine, stays)
+
+
+def test_texts_that_sit_out_a_long_step_are_told_what_they_have_before_it() -> None:
+    """Their readers would wait for its end, though the tokens are there."""
+    engine = TextEngine(200)
+    loop = step_loop(engine, latency=copy.deepcopy(DEAR))
+    alone = Policy(frozenset(), 8, 0.0)  # no draft waits for what they have
+    flood = [client(loop, 5, seed, 200, tenant="flood", policy=alone) for seed in range(12)]
+    while not all(each.tokens for each in flood):
+        turns(loop, 1)
+    turns(loop, 2)
+    for each in flood:
+        each.read()
+    assert any(each.running.pending_result for each in flood)  # the last ones are not due yet
+    other = client(loop, 30, 100, 5, tenant="other")
+    had = [len(each.want) - each.session.generated for each in flood]
+    turns(loop, 1)
+    assert [len(each.want) - each.session.generated for each in flood] == had  # they sat it out
+    assert not any(each.running.pending_result for each in flood)
+    run(loop, *flood, other)
+    check_over(loop, engine, *flood, other)
 
 
 def test_tenants_that_are_gone_are_forgotten_in_time() -> None:
