@@ -45,8 +45,8 @@ class StepPlan:
 class Planner:
     """Fills steps: the roots of sessions that decode, the candidates that pay, lookahead windows, chunks of prompts.
 
-    `tree_slots` are for side branches of token trees. Beside sessions that decode, prompts fill a step up to `step_rows`,
-    as far as time allows, and otherwise up to `prefill_rows`.
+    `tree_slots` are for side branches of token trees. Beside sessions that decode, prompts fill a step as far as time
+    allows, up to `step_rows`; otherwise up to `prefill_rows`.
     """
 
     def __init__(
