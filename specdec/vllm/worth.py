@@ -1,5 +1,6 @@
 """Is it worth proposing? Tokens a second are measured with proposals and without, as they come out, and what brings
-more is used; the other is tried again from time to time, more rarely each time that it brings less.
+more is used; the other is tried again from time to time, more rarely each time that it brings less, and at once where
+what is used comes to bring less than the other did.
 
 Whether candidates pay depends on how many texts share a step, so batches are told apart by size.
 """
@@ -62,7 +63,7 @@ class _Size:
             else:
                 self.pause = min(2 * self.pause, LONGEST_PAUSE)
             self.next_trial = self.clock + self.pause
-        elif self.clock >= self.next_trial:
+        elif self.clock >= self.next_trial or CLEARLY * rate < self.rates.get(not before, 0.0):
             self.trial = True
         self.warm_up = 0.0 if self.proposes is before else WARM_UP_SECONDS
 

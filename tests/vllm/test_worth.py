@@ -57,6 +57,14 @@ def test_batches_of_other_sizes_are_measured_by_themselves() -> None:
     assert run(worth, step, 20.0, 16, now + 20.0)[0] < 0.1
 
 
+def test_what_comes_to_cost_is_left_at_once() -> None:
+    """As where texts with a temperature follow greedy ones."""
+    worth = Worth()
+    run(worth, pays, 300.0)
+    run(worth, costs, 5.0, start=300.0)
+    assert run(worth, costs, 50.0, start=305.0)[0] < 0.1
+
+
 def test_what_comes_to_pay_is_found() -> None:
     worth = Worth()
     run(worth, costs, 300.0)
