@@ -62,7 +62,6 @@ class PlainLoop(EngineWorker[Session]):
             self._probe.pass_failed(packer.slots)
             self.step_failed([entry.session for entry in ready], error)
             return 0.0
-        verified.add_logprobs()
         now = time.monotonic()
         results = verified.apply(now)
         for entry, why in verified.failed:

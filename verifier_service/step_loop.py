@@ -210,12 +210,11 @@ class StepLoop(EngineWorker[Session], SessionBackend):
             self.stats.mode = self._speculation.controller.mode.value
         plan = self._planner.plan(self._engine.packer(), ready, proposed.seconds)
         self.stats.step_expected = plan.expected
-        self._publisher.send_overdue(plan.sitting_out, after=plan.expected)
+        self._publisher.send_before(plan.expected, plan.sitting_out)
 
         # 2. Run one forward pass, and verify all trees.
         try:
             verified = VerifiedStep(plan.entries, plan.packer, self._forward)
-            verified.add_logprobs()
             observe_windows(verified.verifications, verified.logits)
         except Exception as error:  # nothing of the step counts; its sessions are tried again
             self._probe.pass_failed(plan.slots)
@@ -231,6 +230,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self._idle = False
         results = verified.apply(end)
         for entry, why in verified.failed:
+            entry.computing_prompt = False
             self._quarantine(entry, why)
 
         # 4. Learn from the step, and send its results.
@@ -280,13 +280,11 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self._quarantine(entry, error)
 
     def end_sessions(self, error: Exception) -> None:
-        entries = self._queue.all
-        for entry in entries:
+        for entry in self._queue.all:
             self._publisher.send_pending(entry)
-            entry.responses.send(error)
-        for entry in entries:  # once all are told: what is to be wiped may fail on such an engine
             self._queue.remove(entry.session)
             self._forget(entry.session)
+            entry.responses.send(error)
         self.pool.forget_prefixes()
         self._probe.sessions_ended()
 

@@ -140,8 +140,8 @@ def _facts(report: Report) -> list[str]:
 
 
 def differences(report: Report) -> str:
-    """Return a sentence, for each engine with several exact configurations, on how many loads got different texts from
-    them: none may."""
+    """Return a sentence, for each engine with several configurations, on how many loads got different texts from them:
+    none may where its numerics are exact."""
     exact = [name for name in configurations(report) if name != PLAIN]
     engines = [[name for name in exact if name.startswith(words)] for words in (NAME, SERVED)]
     return " ".join(_compared(report, each) for each in engines if len(each) > 1)
@@ -154,10 +154,7 @@ def _compared(report: Report, exact: list[str]) -> str:
             key = (each["kind"], each["streams"], each["temperature"], each["round"])
             answers.setdefault(key, set()).add(each["text"])
     different = sum(len(texts) > 1 for texts in answers.values())
-    return (
-        f"Texts of {', '.join(exact)} (exact numerics, the same seeds): compared in {len(answers)} loads, "
-        f"different in {different}."
-    )
+    return f"Texts of {', '.join(exact)} (the same seeds): compared in {len(answers)} loads, different in {different}."
 
 
 def plot(report: Report, file: Path) -> None:

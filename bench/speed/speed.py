@@ -15,9 +15,9 @@ specdec runs as its three services, and a streaming client uses it over gRPC, wh
 plain at its best (no draft, fast numerics, no speculation requested, all cores), the verifier's own proposals
 (lookahead), the draft alone, both, and the verifier's proposals with a local draft. --bad-drafts adds drafts that are
 slow, random, or of another tokenizer: none may be slower than no draft. --windows adds lookahead windows of these
-sizes, in every step, whether or not they pay. --threads gives all targets the same number of cores, and the others to
-draft services and all else, as if targets had a device of their own. --device puts the target, and a local draft, on a
-GPU, and adds plain decoding without CUDA graphs; the draft service stays on the CPU.
+sizes, in every step, whether or not they pay. --threads gives all targets so many threads, beside a draft service as
+without: drafts and all else have the other cores, as if targets had a device of their own. --device puts the target,
+and a local draft, on a GPU, and adds plain decoding without CUDA graphs; the draft service stays on the CPU.
 
 The other systems are called inside their own processes, which spares them a network protocol: transformers' `generate`
 (plain, assisted with its own schedule and with a fixed length, prompt lookup; one stream only), its continuous

@@ -21,6 +21,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 5.0, 160.0
 CLEARLY = 1.05
 """How many times as much it must bring to be used from then on."""
 
+NOTICED = 2
+"""Measurements in a row in which what is used must bring less than the other did for that to be tried at once: a single
+one may be noise."""
+
 IDLE_SECONDS = 1.0
 """Seconds between two steps from which on nothing was to be done between them."""
 
@@ -35,6 +39,7 @@ class _Size:
     clock: float = 0.0  # seconds of steps
     next_trial: float = 0.0
     pause: float = FIRST_PAUSE
+    behind: int = 0  # measurements in a row in which what is used brought less than the other did
     warm_up: float = WARM_UP_SECONDS
     tokens: int = 0  # of the measurement under way
     seconds: float = 0.0
@@ -63,8 +68,10 @@ class _Size:
             else:
                 self.pause = min(2 * self.pause, LONGEST_PAUSE)
             self.next_trial = self.clock + self.pause
-        elif self.clock >= self.next_trial or CLEARLY * rate < self.rates.get(not before, 0.0):
-            self.trial = True
+            self.behind = 0
+        else:
+            self.behind = self.behind + 1 if CLEARLY * rate < self.rates.get(not before, 0.0) else 0
+            self.trial = self.clock >= self.next_trial or self.behind >= NOTICED
         self.warm_up = 0.0 if self.proposes is before else WARM_UP_SECONDS
 
 

@@ -32,9 +32,9 @@ class CommitPublisher:
         self._tuning = tuning
         self._drafted = 0  # running sessions that use a remote draft
 
-    def send_overdue(self, sitting_out: Sequence[RunningSession], after: float) -> None:
-        """Send what is pending of sessions that sit out a step of `after` seconds, if it is due before that ends."""
-        due = self._due(time.monotonic() + after)
+    def send_before(self, step_seconds: float, sitting_out: Sequence[RunningSession]) -> None:
+        """Send, before a step of so many seconds, what is pending of sessions that sit it out and due by its end."""
+        due = self._due(time.monotonic() + step_seconds)
         pending = [entry for entry in sitting_out if entry.pending_result is not None and due(entry)]
         ResponseQueue.send_all([self._message(entry, StepSeconds()) for entry in pending])
 

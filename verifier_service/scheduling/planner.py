@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -106,7 +106,8 @@ class Planner:
         for entry, chunk in self._chunks(prompts, urgent.tenants, goes_first, decoding, len(packer.tokens)):
             entries.append((entry, entry.session.plan(packer, chunk, [], tree_slots)))
         taken = len(packer.tokens)
-        return StepPlan(packer, entries, taken, latency.of(taken), sitting_out)
+        plan = StepPlan(packer, entries, taken, latency.of(taken), sitting_out)
+        return plan if plan.decodes_only else replace(plan, expected=plan.expected * self._prefill_slowdown.factor)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn from how long a step took. T_v is that of short texts: rows of a long prompt would teach it more."""

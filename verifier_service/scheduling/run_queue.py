@@ -72,7 +72,7 @@ class RunQueue:
         """Forget a session and free its memory, whatever state it is in. Return it; None if it is not there."""
         found = next((entry for entry in self.all if entry.session is session), None)
         if found is not None and found.computing_prompt and not found.preemptions:
-            self.shares.got_prompt(found, -session.remaining_prompt)  # only what is computed counts
+            self.shares.got_prompt(found, session.computed - session.tree.base)  # only what is computed counts
         self._take_memory(session, wipe=wipe)
         if found is None:
             return None

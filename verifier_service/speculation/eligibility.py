@@ -1,4 +1,5 @@
-"""Which drafters a session uses now: by its policy, its rule and the mode that the controller has selected."""
+"""Which drafters a session uses now: by its policy, its rule, the mode that the controller has selected, and what a
+candidate costs."""
 
 from __future__ import annotations
 

@@ -38,23 +38,20 @@ class TreeVerification:
 
     def queries(self) -> Iterator[tuple[int, SamplingQuery]]:
         """Yield the sampling queries that the step may lead to, each after its row's index among the results: those of
-        the window, of the root and of all candidates. A row whose grammar does not say what may follow is left out: if
-        it is reached, it is asked then.
-
-        The window may query a row of the tree as well. Of two queries to a row the later one counts: the tree's, which
-        commits a token."""
-        yield from self.lookahead_queries()
+        the root, of all candidates, and of the window, of rows that are none of these. A row whose grammar does not say
+        what may follow is left out: if it is reached, it is asked then."""
         tree = self.planned.tree
-        rows = [(self.row, self._node)]
+        nodes = {self.row: self._node}
         if tree is not None:
-            rows += [(tree.results[id(node)], node) for node in tree.candidates]
-        for row, node in rows:
+            nodes |= {tree.results[id(node)]: node for node in tree.candidates}
+        for row, node in nodes.items():
             path = [step.token for step in node.path()]
             try:
                 allowed = self.session.allowed(path)
             except GrammarError:
                 continue
             yield row, self._query(node, path, allowed)
+        yield from ((row, query) for row, query in self.lookahead_queries() if row not in nodes)
 
     @property
     def lookahead_count(self) -> int:

@@ -35,8 +35,9 @@ class VerifiedStep:
         self.failed = [(entry, verification.error) for entry, verification in pairs if verification.error is not None]
         # Slots (from, to) to copy: accepted candidates of side branches.
         self.kv_copies = [copy for _, verification in self._sound for copy in verification.kv_copies]
+        self._add_logprobs()
 
-    def add_logprobs(self) -> None:
+    def _add_logprobs(self) -> None:
         """Add the log-probabilities of committed tokens to the results of requests that want them."""
         asking = [each for _, each in self._sound if each.session.request.top_logprobs is not None]
         if not asking:

@@ -51,6 +51,9 @@ ENVIRONMENT = {
 }
 """Environment variables that vLLM reads when it is imported."""
 
+KERNEL_VARIABLES = {"VLLM_TUNED_CONFIG_FOLDER", "VLLM_FLASHINFER_AUTOTUNE_SKIP_OPS"}
+"""Variables by which vLLM chooses among kernels, and that do not change its graphs."""
+
 LONG_TEXT = 1024
 """Tokens of the long text in the check of exactness, or as many as fit: over short ones attention is never split."""
 
@@ -260,10 +263,12 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _variables() -> list[str]:
-    """Return vLLM's environment variables that somebody has set, but for those that change nothing that is computed."""
+    """Return vLLM's environment variables that somebody has set and that may change bits: those by which vLLM tells
+    compiled graphs apart, and those by which it chooses kernels."""
     from vllm import envs
 
-    set_by_others = sorted(envs.compile_factors().keys() & os.environ.keys() - ENVIRONMENT.keys())
+    names = envs.compile_factors().keys() | KERNEL_VARIABLES
+    set_by_others = sorted(names & os.environ.keys() - ENVIRONMENT.keys())
     return [f"{name}={os.environ[name]}" for name in set_by_others if name.startswith("VLLM_")]
 
 
@@ -287,18 +292,16 @@ def _started(**arguments: Any) -> Start:
     call_all: Callable[..., Any] = core.model_executor.collective_rpc
 
     def start_one(method: str, *given: Any) -> Callable[[], Any]:
-        answers = call_all(method, args=given, non_block=True)
-        return lambda: answers.result()[0]
+        """It is in this process, and runs at once. If it fails, nothing that follows on it is started."""
+        (answer,) = call_all(method, args=given)
+        return lambda: answer
 
     def start(method: str, *given: Any) -> Callable[[], Any]:
-        # If all answered, what others say would lie in their queues after a failure of the first one, and be taken for
-        # answers to the next call.
-        seconds = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
-        answer = call_all(method, seconds, given, non_block=True, unique_reply_rank=0)
+        answers = call_all(method, envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, given, non_block=True)
 
         def wait() -> Any:
             try:
-                return answer.result()
+                return answers.result()[0]
             except Exception:
                 # Parts compute together. Where one has failed, the others may have gone on, or wait for it for ever:
                 # the next pass would add up what does not belong together.
@@ -329,8 +332,8 @@ def reason_of(error: Exception) -> str:
 def memory_options(
     directory: ModelDirectory, capacity: int | None, dtype: Dtype, device: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return vLLM's options for a KV cache of so many slots, and for the longest text that it has room for. On a GPU
-    vLLM finds both; on a CPU it would take nearly all memory."""
+    """Return vLLM's options for a KV cache of so many slots, and for the longest text that it has room for. Without
+    `capacity` vLLM finds both on a GPU; on a CPU it would take nearly all memory."""
     slot = numbers_of_a_token(directory) * BYTES[dtype]
     if capacity is None and device == "cpu" and slot and "kv_cache_memory_bytes" not in options:
         weights = memory_needed(directory, Placement("vllm", dtype)).weights  # they are not loaded yet
@@ -339,9 +342,8 @@ def memory_options(
         return {"max_model_len": -1}
     blocks = capacity // BLOCK
     found = {"num_gpu_blocks_override": blocks, "max_model_len": min(directory.context, (blocks - 1) * BLOCK)}
-    if slot:
-        # Without it vLLM would try out graphs on a GPU first, with another KV cache of up to 32,768 tokens. A part of a
-        # model may have all keys, or only its own: on a CPU what is said here is taken, on a GPU blocks are counted.
-        parts = options.get("tensor_parallel_size", 1) if device == "cpu" else 1
-        found["kv_cache_memory_bytes"] = blocks * BLOCK * slot // parts
+    if slot or device != "cpu":
+        # On a GPU blocks are counted, and any size will do: without one vLLM would try out graphs first, with another
+        # KV cache of up to 32,768 tokens.
+        found["kv_cache_memory_bytes"] = max(1, blocks * BLOCK * slot // options.get("tensor_parallel_size", 1))
     return found

@@ -58,11 +58,12 @@ class Hesitates(Fails):
 
     def __init__(self) -> None:
         super().__init__(after=1000)
-        self._asked = False
+        self._asked: set[tuple[int, ...]] = set()
 
     def allowed(self, path: Sequence[int]) -> TokenMask:  # type: ignore[override]
-        self._asked = not self._asked
-        if self._asked:
+        place = (self._left, *path)
+        if place not in self._asked:
+            self._asked.add(place)
             raise GrammarTooComplexError("not now")
         return np.full(-(-VOCABULARY // 8), 0b01010101, dtype=np.uint8)
 
