@@ -83,7 +83,7 @@ async def test_a_draft_killed_mid_stream_costs_no_token(directories: Directories
 
 async def test_a_draft_with_another_tokenizer_is_not_used(directories: Directories) -> None:
     async with stack(directories.target, directories.foreign) as services:
-        completion = await services.generate(PROMPT, max_tokens=20)
+        completion = await services.generate(PROMPT, max_tokens=20, speculation=ALWAYS)
         assert completion.finish.speculation.undrafted_reason == "tokenizer_mismatch"
         assert completion.finish.speculation.sources["remote_draft"] == 0
         await until(lambda: services.draft_slots_used == 0)
