@@ -1,4 +1,4 @@
-"""Step latency: T_v(n), the seconds of a step over n rows, measured at warm-up and corrected by every step since."""
+"""Step latency: T_v(n), the seconds of a step over n rows, measured at start and corrected by steps without prompts."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Shares:
                 del self._counters[tenant]
 
     def got_prompt(self, entry: RunningSession, tokens: int) -> None:
-        """Count tokens of a prompt that are to be computed; fewer than none if they were counted, and will not be."""
+        """Count tokens of a prompt that are to be computed. A negative number takes back what will not be."""
         self._count(entry, tokens)
 
     def got_tokens(self, entry: RunningSession, tokens: int) -> None:

@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 
 from bench.speed import leaderboard
+from bench.speed.leaderboard import lead
 from bench.systems.specdec import PLAIN
+from bench.systems.vllm_verifier import REMOTE, SERVED
 from tests.bench.speed.reports import TWO_ROUNDS, measurement, report
+
+
+def test_what_is_of_both_is_on_neither_side() -> None:
+    of_both = [measurement(name, 1000.0) for name in (f"{SERVED}, drafted", REMOTE)]
+    assert lead(report(*TWO_ROUNDS, *of_both), 0.0, 1) == lead(report(*TWO_ROUNDS), 0.0, 1)
 
 
 def test_several_reports_stand_in_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
