@@ -1,4 +1,4 @@
-# One vocabulary: setup demo test verify gpu vllm check proto bench bench-peers bench-llama.
+# One vocabulary: setup demo test verify gpu vllm check proto bench bench-peers bench-llama llama-sources.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 BUF := build/node_modules/.bin/buf
 PROTOS := $(wildcard proto/specdec/v2/*.proto)
 
-.PHONY: setup demo test verify gpu vllm check proto bench bench-peers bench-llama clean format
+.PHONY: setup demo test verify gpu vllm check proto bench bench-peers bench-llama llama-sources clean format
 
 setup: $(VENV)/.done
 
@@ -68,12 +68,18 @@ bench-llama: build/llama/.done  ## llama.cpp's server, compiled for this machine
 	@echo "Now: $(BIN)/specdec bench speed --llama-server build/llama/build/bin/llama-server \\"
 	@echo "    --llama-gguf build/llama/target.gguf --llama-draft-gguf build/llama/draft.gguf --out build/speed"
 
-# The sources are those that llama-cpp-python comes with. Wants cmake and a C++ compiler; takes some ten minutes.
+llama-sources: build/llama/source/.done  ## llama.cpp's sources, unpacked: tests render the chat templates they carry.
+
+# The sources are those that llama-cpp-python comes with.
 LLAMA := llama-cpp-python==0.3.36
-build/llama/.done: Makefile bench/tools/to_gguf.py | setup
+build/llama/source/.done: Makefile | setup
 	mkdir -p build/llama/source
 	$(BIN)/pip download --quiet --no-deps --no-binary llama-cpp-python --dest build/llama $(LLAMA)
 	tar -xzf build/llama/llama_cpp_python-*.tar.gz --strip-components=1 -C build/llama/source
+	touch $@
+
+# Wants cmake and a C++ compiler; takes some ten minutes.
+build/llama/.done: build/llama/source/.done bench/tools/to_gguf.py | setup
 	cmake -S build/llama/source/vendor/llama.cpp -B build/llama/build -DCMAKE_BUILD_TYPE=Release \
 	    -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF \
 	    -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF

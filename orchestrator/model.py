@@ -51,7 +51,8 @@ class Model:
     @cached_property
     def tool_format(self) -> ToolFormat | None:
         """How the model writes calls of functions; None if its chat template does not say it in a known way."""
-        return format_of(self.tokenizer.template_source or "")
+        templates = self.tokenizer.chat_templates
+        return None if templates is None else format_of("".join(templates.sources.values()))
 
     @cached_property
     def tool_marker(self) -> int | None:

@@ -36,9 +36,10 @@ class Reasoning:
 def marks_of(tokenizer: Tokenizer) -> Reasoning | None:
     """Return the reasoning of a model, as its texts may begin it; None if its chat template knows none of `MARKS`, or
     they are not tokens."""
-    for opening, closing in MARKS:
+    templates = tokenizer.chat_templates
+    for opening, closing in MARKS if templates is not None else ():
         first, last = tokenizer.added_token(opening), tokenizer.added_token(closing)
-        if first is not None and last is not None and closing in (tokenizer.template_source or ""):
+        if first is not None and last is not None and templates is not None and templates.mentions(closing):
             return Reasoning(first, last)
     return None
 

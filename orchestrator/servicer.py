@@ -230,7 +230,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 name=name,
                 context_tokens=model.context,
                 vocabulary_size=model.vocabulary,
-                chat=model.tokenizer.has_chat_template,
+                chat=model.tokenizer.chat_templates is not None,
                 text_fingerprint=model.text_fingerprint,
                 tool_format="" if model.tool_format is None else model.tool_format.name,
                 reasons=model.reasoning_marks is not None,

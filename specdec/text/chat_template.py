@@ -1,58 +1,227 @@
-"""A model's chat template: where it is found, and how it is compiled, to run in a sandbox."""
+"""A model's chat templates: where they are found, and how they are rendered, in a sandbox.
+
+The environment is transformers' own (`transformers.utils.chat_template_utils`), built here because the orchestrator has
+no transformers; `tests/text/test_published_templates.py` compares every rendering. Two things differ, so that the same
+conversation is the same prompt everywhere: the clock is the request's, and nothing draws random numbers.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
+from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from specdec.engine.model_directory import ModelDirectoryError
-from specdec.engine.model_file import Fields, in_one_line, read_text
+from specdec.engine.model_file import Fields, in_one_line, read_fields, read_text
+
+FILE = "chat_template.jinja"
+FOLDER = "additional_chat_templates"
+"""Further templates, by name: `FOLDER/tool_use.jinja`."""
+
+PROCESSOR_FILES = ("processor_config.json", "chat_template.json")
+"""Files of processors, which some models publish in place of the tokenizer's template."""
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of the template of every conversation, and of the one that takes its place where there are tools."""
+
+MAX_TEMPLATES = 64
+"""Named templates of a model; published ones have three at most."""
+
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
+"""Variables that no argument sets: they are the conversation's own."""
+
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names of a turn's reasoning; the first that is set is what the turn thought."""
 
 
-class _GenerationTag(Extension):
-    """The tag `{% generation %}`, which marks the assistant's turns for training: rendered as its content alone."""
+class ChatTemplates:
+    """The templates of a model, by name."""
 
-    tags = {"generation"}  # noqa: RUF012 (as jinja declares it)
+    def __init__(self, sources: Mapping[str, str], files: Mapping[str, Path]) -> None:
+        """Compile the templates that requests use; ModelDirectoryError if one cannot be."""
+        self.sources = dict(sources)
+        self._for_tools = TOOL_USE if TOOL_USE in sources else DEFAULT
+        self._templates = {name: _compiled(sources[name], files[name]) for name in {DEFAULT, self._for_tools}}
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def mentions(self, text: str) -> bool:
+        """Return whether a template that requests use holds this text."""
+        return any(text in self.sources[name] for name in self._templates)
+
+    @property
+    def takes_tools(self) -> bool:
+        """True if the template for conversations with tools reads them."""
+        parsed = _environment().parse(self.sources[self._for_tools])
+        return any(name.name == "tools" for name in parsed.find_all(nodes.Name))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        time: datetime,
+        variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """Render the prompt of the assistant's next turn, at this time; whatever the template raises passes through."""
+        template = self._templates[DEFAULT if tools is None else self._for_tools]
+        return template.render(
+            variables,
+            messages=[_turn(message) for message in messages],
+            tools=None if tools is None else [dict(tool) for tool in tools],
+            documents=None,
+            add_generation_prompt=True,
+            strftime_now=time.strftime,
+        )
 
 
-def compiled(source: str | None, file: Path) -> Template | None:
-    """Compile the template, with the functions and filters that transformers gives to templates."""
-    if source is None:
+def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a turn as templates get it: without fields that are null, its reasoning under each name that one reads."""
+    turn = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((turn[name] for name in REASONING_FIELDS if name in turn), None)
+    return turn if reasoning is None else {"thinking": reasoning, **turn, "reasoning_content": reasoning}
+
+
+def templates_of(directory: Path, settings: Fields) -> ChatTemplates | None:
+    """Read the templates of a model with this tokenizer_config.json; None if it has none. As in transformers, template
+    files of their own replace what tokenizer_config.json says, and a processor's template comes last."""
+    found = _own_files(directory) or _of_field(settings)
+    for name in PROCESSOR_FILES:
+        found = found or _of_processor(directory / name)
+    if not found:
         return None
+    if DEFAULT not in found:
+        _, file = next(iter(found.values()))
+        raise ModelDirectoryError(
+            f"{file}: chat_template has {', '.join(sorted(found))[:100]}, must be a template, "
+            f"or named ones with one of the name {DEFAULT}"
+        )
+    sources = {name: source for name, (source, _) in found.items()}
+    return ChatTemplates(sources, {name: file for name, (_, file) in found.items()})
 
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
-    )
-    environment.globals["raise_exception"] = refuse
-    del environment.filters["random"], environment.globals["lipsum"]  # a conversation is the same prompt everywhere
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+_Found = dict[str, tuple[str, Path]]
+
+
+def _own_files(directory: Path) -> _Found:
+    folder = directory / FOLDER
     try:
-        return environment.from_string(source)
+        names = sorted(file.name for file in folder.iterdir() if file.suffix == ".jinja")
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    except OSError as error:
+        raise ModelDirectoryError(f"{folder}: cannot be read: {error.strerror or error}") from error
+    _check_number(folder, len(names))
+    files = {name.removesuffix(".jinja"): folder / name for name in names}
+    if files.get(DEFAULT) is None:
+        files[DEFAULT] = directory / FILE
+    return {name: (source, file) for name, file in files.items() if (source := read_text(file)) is not None}
+
+
+def _of_field(settings: Fields) -> _Found:
+    """Read the field `chat_template`: a template, a list of named ones, or an object of them."""
+    if not settings.has("chat_template"):
+        return {}
+    field = settings.content["chat_template"]
+    match field:
+        case list():
+            _check_number(settings.file, len(field))
+            entries = settings.objects("chat_template")
+            found = {entry.text("name"): entry.text("template") for entry in entries}
+        case dict():
+            _check_number(settings.file, len(field))
+            entry = settings.fields("chat_template")
+            found = {name: entry.text(name) for name in field}
+        case _:
+            found = {DEFAULT: settings.text("chat_template")}
+    return {name: (source, settings.file) for name, source in found.items()}
+
+
+def _of_processor(file: Path) -> _Found:
+    fields = read_fields(file)
+    return {} if fields is None else _of_field(fields)
+
+
+def _check_number(place: Path, number: int) -> None:
+    if number > MAX_TEMPLATES:
+        raise ModelDirectoryError(f"{place}: has {number} chat templates, must have at most {MAX_TEMPLATES}")
+
+
+def _compiled(source: str, file: Path) -> Template:
+    try:
+        return _environment().from_string(source)
     except Exception as error:  # of the template's syntax, or of the Python that it is made into
         raise ModelDirectoryError(f"{file}: the chat template cannot be compiled: {in_one_line(error)}") from error
 
 
-def template_of(file: Path, settings: Fields) -> tuple[str | None, Path]:
-    """Read the template, if there is one, from its own file, else from tokenizer_config.json, where it may be a list
-    of named ones. Return also which file it is from."""
-    source = read_text(file)
-    if source is not None or not settings.has("chat_template"):
-        return source, file
-    if not isinstance(settings.content["chat_template"], list):
-        return settings.text("chat_template"), settings.file
-    named = {entry.text("name"): entry.text("template") for entry in settings.objects("chat_template")}
-    if "default" not in named:
-        raise settings.refusal("chat_template", "a template, or a list of named ones with one of the name default")
-    return named["default"], settings.file
+class _GenerationTag(Extension):
+    """The tag `{% generation %}`, which marks the assistant's turns for training: rendered as its content alone. The
+    content is a scope of its own, as in transformers."""
+
+    tags = {"generation"}  # noqa: RUF012 (as jinja declares it)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
+
+    def _content(self, caller: Macro) -> str:
+        return caller()
+
+
+class _TemplateDict:
+    """The function `dict`, without the attributes of the type."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args, **kwargs)
+
+
+class _TemplateNamespace(Namespace):
+    """The function `namespace`, whose attributes cannot begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` is among args: a template may name an attribute so
+        self, *others = args
+        attributes = dict(*others, **kwargs)
+        for name in attributes:
+            _check_attribute(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
+
+
+def _check_attribute(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"an attribute of a namespace cannot begin with an underscore: {name!r}")
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Return JSON without the escapes for HTML that jinja's own filter makes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.globals |= {"raise_exception": _refuse, "dict": _TemplateDict(), "namespace": _TemplateNamespace}
+    del environment.filters["random"], environment.globals["lipsum"]
+    environment.filters["tojson"] = _to_json
+    return environment

@@ -17,14 +17,9 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.model_file import Fields, in_one_line
-from specdec.text.chat_template import compiled, template_of
+from specdec.text.chat_template import RESERVED, templates_of
+from specdec.text.special_tokens import special_tokens
 from specdec.text.token_bytes import TokenBytes
-
-SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-"""Special tokens that chat templates may name."""
-
-RESERVED = ("tools", "documents")
-"""Variables of chat templates that no argument sets: functions have a field of their own, documents are not built."""
 
 TOKENIZER = "tokenizer.json"
 
@@ -58,16 +53,15 @@ class Tokenizer:
         if resize_cache is not None:  # BPE and Unigram remember words
             resize_cache(REMEMBERED_WORDS)
         settings = Fields(directory.path / "tokenizer_config.json", directory.tokenizer_config)
-        self._special = {name: _special_token(settings, name) for name in SPECIAL_TOKENS if settings.has(name)}
+        self._special = special_tokens(directory)
         added = self._tokenizer.get_added_tokens_decoder()
         self._added_ids = {each.content: token for token, each in added.items()}
         self._special_ids = {each.content: token for token, each in added.items() if each.special}
-        source, file = template_of(directory.path / "chat_template.jinja", settings)
-        self.template_source = source
-        """The chat template; None if there is none."""
-        self._template = compiled(source, file)
+        self.chat_templates = templates_of(directory.path, settings)
+        """The chat templates; None if there is none."""
+        sources = None if self.chat_templates is None else self.chat_templates.sources
         decides = hashlib.sha256((directory.path / TOKENIZER).read_bytes())
-        decides.update(json.dumps([self._special, source], sort_keys=True).encode())
+        decides.update(json.dumps([self._special, sources], sort_keys=True).encode())
         self.fingerprint = decides.hexdigest()
         """SHA-256, in hex, over all that decides which tokens a text or a conversation becomes."""
 
@@ -78,10 +72,6 @@ class Tokenizer:
     def added_token(self, text: str) -> int | None:
         """Return the token that always stands for this text, special or not; None if there is none."""
         return self._added_ids.get(text)
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
 
     @cached_property
     def longest_token(self) -> int:
@@ -147,22 +137,13 @@ class Tokenizer:
         `content`, and what else templates read of calls. `time` is the only clock that the template sees. `arguments`
         are further variables; ChatTemplateError if one has the name of what every template gets, or the template
         fails."""
-        if self._template is None:
+        if self.chat_templates is None:
             raise ChatTemplateError("the model has no chat template")
-
-        own: dict[str, Any] = {key: value for key, value in self._special.items() if value}
-        own |= {
-            "messages": [dict(message) for message in messages],
-            "add_generation_prompt": True,
-            "strftime_now": time.strftime,
-        }
         for name in arguments:
-            if name in own or name in RESERVED:
+            if name in self._special or name in RESERVED:
                 raise ChatTemplateError(f"{name!r} cannot be set by an argument of the template")
-        if tools is not None:
-            own["tools"] = [dict(tool) for tool in tools]
         try:
-            return self._template.render(own | dict(arguments))
+            return self.chat_templates.render(messages, time, self._special | dict(arguments), tools)
         except Exception as error:  # a template is a program: it may raise anything
             raise ChatTemplateError(f"the model's chat template says: {error}") from error
 
@@ -200,10 +181,3 @@ def _stderr_silenced() -> Iterator[None]:
         os.dup2(stderr, 2)
         os.close(stderr)
         os.close(nowhere)
-
-
-def _special_token(settings: Fields, name: str) -> str:
-    """Read a special token, which is its text or an object that has it as `content`."""
-    if isinstance(settings.content[name], dict):
-        return settings.fields(name).text("content")
-    return settings.text(name)

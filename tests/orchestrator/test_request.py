@@ -45,7 +45,7 @@ class Untouched(Tokenizer):
         pass
 
     longest_token = 4
-    template_source = None
+    chat_templates = None
 
     def added_token(self, _: str) -> None:
         """It has none."""

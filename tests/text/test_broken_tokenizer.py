@@ -15,7 +15,7 @@ from specdec.text.tokenizer import Tokenizer
 from tests.models import make
 
 TEXT = "must be a string of Unicode characters"
-DEFAULT = "must be a template, or a list of named ones with one of the name default"
+DEFAULT = "must be a template, or named ones with one of the name default"
 
 
 @pytest.fixture
@@ -74,12 +74,13 @@ def test_odd_special_tokens(directory: Path, value: Any, said: str) -> None:
     ("value", "said"),
     [
         (5, f"chat_template is 5, {TEXT}"),
-        ({"default": "x"}, f'chat_template is {{"default": "x"}}, {TEXT}'),
+        ({"default": 5}, f"chat_template.default is 5, {TEXT}"),
         ("\udfff", f'chat_template is "\\udfff", {TEXT}'),
         ([1], "chat_template is [1], must be a list of objects"),
         ([{"template": "x"}], f"chat_template[0].name is missing, {TEXT}"),
         ([{"name": "default", "template": 5}], f"chat_template[0].template is 5, {TEXT}"),
-        ([{"name": "rag", "template": "x"}], f'chat_template is [{{"name": "rag", "template": "x"}}], {DEFAULT}'),
+        ([{"name": "rag", "template": "x"}], f"chat_template has rag, {DEFAULT}"),
+        ({"tool_use": "x"}, f"chat_template has tool_use, {DEFAULT}"),
     ],
 )
 def test_odd_chat_templates(directory: Path, value: Any, said: str) -> None:

@@ -17,7 +17,11 @@ from tests.models import make
     [
         ("tokenizer.json", {"model": {"vocab": {"a": 0}}}, "tokenizer.json: cannot be used"),
         ("tokenizer_config.json", {"chat_template": "{% if %}"}, "tokenizer_config.json: the chat template cannot be"),
-        ("tokenizer_config.json", {"chat_template": [{"name": "a", "template": ""}]}, "chat_template is .*default"),
+        (
+            "tokenizer_config.json",
+            {"chat_template": [{"name": "a", "template": ""}]},
+            "has a, must be .*default",
+        ),
         ("tokenizer_config.json", {"bos_token": 5}, "bos_token is 5, must be a string"),
         ("generation_config.json", {"top_p": 2}, r"generation_config.json: top_p is 2, must be in \(0, 1\]"),
     ],

@@ -86,6 +86,6 @@ def test_no_template_is_said(directory: Path) -> None:
     del settings["chat_template"]
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = Tokenizer(ModelDirectory(directory))
-    assert not tokenizer.has_chat_template
+    assert tokenizer.chat_templates is None
     with pytest.raises(ChatTemplateError, match="no chat template"):
         tokenizer.render(said(("user", "x")), NOON)
