@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
 from orchestrator.reasoning import Reasoning, marks_of
-from specdec.client.tool_formats import ToolFormat, format_of
+from orchestrator.tool_recognition import format_of
+from specdec.client.tool_formats import ToolFormat
 from specdec.engine.model_directory import ModelDirectory
 from specdec.text.generation_defaults import NEUTRAL, GenerationDefaults
 from specdec.text.tokenizer import Tokenizer
@@ -31,7 +33,7 @@ class Model:
     def of(cls, directory: ModelDirectory, name: str = "") -> Self:
         """Read what a directory says; ModelDirectoryError if its tokenizer, chat template or generation defaults cannot
         be used. By default the model has the directory's name."""
-        return cls(
+        model = cls(
             name=name or directory.name,
             tokenizer=Tokenizer(directory),
             tokenizer_fingerprint=directory.tokenizer_fingerprint,
@@ -40,6 +42,8 @@ class Model:
             end_tokens=directory.end_tokens,
             defaults=GenerationDefaults.of(directory),
         )
+        _ = model.tool_format  # renders templates, which takes tens of milliseconds: before requests come
+        return model
 
     @cached_property
     def text_fingerprint(self) -> str:
@@ -49,15 +53,22 @@ class Model:
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
     @cached_property
-    def tool_format(self) -> ToolFormat | None:
-        """How the model writes calls of functions; None if its chat template does not say it in a known way."""
+    def takes_tools(self) -> bool:
+        """True if the model's chat template reads the functions that may be called."""
         templates = self.tokenizer.chat_templates
-        return None if templates is None else format_of("".join(templates.sources.values()))
+        return templates is not None and templates.takes_tools
 
     @cached_property
-    def tool_marker(self) -> int | None:
-        """The special token that begins calls; None where they begin with text."""
-        return None if self.tool_format is None else self.tokenizer.special_token(self.tool_format.marker)
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes calls of functions; None if its chat template writes them in no way that is known."""
+        return format_of(self.tokenizer)
+
+    @cached_property
+    def tool_tokens(self) -> Mapping[str, int]:
+        """Special tokens among the marks of the tool format, which texts with calls show."""
+        marks = () if self.tool_format is None else self.tool_format.marks
+        found = {mark: self.tokenizer.special_token(mark) for mark in marks}
+        return {mark: token for mark, token in found.items() if token is not None}
 
     @cached_property
     def reasoning_marks(self) -> Reasoning | None:

@@ -13,7 +13,7 @@ from orchestrator.reasoning import Reasoning, reasoning_after, reasoning_from
 from orchestrator.resolved import digest
 from orchestrator.sample import Request, Sample
 from orchestrator.tenants.file import Tenant
-from orchestrator.tools import tool_grammar
+from orchestrator.tool_grammar import tool_grammar
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.sampling_limits import sampling_violations
@@ -140,7 +140,7 @@ def parse(
         revision=message.model_fingerprint,
         coalesce_commits=not streamed and not message.stop,
         grammar=grammar,
-        shown_token=model.tool_marker if message.chat.tools else None,
+        shown_tokens=frozenset(model.tool_tokens.values()) if message.chat.tools else frozenset(),
         reasoning=reasoning,
         time=time if message.WhichOneof("prompt") == "chat" else None,
     )

@@ -33,7 +33,7 @@ class Sample:
     revision: str = ""  # of the model that the text was begun with; empty: any
     coalesce_commits: bool = False  # nobody reads while the text is made
     grammar: model_pb2.Grammar | None = None  # what the text must look like
-    shown_token: int | None = None  # a special token that the text shows all the same
+    shown_tokens: frozenset[int] = frozenset()  # special tokens that the text shows all the same
     reasoning: Reasoning | None = None  # that the answer begins with, or may begin with
     time: datetime | None = None  # that the chat template saw
 

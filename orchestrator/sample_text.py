@@ -18,7 +18,7 @@ class SampleText:
         self._opening = None if reasoning is None or reasoning.begun else reasoning.opening  # if it is the next token
         self._closing = reasoning.closing if reasoning is not None and reasoning.begun else None  # in reasoning only
         self._stream = (
-            TextStream(tokenizer, sample.prompt, sample.stop, sample.shown_token)
+            TextStream(tokenizer, sample.prompt, sample.stop, sample.shown_tokens)
             if self._closing is None
             else TextStream(tokenizer, sample.prompt, (), behind_mark=True)
         )
@@ -40,7 +40,7 @@ class SampleText:
         spelt, sample = self._stream.finish(), self._sample
         self._closing = None
         drops = sample.grammar is None
-        self._stream = TextStream(self._tokenizer, [], sample.stop, sample.shown_token, behind_mark=drops)
+        self._stream = TextStream(self._tokenizer, [], sample.stop, sample.shown_tokens, behind_mark=drops)
         return spelt
 
     def end(self) -> None:

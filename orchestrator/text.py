@@ -23,8 +23,8 @@ class Detokenizer:
     """An incremental decoder. It decodes a short window of earlier tokens as well, because what a token spells depends
     on its neighbours (a leading space, a byte of a longer character)."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], shown: int | None = None) -> None:
-        """`shown` is a special token that is spelt, as no other is."""
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], shown: frozenset[int] = frozenset()) -> None:
+        """`shown` are special tokens that are spelt, as no others are."""
         self._tokenizer = tokenizer
         self._shown = shown
         self._window = list(prompt[-8:])  # decoded before; gives context
@@ -35,7 +35,7 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """Return the text that this token completes; empty while a character is incomplete."""
-        if token == self._shown:
+        if token in self._shown:
             text = self.flush() + self._tokenizer.piece(token).decode(errors="replace")
             self._window, self._pending, self._window_text = [], [], ""
             return text
@@ -79,7 +79,7 @@ class TextStream:
         tokenizer: Tokenizer,
         prompt: Sequence[int],
         stop: Sequence[str],
-        shown: int | None = None,
+        shown: frozenset[int] = frozenset(),
         *,
         behind_mark: bool = False,
     ) -> None:

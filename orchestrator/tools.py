@@ -1,4 +1,4 @@
-"""Functions that a model may call: as its chat template sees them, and what calls of them must look like."""
+"""Functions that a model may call: what is wrong with them, and how its chat template sees them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from orchestrator.model import Model
-from specdec.client.tool_formats import ToolFormat
-from specdec.grammar.compiler import STYLE
-from specdec.grammar.grammar import lark_string
-from specdec.v2 import generation_pb2, model_pb2
+from orchestrator.tagged_grammar import tagged_problem
+from specdec.client.tool_formats import TaggedCall
+from specdec.v2 import generation_pb2
 
 MOST_TOOLS = 128
 
@@ -25,8 +24,8 @@ def tool_violations(chat: generation_pb2.ChatPrompt, model: Model) -> list[tuple
     """Return what is wrong with the functions of a conversation, and with calls in it."""
     found: list[tuple[str, str]] = []
     names = [tool.name for tool in chat.tools]
-    if chat.tools and model.tool_format is None:
-        found.append(("chat.tools", "is set, the model's chat template has no format of calls that is known here"))
+    if chat.tools and not model.takes_tools:
+        found.append(("chat.tools", "is set, the model's chat template takes no tools"))
     if len(names) > MOST_TOOLS:
         return [("chat.tools", f"has {len(names)} tools, must have at most {MOST_TOOLS}")]
     for index, tool in enumerate(chat.tools):
@@ -40,6 +39,8 @@ def tool_violations(chat: generation_pb2.ChatPrompt, model: Model) -> list[tuple
     for field, wanted in (("tool_required", chat.tool_required), ("single_tool_call", chat.single_tool_call)):
         if wanted and not names:
             found.append((f"chat.{field}", "is set, needs tools"))
+    if not found:
+        found += _forced_violations(chat, model)
     if chat.tool_name and chat.tool_name not in names:
         found.append(("chat.tool_name", "is the name of none of the tools"))
     for index, turn in enumerate(chat.messages):
@@ -47,6 +48,29 @@ def tool_violations(chat: generation_pb2.ChatPrompt, model: Model) -> list[tuple
             if call.arguments and _object(call.arguments) is None:
                 found.append((f"chat.messages[{index}].tool_calls[{place}].arguments", "is not a JSON object"))
     return found
+
+
+def _forced_violations(chat: generation_pb2.ChatPrompt, model: Model) -> list[tuple[str, str]]:
+    """Return what is wrong with a conversation where calls have to have a form: it must be known, and able to hold the
+    arguments."""
+    strict = {f"chat.tools[{index}].strict": tool.strict for index, tool in enumerate(chat.tools)}
+    forcing = {
+        "chat.tool_required": chat.tool_required,
+        "chat.tool_name": bool(chat.tool_name),
+        "chat.single_tool_call": chat.single_tool_call,
+        **strict,
+    }
+    forcing = {field: value for field, value in forcing.items() if value}
+    if not chat.tools or not forcing:
+        return []
+    if model.tool_format is None:
+        problem = "is set, the model's chat template has no format of calls that is known here"
+        return [(field, problem) for field in forcing]
+    style = model.tool_format.call
+    if not isinstance(style, TaggedCall):
+        return []
+    problems = [(index, tagged_problem(parameters_of(tool), style)) for index, tool in enumerate(chat.tools)]
+    return [(f"chat.tools[{index}].parameters", problem) for index, problem in problems if problem]
 
 
 def turns_for_template(messages: Sequence[generation_pb2.ChatMessage]) -> list[dict[str, Any]]:
@@ -82,68 +106,12 @@ def tools_for_template(tools: Sequence[generation_pb2.Tool]) -> list[dict[str, A
 
     def function(tool: generation_pb2.Tool) -> dict[str, Any]:
         described = {"description": tool.description} if tool.description else {}
-        return {"name": tool.name, **described, "parameters": _parameters(tool)}
+        return {"name": tool.name, **described, "parameters": parameters_of(tool)}
 
     return [{"type": "function", "function": function(tool)} for tool in tools] or None
 
 
-def tool_grammar(chat: generation_pb2.ChatPrompt, model: Model) -> model_pb2.Grammar | None:
-    """Return the grammar of a text that may, or has to, hold calls of these functions; None if it may be anything."""
-    if not chat.tools:
-        return None
-    wanted, must = model.tool_format, chat.tool_required or bool(chat.tool_name)
-    if wanted is None or not (must or chat.single_tool_call or any(tool.strict for tool in chat.tools)):
-        return None
-    tools = [tool for tool in chat.tools if chat.tool_name in ("", tool.name)]
-    token = model.tool_marker
-    marker = _quoted(wanted.marker) if token is None else f"<[{token}]>"
-    single = chat.single_tool_call or bool(chat.tool_name)
-    rules = [*_calls(wanted, marker, single), *_call_rules(tools, wanted)]
-    rules += ["start: calls"] if must else _beside_text(wanted, marker, single, special=token is not None)
-    return model_pb2.Grammar(lark="\n".join(rules))
-
-
-def _calls(wanted: ToolFormat, marker: str, single: bool) -> Iterator[str]:
-    """Yield the rules of calls that are the whole text."""
-    if wanted.listed:
-        more = "" if single else ' (", " call)*'
-        yield f'list: " "? "[" call{more} "]" {_quoted(wanted.after)}'
-        yield f"calls: {marker} list"
-        return
-    yield f"body: {_quoted(wanted.before)} call {_quoted(wanted.after)}"
-    one = f"{marker} body"
-    yield f"calls: {one}" + ("" if single else f" ({_quoted(wanted.between)} {one})*")
-
-
-def _beside_text(wanted: ToolFormat, marker: str, single: bool, *, special: bool) -> Iterator[str]:
-    """Yield the rules of a text that may hold calls."""
-    if not wanted.marker:
-        yield "start: calls | PLAIN"
-        yield r"PLAIN: /([^{\s](.|\n)*)?/"
-        return
-    yield r"TEXT: /(.|\n)*/"
-    # A special token is one by itself, which no text holds.
-    yield f"begin{'' if special else '[lazy]'}: TEXT {marker}"
-    body = "list" if wanted.listed else "body"
-    yield f"start: TEXT | begin {body}" if single else f"start: (begin {body})* TEXT"
-
-
-def _call_rules(tools: Sequence[generation_pb2.Tool], wanted: ToolFormat) -> Iterator[str]:
-    yield "call: " + " | ".join(f"call_{number}" for number in range(len(tools)))
-    for number, tool in enumerate(tools):
-        head = f'{{"name": {json.dumps(tool.name)}, "{wanted.arguments}": '
-        schema = _parameters(tool)
-        schema = {**schema, "x-guidance": {**STYLE, **schema.get("x-guidance", {})}}
-        yield f'call_{number}: {_quoted(head)} arguments_{number} "}}"'
-        yield f"arguments_{number}: %json {json.dumps(schema)}"
-
-
-def _quoted(text: str) -> str:
-    """Return a text as a part of a rule, where nothing stands for no text."""
-    return lark_string(text) if text else ""
-
-
-def _parameters(tool: generation_pb2.Tool) -> dict[str, Any]:
+def parameters_of(tool: generation_pb2.Tool) -> dict[str, Any]:
     """Return the schema of a function's arguments, which are an object in any case."""
     found = _object(tool.parameters)
     return NOTHING if found is None else {"type": "object", **found}

@@ -2,46 +2,163 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call: the function's name, and its arguments as a JSON object."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class JsonCall:
+    """A JSON object with `name` and what `arguments` names, or a list of such objects if calls are `listed`."""
+
+    arguments: str = "arguments"
+    listed: bool = False
+    before: str = ""
+    after: str = ""
+
+
+@dataclass(frozen=True)
+class NamedCall:
+    """The function's name, then `opening` and the arguments as a JSON object. `identifier` and an id may stand behind
+    the name."""
+
+    opening: str
+    identifier: str
+
+
+@dataclass(frozen=True)
+class TaggedCall:
+    """Tags around the function's name, around each argument's name and around its value.
+
+    A value of a string is the string itself, any other is JSON: the function's schema tells which.
+    """
+
+    name: tuple[str, str]
+    key: tuple[str, str]
+    value: tuple[str, str]
+    end: str
+    after: str
+    line: str = "\n"
+    """Stands between two tags."""
+    pad: str = ""
+    """Stands around each value."""
+    several: bool = False
+    """True: the next call follows without a marker of its own."""
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A format. A call is a JSON object with `name` and what `arguments` names.
-
-    The calls follow `marker`: a list of them where they are `listed`, else one call, and a marker again for the next.
-    """
+    """A format. Each call follows `marker`; without one, calls are the whole text."""
 
     name: str
-    marker: str  # empty: calls begin the text
-    arguments: str
-    listed: bool = False
-    before: str = ""  # between marker and call
-    after: str = ""  # a call, or the list
-    between: str = ""  # two calls that are not listed
+    marker: str
+    call: JsonCall | NamedCall | TaggedCall
+    between: str = ""
+    """Stands between two calls that each have a marker."""
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """Fixed texts of the format, each of which is a special token in some vocabularies."""
+        style = self.call
+        match style:
+            case JsonCall():
+                found = [style.after.strip()]
+            case NamedCall():
+                found = [style.opening, style.identifier]
+            case TaggedCall():
+                found = [*style.name, *style.key, *style.value, style.end, style.after]
+        return frozenset(text for text in (self.marker, *found) if text)
 
 
-HERMES = ToolFormat("hermes", "<tool_call>", "arguments", before="\n", after="\n</tool_call>", between="\n")
-"""Qwen 2.5 and 3, Hermes."""
-MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "arguments", listed=True)
-"""Mistral, up to the third version of its tokenizer; later ones write `[TOOL_CALLS]name[ARGS]{...}`."""
-LLAMA = ToolFormat("llama3_json", "", "parameters", between="; ")
+_HERMES_CALL = JsonCall(before="\n", after="\n</tool_call>")
+_QWEN_CODER_CALL = TaggedCall(
+    ("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>"), "</function>", "</tool_call>", pad="\n"
+)
+_SEED_CALL = TaggedCall(
+    ("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>"), "</function>", "</seed:tool_call>"
+)
+_GLM_TAGS = ("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), "", "</tool_call>"
+_MINIMAX_CALL = TaggedCall(
+    ('<invoke name="', '">'),
+    ('<parameter name="', '">'),
+    ("", "</parameter>"),
+    "</invoke>",
+    "</minimax:tool_call>",
+    several=True,
+)
+
+HERMES = ToolFormat("hermes", "<tool_call>", _HERMES_CALL, between="\n")
+"""Qwen 2.5 and 3, Hermes, Granite 4."""
+MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", JsonCall(listed=True))
+"""Mistral, up to the third version of its tokenizer."""
+MISTRAL_ARGS = ToolFormat("mistral_args", "[TOOL_CALLS]", NamedCall("[ARGS]", "[CALL_ID]"))
+"""Mistral, from the eleventh version of its tokenizer on; some of them write `[CALL_ID]`."""
+LLAMA = ToolFormat("llama3_json", "", JsonCall("parameters"), between="; ")
 """Llama 3.1 to 3.3."""
-GRANITE = ToolFormat("granite", "<|tool_call|>", "arguments", listed=True)
-"""Granite 3, Phi 4 mini."""
+GRANITE = ToolFormat("granite", "<|tool_call|>", JsonCall(listed=True))
+"""Granite 3."""
+QWEN_CODER = ToolFormat("qwen3_coder", "<tool_call>", _QWEN_CODER_CALL, between="\n")
+"""Qwen 3 Coder."""
+SEED = ToolFormat("seed_oss", "<seed:tool_call>", _SEED_CALL, between="\n")
+"""Seed-OSS."""
+GLM = ToolFormat("glm45", "<tool_call>", TaggedCall(*_GLM_TAGS), between="\n")
+"""GLM 4.5 and 4.6."""
+GLM_DENSE = ToolFormat("glm47", "<tool_call>", TaggedCall(*_GLM_TAGS, line=""))
+"""GLM 4.7: the tags of 4.5 without line breaks."""
+MINIMAX = ToolFormat("minimax_m2", "<minimax:tool_call>", _MINIMAX_CALL)
+"""MiniMax M2."""
 
-FORMATS = {each.name: each for each in (HERMES, MISTRAL, LLAMA, GRANITE)}
+FORMATS = {
+    each.name: each
+    for each in (HERMES, MISTRAL, MISTRAL_ARGS, LLAMA, GRANITE, QWEN_CODER, SEED, GLM, GLM_DENSE, MINIMAX)
+}
+"""All formats, by name: the name of vLLM's parser where it has one for this form alone."""
 
 
-def format_of(template: str) -> ToolFormat | None:
-    """Return the format in which a chat template writes the calls of earlier turns; None if it knows no tools, or
-    writes them in none of these."""
-    if "tools" not in template:
-        return None
-    if "[TOOL_CALLS]" in template:
-        return None if "[ARGS]" in template else MISTRAL
-    if "<tool_call>" in template:
-        return None if "<function=" in template else HERMES
-    if "<|tool_call|>" in template:
-        return GRANITE
-    return LLAMA if "<|start_header_id|>" in template and '"parameters": ' in template else None
+def written(tool_format: ToolFormat, calls: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
+    """Return calls, each a name and arguments, as a model writes them."""
+    marker, style = tool_format.marker, tool_format.call
+    match style:
+        case JsonCall(listed=True):
+            return f"{marker}[{', '.join(_object(style, *call) for call in calls)}]{style.after}"
+        case JsonCall():
+            bodies = [f"{style.before}{_object(style, *call)}{style.after}" for call in calls]
+        case NamedCall():
+            bodies = [f"{name}{style.opening}{_json(arguments)}" for name, arguments in calls]
+        case TaggedCall():
+            tagged = [_tagged(style, *call) for call in calls]
+            groups = [style.line.join(tagged)] if style.several else tagged
+            begin = style.line if style.name[0] else ""
+            bodies = [f"{begin}{group}{style.line}{style.after}" for group in groups]
+    return tool_format.between.join(marker + body for body in bodies)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _object(style: JsonCall, name: str, arguments: Mapping[str, Any]) -> str:
+    return _json({"name": name, style.arguments: arguments})
+
+
+def _tagged(style: TaggedCall, name: str, arguments: Mapping[str, Any]) -> str:
+    before = style.key[1] + (style.line if style.value[0] else "") + style.value[0] + style.pad
+
+    def tags() -> Iterable[str]:
+        yield style.name[0] + name + style.name[1]
+        for key, value in arguments.items():
+            text = value if isinstance(value, str) else _json(value)
+            yield style.key[0] + key + before + text + style.pad + style.value[1]
+        if style.end:
+            yield style.end
+
+    return style.line.join(tags())

@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 from specdec.client import Chunk, Finish, Logprobs
 from specdec.client.tool_calls import ToolCall, ToolCallReader
 from specdec.client.tool_formats import ToolFormat
+from specdec.client.tool_scanner import Schemas
 from specdec.openai_api.json_text import Json, json_list, json_object
 from specdec.openai_api.logprobs import EncodedLogprobs, TextOffset, chat_logprobs, completion_logprobs
 
@@ -155,10 +157,10 @@ class Choice:
 class Calls:
     """The calls of functions in one sample's text."""
 
-    def __init__(self, tool_format: ToolFormat, name: str) -> None:
-        """`name` is the sample's own: ids of calls come of it."""
+    def __init__(self, tool_format: ToolFormat, name: str, schemas: Schemas = MappingProxyType({})) -> None:
+        """`name` is the sample's own: ids of calls come of it. `schemas` are those of the functions' arguments."""
         self.made: list[Json] = []
-        self._reader = ToolCallReader(tool_format)
+        self._reader = ToolCallReader(tool_format, schemas)
         self._name = name
 
     def split(self, chunk: Chunk) -> tuple[str, list[Json]]:

@@ -35,6 +35,12 @@ def conversation(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"messages": turns, "template_arguments": arguments or None, **dict(_tools(given))}
 
 
+def tool_schemas(given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the schemas of the arguments of functions, by function, of a body that has become a message."""
+    functions = [tool["function"] for tool in given.get("tools", [])]
+    return {each["name"]: each["parameters"] for each in functions if isinstance(each.get("parameters"), dict)}
+
+
 def _check_number(field: str, what: str, number: int, most: int) -> None:
     if number > most:
         raise refused(field, f"has {number} {what}, must have at most {most}")

@@ -139,7 +139,9 @@ class _Answer:
 
     def _calls(self, index: int) -> Calls | None:
         # A caller may give several requests one id, and joins results with calls by the ids of these.
-        return None if self.tool_format is None else Calls(self.tool_format, f"{self.salt}-{index}")
+        if self.tool_format is None:
+            return None
+        return Calls(self.tool_format, f"{self.salt}-{index}", self.asked.schemas)
 
     def choice(self, number: int, chunk: Chunk) -> Choice:
         """Return what a chunk of the prompt of this number belongs to."""

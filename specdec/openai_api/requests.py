@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.client import build_request
-from specdec.openai_api.conversation import conversation
+from specdec.openai_api.conversation import conversation, tool_schemas
 from specdec.openai_api.errors import ApiError, refused, unknown, unsupported
 from specdec.v2.generation_pb2 import GenerateRequest
 
@@ -159,6 +159,8 @@ class Asked:
     """Of options and fields of the gRPC API to what the caller calls them."""
     stream: bool
     usage_in_stream: bool
+    schemas: Mapping[str, Mapping[str, Any]]
+    """Schemas of the arguments of functions, by function."""
     reasoning: bool = True
     """True: what the model thinks before it answers is told."""
 
@@ -213,6 +215,7 @@ def parse(body: bytes, *, chat: bool) -> Asked:
         stream=_flag(given, "stream"),
         usage_in_stream=_usage_in_stream(given),
         reasoning=_flag(given, "include_reasoning", default=True),
+        schemas=tool_schemas(given) if chat else {},
     )
 
 

@@ -299,9 +299,9 @@ class ChatPrompt(google.protobuf.message.Message):
 
     @property
     def tools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Tool]:
-        """Functions that the model may call, for its chat template; 128 at most, each by another name. Refused unless the
-        template has a format of calls that is known here: ServedModel.tool_format. The text is as the model writes it, calls
-        included.
+        """Functions that the model may call, for its chat template; 128 at most, each by another name. Refused if the template
+        takes none. The text is as the model writes it, calls included. What the text has to be (tool_required, tool_name,
+        single_tool_call, Tool.strict) is refused unless ServedModel.tool_format says how the model writes calls.
         """
 
     def __init__(
@@ -1117,8 +1117,8 @@ class ServedModel(google.protobuf.message.Message):
     generation_config.json. Orchestrators that are asked in turn should have the same.
     """
     tool_format: builtins.str
-    """How it writes calls of functions, as specdec.client.tool_formats names it; empty: it knows none, or in a format that
-    is not known here.
+    """How it writes calls of functions, as specdec.client.tool_formats names it; empty: its chat template takes no
+    functions, or writes calls in a format that is not known here.
     """
     reasons: builtins.bool
     """Whether its answers to chats may begin with reasoning, between marks that are known here."""

@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.client.tool_calls import ToolCall, ToolCallReader
-from specdec.client.tool_formats import FORMATS, GRANITE, HERMES, LLAMA, MISTRAL, ToolFormat, format_of
+from specdec.client.tool_formats import (
+    FORMATS,
+    GLM,
+    GLM_DENSE,
+    GRANITE,
+    HERMES,
+    LLAMA,
+    MINIMAX,
+    MISTRAL,
+    MISTRAL_ARGS,
+    QWEN_CODER,
+    SEED,
+    ToolFormat,
+    written,
+)
 
 WEATHER = ToolCall("weather", '{"city": "Bonn", "days": [1, 2]}')
 TIME = ToolCall("time", "{}")
 
 
-def written(tool_format: ToolFormat, *calls: ToolCall) -> str:
-    """Calls as a model writes them in this format."""
-    objects = [
-        json.dumps({"name": call.name, tool_format.arguments: json.loads(call.arguments)}, ensure_ascii=False)
-        for call in calls
-    ]
-    f = tool_format
-    if f.listed:
-        return f"{f.marker}[{', '.join(objects)}]{f.after}"
-    return f.between.join(f"{f.marker}{f.before}{each}{f.after}" for each in objects)
-
-
-def read(tool_format: ToolFormat, *pieces: str) -> tuple[str, list[ToolCall]]:
-    reader = ToolCallReader(tool_format)
+def read(
+    tool_format: ToolFormat, *pieces: str, schemas: Mapping[str, dict[str, Any]] = MappingProxyType({})
+) -> tuple[str, list[ToolCall]]:
+    reader = ToolCallReader(tool_format, schemas)
     found = [each for piece in pieces for each in reader.push(piece)] + list(reader.finish())
     return "".join(each for each in found if isinstance(each, str)), [
         each for each in found if isinstance(each, ToolCall)
@@ -37,8 +45,10 @@ def read(tool_format: ToolFormat, *pieces: str) -> tuple[str, list[ToolCall]]:
 
 
 FRAGMENTS = [
-    "<tool_call>", "</tool_call>", "<tool", "[TOOL_CALLS]", "<|tool_call|>", "[", "]", "{", "}", '{"name": 1}', "x ",
-    '{"nam": "f"}', '"', "\\", "\n", '{"name": "f", "arguments": 5, "parameters": 5}', '{"name": "f"', "},", "[]",
+    "<tool_call>", "</tool_call>", "<tool", "[TOOL_CALLS]", "<|tool_call|>", "<seed:tool_call>", "<minimax:tool_call>",
+    "<function=", "<parameter=a>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "[ARGS]", "[CALL_ID]",
+    "[", "]", "{", "}", '{"name": 1}', "x ", '{"nam": "f"}', '"', "\\", "\n", '{"name": "f"', "},", "[]",
+    '{"name": "f", "arguments": 5, "parameters": 5}',
     '{"name": "f", "arguments": {"a": NaN}, "parameters": {"a": 1e999}}',
 ]  # fmt: skip
 """Of which no call can be made."""
@@ -56,7 +66,7 @@ def test_calls_are_found_however_the_text_is_cut(
 ) -> None:
     said = data.draw(st.sampled_from(["", "Let me see: <tool ["])) if tool_format.marker else ""
     then = data.draw(st.sampled_from(["", "Done.\n"])) if tool_format.marker else ""
-    text = said + written(tool_format, *calls) + then
+    text = said + written(tool_format, [(call.name, json.loads(call.arguments)) for call in calls]) + then
     assert read(tool_format, *data.draw(cuts(text))) == (said + then, list(calls))
 
 
@@ -89,6 +99,32 @@ def test_text_without_calls_is_kept_however_it_is_cut(tool_format: ToolFormat, t
         (LLAMA, '{"name": "time", "parameters": {}}; {"name": "time", "parameters": {}}', ("", [TIME, TIME])),
         (LLAMA, 'It is {"name": "time"}', ('It is {"name": "time"}', [])),
         (LLAMA, '{"a": 1}', ('{"a": 1}', [])),
+        (LLAMA, ' \n{"name": "time"}\n', ("", [TIME])),
+        (HERMES, '<tool_call>{"name": "time"}</tool_<tool_call>{"name": "time"}', ("</tool_", [TIME, TIME])),
+        (HERMES, '<tool_call>{"name": "a\nb"}', ('<tool_call>{"name": "a\nb"}', [])),
+        (MISTRAL_ARGS, "[TOOL_CALLS]time[ARGS]{}", ("", [TIME])),
+        (MISTRAL_ARGS, "[TOOL_CALLS]time[CALL_ID]abcdef123[ARGS]{} [TOOL_CALLS]time{}", ("", [TIME, TIME])),
+        (MISTRAL_ARGS, "[TOOL_CALLS]time[ARGS][]", ("[TOOL_CALLS]time[ARGS][]", [])),
+        (MISTRAL_ARGS, "[TOOL_CALLS][ARGS]{}", ("[TOOL_CALLS][ARGS]{}", [])),
+        (MISTRAL_ARGS, "[TOOL_CALLS]time[ID]{}", ("[TOOL_CALLS]time[ID]{}", [])),
+        (QWEN_CODER, "a <tool_call><function=time></function></tool_call>\nb", ("a b", [TIME])),
+        (QWEN_CODER, "<tool_call><function=time></function>", ("", [TIME])),
+        (QWEN_CODER, '<tool_call>{"name": "time"}</tool_call>', ('<tool_call>{"name": "time"}</tool_call>', [])),
+        (QWEN_CODER, "<tool_call><function=time><parameter=a>b", ("<tool_call><function=time><parameter=a>b", [])),
+        (
+            QWEN_CODER,
+            "<tool_call><function=f><parameter=a><tool_call><function=time></function></tool_call>",
+            ("<tool_call><function=f><parameter=a>", [TIME]),
+        ),
+        (GLM, "<tool_call>time</tool_call>", ("", [TIME])),
+        (GLM, "<tool_call>time\n</tool_call>\n<tool_call>time\n</tool_call>", ("", [TIME, TIME])),
+        (GLM, '<tool_call>{"name": "time"}</tool_call>', ('<tool_call>{"name": "time"}</tool_call>', [])),
+        (GLM_DENSE, "<tool_call>f<arg_key>a</arg_key> b", ("<tool_call>f<arg_key>a</arg_key> b", [])),
+        (
+            MINIMAX,
+            '<minimax:tool_call><invoke name="time"></invoke><invoke name="time"></invoke></minimax:tool_call>',
+            ("", [TIME, TIME]),
+        ),
     ],
 )
 def test_what_models_write(tool_format: ToolFormat, text: str, wanted: tuple[str, list[ToolCall]]) -> None:
@@ -104,22 +140,109 @@ def test_a_long_call_is_read_once() -> None:
     assert json.loads(calls[0].arguments)["city"] == city
 
 
+SCHEMA: dict[str, Any] = {
+    "properties": {
+        "text": {"type": "string"},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "unit": {"$ref": "#/$defs/unit"},
+        "count": {"type": "integer"},
+        "flag": {"type": "boolean"},
+        "list": {"type": "array"},
+        "any": {},
+    },
+    "$defs": {"unit": {"enum": ["1", "2"]}},
+}
+
+
 @pytest.mark.parametrize(
-    ("template", "name"),
+    ("name", "written_value", "value"),
     [
-        ("{% if tools %}<tool_call>", "hermes"),
-        ("{% if tools %}[TOOL_CALLS]", "mistral"),
-        ('{% if tools %}<|start_header_id|> {"name": f, "parameters": p}', "llama3_json"),
-        ("{% if tools %}<|tool_call|>", "granite"),
-        ("{% if tools %}<tool_call><function=", None),
-        ("{% if tools %}[TOOL_CALLS][ARGS]", None),
-        ("{% if tools %}", None),
-        ("<tool_call>", None),
+        ("text", "5", "5"),
+        ("text", "\n a\n\n", "\n a\n\n"),
+        ("text", "null", "null"),
+        ("text", "a < b </parameter", "a < b </parameter"),
+        ("maybe", "null", None),
+        ("maybe", "nil", "nil"),
+        ("unit", "1", "1"),
+        ("count", "5", 5),
+        ("count", "five", "five"),
+        ("flag", "True", True),
+        ("flag", "false", False),
+        ("list", '[1, "a"]', [1, "a"]),
+        ("any", "a", "a"),
+        ("any", "5", 5),
+        ("unknown", '{"a": NaN}', '{"a": NaN}'),
     ],
 )
-def test_the_format_of_a_template(template: str, name: str | None) -> None:
-    found = format_of(template)
-    assert (found and found.name) == name
+@pytest.mark.parametrize("tool_format", [QWEN_CODER, SEED, MINIMAX], ids=lambda each: each.name)
+def test_values_between_tags(tool_format: ToolFormat, name: str, written_value: str, value: object) -> None:
+    """A string is the text as it is, all else is JSON: the function's schema tells which."""
+    text = written(tool_format, [("f", {name: written_value})])
+    call = ToolCall("f", json.dumps({name: value}))
+    assert read(tool_format, text, schemas={"f": SCHEMA}) == ("", [call])
+    assert read(tool_format, *text, schemas={"f": SCHEMA}) == ("", [call])
+
+
+def test_schemas_that_say_nothing() -> None:
+    """Neither do they break the reader: an orchestrator has judged them, a client may not have."""
+    text = written(GLM, [("f", {"a": "5"})])
+    for schema in ({"properties": 5}, {"properties": {"a": 5}}, {"properties": {"a": {"$ref": "#/properties/a"}}}):
+        assert read(GLM, text, schemas={"f": schema}) == ("", [ToolCall("f", '{"a": 5}')])
+
+
+# What is undecided for long in each format: the pieces that may be repeated within it, and what begins it.
+LONG = [
+    (HERMES, "<tool_call>", " "),
+    (HERMES, '<tool_call>{"name": "f"}', " \n"),
+    (HERMES, "<tool_call>{", " "),
+    (HERMES, '<tool_call>{"a":"', "x<tool_call>{"),
+    (HERMES, "", '<tool_call>{"'),
+    (HERMES, "", '<tool_call>{",":1,"'),
+    (HERMES, "", "<tool_call>["),
+    (HERMES, "", "<tool_call"),
+    (HERMES, '<tool_call>{"name": "f"}', "</tool_call<tool_call>{"),
+    (MISTRAL, "[TOOL_CALLS]", " "),
+    (MISTRAL, "", "[TOOL_CALLS]["),
+    (MISTRAL_ARGS, "[TOOL_CALLS]", " "),
+    (MISTRAL_ARGS, "[TOOL_CALLS]f[ARGS]", " "),
+    (MISTRAL_ARGS, "[TOOL_CALLS]", "f"),
+    (MISTRAL_ARGS, "", "[TOOL_CALLS]f[CALL_ID]a"),
+    (LLAMA, "", " "),
+    (LLAMA, '{"name": "f"}', " ;\n"),
+    (LLAMA, "", '{"name": "f"};'),
+    (QWEN_CODER, "<tool_call>", "\n"),
+    (QWEN_CODER, "", "<tool_call>\n<function=f>\n<parameter=a>\n"),
+    (QWEN_CODER, "<tool_call><function=f>", "<parameter=a>\n"),
+    (QWEN_CODER, "<tool_call><function=f><parameter=a>", "</parameter"),
+    (GLM, "<tool_call>", "f"),
+    (GLM, "", "<tool_call>f<arg_key>a"),
+    (GLM, "<tool_call>f", "<arg_key>a</arg_key>"),
+]
+
+
+@pytest.mark.parametrize(("tool_format", "begin", "repeated"), LONG)
+@pytest.mark.parametrize(("length", "cut"), [(20_000, 80_000), (20_000, 100), (3_000, 1)])
+def test_reading_takes_time_linear_in_the_length(
+    tool_format: ToolFormat, begin: str, repeated: str, length: int, cut: int
+) -> None:
+    """Four times the length takes some four times as long, whatever the text is made of and however it is cut; where
+    each piece, or each marker, has all of it read again, it takes sixteen times as long."""
+
+    def seconds(length: int) -> float:
+        text = begin + repeated * (length // len(repeated))
+        started = time.process_time()
+        read(tool_format, *(text[at : at + cut] for at in range(0, len(text), cut)))
+        return time.process_time() - started
+
+    assert min(seconds(4 * length) for _ in range(2)) < 9 * min(seconds(length) for _ in range(2)) + 0.02
+
+
+def test_a_megabyte_of_white_space() -> None:
+    """Quadratic work takes hours."""
+    started = time.process_time()
+    text = "<tool_call>" + " " * (1 << 20) + '{"name": "time"}'
+    assert read(HERMES, *(text[at : at + 4] for at in range(0, len(text), 4))) == ("", [TIME])
+    assert time.process_time() - started < 10
 
 
 def test_half_a_surrogate_pair_stays_escaped() -> None:

@@ -9,19 +9,20 @@ from typing import Any
 import pytest
 from openai import BadRequestError
 
+from specdec.client.tool_formats import HERMES
 from tests.faults.cluster import Models
 from tests.openai_api.front import front
-from tests.openai_api.test_tools import TEMPLATES, TOOLS, check
+from tests.openai_api.test_tools import TOOLS, check
 from tests.reasoning import CLOSE, TEMPLATE, reasoning_model
 from tests.stack import stack
+from tests.tool_templates import TEMPLATES
 
-HERMES_TEMPLATE = next(template for kind, template in TEMPLATES.items() if kind.name == "hermes")
 OPENED = {"chat_template_kwargs": {"opened": True}}
 
 
 def reasoning_pair(models: Models, folder: Path) -> tuple[Path, Path]:
     """A target that reasons and calls functions, and a draft near it."""
-    template = "{% if tools %}" + HERMES_TEMPLATE + "{% if opened %}<think>\n{% endif %}{% else %}" + TEMPLATE
+    template = "{% if tools %}" + TEMPLATES[HERMES] + "{% if opened %}<think>\n{% endif %}{% else %}" + TEMPLATE
     template += "{% endif %}"
     return (
         reasoning_model(models.target, folder / "target", template),

@@ -12,29 +12,22 @@ import pytest
 from openai import BadRequestError
 
 from specdec.client import AsyncClient
-from specdec.client.tool_formats import GRANITE, HERMES, LLAMA, MISTRAL, ToolFormat
+from specdec.client.tool_formats import (
+    GRANITE,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_ARGS,
+    QWEN_CODER,
+    TaggedCall,
+    ToolFormat,
+    written,
+)
 from tests.faults.cluster import Models
 from tests.openai_api.front import front
 from tests.services.conftest import Directories
 from tests.stack import stack
-
-TEMPLATES: dict[ToolFormat, str] = {
-    HERMES: "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for c in m.tool_calls %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}\n{% endfor %}",
-    MISTRAL: "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}{% for m in messages %}"
-    "{% if m.role == 'tool' %}[TOOL_RESULTS]{{ {'content': m.content, 'call_id': m.tool_call_id} | tojson }}"
-    "{% elif m.tool_calls %}[TOOL_CALLS][{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}]"
-    "{% else %}{{ m.content }}{% endif %}{% endfor %}",
-    LLAMA: "<|start_header_id|>{% if tools %}"
-    'Answer {"name": function, "parameters": arguments}: {{ tools | tojson }}{% endif %}{% for m in messages %}'
-    "{{ m.role }}: {{ m.content }}{% for c in m.tool_calls %}"
-    '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}{% endfor %}\n{% endfor %}',
-    GRANITE: "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}"
-    "{{ m.role }}: {{ m.content }}"
-    "{% if m.tool_calls %}<|tool_call|>{{ m.tool_calls | map(attribute='function') | list | tojson }}{% endif %}\n"
-    "{% endfor %}",
-}
-"""In the words of these tests, with what each family's own ones have in common."""
+from tests.tool_templates import TEMPLATES
 
 WEATHER = {
     "type": "object",
@@ -51,21 +44,27 @@ SCHEMAS = {"weather": WEATHER, "time": {"type": "object", "maxProperties": 0}}
 MESSAGES: list[Any] = [{"role": "user", "content": "how warm is it?"}]
 
 
+SPECIAL = {MISTRAL: {"<pad>": "[TOOL_CALLS]"}, MISTRAL_ARGS: {"<pad>": "[TOOL_CALLS]", "<s>": "[ARGS]"}}
+"""Marks that are special tokens in the vocabularies of a family, each in the place of another token."""
+
+
 @pytest.fixture(
-    params=[*TEMPLATES, "mistral, its marker a special token"], ids=lambda each: getattr(each, "name", each)
+    params=[(each, {}) for each in (HERMES, MISTRAL, LLAMA, GRANITE, QWEN_CODER)] + list(SPECIAL.items()),
+    ids=lambda each: each[0].name + (", its marks special tokens" if each[1] else ""),
 )
 def called(request: pytest.FixtureRequest, models: Models, tmp_path: Path) -> tuple[ToolFormat, Path, Path]:
     """A format, a target that has it, and a draft."""
-    special = isinstance(request.param, str)
-    tool_format = MISTRAL if special else request.param
+    tool_format, special = request.param
     for name, source in (("target", models.target), ("draft", models.draft)):
         shutil.copytree(source, tmp_path / name)
         settings = json.loads((tmp_path / name / "tokenizer_config.json").read_text())
         settings["chat_template"] = TEMPLATES[tool_format]
         (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(settings))
-        if special:
-            file = tmp_path / name / "tokenizer.json"
-            file.write_text(file.read_text().replace('"<pad>"', '"[TOOL_CALLS]"'))
+        file = tmp_path / name / "tokenizer.json"
+        for token, mark in special.items():
+            file.write_text(file.read_text().replace(f'"{token}"', f'"{mark}"'))
+            settings = {key: value for key, value in settings.items() if value != token}
+        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(settings))
     return tool_format, tmp_path / "target", tmp_path / "draft"
 
 
@@ -111,7 +110,11 @@ async def test_a_round_trip(called: tuple[ToolFormat, Path, Path]) -> None:
             plain_turns: list[Any] = [{**turn, "content": turn["content"] or ""} for turn in turns]
             prompted = await client.tokenize(messages=plain_turns)
         prompt = services.model.tokenizer.decode(prompted.ids)
-        assert call.function.arguments in prompt
+        arguments = call.function.arguments
+        if isinstance(tool_format.call, TaggedCall):
+            assert written(tool_format, [(call.function.name, json.loads(arguments))]) in prompt
+        else:
+            assert arguments in prompt
         assert "21" in prompt
 
 
@@ -121,7 +124,7 @@ async def test_what_is_said_freely_may_hold_calls_that_fit(called: tuple[ToolFor
     tool_format, target, draft = called
     strict: list[Any] = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
     async with stack(target, draft) as services, front(services.address) as http:
-        marker = services.model.tool_marker
+        marker = services.model.tool_tokens.get(tool_format.marker)
         (brace,) = services.model.tokenizer.encode("{", special=False)
         begins = marker if marker is not None else brace if tool_format is LLAMA else None
         for seed in range(3):
@@ -162,5 +165,29 @@ async def test_refusals(called: tuple[ToolFormat, Path, Path], directories: Dire
                 await create(**asked, **options)
             assert refused.value.param == param, refused.value
     async with stack(directories.target, None) as services, front(services.address) as http:
-        with pytest.raises(BadRequestError, match="no format of calls that is known here"):
+        with pytest.raises(BadRequestError, match="the model's chat template takes no tools"):
             await http.client.chat.completions.create(model=services.model.name, messages=MESSAGES, tools=TOOLS)
+
+
+async def test_calls_in_a_form_that_is_not_known_are_content(models: Models, tmp_path: Path) -> None:
+    """They may be made, but not be forced: the form is not guessed."""
+    shutil.copytree(models.target, tmp_path / "target")
+    template = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}"
+    template += "```json\n{{ c.function | tojson }}\n```{% endfor %}{% endfor %}"
+    (tmp_path / "target" / "chat_template.jinja").write_text(template)
+    async with stack(tmp_path / "target", None) as services, front(services.address) as http:
+        create: Any = http.client.chat.completions.create
+        asked: dict[str, Any] = {"model": services.model.name, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 20}
+        (choice,) = (await create(**asked, seed=1)).choices
+        assert choice.message.tool_calls is None
+        assert choice.message.content
+        named = {"type": "function", "function": {"name": "weather"}}
+        for options, param in (
+            ({"tool_choice": "required"}, "tool_choice"),
+            ({"tool_choice": named}, "tool_choice"),
+            ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+            ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].strict"),
+        ):
+            with pytest.raises(BadRequestError, match="no format of calls that is known here") as refused:
+                await create(**asked | options)
+            assert refused.value.param == param

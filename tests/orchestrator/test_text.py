@@ -108,7 +108,7 @@ def test_tokens_that_spell_nothing_are_not_kept() -> None:
 def test_one_special_token_may_be_spelt(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> None:
     """What stands between two of it is spelt as it is alone."""
     assume(not tokenizer.decode(prompt).endswith("\ufffd"))
-    pieces, _ = spell(TextStream(tokenizer, prompt, (), shown=0), [0, *tokens])
+    pieces, _ = spell(TextStream(tokenizer, prompt, (), shown=frozenset({0})), [0, *tokens])
     parts: list[list[int]] = [[]]
     for token in tokens:
         parts.append([]) if token == 0 else parts[-1].append(token)

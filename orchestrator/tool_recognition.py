@@ -1,0 +1,67 @@
+"""Which tool format a model has: the one in which its own chat template writes a call that an earlier turn made."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+from specdec.client.tool_calls import ToolCall, ToolCallReader
+from specdec.client.tool_formats import FORMATS, GRANITE, ToolFormat, written
+from specdec.text.tokenizer import ChatTemplateError, Tokenizer
+
+NAME = "a_probe_of_calls"
+ARGUMENTS = {"text": "a <probe>, \u00e9", "number": 3}
+PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}, "number": {"type": "integer"}}}
+TOOLS = [{"type": "function", "function": {"name": NAME, "description": "A probe.", "parameters": PARAMETERS}}]
+
+ASKED: dict[str, Any] = {"role": "user", "content": "a question"}
+CALLED: dict[str, Any] = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "id": "callprobe", "function": {"name": NAME, "arguments": ARGUMENTS}}],
+}
+"""A turn with a call. Templates of Mistral want ids of nine letters and digits."""
+ANSWERED: dict[str, Any] = {"role": "tool", "content": "an answer", "tool_call_id": "callprobe", "name": NAME}
+
+NOON = datetime(2000, 1, 1, 12, tzinfo=UTC)
+
+BY_TEXT = ((GRANITE, "<|tool_call|>"),)
+"""Formats of families whose templates tell the model how to call, but write no calls of earlier turns."""
+
+
+def format_of(tokenizer: Tokenizer) -> ToolFormat | None:
+    """Return the tool format of a model; None if its template takes no tools, or writes calls in no known format."""
+    if tokenizer.chat_templates is None or not tokenizer.chat_templates.takes_tools:
+        return None
+    prompt = _rendered(tokenizer, [ASKED])
+    for turns in ([ASKED, CALLED], [ASKED, CALLED, ANSWERED]):
+        text = _rendered(tokenizer, turns)
+        if text.count(NAME) > prompt.count(NAME):  # it is not only told of
+            return _format_in(text, prompt)
+    return next((found for found, mark in BY_TEXT if tokenizer.chat_templates.mentions(mark)), None)
+
+
+def _rendered(tokenizer: Tokenizer, turns: list[dict[str, Any]]) -> str:
+    """Return the conversation's text; empty if the template refuses it."""
+    try:
+        return tokenizer.render(turns, NOON, tools=TOOLS)
+    except ChatTemplateError:
+        return ""
+
+
+def _format_in(text: str, prompt: str) -> ToolFormat | None:
+    """Return the format of the call in a rendered conversation that continues `prompt`: the one whose form it has to
+    the letter, else one that reads it."""
+    for tool_format in FORMATS.values():
+        call = written(tool_format, [(NAME, ARGUMENTS)])
+        if call in text if tool_format.marker else text.startswith(prompt + call):
+            return tool_format
+    return next((found for found in FORMATS.values() if found.marker and _reads(found, text)), None)
+
+
+def _reads(tool_format: ToolFormat, text: str) -> bool:
+    reader = ToolCallReader(tool_format, {NAME: PARAMETERS})
+    found = [*reader.push(text), *reader.finish()]
+    calls = [call for call in found if isinstance(call, ToolCall) and call.name == NAME]
+    return [json.loads(call.arguments) for call in calls] == [ARGUMENTS]

@@ -1,0 +1,266 @@
+"""Reads what follows the marker of a call, each character once however the text is cut.
+
+Scanners are generators: they yield where they need more of the text, and return the calls, or None where the text is no
+call. Reading stays linear in the length of the text although a failed call is read again behind its marker: whatever a
+scanner passes over freely, such as a string of JSON or a tagged value, either ends at the next marker or stands in a
+string there. Of two scanners that read JSON from different markers one takes for a string what the other does not, so
+that at most two of them come past the same marker.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator, Mapping
+from typing import Any
+
+from specdec.client.tool_arguments import property_schemas, value_of
+from specdec.client.tool_formats import JsonCall, NamedCall, TaggedCall, ToolCall, ToolFormat
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""Schemas of arguments, by function."""
+
+_SPACE = re.compile(r"[ \t\n\r\f\v]*")
+_LEADING = re.compile(r"[ \n;]*")
+_NAME = re.compile(r"[a-zA-Z0-9_.\-]*")
+_TAGGED_NAME = re.compile(r'[^\s<>"]*')
+_KEY = re.compile(r'[^<>"]*')
+_STRING = re.compile(r'[^"\\\x00-\x1f]*')
+_OUTSIDE_STRINGS = re.compile(r"[ \t\n\r,:0-9+\-.eEtrufalsn]*")
+"""White space, separators, numbers, `true`, `false` and `null`: no marker is made of them."""
+
+
+class Cursor:
+    """A place in a text that comes in pieces. Methods that are generators yield where the piece ends."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        """Place in the piece; negative if characters of earlier pieces were given back, which ends the scan."""
+        self.over = False
+        """True: no piece follows."""
+
+    def peek(self) -> Generator[None, None, str]:
+        """Return the next character; empty at the end of the text."""
+        while self.at == len(self.text):
+            if self.over:
+                return ""
+            yield
+        return self.text[self.at]
+
+    def run(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
+        """Pass over the longest run of a pattern of single characters, and return it."""
+        pieces = []
+        while True:
+            found = pattern.match(self.text, self.at)
+            assert found is not None
+            pieces.append(found[0])
+            self.at = found.end()
+            if self.at < len(self.text) or self.over:
+                return "".join(pieces)
+            yield
+
+    def one_of(self, *wanted: str) -> Generator[None, None, str]:
+        """Pass over one of several texts, none of which begins another, and return it; else give back what was read,
+        and return an empty text."""
+        read = ""
+        while read not in wanted:
+            read += (character := (yield from self.peek()))
+            self.at += len(character)
+            if not character or not any(text.startswith(read) for text in wanted):
+                self.at -= len(read)
+                return ""
+        return read
+
+    def until(self, *ends: str) -> Generator[None, None, tuple[str, str]]:
+        """Pass over a text up to the first of several ends, and return both; the end is empty where none comes."""
+        pattern = re.compile("|".join(map(re.escape, ends)))
+        kept = max(map(len, ends)) - 1
+        pieces, tail, begin = [], "", self.at
+        while True:
+            buffer = tail + self.text if tail else self.text
+            if (found := pattern.search(buffer, begin)) is not None:
+                pieces.append(buffer[begin : found.start()])
+                self.at = found.end() - len(tail)
+                return "".join(pieces), found[0]
+            self.at = len(self.text)
+            if self.over:
+                return "".join((*pieces, buffer[begin:])), ""
+            place = max(begin, len(buffer) - kept)
+            pieces.append(buffer[begin:place])
+            tail, begin = buffer[place:], 0
+            yield
+
+    def json(self) -> Generator[None, None, str | None]:
+        """Pass over an object or a list, and return it; None as soon as it can be none."""
+        pieces: list[str] = []
+        begin, depth, in_string, escaped = self.at, 0, False, False
+        while True:
+            if not escaped:
+                found = (_STRING if in_string else _OUTSIDE_STRINGS).match(self.text, self.at)
+                assert found is not None
+                self.at = found.end()
+            if self.at == len(self.text):
+                if self.over:
+                    return None
+                pieces.append(self.text[begin:])
+                yield
+                begin = self.at
+                continue
+            character = self.text[self.at]
+            self.at += 1
+            if escaped:
+                escaped = False
+            elif character == '"':
+                in_string = not in_string
+            elif in_string:
+                if character != "\\":
+                    return None
+                escaped = True
+            elif character in "{[":
+                depth += 1
+            elif character in "}]":
+                depth -= 1
+                if depth == 0:
+                    return "".join((*pieces, self.text[begin : self.at]))
+            else:
+                return None
+
+
+Scan = Generator[None, None, list[ToolCall] | None]
+
+
+def scan(cursor: Cursor, tool_format: ToolFormat, schemas: Schemas) -> Scan:
+    """Read calls from behind their marker on."""
+    match tool_format.call:
+        case JsonCall() as style:
+            return _json_calls(cursor, style, bare=not tool_format.marker)
+        case NamedCall() as style:
+            return _named_call(cursor, style)
+        case TaggedCall() as style:
+            return _tagged_calls(cursor, style, tool_format.marker, schemas)
+
+
+def _json_calls(cursor: Cursor, style: JsonCall, *, bare: bool) -> Scan:
+    yield from cursor.run(_LEADING if bare else _SPACE)
+    begin = yield from cursor.peek()
+    if not begin or begin not in ("{" if bare else "{["):
+        return None
+    text = yield from cursor.json()
+    calls = None if text is None else _decoded(text, style)
+    if calls:
+        yield from _closing(cursor, style.after.strip())
+    return calls
+
+
+def _named_call(cursor: Cursor, style: NamedCall) -> Scan:
+    yield from cursor.run(_SPACE)
+    name = yield from cursor.run(_NAME)
+    if not name:
+        return None
+    if (yield from cursor.peek()) == "[":
+        mark = yield from cursor.one_of(style.opening, style.identifier)
+        if mark == style.identifier:
+            yield from cursor.run(_NAME)
+            mark = yield from cursor.one_of(style.opening)
+        if not mark:
+            return None
+    yield from cursor.run(_SPACE)
+    if (yield from cursor.peek()) != "{":
+        return None
+    text = yield from cursor.json()
+    arguments = None if text is None else _object(text)
+    call = None if arguments is None else _call(name, arguments)
+    return None if call is None else [call]
+
+
+def _tagged_calls(cursor: Cursor, style: TaggedCall, marker: str, schemas: Schemas) -> Scan:
+    calls: list[ToolCall] = []
+    while True:
+        yield from cursor.run(_SPACE)
+        if style.name[0]:
+            ends = (style.after,) if calls else ()
+            if (yield from cursor.one_of(style.name[0], *ends)) != style.name[0]:
+                return calls or None
+        name = yield from cursor.run(_TAGGED_NAME)
+        if not name or (style.name[1] and not (yield from cursor.one_of(style.name[1]))):
+            return None
+        arguments = yield from _tagged_arguments(cursor, style, marker, schemas.get(name, {}))
+        call = None if arguments is None else _call(name, arguments)
+        if call is None:
+            return None
+        calls.append(call)
+        if not style.end:  # what ends the call has ended the calls
+            return calls
+
+
+def _tagged_arguments(
+    cursor: Cursor, style: TaggedCall, marker: str, schema: Mapping[str, Any]
+) -> Generator[None, None, dict[str, object] | None]:
+    """Read the arguments of one call, and what ends it."""
+    arguments: dict[str, object] = {}
+    properties = property_schemas(schema)
+    while True:
+        yield from cursor.run(_SPACE)
+        tag = yield from cursor.one_of(style.key[0], style.end or style.after)
+        if tag != style.key[0]:
+            return arguments if tag else None
+        key = yield from cursor.run(_KEY)
+        if not (yield from cursor.one_of(style.key[1])):
+            return None
+        if style.value[0]:
+            yield from cursor.run(_SPACE)
+            if not (yield from cursor.one_of(style.value[0])):
+                return None
+        text, end = yield from cursor.until(style.value[1], marker)
+        if end != style.value[1]:
+            return None
+        text = text.removeprefix(style.pad).removesuffix(style.pad)
+        arguments[key] = value_of(text, properties.get(key, {}), schema)
+
+
+def _closing(cursor: Cursor, after: str) -> Generator[None, None, None]:
+    """Pass over white space and the closing tag, which a text may lack."""
+    yield from cursor.run(_SPACE)
+    if after:
+        yield from cursor.one_of(after)
+
+
+def _decoded(written: str, style: JsonCall) -> list[ToolCall] | None:
+    """Return the calls that JSON holds; None unless all of it is calls."""
+    try:
+        found = json.loads(written)
+    except (ValueError, RecursionError):
+        return None
+    calls = []
+    for entry in found if isinstance(found, list) else [found]:
+        name = entry.get("name") if isinstance(entry, dict) else None
+        arguments = entry.get(style.arguments, {}) if isinstance(entry, dict) else None
+        call = _call(name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
+        if call is None:
+            return None
+        calls.append(call)
+    return calls or None
+
+
+def _object(text: str) -> dict[str, object] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _call(name: str, arguments: Mapping[str, object]) -> ToolCall | None:
+    """Return a call; None if its name or its arguments are what no JSON in UTF-8 can say. Half a surrogate pair in an
+    argument stays escaped."""
+    try:
+        name.encode()
+        told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+    try:
+        told.encode()
+    except UnicodeEncodeError:
+        told = json.dumps(arguments, allow_nan=False)
+    return ToolCall(name, told)

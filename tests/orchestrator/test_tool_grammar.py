@@ -1,0 +1,242 @@
+"""What a forced call looks like: in each format it is as the model's template writes calls, fits its schema, and is
+read back."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from orchestrator.model import Model
+from orchestrator.tool_grammar import tool_grammar
+from orchestrator.tools import tool_violations
+from specdec.client.tool_calls import ToolCall, ToolCallReader
+from specdec.client.tool_formats import FORMATS, MISTRAL_ARGS, QWEN_CODER, TaggedCall, ToolFormat, written
+from specdec.engine.model_directory import ModelDirectory
+from specdec.grammar.compiler import GrammarCompiler
+from specdec.grammar.grammar import Grammar, Kind
+from specdec.v2 import generation_pb2
+from tests.models import make
+from tests.text.conversations import model_with
+from tests.tool_templates import TEMPLATES
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 5},
+        "unit": {"$ref": "#/$defs/unit"},
+        "days": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 20}, {"type": "null"}]},
+        "area": {"type": "object", "properties": {"a": {"type": "boolean"}}, "additionalProperties": False},
+    },
+    "$defs": {"unit": {"enum": ["C", "degrees F"]}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, dict[str, Any]] = {"weather": WEATHER, "time": {"type": "object", "additionalProperties": False}}
+CALLS = [("weather", {"city": "Köln", "unit": "degrees F", "days": 3, "area": {"a": True}}), ("time", {})]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = make("llama", tmp_path_factory.mktemp("models") / "m")
+    (directory / "model.safetensors").unlink()
+    return directory
+
+
+def model_of(source: Path, directory: Path, template: str) -> Model:
+    found = model_with(source, directory, {"chat_template.jinja": template})
+    assert isinstance(found, Model), found
+    return found
+
+
+@pytest.fixture(params=list(TEMPLATES), ids=lambda each: each.name)
+def model(request: pytest.FixtureRequest, source: Path, tmp_path: Path) -> Model:
+    return model_of(source, tmp_path / "m", TEMPLATES[request.param])
+
+
+def chat(schemas: dict[str, dict[str, Any]] = SCHEMAS, **fields: Any) -> generation_pb2.ChatPrompt:
+    tools = [generation_pb2.Tool(name=name, parameters=json.dumps(schema)) for name, schema in schemas.items()]
+    return generation_pb2.ChatPrompt(tools=tools, **fields)
+
+
+class Follower:
+    """Follows the grammar of a conversation, token by token."""
+
+    def __init__(self, model: Model, directory: Path, asked: generation_pb2.ChatPrompt) -> None:
+        assert tool_violations(asked, model) == []
+        grammar = tool_grammar(asked, model)
+        assert grammar is not None
+        compiler = GrammarCompiler(directory / "tokenizer.json", model.vocabulary)
+        self._tokenizer = model.tokenizer
+        self._matcher = compiler.compile(Grammar(Kind.LARK, (grammar.lark,)))._shared.matcher
+
+    def takes(self, text: str) -> bool:
+        """Whether a whole text fits."""
+        matcher, tokens = self._matcher.deep_copy(), self._tokenizer.encode(text, special=False)
+        return (
+            matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
+        )
+
+    def text(self, seed: int, most: int = 600) -> str:
+        """A text that fits, each token drawn among those that the grammar allows; short ones are likelier to end."""
+        matcher, draws, tokens = self._matcher.deep_copy(), random.Random(seed), list[int]()
+        while not (matcher.is_accepting() and (draws.random() < 0.5 or matcher.is_stopped())):
+            bias = matcher.compute_logit_bias()
+            allowed = [token for token, value in enumerate(bias) if value and token > 2]
+            tokens.append(draws.choice(allowed))
+            assert matcher.consume_token(tokens[-1])
+            assert len(tokens) < most
+        return b"".join(self._tokenizer.piece(token) for token in tokens).decode(errors="replace")
+
+
+def read(tool_format: ToolFormat, text: str, schemas: dict[str, dict[str, Any]] = SCHEMAS) -> list[str | ToolCall]:
+    reader = ToolCallReader(tool_format, schemas)
+    return [*reader.push(text), *reader.finish()]
+
+
+def test_every_format_has_a_template() -> None:
+    assert {each.name for each in TEMPLATES} == set(FORMATS)
+
+
+def test_a_forced_call_is_as_the_template_writes_it(model: Model, tmp_path: Path) -> None:
+    tool_format = model.tool_format
+    assert tool_format is not None
+    follower = Follower(model, tmp_path / "m", chat(tool_required=True))
+    assert follower.takes(written(tool_format, CALLS))
+    assert follower.takes(written(tool_format, CALLS[:1]))
+    assert not follower.takes("x" + written(tool_format, CALLS))
+    assert not follower.takes(written(tool_format, [("weather", {"city": "Köln"})]))
+    assert not follower.takes(written(tool_format, [("weather", {"city": "Cologne", "unit": "C"})]))
+    named = Follower(model, tmp_path / "m", chat(tool_name="weather"))
+    assert named.takes(written(tool_format, CALLS[:1]))
+    assert not named.takes(written(tool_format, CALLS[1:]))
+    assert not named.takes(written(tool_format, CALLS))
+
+
+def test_what_the_grammar_allows_is_read_and_fits(model: Model, tmp_path: Path) -> None:
+    assert model.tool_format is not None
+    follower = Follower(model, tmp_path / "m", chat(tool_required=True))
+    for seed in range(20):
+        text = follower.text(seed)
+        found = read(model.tool_format, text)
+        assert found, text
+        for call in found:
+            assert isinstance(call, ToolCall), (text, call)
+            jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+
+
+def test_a_format_that_is_not_known_is_not_guessed(source: Path, tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}<tool_call>{{ c.function.name }} with {{ "
+    )
+    template += "c.function.arguments | tojson }}</tool_call>{% endfor %}{% endfor %}{{ tools | tojson }}"
+    model = model_of(source, tmp_path / "m", template)
+    assert model.tool_format is None
+    assert tool_violations(chat(), model) == []
+    problem = "is set, the model's chat template has no format of calls that is known here"
+    assert tool_violations(chat(tool_required=True), model) == [("chat.tool_required", problem)]
+    assert tool_violations(chat(tool_name="time"), model) == [("chat.tool_name", problem)]
+    assert tool_violations(chat(single_tool_call=True), model) == [("chat.single_tool_call", problem)]
+    strict = chat()
+    strict.tools[1].strict = True
+    assert tool_violations(strict, model) == [("chat.tools[1].strict", problem)]
+
+
+def test_a_template_that_takes_no_tools(source: Path, tmp_path: Path) -> None:
+    model = model_of(source, tmp_path / "m", "{% for m in messages %}{{ m.content }}{% endfor %} <tool_call> has tools")
+    problem = "is set, the model's chat template takes no tools"
+    assert tool_violations(chat(), model) == [("chat.tools", problem)]
+
+
+def test_marks_that_are_special_tokens_are_forced_by_their_ids(source: Path, tmp_path: Path) -> None:
+    model_of(source, tmp_path / "m", TEMPLATES[MISTRAL_ARGS])
+    file = tmp_path / "m" / "tokenizer.json"
+    text = file.read_text().replace('"<pad>"', '"[TOOL_CALLS]"').replace('"<s>"', '"[ARGS]"')
+    file.write_text(text.replace('"</s>"', '"[CALL_ID]"'))
+    model = Model.of(ModelDirectory(tmp_path / "m"))
+    assert model.tool_tokens == {"[TOOL_CALLS]": 0, "[ARGS]": 1, "[CALL_ID]": 2}
+    follower = Follower(model, tmp_path / "m", chat(tool_required=True))
+    call = "[TOOL_CALLS]time{}[ARGS]{{}}"
+    assert follower.takes(call.format(""))
+    assert follower.takes(call.format("[CALL_ID]abcdef123"))
+    assert not follower.takes(call.format("[CALL_ID]"))
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        (
+            {"properties": {"a": {"type": "string", "pattern": "a+"}}},
+            "has a property a with pattern, to which a string",
+        ),
+        ({"properties": {"a b": {}}}, 'has a property "a b", which the model\'s format cannot name'),
+        ({"anyOf": [{"required": ["a"]}]}, "has anyOf, to which calls"),
+        ({"required": ["a"]}, 'requires "a", which is none of its properties'),
+        ({"properties": {"a": {"type": "string", "maxLength": "5"}}}, "has a property a with a length that is no"),
+        (
+            {"$defs": {"s": {"type": "string"}}, "properties": {"a": {"$ref": "#/$defs/s", "maxLength": 1}}},
+            "has a property a with maxLength, to which a string",
+        ),
+        ({"properties": {"a": {"type": "string", "minLength": -1}}}, "has a property a with a length that is no"),
+        ({"properties": {"a": {"enum": ["</parameter>"]}}}, "has a property a with a value that"),
+        ({"properties": {"a": {"items": {"$ref": "#"}}}}, "refers to itself as a whole"),
+    ],
+)
+def test_schemas_that_tagged_calls_cannot_be_held_to(
+    source: Path, tmp_path: Path, schema: dict[str, Any], problem: str
+) -> None:
+    assert isinstance(QWEN_CODER.call, TaggedCall)
+    model = model_of(source, tmp_path / "m", TEMPLATES[QWEN_CODER])
+    ((field, said),) = tool_violations(chat({"f": {"type": "object", **schema}}, tool_required=True), model)
+    assert field == "chat.tools[0].parameters"
+    assert said.startswith(problem)
+    assert tool_violations(chat({"f": {"type": "object", **schema}}), model) == []
+
+
+def test_arguments_of_a_function_without_properties(source: Path, tmp_path: Path) -> None:
+    """They may be any, unless the schema says that there are none."""
+    model = model_of(source, tmp_path / "m", TEMPLATES[QWEN_CODER])
+    call = written(QWEN_CODER, [("f", {"a": "b", "c": 5})])
+    free = Follower(model, tmp_path / "m", chat({"f": {"type": "object"}}, tool_required=True))
+    assert free.takes(call)
+    assert free.takes(written(QWEN_CODER, [("f", {})]))
+    bound = chat({"f": {"type": "object", "additionalProperties": False}}, tool_required=True)
+    assert not Follower(model, tmp_path / "m", bound).takes(call)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"required": 5},
+        {"required": [[], 5]},
+        {"properties": 5},
+        {"properties": {"a": True, "b": False, "c": None}},
+        {"properties": {"a": {"x-guidance": 5}}},
+        {"properties": {"a": {"type": 5, "enum": 5, "anyOf": 5}}},
+        {"properties": {"a": {"$ref": 5}, "b": {"$ref": "#/$defs/nothing"}, "c": {"anyOf": []}}},
+        {"$defs": {"a": {"$ref": "#/$defs/a"}}, "properties": {"a": {"$ref": "#/$defs/a"}}},
+        {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 2}}, "properties": {"a": {"$ref": "#/$defs/a"}}},
+        {"properties": {"a": {"$ref": "#" + "/a" * 1000}}},
+    ],
+    ids=lambda schema: json.dumps(schema)[:60],
+)
+def test_schemas_that_make_no_sense_break_nothing(source: Path, tmp_path: Path, schema: dict[str, Any]) -> None:
+    """What is no schema is judged where the grammar is tried."""
+    model = model_of(source, tmp_path / "m", TEMPLATES[QWEN_CODER])
+    asked = chat({"f": {"type": "object", **schema}}, tool_required=True)
+    tool_violations(asked, model)
+    assert tool_grammar(asked, model) is not None
+    text = written(QWEN_CODER, [("f", {"a": "5"})])
+    assert all(isinstance(call, ToolCall) for call in read(QWEN_CODER, text, {"f": schema}))
+
+
+def test_an_argument_that_may_not_be_is_not_forced(source: Path, tmp_path: Path) -> None:
+    model = model_of(source, tmp_path / "m", TEMPLATES[QWEN_CODER])
+    schema = {"f": {"type": "object", "properties": {"a": False, "b": True}}}
+    follower = Follower(model, tmp_path / "m", chat(schema, tool_required=True))
+    assert follower.takes(written(QWEN_CODER, [("f", {"b": 5})]))
+    assert not follower.takes(written(QWEN_CODER, [("f", {"a": 5})]))
