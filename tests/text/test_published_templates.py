@@ -1,5 +1,7 @@
-"""Published chat templates render as transformers renders them. They are those that llama.cpp's sources carry, which
-`make llama-sources` unpacks; none of them is part of this project."""
+"""Published chat templates render as transformers renders them, and tell their tool formats.
+
+They are those that llama.cpp's sources carry, which `make llama-sources` unpacks; none of them is part of this project.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
+from orchestrator.model import Model
 from tests.models import make
 from tests.text.conversations import CONVERSATIONS, Refused, RefusedByRule, by_transformers, by_us, model_with
 
@@ -42,3 +45,36 @@ def test_six_conversations_with_every_template(tmp_path: Path) -> None:
     print(dict(counts))
     assert not wrong, "\n".join(wrong)
     assert counts["equal"] > counts.total() / 2
+
+
+FORMATS = {
+    "Qwen-Qwen2.5-7B-Instruct": "hermes",
+    "Qwen-Qwen3-0.6B": "hermes",
+    "Qwen-QwQ-32B": "hermes",
+    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use": "hermes",
+    "meta-llama-Llama-3.1-8B-Instruct": "llama3_json",
+    "meta-llama-Llama-3.2-3B-Instruct": "llama3_json",
+    "mistralai-Mistral-Nemo-Instruct-2407": "mistral",
+    "Mistral-Small-3.2-24B-Instruct-2506": "mistral_args",
+    "unsloth-mistral-Devstral-Small-2507": "mistral_args",
+    "ibm-granite-granite-3.3-2B-Instruct": "granite",
+    "Qwen3-Coder": "qwen3_coder",
+    "ByteDance-Seed-OSS": "seed_oss",
+    "GLM-4.6": "glm45",
+    "GLM-4.7-Flash": "glm47",
+    "MiniMax-M2": "minimax_m2",
+    # Their calls hold the marks of formats above, in another form.
+    "MiniMax-M1": None,
+    "MiniMax-M3": None,
+    "unsloth-Apriel-1.5": None,
+    "google-gemma-2-2b-it": None,
+}
+
+
+@pytest.mark.parametrize(("name", "wanted"), FORMATS.items())
+def test_the_tool_format_of_published_templates(tmp_path: Path, name: str, wanted: str | None) -> None:
+    source = make("llama", tmp_path / "source")
+    template = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    model = model_with(source, tmp_path / "m", {"chat_template.jinja": template})
+    assert isinstance(model, Model)
+    assert (model.tool_format and model.tool_format.name) == wanted
