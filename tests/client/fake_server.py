@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -59,11 +59,23 @@ class Call:
 
 
 class FakeServer(GenerationServiceServicer):
-    """Serves on a free port, or on this one, while its context lasts. Calls past the end of the script complete."""
+    """Serves on a free port, or on this one, while its context lasts. Calls past the end of the script complete. Those
+    of ListModels have a script of their own. With `keys` it refuses calls that bring none of them."""
 
-    def __init__(self, *acts: Act, script: Iterable[Act] = (), port: int = 0) -> None:
+    def __init__(
+        self,
+        *acts: Act,
+        script: Iterable[Act] = (),
+        listing: Iterable[Act] = (),
+        port: int = 0,
+        keys: Collection[str] | None = None,
+    ) -> None:
         self._script = iter(acts or script)
+        self._listing = iter(listing)
+        self.keys = keys
+        self.refusals = 0  # calls without a key that is known
         self.calls: list[Call] = []
+        self.listings: list[Call] = []
         self.called = asyncio.Event()
         self.held = asyncio.Event()  # a call has sent its tokens and waits
         self.freed = asyncio.Event()  # a request's handler is gone; one that holds goes by cancellation only
@@ -88,7 +100,7 @@ class FakeServer(GenerationServiceServicer):
         await self.server.stop(grace=0)
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        act = self._begin(request, context)
+        act = await self._begin(request, context)
         try:
             for index in range(max(1, request.n)):
                 drawn_seed = 1000 + len(self.calls)
@@ -100,7 +112,7 @@ class FakeServer(GenerationServiceServicer):
 
     async def Complete(self, request: pb.CompleteRequest, context: Any) -> pb.CompleteResponse:
         try:
-            await self._play_end(self._begin(request.request, context), context)
+            await self._play_end(await self._begin(request.request, context), context)
         finally:
             self.freed.set()
         answer = pb.CompleteResponse(seed=request.request.sampling.seed)
@@ -116,7 +128,9 @@ class FakeServer(GenerationServiceServicer):
         return answer
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
-        await self._play_end(self._begin(pb.GenerateRequest(), context), context)
+        await self._check_key(context)
+        self.listings.append(Call(pb.GenerateRequest(), context.time_remaining(), dict(context.invocation_metadata())))
+        await self._play_end(next(self._listing, Act()), context)
         return pb.ListModelsResponse(
             models=[
                 pb.ServedModel(name="fake", context_tokens=1024, vocabulary_size=256, chat=True, text_fingerprint="t1")
@@ -125,7 +139,9 @@ class FakeServer(GenerationServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """Tokens are bytes of the text, and what is special is one more of them, 0, in front."""
-        await self._play_end(self._begin(pb.GenerateRequest(text=request.text, model=request.model), context), context)
+        await self._play_end(
+            await self._begin(pb.GenerateRequest(text=request.text, model=request.model), context), context
+        )
         ids = [*([] if request.HasField("add_special") and not request.add_special else [0]), *request.text.encode()]
         pieces = [pb.TokenPiece(text=bytes([each]).decode(errors="replace"), bytes=bytes([each])) for each in ids]
         return pb.TokenizeResponse(
@@ -137,7 +153,14 @@ class FakeServer(GenerationServiceServicer):
     ) -> pb.GenerationServiceGetStatsResponse:
         return pb.GenerationServiceGetStatsResponse()
 
-    def _begin(self, request: pb.GenerateRequest, context: Any) -> Act:
+    async def _check_key(self, context: Any) -> None:
+        known = None if self.keys is None else [f"Bearer {key}" for key in self.keys]
+        if known is not None and dict(context.invocation_metadata()).get("authorization") not in known:
+            self.refusals += 1
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "authorization: this API key is not known")
+
+    async def _begin(self, request: pb.GenerateRequest, context: Any) -> Act:
+        await self._check_key(context)
         self.called.set()
         self.calls.append(Call(request, context.time_remaining(), dict(context.invocation_metadata())))
         return next(self._script, Act())
