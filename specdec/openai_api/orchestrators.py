@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import grpc
 import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.client import AsyncClient
 from specdec.client.address import may_be_several
+from specdec.client.endpoint import ROUND_ROBIN
 from specdec.client.tls_files import TlsFiles, channel_credentials
-from specdec.openai_api.connections import Connections
+from specdec.serving.process.server import PEER_OPTIONS
 from specdec.serving.watched import Watched
 
 log = structlog.get_logger()
@@ -29,6 +31,16 @@ SILENT_SECONDS = 5.0
 record only after up to two minutes."""
 
 
+ANSWER_SECONDS = 1.0
+"""Seconds after which a check that is not answered counts as failed."""
+
+CHECKS = 4
+"""Checks at a time of an address that may stand for several orchestrators, which take turns."""
+
+SILENCE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+"""Statuses that no orchestrator gives."""
+
+
 class Orchestrators:
     """The orchestrators that this server asks. Made in its event loop."""
 
@@ -38,7 +50,7 @@ class Orchestrators:
         self._targets = targets
         self._tls = None if tls is None else Watched(tls)
         self._several = any(map(may_be_several, targets))
-        self._connections = Connections(targets, self._credentials())
+        self._current = Channels(targets, self._credentials())
         self._answered = time.monotonic()
         self._known_until = float("-inf")
         self._serve = False
@@ -46,13 +58,13 @@ class Orchestrators:
 
     def client(self) -> AbstractAsyncContextManager[AsyncClient]:
         """Lend a request the client by which it goes."""
-        return self._connections.client()
+        return self._current.client()
 
     async def serve(self) -> bool:
         """Return True if one of them takes requests."""
         async with self._asking:
             if time.monotonic() > self._known_until:
-                answers = await self._connections.answers()
+                answers = await self._current.answers()
                 self._serve = any(answers)
                 self._known_until = time.monotonic() + KNOWN_SECONDS
                 if answers:
@@ -70,17 +82,80 @@ class Orchestrators:
                 log.exception("look_failed")
 
     async def close(self) -> None:
-        await self._connections.close()
+        await self._current.close()
 
     async def _look(self) -> None:
         await self.serve()
         changed = self._tls is not None and self._tls.changed()
         silent = self._several and time.monotonic() - self._answered > SILENT_SECONDS
         if changed or silent:
-            old = self._connections
-            self._connections = Connections(self._targets, self._credentials(), old)
+            old = self._current
+            self._current = Channels(self._targets, self._credentials(), old)
             self._answered = time.monotonic()
             await old.leave()
 
     def _credentials(self) -> grpc.ChannelCredentials | None:
         return None if self._tls is None else channel_credentials(self._tls.contents)
+
+
+class Channels:
+    """The channels by which requests go, and by which health is asked. Made in their event loop."""
+
+    def __init__(
+        self,
+        targets: Sequence[str],
+        credentials: grpc.ChannelCredentials | None,
+        before: Channels | None = None,
+    ) -> None:
+        """`before` are the channels that these replace: an orchestrator that has answered there may come back."""
+        options = (*PEER_OPTIONS, ROUND_ROBIN)
+        self._client: AsyncClient = (
+            AsyncClient(targets, credentials=credentials) if before is None else before._client.renewed(credentials)
+        )
+        self._checks = [CHECKS if may_be_several(each) else 1 for each in targets]
+        self._channels = [
+            grpc.aio.insecure_channel(each, options)
+            if credentials is None
+            else grpc.aio.secure_channel(each, credentials, options)
+            for each in targets
+        ]
+        self._requests = 0
+        self._left = False
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[AsyncClient]:
+        """Lend the client to a request: it is not closed meanwhile, even if other channels replace it."""
+        self._requests += 1
+        try:
+            yield self._client
+        finally:
+            self._requests -= 1
+            await self._close_unused()
+
+    async def answers(self) -> list[bool]:
+        """Return what orchestrators that answer say: True of each that takes requests. Empty if none answers."""
+        often = zip(self._channels, self._checks, strict=True)
+        checks = [self._check(channel) for channel, times in often for _ in range(times)]
+        return [each for each in await asyncio.gather(*checks) if each is not None]
+
+    async def leave(self) -> None:
+        """Close them when the last request is done; there are no further ones."""
+        self._left = True
+        await self._close_unused()
+
+    async def close(self) -> None:
+        await self._client.close()
+        for each in self._channels:
+            await each.close()
+
+    async def _close_unused(self) -> None:
+        if self._left and not self._requests:
+            await self.close()
+
+    async def _check(self, channel: grpc.aio.Channel) -> bool | None:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_SECONDS)
+        except grpc.RpcError as error:
+            return None if error.code() in SILENCE else False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -94,7 +94,7 @@ async def test_connections_are_made_anew_while_nobody_answers(monkeypatch: pytes
         async with health_of(NOT_SERVING, port):  # is an answer too
             monkeypatch.setattr(module, "SILENT_SECONDS", 30.0)
             async with asyncio.timeout(30):
-                while not await orchestrators._connections.answers():
+                while not await orchestrators._current.answers():
                     await asyncio.sleep(0.01)
 
 
@@ -133,7 +133,7 @@ async def test_new_files_of_certificates_count_for_new_requests(
 
 async def test_connections_that_were_left_are_closed_with_their_last_request() -> None:
     async with FakeServer(Act(tokens=CHUNK, then="hold")) as server:
-        connections = Orchestrators([server.address])._connections
+        connections = Orchestrators([server.address])._current
         async with connections.client() as client, client.generate("hi") as running:
             await anext(running)
             await connections.leave()
