@@ -33,7 +33,7 @@ def main(
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = ports.OPENAI,
     max_connections: Annotated[
-        int, typer.Option(min=1, help="Most connections at the same time; further ones get 503 for all but health.")
+        int, typer.Option(min=1, help="Most connections at the same time; at the limit idle ones give way to new ones.")
     ] = MOST_CONNECTIONS,
     keep_alive_seconds: Annotated[
         int,

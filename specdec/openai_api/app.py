@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -20,7 +19,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.client.request_id import REQUEST_ID, is_request_id, new_request_id
-from specdec.openai_api.errors import ApiError, overloaded, too_many_at_once
+from specdec.openai_api.bodies import BODY_SECONDS, Bodies, Unread
+from specdec.openai_api.callers import Callers, network_of
+from specdec.openai_api.errors import ApiError, overloaded, too_many
 from specdec.openai_api.event_stream import MISTAKE, EventStream
 from specdec.openai_api.gateway import Caller, Gateway
 from specdec.openai_api.parsing import Parser
@@ -32,17 +33,11 @@ log = structlog.get_logger()
 COMPLETIONS, CHAT, MODELS, HEALTH = "/v1/completions", "/v1/chat/completions", "/v1/models", "/health"
 ROUTES = (COMPLETIONS, CHAT, MODELS, HEALTH)
 
-MOST_BODY = 8 << 20
-"""Bytes of a request's body."""
-
-MOST_BODIES = 64 << 20
-"""Bytes of all bodies that are being received."""
-
-BODY_SECONDS = 30.0
-"""Seconds in which a request's body must have come, by default."""
-
 CARRIED = ("authorization", "traceparent", "tracestate")
 """Headers that go on to orchestrators: whose request it is, and of which trace."""
+
+CALLER = "specdec.caller"
+"""Key of the scope of an admitted request: whose it is."""
 
 TOLD = (REQUEST_ID, "retry-after")
 """Headers of answers that pages in browsers may read."""
@@ -52,18 +47,20 @@ def make_app(
     gateway: Gateway,
     serves: Callable[[], Awaitable[bool]],
     *,
+    most_requests: int,
     body_seconds: float = BODY_SECONDS,
     origins: Sequence[str] = (),
 ) -> ASGIApp:
-    """Return the ASGI application. `serves` tells whether an orchestrator takes requests now; pages of `origins` may
-    ask from browsers."""
+    """Return the ASGI application. `serves` tells whether an orchestrator takes requests now; `most_requests` may be in
+    progress; pages of `origins` may ask from browsers."""
     started = int(time.time())
-    bodies = _Bodies(body_seconds)
+    bodies = Bodies(body_seconds)
     parser = Parser()
+    admission = Middleware(_Admission, callers=Callers(gateway.check_key, most_requests))
 
     async def generate(request: Request, *, chat: bool) -> Response | EventStream:
-        body = await bodies.read(request)
-        asked = await parser.parse(body, chat=chat, caller=_owner(request))
+        body = await bodies.read(request, request.scope[CALLER])
+        asked = await parser.parse(body, chat=chat, caller=request.scope[CALLER])
         if asked.stream:
             return EventStream(await while_present(request.receive, gateway.events(asked, _caller(request))))
         answer = await while_present(request.receive, gateway.answer(asked, _caller(request)))
@@ -112,10 +109,10 @@ def make_app(
     )
     app = Starlette(
         routes=[
-            Route(COMPLETIONS, completions, methods=["POST"]),
-            Route(CHAT, chat_completions, methods=["POST"]),
-            Route(MODELS, models),
-            Route(f"{MODELS}/{{model:path}}", models),
+            Route(COMPLETIONS, completions, methods=["POST"], middleware=[admission]),
+            Route(CHAT, chat_completions, methods=["POST"], middleware=[admission]),
+            Route(MODELS, models, middleware=[admission]),
+            Route(f"{MODELS}/{{model:path}}", models, middleware=[admission]),
             Route(HEALTH, health),
         ],
         middleware=[browsers] if origins else [],
@@ -124,8 +121,24 @@ def make_app(
     return _Outermost(app)
 
 
+class _Admission:
+    """Admits requests to a route by their headers, before anything of a body is read."""
+
+    def __init__(self, app: ASGIApp, callers: Callers) -> None:
+        self._app = app
+        self._callers = callers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope)
+        authorization = dict(_caller(request).metadata).get("authorization", "")
+        network = network_of("" if request.client is None else request.client.host)
+        async with self._callers.admitted(scope, str(authorization), network) as scope[CALLER]:
+            await self._app(scope, receive, send)
+
+
 class _Outermost:
-    """Gives every request an id, which its answer and this process's log name, and ends well what a drain cuts off."""
+    """Gives every request an id, which its answer and this process's log name, ends well what a drain cuts off, and
+    closes connections on which a body was left unread."""
 
     def __init__(self, app: Starlette) -> None:
         self._app = app
@@ -134,57 +147,32 @@ class _Outermost:
         given = Request(scope).headers.get(REQUEST_ID)
         request_id = given if given is not None and is_request_id(given) else new_request_id()
         scope[REQUEST_ID] = request_id
-        begun = False
+        body = Unread(scope, receive)
+        begun = closes = False
 
         async def naming(message: Message) -> None:
-            nonlocal begun
+            nonlocal begun, closes
             if message["type"] == "http.response.start":
-                begun = True
+                begun, closes = True, body.left
                 MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                if closes:  # the rest of the body would be in the way of a next request
+                    MutableHeaders(scope=message)["connection"] = "close"
+            elif closes and not message.get("more_body"):
+                await send({**message, "more_body": True})
+                await body.discard()
+                message = {"type": "http.response.body", "body": b""}
             await send(message)
 
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             try:
-                await self._app(scope, receive, naming)
+                await self._app(scope, body.receive, naming)
             except asyncio.CancelledError:  # by the server, which drains no longer
                 log.warning("cut_off", path=scope["path"])
                 if not begun:
                     error = overloaded("the server is ending: ask another one")
-                    await _answered(error)(scope, receive, naming)
+                    await _answered(error)(scope, body.receive, naming)
             except Exception:  # told to the caller by then, if that was still possible
                 log.exception("request_failed", path=scope["path"])
-
-
-class _Bodies:
-    """Reads bodies of requests, of which not too much is held at a time."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._held = 0
-
-    async def read(self, request: Request) -> bytes:
-        """Read the body; ApiError if it is too long, does not come, or there is no room for it."""
-        parts: list[bytes] = []
-        size = held = 0
-        try:
-            async with asyncio.timeout(self._seconds):
-                async for part in request.stream():
-                    size += len(part)
-                    if size > MOST_BODY:  # read to its end all the same: who still sends does not hear an answer
-                        parts.clear()
-                        continue
-                    parts.append(part)
-                    held += len(part)
-                    self._held += len(part)
-                    if self._held > MOST_BODIES:
-                        raise overloaded("there is no room for more requests")
-        except TimeoutError:
-            raise ApiError(408, f"the body has not come within {self._seconds:g} s", code="body_late") from None
-        finally:
-            self._held -= held
-        if size > MOST_BODY:
-            raise ApiError(413, f"the body is longer than {MOST_BODY >> 20} MiB", code="body_too_long")
-        return b"".join(parts)
 
 
 def _caller(request: Request) -> Caller:
@@ -192,15 +180,6 @@ def _caller(request: Request) -> Caller:
     headers = ((name, request.headers[name]) for name in CARRIED if name in request.headers)
     plain = tuple((name, value) for name, value in headers if value.isascii() and value.isprintable())
     return Caller(request.scope[REQUEST_ID], plain)
-
-
-def _owner(request: Request) -> str:
-    """Return whose work a request is until an orchestrator knows: by its key, else by where it comes from. No key is
-    kept."""
-    key = request.headers.get("authorization")
-    if key is not None:
-        return hashlib.sha256(key.encode()).hexdigest()
-    return "" if request.client is None else request.client.host
 
 
 def _answered(error: ApiError) -> JSONResponse:
@@ -213,7 +192,7 @@ async def _answer_error(_: Request, error: ApiError) -> JSONResponse:
 
 async def _answer_overloaded(_: Request, error: OverloadedError) -> JSONResponse:
     if isinstance(error, TenantLimitError):
-        return _answered(too_many_at_once())
+        return _answered(too_many("too many of your requests wait to be read"))
     return _answered(overloaded(str(error)))
 
 

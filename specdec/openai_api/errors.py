@@ -46,8 +46,6 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        if self.status == 408:  # the rest of the body would be in the way of a next request
-            return {"connection": "close"}
         return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
 
 
@@ -71,10 +69,10 @@ def overloaded(message: str) -> ApiError:
     return ApiError(503, message, "overloaded_error", code="overloaded", retry_after=1)
 
 
-def too_many_at_once() -> ApiError:
-    """Return the error for a caller whose requests take too many of the places."""
-    message = "too many of your requests wait to be read"
-    return ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded", retry_after=1)
+def too_many(message: str, seconds: float = 1.0) -> ApiError:
+    """Return the error for a caller that takes its share already, until so many seconds have passed."""
+    wait = max(1, math.ceil(seconds))
+    return ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded", retry_after=wait)
 
 
 def from_specdec(error: SpecdecError, names: Mapping[str, str] = MappingProxyType({})) -> ApiError:

@@ -49,6 +49,11 @@ class Gateway:
         except SpecdecError as error:
             raise from_specdec(error) from error
 
+    async def check_key(self, authorization: str) -> None:
+        """Ask whether a key is known, by the call that costs an orchestrator least; ApiError if it is not."""
+        metadata: Metadata = (("authorization", authorization),) if authorization else ()
+        await self.models(Caller(new_request_id(), metadata))
+
     async def tool_format(self, asked: Asked, caller: Caller) -> ToolFormat | None:
         """Return how the model that is asked writes calls of functions; None if it has none to call, or knows none."""
         if not asked.calls_tools:

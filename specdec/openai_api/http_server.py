@@ -9,20 +9,17 @@ import socket
 import ssl
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.client.tls_files import TlsError, TlsFiles
-from specdec.openai_api.no_room import MOST_HEARD, REFUSAL, health_alone
+from specdec.openai_api.connections import MAX_HEADER_BYTES, Connection, Connections
 from specdec.serving.watched import Watched
 
 MOST_CONNECTIONS = 1024
 """Connections at the same time, by default."""
-
-MOST_HEADER = 64 << 10
-"""Bytes of a request's line and headers."""
 
 KEEP_ALIVE_SECONDS = 75
 """Seconds after which a connection is closed on which no further request comes, by default. A load balancer that keeps
@@ -53,8 +50,8 @@ class HttpServer:
         header_seconds: float = HEADER_SECONDS,
         unread_seconds: float = UNREAD_SECONDS,
     ) -> None:
-        """Serve at the listener's address. Connections beyond `most_connections` are told 503 unless they ask for
-        health, and closed."""
+        """Serve at the listener's address. At `most_connections` idle ones give way to new ones; if none is idle, new
+        ones are answered 503 unless they ask for health, and closed."""
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # not what callers do wrong
         self.port: int = listener.getsockname()[1]
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * unread_seconds))  # connections too
@@ -63,17 +60,17 @@ class HttpServer:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=_protocol(header_seconds, most_connections),
+                http=_protocol(header_seconds, Connections(most_connections)),
                 ws="none",
                 lifespan="off",
                 loop="asyncio",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                proxy_headers=False,  # nothing here depends on where a caller is
+                proxy_headers=False,  # anybody may send them
                 timeout_keep_alive=keep_alive_seconds,
                 timeout_graceful_shutdown=drain_seconds,  # type: ignore[arg-type]  # a fraction is one too
-                h11_max_incomplete_event_size=MOST_HEADER,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 ssl_context_factory=None if tls is None else lambda *_: tls.context,
             )
         )
@@ -96,43 +93,14 @@ class HttpServer:
         await self._serving
 
 
-def _protocol(header_seconds: float, most_connections: int) -> type[H11Protocol]:
-    """Return uvicorn's protocol of connections, with an end to waiting for headers, and a limit of connections: by
-    itself it waits for ever for headers that come slowly, and refuses requests, not connections."""
+def _protocol(header_seconds: float, connections: Connections) -> type[Connection]:
+    """Return the class of connections: uvicorn makes them by its class."""
 
-    class Protocol(H11Protocol):
-        _waiting: asyncio.TimerHandle | None = None
+    class Limited(Connection):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, header_seconds=header_seconds, connections=connections, **options)
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            too_many = len(self.connections) - most_connections
-            if too_many > MOST_HEARD:
-                transport.write(REFUSAL)
-                transport.close()
-                return
-            if too_many > 0:
-                self.app = health_alone(self.app)
-            self._wait()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self._wait()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._wait(over=True)
-            super().connection_lost(exc)
-
-        def _wait(self, *, over: bool = False) -> None:
-            """Wait for headers, unless a request is being answered or all is `over`."""
-            cycle = self.cycle
-            if over or not (cycle is None or cycle.response_complete):
-                if self._waiting is not None:
-                    self._waiting.cancel()
-                    self._waiting = None
-            elif self._waiting is None:
-                self._waiting = self.loop.call_later(header_seconds, self.transport.close)
-
-    return Protocol
+    return Limited
 
 
 class _Server(uvicorn.Server):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,7 +53,8 @@ async def serve(
         bound(settings.host, settings.metrics_port, option="--metrics-port").close()
     tls = None if settings.tls is None else ServerTls(settings.tls)
     orchestrators = Orchestrators(asking.targets, asking.tls)
-    app = Counted(make_app(Gateway(orchestrators.client), orchestrators.serve, origins=origins), ROUTES)
+    gateway = Gateway(orchestrators.client)
+    app = Counted(make_app(gateway, orchestrators.serve, most_requests=most_connections, origins=origins), ROUTES)
     server = HttpServer(
         app,
         listener,
@@ -68,6 +70,7 @@ async def serve(
         raise ListenError.of(settings.host, settings.port, error) from error
     watching = asyncio.create_task(orchestrators.keep_up_to_date())
     log_settings()
+    gc.freeze()  # a full garbage collection, as large bodies cause, would hold the event loop for a tenth of a second
     announce(f"{settings.host}:{server.port}")
     log.info("serving", address=f"{settings.host}:{server.port}")
     await stop.wait()

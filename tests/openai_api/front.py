@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import openai
 
 from specdec.client import AsyncClient
-from specdec.openai_api.app import BODY_SECONDS, ROUTES, make_app
+from specdec.openai_api.app import ROUTES, make_app
+from specdec.openai_api.bodies import BODY_SECONDS
 from specdec.openai_api.gateway import Gateway
 from specdec.openai_api.http_server import HttpServer
 from specdec.openai_api.metrics import Counted
@@ -40,9 +41,9 @@ async def front(
         return serves
 
     async with AsyncClient(orchestrators, max_retries=1) as client:
-        app = Counted(
-            make_app(Gateway(lambda: nullcontext(client)), health, body_seconds=body_seconds, origins=origins), ROUTES
-        )
+        gateway = Gateway(lambda: nullcontext(client))
+        made = make_app(gateway, health, most_requests=most_connections, body_seconds=body_seconds, origins=origins)
+        app = Counted(made, ROUTES)
         server = HttpServer(app, bound("127.0.0.1", 0), most_connections=most_connections)
         await server.start()
         address = f"127.0.0.1:{server.port}"

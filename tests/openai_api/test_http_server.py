@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -16,8 +15,7 @@ import typer
 from starlette.types import Receive, Scope, Send
 
 from specdec.client.tls_files import TlsError, TlsFiles
-from specdec.openai_api import app, http_server
-from specdec.openai_api.errors import overloaded
+from specdec.openai_api import http_server
 from specdec.openai_api.http_server import HttpServer, ServerTls
 from specdec.openai_api.origins import origin
 from specdec.serving.process.listening import bound
@@ -89,13 +87,6 @@ async def test_a_body_that_does_not_come_is_given_up() -> None:
     assert not orchestrator.calls
 
 
-async def test_a_body_that_is_too_long_is_refused() -> None:
-    async with FakeServer() as orchestrator, front(orchestrator.address) as http:
-        answer = await told(http.address, post(b" " * (9 << 20), headers=b"connection: close\r\n"))
-    assert answer.startswith(b"HTTP/1.1 413 ")
-    assert b"longer than 8 MiB" in answer
-
-
 async def test_a_caller_who_reads_nothing_is_given_up() -> None:
     ended = asyncio.Event()
 
@@ -126,43 +117,6 @@ async def test_a_caller_who_reads_nothing_is_given_up() -> None:
             await asyncio.wait_for(ended.wait(), 20)
 
 
-async def test_too_many_connections_are_refused() -> None:
-    async with FakeServer() as orchestrator, front(orchestrator.address, most_connections=2) as http:
-        host, _, port = http.address.partition(":")
-        waiting = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
-        request = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
-        answer = await told(http.address, request)
-        assert answer.startswith(b"HTTP/1.1 503 ")
-        assert answer.endswith(json.dumps(overloaded("there are too many connections").body).encode())
-        for reader, writer in waiting:  # which are served
-            writer.write(request)
-            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
-            writer.close()
-
-
-async def test_a_full_server_is_healthy() -> None:
-    """It still answers who asks for its health, as probes do, and these alone."""
-    health = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
-    async with FakeServer() as orchestrator, front(orchestrator.address, most_connections=1) as http:
-        host, _, port = http.address.partition(":")
-        _, writer = await asyncio.open_connection(host, int(port))
-        answer = await told(http.address, health)  # until the connection is closed
-        assert answer.startswith(b"HTTP/1.1 200 ")
-        assert answer.count(b"HTTP/1.1") == 1
-        answer = await told(http.address, health + b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert answer.count(b"HTTP/1.1") == 1
-        writer.close()
-
-
-async def test_connections_far_too_many_are_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "MOST_HEARD", 0)
-    async with FakeServer() as orchestrator, front(orchestrator.address, most_connections=1) as http:
-        host, _, port = http.address.partition(":")
-        _, writer = await asyncio.open_connection(host, int(port))
-        assert (await told(http.address, b"")).startswith(b"HTTP/1.1 503 ")
-        writer.close()
-
-
 async def test_a_connection_stays_open_between_requests_for_as_long_as_is_said() -> None:
     async with serving(hello, keep_alive_seconds=1) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -171,22 +125,6 @@ async def test_a_connection_stays_open_between_requests_for_as_long_as_is_said()
             await reader.readuntil(b"hello")
         assert await asyncio.wait_for(reader.read(), 20) == b""
         writer.close()
-
-
-async def test_too_much_at_a_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bodies that are still coming; others that are small go on."""
-    monkeypatch.setattr(app, "MOST_BODIES", 1000)
-    async with FakeServer() as orchestrator, front(orchestrator.address) as http:
-        host, _, port = http.address.partition(":")
-        _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(post(b" " * 900, length=2000))
-        await until(lambda: http.app.running == 1)
-        answer = await told(http.address, post(b" " * 200, headers=b"connection: close\r\n"))
-        assert answer.startswith(b"HTTP/1.1 503 ")
-        writer.close()
-        await until(lambda: http.app.running == 0)
-        answer = await told(http.address, post(ASKED, headers=b"connection: close\r\n"))
-        assert answer.startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize(("origin", "allowed"), [("https://a.example", True), ("https://b.example", False)])

@@ -1,0 +1,160 @@
+"""Bodies of requests: how much of them is received at a time, for whom, and how slowly they may come."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope
+
+from specdec.openai_api.errors import ApiError, overloaded, too_many
+from specdec.openai_api.structure import Structure
+
+MAX_BODY_BYTES = 8 << 20
+"""Bytes of a request's body."""
+
+MAX_BODIES_BYTES = 64 << 20
+"""Bytes of all bodies that are being received."""
+
+MAX_RECEIVING = 128
+"""Bodies of one caller that are being received."""
+
+BODY_SECONDS = 30.0
+"""Seconds in which a request's body must have come, by default."""
+
+MIN_BODY_RATE = 8 << 10
+"""Bytes a second that a body must come at, on average."""
+
+RATE_GRACE_SECONDS = 2.0
+"""Seconds of which the average takes no notice: a network may pause."""
+
+LINGER_SECONDS = 2.0
+"""How long an unwanted body is read. A connection that is closed before its caller has sent everything is reset, and
+the caller may lose the answer."""
+
+LINGER_BYTES = 256 << 10
+LINGER_PAUSE_SECONDS = 0.1
+"""Bytes of it that are read at once, and the pause after as many: reading costs the event loop 4 ms a MiB."""
+
+EVICTABLE = "specdec.evictable"
+"""Key of the scope of a request that was refused: its connection gives way to others."""
+
+
+class Bodies:
+    """Receives bodies of admitted callers, and counts the bytes of those under way."""
+
+    def __init__(self, seconds: float) -> None:
+        """A body must have come within so many seconds."""
+        self._seconds = seconds
+        self._free = MAX_BODIES_BYTES
+        self._held: Counter[str] = Counter()  # bytes by caller
+        self._receiving: Counter[str] = Counter()  # bodies by caller
+
+    async def read(self, request: Request, caller: str) -> bytes:
+        """Return the body; ApiError if it is too long, too slow or too complex, or if there is no room for it. A
+        declared length decides before any of it is read."""
+        declared = int(request.headers.get("content-length", 0))  # which h11 has checked
+        _check_length(declared)
+        loop = asyncio.get_running_loop()
+        begun, size, parts, structure = loop.time(), 0, [], Structure()
+        with self._reception(caller) as reception:
+            reception.hold(declared)
+            try:
+                async with asyncio.timeout_at(begun + min(self._seconds, RATE_GRACE_SECONDS)) as timeout:
+                    async for part in request.stream():
+                        size += len(part)
+                        _check_length(size)
+                        reception.hold(size)
+                        await structure.add(part)
+                        parts.append(part)
+                        patience = min(self._seconds, RATE_GRACE_SECONDS + size / MIN_BODY_RATE)
+                        timeout.reschedule(begun + patience)
+            except TimeoutError:
+                raise self._late(loop.time() - begun) from None
+        return b"".join(parts)
+
+    def _late(self, seconds: float) -> ApiError:
+        if seconds >= self._seconds:
+            return ApiError(408, f"the body has not come within {self._seconds:g} s", code="body_late")
+        return ApiError(408, f"the body comes at less than {MIN_BODY_RATE >> 10} KiB/s", code="body_late")
+
+    @contextmanager
+    def _reception(self, caller: str) -> Iterator[_Reception]:
+        if self._receiving[caller] >= MAX_RECEIVING:
+            raise too_many(f"{MAX_RECEIVING} bodies of your requests are being received, the limit is reached")
+        self._receiving[caller] += 1
+        reception = _Reception(self, caller)
+        try:
+            yield reception
+        finally:
+            self._free += reception.held
+            for counter, number in ((self._receiving, 1), (self._held, reception.held)):
+                counter[caller] -= number
+                if not counter[caller]:
+                    del counter[caller]
+
+    def take(self, caller: str, size: int) -> None:
+        """Give a caller room for more bytes; ApiError if there is none. A caller may hold what it leaves free: a single
+        one half of the room, each of n callers 1 / (n + 1), and a further one always finds some (dynamic thresholds,
+        Choudhury and Hahne 1998)."""
+        own = self._held[caller]
+        if own + size > self._free - size:
+            if own:
+                raise too_many(f"{own} bytes of bodies of your requests are being received: there is no room for more")
+            raise overloaded("there is no room for more requests")
+        self._free -= size
+        self._held[caller] += size
+
+
+class _Reception:
+    """The room that one body takes."""
+
+    def __init__(self, bodies: Bodies, caller: str) -> None:
+        self._bodies = bodies
+        self._caller = caller
+        self.held = 0  # bytes
+
+    def hold(self, size: int) -> None:
+        """Hold room for `size` bytes in all."""
+        if size > self.held:
+            self._bodies.take(self._caller, size - self.held)
+            self.held = size
+
+
+class Unread:
+    """What has not been read of a request's body. `left` is True until it has come to its end."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        headers = Headers(scope=scope)
+        self.left = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        self._scope = scope
+        self._receive = receive
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if not message.get("more_body"):  # a disconnect has none either
+            self.left = False
+        return message
+
+    async def discard(self) -> None:
+        """Read the body for a while, so that the caller can read its answer; then the connection is closed."""
+        self._scope[EVICTABLE] = True
+        size = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                while self.left:
+                    size += len((await self.receive()).get("body", b""))
+                    if size >= LINGER_BYTES:
+                        size = 0
+                        await asyncio.sleep(LINGER_PAUSE_SECONDS)
+
+
+def _check_length(size: int) -> None:
+    if size > MAX_BODY_BYTES:
+        problem = f"the body has {size} bytes or more, must have at most {MAX_BODY_BYTES}"
+        raise ApiError(413, problem, code="body_too_long")

@@ -1,0 +1,205 @@
+"""Callers: whose a request is, by its headers alone, and how many requests each may have.
+
+Orchestrators know the keys. One of them is asked about a key, and its answer holds for a while: a request with a wrong
+key then costs no call, and nothing that tenants share. A key that is withdrawn meanwhile is refused on the call itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import ipaddress
+import math
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from starlette.types import Scope
+
+from specdec.openai_api.bodies import EVICTABLE
+from specdec.openai_api.errors import ApiError, too_many
+
+ACCEPTED_SECONDS = 60.0
+"""Seconds for which an accepted key is not asked about again, nor whether requests need one."""
+
+REFUSED_SECONDS = 5.0
+"""The same for a refused key: its tenant may be new."""
+
+MAX_ACCEPTED = 16384
+MAX_REFUSED = 4096
+"""Keys whose verdict is remembered, by their hash; the oldest are forgotten."""
+
+CHECK_SECONDS = 15.0
+"""Seconds after which a check is given up: longer than the client waits for an orchestrator that starts again."""
+
+UNKNOWN_RATE, UNKNOWN_BURST = 5.0, 20.0
+"""Keys a second, and at once, that one network may bring and that were never accepted. Each costs a call."""
+
+ALL_UNKNOWN_RATE, ALL_UNKNOWN_BURST = 50.0, 100.0
+"""The same for all networks together."""
+
+REFUSAL_RATE, REFUSAL_BURST = 20.0, 50.0
+"""Refusals a second, and at once, that one network is answered without delay."""
+
+MAX_DELAY_SECONDS = 2.0
+MAX_DELAYED = 256
+"""How long further refusals are delayed, and how many of them at a time."""
+
+REQUEST_RATE, REQUEST_BURST = 500.0, 1024.0
+"""Requests a second, and at once, of one caller: half of what this process can take."""
+
+MAX_NETWORKS = 4096
+"""Networks and callers whose rate is remembered."""
+
+Check = Callable[[str], Awaitable[object]]
+"""Asks an orchestrator by a value of the header `authorization`, none if it is empty; raises an ApiError."""
+
+
+def network_of(host: str) -> str:
+    """Return the network that shares go by: an IPv4 address, or the 64 bits of an IPv6 address that one site has."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:  # such as that of a socket file
+        return host
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
+        return str(ipaddress.IPv6Network((address, 64), strict=False))
+    return host
+
+
+class Rates:
+    """Token buckets (Turner 1986) by a name."""
+
+    def __init__(self, rate: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Each name may have `rate` units a second, and `burst` at once after a rest."""
+        self._rate = rate
+        self._burst = burst
+        self._clock = clock
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # units left at a time
+
+    def wait(self, name: str) -> float:
+        """Take a unit and return 0.0 if there is one, else take none and return the seconds until there is."""
+        now = self._clock()
+        left, at = self._buckets.get(name, (self._burst, now))
+        left = min(self._burst, left + (now - at) * self._rate)
+        if left < 1.0:
+            return (1.0 - left) / self._rate
+        self._buckets[name] = left - 1.0, now
+        self._buckets.move_to_end(name)
+        if len(self._buckets) > MAX_NETWORKS:
+            self._buckets.popitem(last=False)
+        return 0.0
+
+
+class Keys:
+    """What orchestrators said of keys."""
+
+    def __init__(self, check: Check) -> None:
+        self._check = check
+        self._accepted: OrderedDict[bytes, float] = OrderedDict()  # to the time until which that holds
+        self._refused: OrderedDict[bytes, tuple[ApiError, float]] = OrderedDict()
+        self._checks: dict[bytes, asyncio.Task[ApiError | None]] = {}  # under way
+        self._unknown = Rates(UNKNOWN_RATE, UNKNOWN_BURST)
+        self._all_unknown = Rates(ALL_UNKNOWN_RATE, ALL_UNKNOWN_BURST)
+
+    async def refusal(self, authorization: str, network: str) -> ApiError | None:
+        """Return the error with which orchestrators refuse a key, None if they accept it; ApiError if none can say."""
+        key, now = hashlib.sha256(authorization.encode()).digest(), time.monotonic()
+        if now < self._accepted.get(key, 0.0):
+            return None
+        error, until = self._refused.get(key, (None, 0.0))
+        if now < until:
+            return error
+        if key not in self._checks:
+            if authorization and key not in self._accepted:  # known ones are as few as there are tenants
+                wait = self._unknown.wait(network) or self._all_unknown.wait("")
+                if wait:
+                    raise too_many("too many unknown API keys come from your network", wait)
+            self._checks[key] = check = asyncio.create_task(self._ask(key, authorization))
+            check.add_done_callback(_seen)
+        # A request that is cancelled does not end the check, which others may wait for.
+        return await asyncio.shield(self._checks[key])
+
+    async def _ask(self, key: bytes, authorization: str) -> ApiError | None:
+        try:
+            async with asyncio.timeout(CHECK_SECONDS):
+                await self._check(authorization)
+        except TimeoutError:
+            message = f"no orchestrator has said within {CHECK_SECONDS:g} s whether the API key is known"
+            raise ApiError(503, message, "service_unavailable_error", code="unavailable", retry_after=1) from None
+        except ApiError as error:
+            if error.status != 401:
+                raise
+            self._accepted.pop(key, None)
+            seconds = REFUSED_SECONDS if authorization else ACCEPTED_SECONDS
+            self._refused[key] = error, time.monotonic() + seconds
+            self._refused.move_to_end(key)
+            if len(self._refused) > MAX_REFUSED:
+                self._refused.popitem(last=False)
+            return error
+        finally:
+            del self._checks[key]
+        self._refused.pop(key, None)
+        self._accepted[key] = time.monotonic() + ACCEPTED_SECONDS
+        self._accepted.move_to_end(key)
+        if len(self._accepted) > MAX_ACCEPTED:
+            self._accepted.popitem(last=False)
+        return None
+
+
+def _seen(check: asyncio.Task[ApiError | None]) -> None:
+    """Look at the outcome of a check: perhaps nobody waits for it any more."""
+    if not check.cancelled():
+        check.exception()
+
+
+class Callers:
+    """Admits requests by their headers. A caller is the tenant's key; where orchestrators want no key, the network that
+    the request comes from."""
+
+    def __init__(self, check: Check, most_requests: int) -> None:
+        """At most `most_requests` are in progress; one caller has half of them at most."""
+        self._keys = Keys(check)
+        self._most = most_requests
+        self._running: Counter[str] = Counter()  # requests by caller
+        self._rates = Rates(REQUEST_RATE, REQUEST_BURST)
+        self._refusals = Rates(REFUSAL_RATE, REFUSAL_BURST)
+        self._delayed = 0  # requests
+
+    @asynccontextmanager
+    async def admitted(self, scope: Scope, authorization: str, network: str) -> AsyncIterator[str]:
+        """Wrap a request and return its caller; ApiError if it is not admitted."""
+        caller = await self._identify(scope, authorization, network)
+        if wait := self._rates.wait(caller):
+            raise too_many(f"you send more than {REQUEST_RATE:g} requests a second", wait)
+        own, total = self._running[caller], self._running.total()
+        if own and own >= self._most - total:  # what is free: see `Bodies.take`
+            raise too_many(f"{own} of your requests are in progress: there is no room for more")
+        self._running[caller] += 1
+        try:
+            yield caller
+        finally:
+            self._running[caller] -= 1
+            if not self._running[caller]:
+                del self._running[caller]
+
+    async def _identify(self, scope: Scope, authorization: str, network: str) -> str:
+        """Return whose a request is; ApiError for a key that is refused."""
+        if await self._keys.refusal("", network) is None:
+            return network
+        refusal = await self._keys.refusal(authorization, network)
+        if refusal is None:
+            return hashlib.sha256(authorization.encode()).hexdigest()
+        await self._delay(scope, network)
+        raise replace(refusal)  # an exception belongs to where it is raised
+
+    async def _delay(self, scope: Scope, network: str) -> None:
+        """Slow a network down that is refused often. Its connections give way to others meanwhile."""
+        if (wait := self._refusals.wait(network)) and self._delayed < MAX_DELAYED:
+            scope[EVICTABLE] = True
+            self._delayed += 1
+            try:
+                await asyncio.sleep(min(MAX_DELAY_SECONDS, math.ceil(wait)))
+            finally:
+                self._delayed -= 1

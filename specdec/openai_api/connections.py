@@ -1,0 +1,328 @@
+"""Connections of callers: their number, their headers, and what a full server answers.
+
+uvicorn and h11 leave these open: they wait for ever for slow headers, refuse requests rather than connections, take
+headers of any length that come in one piece, and spend seconds on some short ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+import h11
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from specdec.openai_api.app import HEALTH
+from specdec.openai_api.bodies import EVICTABLE, LINGER_BYTES, LINGER_SECONDS
+from specdec.openai_api.callers import network_of
+from specdec.openai_api.errors import ApiError, overloaded
+
+MAX_HEADER_BYTES = 32 << 10
+"""Bytes of a request's line and headers: h11 takes 1 us for each in the worst case, on the event loop."""
+
+MAX_HEADER_LINES = 256
+"""Lines of them: h11 takes 3 us for each."""
+
+MAX_CHUNK_LINE = 1 << 10
+"""Bytes of the line before a chunk, or of the trailer after the last one: h11 reads a trailer in quadratic time."""
+
+PIECE_BYTES = 1 << 10
+"""Bytes of a chunked body that h11 is given at once: they may be 170 chunks, which take 1 ms."""
+
+PIECES_A_TURN = 8
+"""Such pieces after which the event loop does something else."""
+
+MAX_AHEAD = 64 << 10
+"""Bytes that are read ahead of the request that is being answered."""
+
+GRACE_SECONDS = 1.0
+"""Seconds for which a connection that has not sent its headers yet is not evicted."""
+
+SHORT_GRACE_SECONDS = 0.1
+"""The same for an address that has more than half of all connections."""
+
+MAX_HEALTH_ONLY = 64
+"""Connections above the limit whose request is read; further ones are refused unread."""
+
+_HEAD_END = re.compile(rb"\n\r?\n")
+_BAD_HEAD = re.compile(rb"[\x00\x0b\x0c]|\r(?!\n)|\n[ \t]")
+"""What no header may have: bytes that make h11 backtrack over the blanks before them, 20,000 of them for 3 s, and
+folded lines (RFC 9112, section 5.2)."""
+
+
+def plain_answer(error: ApiError) -> bytes:
+    """Return the whole answer of an error, for a connection that has no request and is closed after it."""
+    body = json.dumps(error.body).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *(f"{k}: {v}" for k, v in headers.items())]
+    return "\r\n".join([*lines, "connection: close", "", ""]).encode() + body
+
+
+NO_ROOM = overloaded("there are too many connections")
+NO_ROOM_ANSWER = plain_answer(NO_ROOM)
+
+
+class Connections:
+    """The connections being served, and which of them gives way to a new one."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._by_network: dict[str, dict[Connection, None]] = {}  # those that wait longest first
+        self._served = 0
+        self.health_only = 0
+
+    def has_room(self) -> bool:
+        """Return True if one more can be served, perhaps because another one has just been evicted."""
+        if self._served >= self._most and (victim := self._victim()) is not None:
+            self.remove(victim)
+            victim.evict()
+        return self._served < self._most
+
+    def add(self, connection: Connection) -> None:
+        self._by_network.setdefault(connection.network, {})[connection] = None
+        self._served += 1
+
+    def answered(self, connection: Connection) -> None:
+        """Move a connection behind the others of its network: it begins to be idle."""
+        own = self._by_network.get(connection.network, {})
+        if connection in own:
+            del own[connection]
+            own[connection] = None
+
+    def remove(self, connection: Connection) -> None:
+        own = self._by_network.get(connection.network, {})
+        if connection in own:
+            del own[connection]
+            self._served -= 1
+            if not own:
+                del self._by_network[connection.network]
+
+    def _victim(self) -> Connection | None:
+        """Return the connection that waits longest of the network that has most; None if all are at work."""
+        for own in sorted(self._by_network.values(), key=len, reverse=True):
+            grace = SHORT_GRACE_SECONDS if len(own) > self._most // 2 else GRACE_SECONDS
+            for connection in own:
+                if connection.gives_way(grace):
+                    return connection
+        return None
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection. h11 is given whole headers that are within the limits, bodies in pieces that take
+    milliseconds, and no request before the one in front of it is answered."""
+
+    def __init__(self, *args: Any, header_seconds: float, connections: Connections, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.network = ""
+        self._header_seconds = header_seconds
+        self._all = connections
+        self._health_only = False
+        self._ahead = bytearray()  # what came and h11 has not got
+        self._is_chunked = False  # the body that comes now
+        self._body_left = 0  # bytes of it, if it is not
+        self._waiting: asyncio.TimerHandle | None = None  # for headers
+        self._since = 0.0  # when the connection began to wait
+        self._next_piece: asyncio.Handle | None = None
+        self._refused = False
+        self._discarded = 0  # bytes since
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = _Flow(transport, lambda: len(self._ahead) > MAX_AHEAD)
+        self.network = network_of(self.client[0] if self.client else "")
+        if self._all.has_room():
+            self._all.add(self)
+        elif self._all.health_only < MAX_HEALTH_ONLY:
+            self._all.health_only += 1
+            self._health_only = True
+            self.app = health_alone(self.app)
+        else:
+            transport.write(NO_ROOM_ANSWER)
+            transport.close()
+            return
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            self._discarded += len(data)
+            if self._discarded > LINGER_BYTES:  # a caller of such a kind may lose its answer
+                self.transport.close()
+            return
+        self._unset_keepalive_if_required()
+        self._ahead += data
+        if self._next_piece is None:
+            self._feed()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ahead.clear()
+        for timer in (self._waiting, self._next_piece):
+            if timer is not None:
+                timer.cancel()
+        self._all.remove(self)
+        if self._health_only:
+            self._health_only = False
+            self._all.health_only -= 1
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._since = self.loop.time()
+        self._all.answered(self)
+        if self._ahead and self._next_piece is None and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self._next_piece = self.loop.call_soon(self._feed)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(ApiError(400, "the request is not valid HTTP", code="invalid_http"))
+
+    def gives_way(self, grace: float) -> bool:
+        """Return True if no request is in progress here: there was none yet for `grace` seconds, or it is answered, or
+        refused."""
+        if self._is_idle and (self.cycle is None or self._ahead):
+            return self.loop.time() - self._since >= grace
+        return self._is_idle or self._refused or EVICTABLE in self.cycle.scope
+
+    def evict(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _feed(self) -> None:
+        """Give h11 what has come, as far as it may have it now."""
+        self._next_piece = None
+        for _ in range(PIECES_A_TURN):
+            size = self._next_size()
+            if not size:
+                break
+            piece = bytes(self._ahead[:size])
+            del self._ahead[:size]
+            is_head = self.conn.their_state is h11.IDLE
+            super().data_received(piece)
+            if self._refused:
+                return
+            if is_head:
+                given = dict(self.headers)
+                self._is_chunked = b"transfer-encoding" in given
+                self._body_left = int(given.get(b"content-length", 0))
+            elif self._is_chunked:
+                self._check_chunks()
+            else:
+                self._body_left -= len(piece)
+        if self._refused or self.transport.is_closing():
+            return
+        self._wait()
+        if self._next_size():
+            self._next_piece = self.loop.call_soon(self._feed)
+        if len(self._ahead) > MAX_AHEAD:
+            self.flow.pause_reading()
+        else:
+            self.flow.resume_reading()
+
+    def _next_size(self) -> int:
+        """Return how many bytes h11 may have next; 0: none now."""
+        if not self._ahead or self._refused or self.transport.is_closing():
+            return 0
+        if self.conn.their_state is h11.IDLE:
+            return self._header_size()
+        if self.conn.their_state is h11.SEND_BODY:
+            return PIECE_BYTES if self._is_chunked else self._body_left
+        return 0  # the request has come, and is not answered yet
+
+    def _check_chunks(self) -> None:
+        rest = len(self.conn.trailing_data[0])  # a copy
+        if self.conn.their_state is not h11.SEND_BODY:
+            self._is_chunked = False
+            if rest:  # of the next request, in front of which nothing can be checked any more
+                self.cycle.keep_alive = False
+        elif rest > MAX_CHUNK_LINE:
+            problem = f"the line of a chunk or the trailer is longer than {MAX_CHUNK_LINE} bytes"
+            self._refuse(ApiError(400, problem, code="invalid_http"))
+
+    def _header_size(self) -> int:
+        """Return the bytes of headers that have come whole, else 0. What is beyond the limits is refused."""
+        if self._ahead[0] <= 0x20:  # no request begins like this, and h11 says so
+            return 1
+        found = _HEAD_END.search(self._ahead)
+        size = len(self._ahead) if found is None else found.end()
+        if size > MAX_HEADER_BYTES:
+            problem = f"the request's line and headers have more than {MAX_HEADER_BYTES} bytes"
+        elif self._ahead.count(b"\n", 0, size) > MAX_HEADER_LINES:
+            problem = f"the request's line and headers have more than {MAX_HEADER_LINES} lines"
+        elif _BAD_HEAD.search(self._ahead, 0, size - 1 if found is None else size):  # its \n may not have come
+            self._refuse(ApiError(400, "a header has a folded line or a control character", code="invalid_http"))
+            return 0
+        else:
+            return 0 if found is None else size
+        self._refuse(ApiError(431, problem, code="headers_too_long"))
+        return 0
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer what is no request, and close the connection once its caller had time to read that."""
+        self._refused = True
+        self._ahead.clear()
+        self._wait(over=True)
+        if not self._is_idle:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self._is_idle or not self.cycle.response_started:
+            self.transport.write(plain_answer(error))
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._waiting = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+    def _wait(self, *, over: bool = False) -> None:
+        """Wait for headers, unless a request is being answered or all is `over`."""
+        if over or not self._is_idle:
+            if self._waiting is not None:
+                self._waiting.cancel()
+                self._waiting = None
+        elif self._waiting is None:
+            self._since = self.loop.time()
+            self._waiting = self.loop.call_later(self._header_seconds, self.transport.close)
+
+
+class _Flow(FlowControl):
+    """uvicorn's flow control, by which applications resume reading, but not while too much was read ahead."""
+
+    def __init__(self, transport: asyncio.Transport, is_full: Callable[[], bool]) -> None:
+        super().__init__(transport)
+        self._is_full = is_full
+
+    def resume_reading(self) -> None:
+        if not self._is_full():
+            super().resume_reading()
+
+
+def health_alone(app: ASGIApp) -> ASGIApp:
+    """Return the application of a connection above the limit. It serves one request: health, so that probes see that
+    the server lives; anything else is answered 503."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def closing(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["connection"] = "close"
+            await send(message)
+
+        if scope["method"] in ("GET", "HEAD") and scope["path"] == HEALTH:
+            await app(scope, receive, closing)
+        else:
+            body = json.dumps(NO_ROOM.body).encode()
+            headers = {"content-type": "application/json", "content-length": str(len(body)), **NO_ROOM.headers}
+            encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+            await closing({"type": "http.response.start", "status": NO_ROOM.status, "headers": encoded})
+            await closing({"type": "http.response.body", "body": body})
+
+    return answer

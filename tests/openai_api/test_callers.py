@@ -1,0 +1,238 @@
+"""Whose a request is decides before its body is read; what one caller does takes nothing from the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from specdec.openai_api import bodies, callers
+from specdec.openai_api.callers import Rates
+from tests.client.fake_server import Act, FakeServer
+from tests.hostile.keyless_http import KeylessHttp
+from tests.openai_api.front import front
+from tests.openai_api.test_http_server import ASKED, post, told
+from tests.stack import until
+
+KEY, WRONG = b"authorization: Bearer key\r\n", b"authorization: Bearer wrong\r\n"
+OTHER = b"authorization: Bearer other\r\n"
+CLOSE = b"connection: close\r\n"
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split()[1])
+
+
+@asynccontextmanager
+async def held(
+    address: str, number: int, headers: bytes, *, length: int = 8 << 20, sent: int = 0
+) -> AsyncIterator[None]:
+    """So many requests whose bodies come only in part."""
+    host, _, port = address.partition(":")
+    writers = []
+    try:
+        for _ in range(number):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writers.append(writer)
+            writer.write(post(b" " * sent, length=length, headers=headers))
+        yield
+    finally:
+        for writer in writers:
+            writer.close()
+
+
+@pytest.mark.parametrize("key", [b"", WRONG])
+@pytest.mark.parametrize("length", [1000, 9 << 20])
+async def test_a_key_that_is_not_known_is_refused_before_the_body_comes(key: bytes, length: int) -> None:
+    async with FakeServer(keys=["key"]) as orchestrator, front(orchestrator.address) as http:
+        answer = await told(http.address, post(b"", length=length, headers=key))
+        assert b"connection: close\r\n" in answer
+        assert b"this API key is not known" in answer
+        assert not orchestrator.calls
+    assert status_of(answer) == 401
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+async def test_a_caller_that_sends_on_can_read_why_it_is_refused(chunked: bool) -> None:
+    """The connection is not reset while a body is under way that nobody reads."""
+    body, headers = b" " * (400 << 10), WRONG
+    if chunked:
+        body, headers = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body), WRONG + b"transfer-encoding: chunked\r\n"
+    request = post(body, headers=headers)
+    if chunked:
+        request = request.replace(b"content-length: %d\r\n" % len(body), b"")
+    async with FakeServer(keys=["key"]) as orchestrator, front(orchestrator.address) as http:
+        answers = await asyncio.gather(*(told(http.address, request) for _ in range(5)))
+    assert {status_of(answer) for answer in answers} == {401}
+
+
+async def test_a_length_that_is_too_long_is_refused_before_the_body_comes() -> None:
+    async with FakeServer() as orchestrator, front(orchestrator.address) as http:
+        answer = await told(http.address, post(b"", length=(8 << 20) + 1))
+    assert status_of(answer) == 413
+    assert b"connection: close\r\n" in answer
+    assert b"must have at most 8388608" in answer
+
+
+async def test_bodies_of_nobody_leave_tenants_all_of_their_room() -> None:
+    """Eight times 8 MiB but for the last byte, which is all the room that there is, again and again."""
+    async with (
+        FakeServer(keys=["key"]) as orchestrator,
+        front(orchestrator.address) as http,
+        KeylessHttp(http.address, held=8, idle=0, seconds=30.0) as attacker,
+    ):
+        await until(lambda: attacker.requests >= 8)
+        for _ in range(20):
+            assert status_of(await told(http.address, post(ASKED, headers=KEY + CLOSE))) == 200
+    assert set(attacker.statuses) <= {401, "closed"}
+
+
+async def test_idle_connections_of_nobody_leave_tenants_their_places() -> None:
+    """They are more than there may be connections, and come back when they are closed."""
+    async with (
+        FakeServer(keys=["key"]) as orchestrator,
+        front(orchestrator.address, most_connections=32) as http,
+        KeylessHttp(http.address, held=2, idle=40, seconds=30.0, source="127.0.0.2") as attacker,
+    ):
+        await until(lambda: attacker.connections > 32)
+        for _ in range(20):
+            assert status_of(await told(http.address, post(ASKED, headers=KEY + CLOSE))) == 200
+
+
+async def test_a_tenant_holds_what_it_leaves_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the lengths that it declares: one tenant a half, each of two a third."""
+    monkeypatch.setattr(bodies, "MAX_BODIES_BYTES", 3000)
+    monkeypatch.setattr(bodies, "RATE_GRACE_SECONDS", 30.0)
+    async with FakeServer(keys=["key", "other"]) as orchestrator, front(orchestrator.address) as http:
+        for key in (KEY, OTHER):  # known from now on: what comes is counted at once
+            assert status_of(await told(http.address, post(ASKED, headers=key + CLOSE))) == 200
+        answer = await told(http.address, post(b"", length=1501, headers=KEY))
+        assert status_of(answer) == 503
+        assert b"retry-after: 1\r\n" in answer
+        async with held(http.address, 1, KEY, length=1000):
+            await until(lambda: http.app.running == 1)
+            assert status_of(await told(http.address, post(b"", length=501, headers=KEY))) == 429
+            assert status_of(await told(http.address, post(b"", length=1001, headers=OTHER))) == 503
+            async with held(http.address, 1, OTHER, length=1000):
+                await until(lambda: http.app.running == 2)
+                assert status_of(await told(http.address, post(ASKED, headers=OTHER + CLOSE))) == 429
+                assert status_of(await told(http.address, post(ASKED, headers=KEY + CLOSE))) == 429
+        await until(lambda: http.app.running == 0)
+        assert status_of(await told(http.address, post(ASKED, headers=KEY + CLOSE))) == 200
+
+
+async def test_a_tenant_has_half_of_the_places_at_most() -> None:
+    """Its requests in progress count, whatever they do; others find a place."""
+    hold = Act(tokens=0, then="hold")
+    async with (
+        FakeServer(hold, hold, keys=["key", "other"]) as orchestrator,
+        front(orchestrator.address, most_connections=4) as http,
+    ):
+        asking = [asyncio.create_task(told(http.address, post(ASKED, headers=KEY + CLOSE))) for _ in range(2)]
+        await until(lambda: len(orchestrator.calls) == 2)
+        answer = await told(http.address, post(ASKED, headers=KEY + CLOSE))
+        assert status_of(answer) == 429
+        assert b"2 of your requests are in progress" in answer
+        assert status_of(await told(http.address, post(ASKED, headers=OTHER + CLOSE))) == 200
+        for request in asking:
+            request.cancel()
+
+
+async def test_too_many_bodies_of_a_caller_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MAX_RECEIVING", 2)
+    monkeypatch.setattr(bodies, "RATE_GRACE_SECONDS", 30.0)
+    async with FakeServer() as orchestrator, front(orchestrator.address) as http:
+        assert status_of(await told(http.address, post(ASKED, headers=CLOSE))) == 200
+        async with held(http.address, 2, b"", length=10):
+            await until(lambda: http.app.running == 2)
+            answer = await told(http.address, post(ASKED, headers=CLOSE))
+    assert status_of(answer) == 429
+    assert b"2 bodies of your requests are being received" in answer
+
+
+async def test_a_body_that_comes_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long before the time for a body is over."""
+    monkeypatch.setattr(bodies, "RATE_GRACE_SECONDS", 0.2)
+    async with FakeServer() as orchestrator, front(orchestrator.address, body_seconds=1000.0) as http:
+        answer = await told(http.address, post(ASKED, length=1000))
+    assert status_of(answer) == 408
+    assert b"less than 8 KiB/s" in answer
+
+
+async def test_a_key_is_asked_about_once() -> None:
+    """Whether it is known or not, and by whatever number of requests at the same time."""
+    async with FakeServer(keys=["key"]) as orchestrator, front(orchestrator.address) as http:
+        for _ in range(2):
+            requests = [post(ASKED, headers=key + CLOSE) for key in [KEY, WRONG] * 5]
+            answers = await asyncio.gather(*(told(http.address, request) for request in requests))
+        assert Counter(map(status_of, answers)) == {200: 5, 401: 5}
+        assert len(orchestrator.listings) == 1
+        assert orchestrator.refusals == 2  # of no key, and of the wrong one
+
+
+async def test_many_unknown_keys_cost_few_calls() -> None:
+    """Tenants whose key is known already go on meanwhile."""
+    async with FakeServer(keys=["key"]) as orchestrator, front(orchestrator.address) as http:
+        assert status_of(await told(http.address, post(ASKED, headers=KEY + CLOSE))) == 200
+        keys = [b"authorization: Bearer %d\r\n" % number for number in range(100)]
+        answers = await asyncio.gather(*(told(http.address, post(ASKED, headers=key + CLOSE)) for key in keys))
+        found = Counter(map(status_of, answers))
+        assert found.keys() == {401, 429}
+        assert found[401] + 1 == orchestrator.refusals
+        assert found[401] < 100
+        assert status_of(await told(http.address, post(ASKED, headers=KEY + CLOSE))) == 200
+
+
+async def test_a_key_that_is_withdrawn_is_refused_at_once() -> None:
+    async with FakeServer(keys=["key"]) as orchestrator, front(orchestrator.address) as http:
+        assert status_of(await told(http.address, post(ASKED, headers=KEY + CLOSE))) == 200
+        orchestrator.keys = []
+        assert status_of(await told(http.address, post(ASKED, headers=KEY + CLOSE))) == 401
+
+
+async def test_a_new_key_is_taken_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callers, "REFUSED_SECONDS", 0.1)
+    async with FakeServer(keys=["key"]) as orchestrator, front(orchestrator.address) as http:
+        assert status_of(await told(http.address, post(ASKED, headers=OTHER + CLOSE))) == 401
+        orchestrator.keys = ["other"]
+        async with asyncio.timeout(20):
+            while status_of(await told(http.address, post(ASKED, headers=OTHER + CLOSE))) != 200:
+                await asyncio.sleep(0.02)
+
+
+async def test_a_check_that_fails_is_no_refusal() -> None:
+    """The next request asks again."""
+    full = Act(then="abort", code=grpc.StatusCode.RESOURCE_EXHAUSTED)
+    async with FakeServer(listing=[full]) as orchestrator, front(orchestrator.address) as http:
+        assert status_of(await told(http.address, post(b"", length=1000, headers=KEY))) == 503
+        assert status_of(await told(http.address, post(ASKED, headers=KEY + CLOSE))) == 200
+
+
+async def test_without_an_orchestrator_nothing_is_read() -> None:
+    async with front("127.0.0.1:1") as http:
+        assert status_of(await told(http.address, post(b"", length=1000, headers=KEY))) == 503
+
+
+async def test_refusals_of_one_network_are_slowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And their connections give way meanwhile."""
+    monkeypatch.setattr(callers, "REFUSAL_BURST", 1.0)
+    monkeypatch.setattr(callers, "REFUSAL_RATE", 0.001)
+    async with FakeServer(keys=["key"]) as orchestrator, front(orchestrator.address, most_connections=2) as http:
+        assert status_of(await told(http.address, post(ASKED, headers=CLOSE))) == 401
+        slowed = [asyncio.create_task(told(http.address, post(ASKED, headers=CLOSE))) for _ in range(2)]
+        await until(lambda: http.app.running == 2)
+        assert status_of(await told(http.address, post(ASKED, headers=KEY + CLOSE))) == 200
+        assert b"" in await asyncio.gather(*slowed)  # it gave way
+
+
+def test_a_rate_has_units_again_after_a_while() -> None:
+    now = 0.0
+    rates = Rates(2.0, 3.0, lambda: now)
+    assert [rates.wait("a") for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
+    assert rates.wait("b") == 0.0
+    now = 1.0
+    assert [rates.wait("a") for _ in range(3)] == [0.0, 0.0, 0.5]

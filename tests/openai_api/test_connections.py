@@ -1,0 +1,178 @@
+"""Connections that wait give way to new ones, and headers have limits before anything reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from asyncio import StreamReader, StreamWriter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from specdec.openai_api import connections
+from specdec.openai_api.callers import network_of
+from specdec.openai_api.errors import overloaded
+from tests.client.fake_server import Act, FakeServer
+from tests.openai_api.front import front
+from tests.openai_api.test_http_server import ASKED, hello, post, serving, told
+from tests.openai_api.ticking import Ticking
+from tests.stack import until
+
+HOLD = Act(tokens=0, then="hold")
+GET = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"
+
+
+@asynccontextmanager
+async def connected(
+    address: str, number: int, sent: bytes = b"", answer: bytes = b"", source: str = "127.0.0.1"
+) -> AsyncIterator[list[tuple[StreamReader, StreamWriter]]]:
+    """So many connections from an address, each after a request and the end of its answer."""
+    host, _, port = address.partition(":")
+    opened = []
+    try:
+        for _ in range(number):
+            reader, writer = await asyncio.open_connection(host, int(port), local_addr=(source, 0))
+            opened.append((reader, writer))
+            writer.write(sent)
+            if answer:
+                await asyncio.wait_for(reader.readuntil(answer), 20)
+        yield opened
+    finally:
+        for _, writer in opened:
+            writer.close()
+
+
+async def status(address: str, request: bytes) -> int:
+    answer = await told(address, request + b"connection: close\r\n\r\n")
+    return int(answer.split()[1])
+
+
+async def closed(opened: list[tuple[StreamReader, StreamWriter]]) -> list[bool]:
+    """Which of them the server has closed; nothing else comes on them."""
+    found = await asyncio.gather(
+        *(asyncio.wait_for(reader.read(), 0.2) for reader, _ in opened), return_exceptions=True
+    )
+    return [each == b"" for each in found]
+
+
+async def test_the_oldest_idle_connection_gives_way() -> None:
+    async with (
+        FakeServer() as orchestrator,
+        front(orchestrator.address, most_connections=4) as http,
+        connected(http.address, 4, GET + b"\r\n", b"]}") as idle,
+    ):
+        assert await status(http.address, GET) == 200
+        assert await closed(idle) == [True, False, False, False]
+
+
+async def test_connections_without_a_request_give_way_after_a_while() -> None:
+    async with (
+        FakeServer() as orchestrator,
+        front(orchestrator.address, most_connections=4) as http,
+        connected(http.address, 4, b"GET /v1/mod"),
+    ):
+        async with asyncio.timeout(20):
+            while await status(http.address, GET) != 200:
+                await asyncio.sleep(0.02)
+
+
+async def test_idle_connections_of_the_busiest_address_give_way_first() -> None:
+    async with (
+        FakeServer() as orchestrator,
+        front(orchestrator.address, most_connections=4) as http,
+        connected(http.address, 1, GET + b"\r\n", b"]}") as few,
+        connected(http.address, 3, GET + b"\r\n", b"]}", source="127.0.0.2") as many,
+    ):
+        assert await status(http.address, GET) == 200
+        assert await closed(few) == [False]
+        assert await closed(many) == [True, False, False]
+
+
+async def test_connections_with_a_request_never_give_way() -> None:
+    """When all have one, a new one is answered 503, but for health, which probes ask for."""
+    health = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+    async with (
+        FakeServer(HOLD, HOLD) as orchestrator,
+        front(orchestrator.address, most_connections=2) as http,
+        connected(http.address, 1, post(ASKED)) as working,
+        connected(http.address, 1, post(ASKED, headers=b"authorization: Bearer b\r\n"), source="127.0.0.2") as others,
+    ):
+        await until(lambda: len(orchestrator.calls) == 2)
+        answer = await told(http.address, GET + b"\r\n")
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert answer.endswith(json.dumps(overloaded("there are too many connections").body).encode())
+        answer = await told(http.address, health + b"\r\n" + GET + b"\r\n")
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert answer.count(b"HTTP/1.1") == 1  # and nothing behind it
+        assert await closed([*working, *others]) == [False, False]
+
+
+async def test_connections_far_above_the_limit_are_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_HEALTH_ONLY", 0)
+    async with (
+        FakeServer(HOLD) as orchestrator,
+        front(orchestrator.address, most_connections=1) as http,
+        connected(http.address, 1, post(ASKED)),
+    ):
+        await until(lambda: len(orchestrator.calls) == 1)
+        assert (await told(http.address, b"")).startswith(b"HTTP/1.1 503 ")
+
+
+LINE = b"GET / HTTP/1.1\r\nhost: x\r\n"
+CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+LONG, MANY = b"a: " + b"x" * 100_000 + b"\r\n\r\n", b"a: b\r\n" * 1000 + b"\r\n"
+BACKTRACKS = b"a:" + b" " * 30_000 + b"\x00\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "before", [b"", LINE + b"\r\n", CHUNKED + b"2\r\nab\r\n0\r\n\r\n"], ids=["first", "next", "chunks"]
+)
+@pytest.mark.parametrize(
+    ("request_", "wanted", "problem"),
+    [
+        (LINE + LONG, 431, b"have more than 32768 bytes"),
+        (LINE + LONG[:50_000], 431, b"have more than 32768 bytes"),  # and no end
+        (b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", 431, b"have more than 32768 bytes"),
+        (LINE + MANY, 431, b"have more than 256 lines"),
+        (LINE + BACKTRACKS, 400, b"control character"),
+        (LINE + b"a: b\r\n c\r\n\r\n", 400, b"a folded line"),
+        (b"\x16\x03\x01\x02\x00", 400, b"not valid HTTP"),
+        (b"nonsense\r\n\r\n", 400, b"not valid HTTP"),
+    ],
+    ids=["long", "endless", "target", "many", "backtracks", "folded", "tls", "nonsense"],
+)
+async def test_headers_beyond_the_limits_are_refused(
+    request_: bytes, wanted: int, problem: bytes, before: bytes
+) -> None:
+    async with serving(hello) as server:
+        answer = await told(f"127.0.0.1:{server.port}", before + request_)
+    if before.startswith(CHUNKED):  # behind a body in chunks nothing is read
+        assert answer.count(b"HTTP/1.1") <= 2
+        return
+    last = answer[answer.rindex(b"HTTP/1.1") :]
+    assert last.startswith(b"HTTP/1.1 %d " % wanted)
+    assert json.loads(last.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+    assert problem in last
+    assert answer.count(b"HTTP/1.1") == 1 + bool(before)
+
+
+@pytest.mark.parametrize("sent", [LINE + BACKTRACKS, CHUNKED + b"0\r\n" + BACKTRACKS, CHUNKED + b"1\r\nx\r\n" * 40_000])
+async def test_few_bytes_do_not_hold_the_event_loop(sent: bytes) -> None:
+    """h11 takes seconds for headers and trailers that have many blanks before a byte that may not be there."""
+    async with serving(hello) as server, Ticking() as ticking:
+        await told(f"127.0.0.1:{server.port}", sent)
+    assert ticking.longest < 0.5
+
+
+@pytest.mark.parametrize(
+    ("host", "network"),
+    [
+        ("10.1.2.3", "10.1.2.3"),
+        ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
+        ("::ffff:10.1.2.3", "::ffff:10.1.2.3"),
+        ("", ""),
+    ],
+)
+def test_a_network_is_what_one_site_has(host: str, network: str) -> None:
+    assert network_of(host) == network
