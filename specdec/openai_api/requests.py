@@ -1,7 +1,8 @@
 """Bodies of requests: each, in OpenAI's shape, becomes messages of the gRPC API, one for each prompt.
 
 Nothing is dropped: a field is honoured, has no effect on tokens (`WITHOUT_EFFECT`), or is refused by its name unless it
-asks for what happens anyway (`REFUSED_UNLESS`). Values and their limits are judged by the orchestrator.
+asks for what happens anyway (`REFUSED_UNLESS`). Values and their limits are judged by the orchestrator; here only the
+number of values is limited, since messages are built of them.
 """
 
 from __future__ import annotations
@@ -78,6 +79,9 @@ OF_CHAT = frozenset(
 )
 OF_COMPLETIONS = frozenset({"prompt"})
 
+LONG = frozenset({"messages", "prompt", "response_format", "structured_outputs", "tools"})
+"""Fields that may have more than MAX_ENTRIES values; the whole body has its own limits (`structure.py`)."""
+
 OWN = frozenset(
     {
         "alpha",
@@ -133,6 +137,9 @@ COMPLETION_TOKENS = 16
 
 TEMPERATURE = 1.0
 """OpenAI's temperature, where neither the request nor the model's generation_config.json names one."""
+
+MAX_ENTRIES = 4096
+"""Values in an option that is a list or an object, however nested: as many as there may be logit biases."""
 
 MOST_PROMPTS = 64
 """Prompts of one request for completions."""
@@ -190,6 +197,8 @@ def parse(body: bytes, *, chat: bool) -> Asked:
     """Read the body of a request for a chat's next message, or for completions; ApiError if it cannot be honoured."""
     given = {name: value for name, value in _object(body).items() if value is not None}
     _check_names(given, chat=chat)
+    for name in given.keys() - LONG:
+        _check_entries(name, given[name])
     options = {name: value for name, value in given.items() if name in SAME}
     options |= {RENAMED[name]: value for name, value in given.items() if name in RENAMED}
     for name, value in options.items():
@@ -219,9 +228,21 @@ def parse(body: bytes, *, chat: bool) -> Asked:
     )
 
 
+def _check_entries(name: str, value: object) -> None:
+    """Refuse an option of too many values."""
+    number, open_values = 0, [value]
+    while open_values:
+        found = open_values.pop()
+        if isinstance(found, list | dict):
+            number += len(found)
+            if number > MAX_ENTRIES:
+                raise refused(name, f"has {number} values or more, must have at most {MAX_ENTRIES}")
+            open_values += found.values() if isinstance(found, dict) else found
+
+
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(body, parse_constant=_no_number)
+        found = json.loads(body.decode("utf-8-sig"), parse_constant=_no_number)  # `structure.py` counts in UTF-8 alone
     except (ValueError, RecursionError) as error:  # of it JSONDecodeError and UnicodeDecodeError are kinds
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(found, dict):
@@ -415,11 +436,13 @@ def _prompts(given: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{"prompt": prompt}]
     if not isinstance(prompt, list) or not prompt:
         raise wrong
-    if all(type(each) is int for each in prompt):
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
         return [{"tokens": prompt}]
-    texts = all(isinstance(each, str) for each in prompt)
-    if not texts and not all(isinstance(each, list) and all(type(token) is int for token in each) for each in prompt):
+    if kinds not in ({str}, {list}):
         raise wrong
     if len(prompt) > MOST_PROMPTS:
         raise refused("prompt", f"has {len(prompt)} prompts, must have at most {MOST_PROMPTS}")
-    return [{"prompt" if texts else "tokens": each} for each in prompt]
+    if kinds == {list} and not all(set(map(type, tokens)) <= {int} for tokens in prompt):
+        raise wrong
+    return [{"prompt" if kinds == {str} else "tokens": each} for each in prompt]
