@@ -37,6 +37,7 @@ from verifier_service.costs.step_latency import StepLatency
 from verifier_service.plain_loop import PlainLoop
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import Session
+from verifier_service.settings.tuning import LatencyTuning
 from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
 from verifier_service.step_loop import MOST_CANDIDATES, StepLoop
 
@@ -207,7 +208,8 @@ class FixedLatency(StepLatency):
     """A row costs `slope` of what a step costs without any; whatever is measured."""
 
     def __init__(self, slope: float) -> None:
-        super().__init__((1, 1001), [1.0 + slope, 1.0 + 1001 * slope])
+        certain = LatencyTuning(start_error=0.0)  # no step explores what it costs
+        super().__init__((1, 1001), [1.0 + slope, 1.0 + 1001 * slope], certain)
 
     def observe(self, rows: int, seconds: float) -> None:
         pass

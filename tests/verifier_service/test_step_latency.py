@@ -44,7 +44,9 @@ def test_between_and_beyond() -> None:
     assert latency.of(3) == 2.5
     assert latency.of(6) == pytest.approx(4.0)
     assert latency.of(0) == 1.0
-    assert StepLatency((1, 2, 4), [1.0, 3.0, 2.0]).of(4) == 3.0  # a measurement that cannot be
+    cannot_be = StepLatency((1, 2, 4), [1.0, 3.0, 2.0])
+    assert 2.0 < cannot_be.of(2) < 3.0
+    assert cannot_be.of(4) == pytest.approx(cannot_be.of(2))
 
 
 @given(seconds, st.floats(1e-5, 3.0))
@@ -69,20 +71,20 @@ def test_one_observation_moves_towards_itself(measured: list[float], rows: int, 
         assert time < latency.of(rows) <= before.of(rows)
 
 
-@given(st.floats(0.1, 10.0), st.integers(2, ROWS[-1]))
-def test_a_slow_spell_leaves_no_slope_behind(factor: float, rows: int) -> None:
-    """A machine that is slow for a while, and makes steps of many rows then and of one row afterwards: what a row
-    more costs in proportion stays nearly as it was."""
-    latency = StepLatency(ROWS, [1.0 + 0.02 * n for n in ROWS])
+@given(st.floats(1.0, 10.0), st.integers(2, ROWS[-1]))
+def test_a_slow_spell_is_put_down_to_the_machine(factor: float, rows: int) -> None:
+    """One that makes steps of many rows while it is slow, and of one row afterwards: less than half of it is taken for
+    the cost of rows."""
+    latency = StepLatency(ROWS, [1e-3 * (1.0 + 0.02 * n) for n in ROWS])
+    for n in ROWS * 10:  # it has been at work for a while
+        latency.observe(n, 1e-3 * (1.0 + 0.02 * n))
     before = latency.of(rows) / latency.of(1)
     for _ in range(100):
-        latency.observe(rows, factor * (1.0 + 0.02 * rows))
+        latency.observe(rows, 1e-3 * factor * (1.0 + 0.02 * rows))
     for _ in range(100):
-        latency.observe(1, 1.02)
-    assert (
-        abs(math.log(latency.of(rows) / latency.of(1) / before)) <= 0.2 * abs(math.log(factor)) + 1e-3
-    )  # a tenth at each change
-    assert latency.of(1) == pytest.approx(1.02, rel=0.02)
+        latency.observe(1, 1.02e-3)
+    assert abs(math.log(latency.of(rows) / latency.of(1) / before)) <= 0.5 * math.log(factor) + 1e-3
+    assert latency.of(1) == pytest.approx(1.02e-3, rel=0.03)
 
 
 @pytest.mark.parametrize(

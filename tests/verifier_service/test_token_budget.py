@@ -88,7 +88,7 @@ class TestCandidates:
         self, batch: Batch, latency: StepLatency, rows: int, most: int
     ) -> None:
         offers = [islice(tree.by_path_logprob(), limit) for tree, limit in batch]
-        chosen, price = select_candidates(offers, latency, rows, most)
+        chosen, price, _ = select_candidates(offers, latency, rows, most)
         left = [
             math.exp(node.path_logprob())
             for (tree, limit), nodes in zip(batch, chosen, strict=True)

@@ -1,10 +1,10 @@
-"""Step latency: T_v(n), the seconds of a step over n rows, measured at start and corrected by steps without prompts."""
+"""Step latency: T_v(n), the seconds of a step over n rows, learned from steps without prompts."""
 
 from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
@@ -54,14 +54,39 @@ GREEDY = SamplingQuery(RequestSampler(Sampling()), WARM_UP_KEYS)
 MANY = 1 << 20
 """Number of rows that stands for any number, where rows cost nothing."""
 
+MATERIAL = 0.002
+"""Change of the logarithm of a point from which on the table is made again: that takes longer than all else here, and
+what a row more costs is read as the difference of two entries."""
+
+LEAST_VARIANCE = 1e-6
+"""Least variance that a point is weighed by."""
+
 
 class StepLatency:
-    """A piecewise linear T_v(n), in seconds, that never falls."""
+    """T_v(n) in seconds: piecewise linear between measured points, never falling, and learned from every step.
+
+    The logarithms of the points are the state of a Kalman filter. What is common to all points, the speed of the
+    machine, changes within seconds; the shape of the curve changes slowly. The measurement at start is the filter's
+    first estimate, with a wide error, so that a few steps outweigh it. The error of a point that no step visits grows
+    again: then a step may *explore* it, by taking more rows than are worth it as far as is known. Exploring has a
+    budget, a share of the time of all steps.
+
+    A step may take longer than its rows need, since others use the machine, and never less. So steps that were quicker
+    than expected count more than slower ones, and one that was delayed counts little.
+    """
 
     def __init__(self, rows: tuple[int, ...], seconds: list[float], tuning: LatencyTuning = DEFAULTS.latency) -> None:
+        count = len(rows)
         self._tuning = tuning
+        self._points = rows
         self._rows = np.asarray(rows, dtype=np.float64)
-        self._seconds = np.asarray(seconds)
+        self._start = np.asarray(seconds, dtype=np.float64)
+        self._logs = np.log(self._start)
+        self._errors = tuning.speed_drift**2 + tuning.start_error**2 * np.eye(count)  # covariance of `_logs`
+        self._drift = tuning.speed_drift**2 + tuning.shape_drift**2 * np.eye(count)  # what a second adds to it
+        self._budget = tuning.first_exploration_seconds
+        self._exploring: float | None = None  # seconds that the coming step is worth, which explores
+        self._explored = True  # the last step explored: the next one shows what it is compared with
         self._tabulate()
 
     @classmethod
@@ -95,31 +120,121 @@ class StepLatency:
             rows -= 1
         return min(rows, MANY)
 
+    # --- exploring ----------------------------------------------------------------------------------
+
+    @property
+    def may_explore(self) -> bool:
+        """True if the coming step may explore more rows than pay."""
+        return self._budget > 0.0 and not self._explored
+
+    def next_point(self, rows: int) -> int:
+        """Return the first measured point above `rows`; one row more if there is none."""
+        place = bisect_right(self._points, rows)
+        return self._points[place] if place < len(self._points) else rows + 1
+
+    def optimistic(self, rows: int, more: int) -> float:
+        """Return the seconds of a step over `more` rows as they would be if the estimate were too high by as much as it
+        may be, relative to that of a step over `rows`; the estimate itself where it is certain, or where there is no
+        budget to try."""
+        estimate = self.of(more)
+        if self._budget <= 0.0 or more > self._points[-1]:
+            return estimate
+        error = self._error(rows, more)
+        if error <= self._tuning.certain_error:
+            return estimate
+        return max(self.of(rows), estimate * math.exp(-self._tuning.optimism * error))
+
+    def uncertain_below(self, rows: int, least: int) -> int:
+        """Return the last measured point below `rows`, at least `least`, if it is uncertain how much less it takes and
+        the coming step may try; else `rows`. It costs few tokens, seldom, so it needs no budget."""
+        if rows == least or rows > self._points[-1] or self._explored:
+            return rows
+        point = max(least, self._points[bisect_left(self._points, rows) - 1])
+        return point if self._error(rows, point) > self._tuning.certain_error else rows
+
+    def explore(self, worth: float) -> None:
+        """Note that the coming step explores, and is worth so many seconds: the budget pays for all beyond."""
+        self._exploring = worth
+
+    def _error(self, rows: int, other: int) -> float:
+        """Return the error of the logarithm of T_v(rows) / T_v(other)."""
+        places = self._place(rows), self._place(other)
+        ends = [
+            (point, sign * w)
+            for sign, (left, right, weight) in zip((1.0, -1.0), places, strict=True)
+            for point, w in ((left, 1.0 - weight), (right, weight))
+            if w
+        ]
+        variance = sum(w * v * self._errors[i][j] for i, w in ends for j, v in ends)
+        return math.sqrt(max(0.0, variance))
+
+    # --- learning -----------------------------------------------------------------------------------
+
     def observe(self, rows: int, seconds: float) -> None:
-        """Learn from a step: all points move by the same factor, the two next to `rows` a little further."""
-        if rows > self._rows[-1]:
+        """Learn from a step."""
+        if rows > self._points[-1] or seconds <= 0.0:
             return
-        right = int(np.searchsorted(self._rows, rows))
-        left = max(0, right - 1)
-        span = self._rows[right] - self._rows[left]
-        right_weight = (rows - self._rows[left]) / span if span else 1.0
-        log_error = math.log(seconds / float(np.interp(rows, self._rows, self._seconds)))
-        self._seconds *= math.exp(self._tuning.scale_learns * log_error)
-        self._seconds[left] *= math.exp(self._tuning.shape_learns * (1.0 - right_weight) * log_error)
-        self._seconds[right] *= math.exp(self._tuning.shape_learns * right_weight * log_error)
-        self._tabulate()
+        tuning = self._tuning
+        self._errors += seconds * self._drift
+        left, right, weight = self._place(rows)
+        of_left, of_right = (1.0 - weight) * math.exp(self._logs[left]), weight * math.exp(self._logs[right])
+        surprise = math.log(seconds / (of_left + of_right))
+        step_error = tuning.step_error
+        if surprise > 0.0:
+            surprise, step_error = min(surprise, tuning.most_slower), tuning.slower_step_error
+        weight = of_right / (of_left + of_right)
+        covariance = (1.0 - weight) * self._errors[left] + weight * self._errors[right]
+        variance = (1.0 - weight) * covariance[left] + weight * covariance[right] + step_error**2
+        self._logs += covariance * (surprise / variance)
+        self._errors -= np.outer(covariance, covariance / variance)
+        if np.abs(self._logs - self._tabulated).max() > MATERIAL:
+            self._tabulate()
+        self._charge(rows, seconds)
 
     def become(self, rows: int, seconds: float) -> None:
         """Scale the whole function so that a step over `rows` rows takes `seconds`."""
-        self._seconds *= seconds / self.of(rows)
+        self._logs += math.log(seconds / self.of(rows))
         self._tabulate()
+
+    def _charge(self, rows: int, seconds: float) -> None:
+        """Charge the budget for what a step took beyond its worth if it explored; a delay is not its fault."""
+        tuning = self._tuning
+        self._budget = min(self._budget + tuning.exploration_share * seconds, tuning.first_exploration_seconds)
+        self._explored = self._exploring is not None
+        if self._exploring is not None:
+            self._budget -= max(0.0, min(seconds, self.of(rows)) - self._exploring)
+            self._exploring = None
+
+    def _place(self, rows: int) -> tuple[int, int, float]:
+        """Return the points around a number of rows, up to the last point, and the weight of the right one."""
+        right = bisect_left(self._points, rows)
+        left = max(0, right - 1)
+        span = self._points[right] - self._points[left]
+        return left, right, (rows - self._points[left]) / span if span else 1.0
 
     def _tabulate(self) -> None:
         """Compute T_v at every number of rows up to the last measured one: it is needed often in a step."""
-        monotone = np.maximum.accumulate(self._seconds)
-        last = int(self._rows[-1])
-        self._table: list[float] = np.interp(np.arange(last + 1), self._rows, monotone).tolist()
-        self._slope = float((monotone[-1] - monotone[-2]) / (self._rows[-1] - self._rows[-2]))
+        self._tabulated = self._logs.copy()
+        own = self._errors.diagonal() - self._errors.min()  # what is common to all moves none relative to the others
+        points = never_falling(self._logs.tolist(), own.tolist())
+        seconds = self._start * np.exp(points - np.log(self._start))  # exact where nothing was learned
+        last = self._points[-1]
+        self._table: list[float] = np.interp(np.arange(last + 1), self._rows, seconds).tolist()
+        self._slope = float((seconds[-1] - seconds[-2]) / (self._rows[-1] - self._rows[-2]))
+
+
+def never_falling(values: Sequence[float], variances: Sequence[float]) -> list[float]:
+    """Return the values that never fall and are nearest to these, each weighed by its variance: neighbours that fall
+    are replaced by their mean (pool adjacent violators)."""
+    pools: list[tuple[float, float, int]] = []  # value, weight, length
+    for value, variance in zip(values, variances, strict=True):
+        pool = value, 1.0 / max(variance, LEAST_VARIANCE), 1
+        while pools and pools[-1][0] > pool[0]:
+            value_before, weight_before, length = pools.pop()
+            weight = weight_before + pool[1]
+            pool = (value_before * weight_before + pool[0] * pool[1]) / weight, weight, length + pool[2]
+        pools.append(pool)
+    return [value for value, _, length in pools for _ in range(length)]
 
 
 def least_seconds(rows: Sequence[int], seconds: Callable[[int], float], enough: float) -> list[float]:

@@ -22,12 +22,15 @@ def open_windows(
     free: int,
     latency: StepLatency,
     eligibility: Eligibility,
+    *,
+    may_explore: bool = False,
 ) -> list[LookaheadRows | None]:
     """Open the lookahead windows of a step of `decoding` sessions. One entry for each of these `sessions`.
 
-    `chosen` are their candidates, to which a Jacobi window's are added; `free` tree slots are left for windows.
+    `chosen` are their candidates, to which a Jacobi window's are added; `free` tree slots are left for windows. If the
+    step `may_explore`, a window is opened to learn what its rows cost.
     """
-    costs = WindowCosts(decoding, latency, decoding + sum(map(len, chosen)))
+    costs = WindowCosts(decoding, latency, decoding + sum(map(len, chosen)), may_explore=may_explore)
     windows: list[LookaheadRows | None] = []
     for session, nodes in zip(sessions, chosen, strict=True):
         size = None

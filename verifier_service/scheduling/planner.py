@@ -88,12 +88,18 @@ class Planner:
             )
         decoding, latency, tree_slots = len(plain) + len(speculating), self._threads.latency, list(self._tree_slots)
         offers = [entry.session.candidates() for entry in speculating]
-        chosen, price = select_candidates(offers, latency, decoding, len(tree_slots), spent)
+        # A step with prompts would not show what it explores.
+        chosen, price, exploring = select_candidates(
+            offers, latency, decoding, len(tree_slots), spent, explore=decoding > 0 and not prompts
+        )
+        if exploring is not None:
+            latency.explore(exploring)
         if decoding:
             self._eligibility.observe_price(price, self._tuning.price_smoothing)
         free = len(tree_slots) - sum(map(len, chosen))
         sessions = [entry.session for entry in speculating]
-        windows = open_windows(sessions, chosen, decoding, free, latency, self._eligibility)
+        may_explore = exploring is None and not prompts
+        windows = open_windows(sessions, chosen, decoding, free, latency, self._eligibility, may_explore=may_explore)
         entries: list[tuple[RunningSession, ScheduledRows]] = []
         for entry, nodes, window in zip(speculating, chosen, windows, strict=True):
             self._queue.reserve_candidates(entry.session, nodes)

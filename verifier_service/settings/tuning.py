@@ -49,14 +49,43 @@ class ControllerTuning:
 
 @dataclass(frozen=True)
 class LatencyTuning:
-    """The latency model T_v(n): learning rates of all points together and of the two points next to a measurement.
+    """The latency model T_v(n): a Kalman filter over the logarithms of its points. Errors and drifts are standard
+    deviations of logarithms: 0.1 is about a tenth.
 
-    Machines get slower and faster as a whole, by the second; what a row more costs in proportion stays the same. If
-    only the measured points moved, a slow spell would leave behind a slope that is too steep, and candidates would not
+    Machines get slower and faster as a whole, by the second; what a row more costs in proportion changes slowly. If only
+    the points next to a step moved, a slow spell would leave behind a slope that is too steep, and candidates would not
     be verified though they would pay."""
 
-    scale_learns: float = 0.1
-    shape_learns: float = 0.01
+    start_error: float = 1.0
+    """Error of each point that was measured at start, when others may have used the machine: the first steps over a
+    number of rows outweigh it."""
+
+    step_error: float = 0.25
+    slower_step_error: float = 0.5
+    """Error of the time of a step, and of one that took longer than expected: it may have been delayed."""
+
+    most_slower: float = 1.0
+    """The most by which such a step counts as slower."""
+
+    speed_drift: float = 2.0
+    """Change of all points together in a second of steps."""
+
+    shape_drift: float = 0.05
+    """Change of each point by itself in a second of steps. With it a point that no step visits is uncertain after a few
+    seconds."""
+
+    certain_error: float = 0.12
+    """Error of a point, relative to the step as it would be, up to which it is not explored: that of five steps."""
+
+    optimism: float = 5.0
+    """Errors by which a point is assumed to be cheaper than estimated where it is not certain. So many, since a few
+    delayed steps in a row look like one that is dear."""
+
+    exploration_share: float = 0.01
+    """Share of the time of all steps that may be spent on exploring."""
+
+    first_exploration_seconds: float = 0.1
+    """Seconds that may be spent on exploring at once, after start above all."""
 
 
 @dataclass(frozen=True)

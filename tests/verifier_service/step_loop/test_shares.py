@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import Counter
 
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from specdec.engine.batch import PackedBatch
 from specdec.engine.kv.blocks import BLOCK
 from specdec.serving.errors import TooLateError
-from tests.verifier_service.fakes import FREE, Client, TextEngine, run, step_loop
+from tests.verifier_service.fakes import DEAR, FREE, Client, FixedLatency, TextEngine, run, step_loop
 from tests.verifier_service.step_loop.helpers import NO_BAD, check_over, client, expect_no_growth, text, turns
 from verifier_service.backend.request import Policy
 from verifier_service.costs.step_latency import StepLatency
@@ -25,9 +24,6 @@ from verifier_service.step_loop import StepLoop
 
 SHORT, LONG = 40, 70
 """Tokens of prompts that take one block of memory, and two."""
-
-DEAR = StepLatency((1, 500), [1.0, 500.0])
-"""Each row is as dear as the first."""
 
 
 def order_of(loop: StepLoop, clients: list[Client]) -> list[Client]:
@@ -267,7 +263,7 @@ def test_prompts_share_a_step_by_tenant() -> None:
 def test_a_prompt_is_not_cut_up_for_a_tenant_that_has_more(decoding: int) -> None:
     """Three texts of the other tenant are as many as the flood has, its own prompt included, or fewer."""
     engine = TextEngine(200)
-    loop = step_loop(engine, latency=copy.deepcopy(DEAR))
+    loop = step_loop(engine, latency=DEAR)
     flood = [client(loop, 5, seed, 200, tenant="flood") for seed in range(decoding)]
     while not all(each.tokens for each in flood):
         turns(loop, 1)
@@ -289,7 +285,7 @@ def test_a_prompt_is_not_cut_up_for_a_tenant_that_has_more(decoding: int) -> Non
 @pytest.mark.parametrize("latency", [DEAR, FREE], ids=["dear rows", "free rows"])
 def test_texts_of_a_flood_sit_out_a_step_with_a_prompt_of_another_if_it_is_shorter_so(latency: StepLatency) -> None:
     engine = TextEngine(200)
-    loop = step_loop(engine, latency=copy.deepcopy(latency))
+    loop = step_loop(engine, latency=latency)
     flood = [client(loop, 5, seed, 50, tenant="flood") for seed in range(12)]
     while not all(each.tokens for each in flood):
         turns(loop, 1)
@@ -304,7 +300,7 @@ def test_texts_of_a_flood_sit_out_a_step_with_a_prompt_of_another_if_it_is_short
 def test_prompt_after_prompt_does_not_stop_a_flood() -> None:
     """Its texts sit out steps only while the other tenant has had no more than it."""
     engine = TextEngine(200)
-    loop = step_loop(engine, latency=copy.deepcopy(DEAR))
+    loop = step_loop(engine, latency=DEAR)
     flood = [client(loop, 5, seed, 1000, tenant="flood") for seed in range(12)]
     while not all(each.tokens for each in flood):
         turns(loop, 1)
@@ -323,7 +319,7 @@ def test_prompt_after_prompt_does_not_stop_a_flood() -> None:
 def test_texts_of_a_third_tenant_go_on_beside_a_prompt_that_others_yield_to() -> None:
     """They have no more than the tenant whose prompt it is."""
     engine = TextEngine(200)
-    loop = step_loop(engine, latency=copy.deepcopy(DEAR))
+    loop = step_loop(engine, latency=DEAR)
     flood = [client(loop, 5, seed, 200, tenant="flood") for seed in range(12)]
     third = client(loop, 5, 50, 200, tenant="third")
     while not all(each.tokens for each in (*flood, third)):
@@ -345,7 +341,7 @@ def test_texts_of_a_third_tenant_go_on_beside_a_prompt_that_others_yield_to() ->
 def test_a_prompt_does_not_lengthen_each_step_where_texts_need_not_sit_out() -> None:
     """A new name for each: in every third step prompts are cut up for the texts."""
     engine = TextEngine(400)
-    loop = step_loop(engine, latency=StepLatency((1, 500), [1.0, 6.0]))
+    loop = step_loop(engine, latency=FixedLatency(0.01))
     texts = [client(loop, 5, seed, 1000, tenant="there") for seed in range(12)]
     while not all(each.tokens for each in texts):
         turns(loop, 1)
@@ -363,7 +359,7 @@ def test_a_prompt_does_not_lengthen_each_step_where_texts_need_not_sit_out() -> 
 def test_newcomers_never_stop_the_texts_that_are_there(name: str) -> None:
     """A text takes part in every third step at least, even if each prompt comes under a name that had nothing yet."""
     engine = TextEngine(200)
-    loop = step_loop(engine, latency=copy.deepcopy(DEAR))
+    loop = step_loop(engine, latency=DEAR)
     texts = [client(loop, 5, seed, 1000, tenant="there") for seed in range(3)]
     while not all(each.tokens for each in texts):
         turns(loop, 1)
@@ -415,7 +411,7 @@ def test_what_is_not_computed_of_a_prompt_is_not_charged() -> None:
 def test_texts_that_sit_out_a_long_step_are_told_what_they_have_before_it() -> None:
     """Their readers would wait for its end, though the tokens are there."""
     engine = TextEngine(200)
-    loop = step_loop(engine, latency=copy.deepcopy(DEAR))
+    loop = step_loop(engine, latency=DEAR)
     alone = Policy(frozenset(), 8, 0.0)  # no draft waits for what they have
     flood = [client(loop, 5, seed, 200, tenant="flood", policy=alone) for seed in range(12)]
     while not all(each.tokens for each in flood):

@@ -28,7 +28,6 @@ from tests.verifier_service.fakes import (
 from tests.verifier_service.step_loop.helpers import REMOTE, SAMPLINGS, WARM, check_over, client, turns
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import BONUS, CONTEXT, CORRECTION, LENGTH, PLAIN, REMOTE_DRAFT, STOP
-from verifier_service.costs.step_latency import StepLatency
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.settings.tuning import DEFAULTS, CommitTuning, Tuning
 from verifier_service.speculation.controller import Mode, SpeculationController
@@ -141,11 +140,11 @@ class TestTokens:
     def test_a_draft_that_is_forced_is_wanted_though_nothing_pays(self, forced: bool) -> None:
         """A second row costs more than a step: the break-even probability goes up to 1."""
 
-        class Steep(StepLatency):
-            def observe(self, rows: int, seconds: float) -> None:
-                pass
+        class Steep(FixedLatency):
+            def of(self, rows: int) -> float:
+                return 2.0 * rows - 1.0
 
-        loop = step_loop(TextEngine(8), Steep((1, 2), [1.0, 3.0]), controller=Decided(Mode.REMOTE_DRAFT))
+        loop = step_loop(TextEngine(8), Steep(1.0), controller=Decided(Mode.REMOTE_DRAFT))
         one = client(loop, 10, 1, 300, policy=Policy(REMOTE, 8, 0.0, forced=forced))
         run(loop, one)
         assert one.mail.times[-1].min_candidate_probability == pytest.approx(1.0)
@@ -307,7 +306,7 @@ def test_every_group_of_a_tuning_reaches_who_uses_it() -> None:
         draft_timing=replace(DEFAULTS.draft_timing, smoothing=0.3),
         ngrams=replace(DEFAULTS.ngrams, depth=23),
         draft_model=replace(DEFAULTS.draft_model, max_depth=15),
-        latency=replace(DEFAULTS.latency, scale_learns=0.2),
+        latency=replace(DEFAULTS.latency, step_error=0.2),
         threads=replace(DEFAULTS.threads, min_steps=6),
     )
     draft = DraftModelProposer(TextEngine(8), 512, tuning=tuning)
