@@ -216,7 +216,7 @@ class DraftServicer(
         )
         policy = self._policy(message.policy, self._limits.max_nodes)
         try:
-            return Session(wanted, policy, vocabulary, self._calibrations.of(wanted.sampler))
+            return Session(wanted, policy, vocabulary, self._calibrations.of(wanted.sampler, message.tenant))
         except GrammarError as error:
             raise InvalidRequestError([("generated_tokens", str(error))]) from None
 

@@ -56,7 +56,7 @@ class Session:
             PenaltyState(vocabulary, request.prompt, request.generated) if request.sampler.sampling.penalises else None
         )
         self.outgoing = SendQueue(self.tree, request.sampler.rule, policy)
-        self._calibration = calibration  # shared with sessions of one rule and about one temperature
+        self._calibration = calibration  # of this text
         self._frontier = Frontier()  # nodes that may have children
         self._too_deep: list[tuple[float, Node]] = []  # taken from the frontier until root or policy change
         self._expanded: dict[Node, int] = {}  # of the root and the nodes below it, and how deep each was at the time

@@ -28,7 +28,12 @@ class UselessError(LostError):
 
 
 class LaggingError(LostError):
-    """No candidate comes in time: any text would do as well without a draft."""
+    """No candidate comes in time: this text would do as well without a draft. `waiting_since`: when it began to wait
+    (monotonic); the pod is at fault if it has sent candidates to no other text either."""
+
+    def __init__(self, message: str, waiting_since: float) -> None:
+        super().__init__(message)
+        self.waiting_since = waiting_since
 
 
 class FloodError(LostError):
@@ -46,6 +51,7 @@ class DraftSession:
         self._control = DraftControl(self._policy, needed=context.sample.needs_draft)
         self._flow = CandidateFlow(state.max_nodes)
         self._fruitless = 0  # steps in which nothing was accepted, since a candidate of the draft was
+        self._fruitless_since = 0.0  # when the first of them ended; monotonic
         self._in_time = False  # in some of them it had candidates
         self._awaited_since: float | None = None  # the text cannot go on without the draft; monotonic
         self._wanted_since: float | None = None  # its first candidates are wanted; monotonic
@@ -73,7 +79,7 @@ class DraftSession:
         if self._awaited_since is None:
             self._awaited_since = now
         elif now - self._awaited_since >= LATE_SHARE * self._context.peers.failover_seconds:
-            self._stream.abort(LaggingError(f"it has sent nothing for {now - self._awaited_since:.1f} s"))
+            self._abort_silent(self._awaited_since, now)
 
     def on_commit(self, commit: verifier_pb2.Commit) -> bool:
         """Tell the draft what the target has decided; return True if that speaks for the draft."""
@@ -98,25 +104,32 @@ class DraftSession:
         elif self._wanted_since is None:
             self._wanted_since = now
         elif now - self._wanted_since >= self._context.peers.failover_seconds:
-            self._stream.abort(LaggingError(f"it has sent nothing for {now - self._wanted_since:.1f} s"))
+            self._abort_silent(self._wanted_since, now)
+
+    def _abort_silent(self, since: float, now: float) -> None:
+        self._stream.abort(LaggingError(f"it has sent nothing for {now - since:.1f} s", since))
 
     def _evaluate(self, commit: verifier_pb2.Commit) -> bool:
         """Return False if candidates were wanted and none of the draft's was accepted; abort the session if that goes
         on for too long. A draft without which no token can be chosen is of use in any case. Steps in which other
         proposers were right say nothing of the draft, which may have guessed the same."""
         helped = self._context.sample.needs_draft or model_pb2.TOKEN_SOURCE_REMOTE_DRAFT in commit.sources
-        if helped or not commit.drafting_wanted:
+        if helped:
             self._fruitless, self._in_time = 0, False
-            if helped:
-                self._stream.pod.breaker.succeeded()
+            self._stream.pod.breaker.succeeded()
+            return True
+        if not commit.drafting_wanted:  # the text leaves the draft alone for a while
             return True
         if commit.accepted:
             return False
+        if not self._fruitless:
+            self._fruitless_since = time.monotonic()
         self._fruitless += commit.steps
         self._in_time |= commit.undrafted_tokens < len(commit.committed.tokens)
         if self._fruitless >= USELESS_AFTER_STEPS:
             if self._in_time:
                 self._stream.abort(UselessError(f"none of its candidates was accepted in {self._fruitless} steps"))
             else:
-                self._stream.abort(LaggingError(f"none of its candidates came in time for {self._fruitless} steps"))
+                problem = f"none of its candidates came in time for {self._fruitless} steps"
+                self._stream.abort(LaggingError(problem, self._fruitless_since))
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from types import TracebackType
 
@@ -50,6 +51,7 @@ class DraftStream(PeerStream):
             grammar=sample.grammar,
             policy=policy,
             vocabulary_size=self._context.model.vocabulary,
+            tenant=sample.tenant,
         )
         stub = draft_pb2_grpc.DraftServiceStub(self.pod.channel)
         opened: draft_pb2.DraftOpened = await self._begin(stub.Draft, draft_pb2.DraftRequest(open=message))
@@ -65,6 +67,7 @@ class DraftStream(PeerStream):
             match response.WhichOneof("message"):
                 case "extend":
                     self.at_work = True
+                    self.pod.candidates_at = time.monotonic()
                     yield response.extend
                 case "heartbeat" if response.heartbeat.HasField("capacity"):
                     self._count_heartbeat()

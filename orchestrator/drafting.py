@@ -230,9 +230,11 @@ class Drafting:
                 self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
                 reason = "draft_useless"
             case LaggingError():
-                pod.breaker.failed()
-                if not stream.at_work:
-                    # It may read a prompt that takes it longer, which it must not begin anew at once.
+                if pod.candidates_at < error.waiting_since:  # nobody has had any: its device may be stuck
+                    pod.breaker.failed()
+                if not (stream.at_work and self._context.sample.needs_draft):
+                    # It may be late for this text alone, or read a prompt that takes it long and that it must not begin
+                    # again at once.
                     self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
                 reason = "draft_useless"
             case FloodError():

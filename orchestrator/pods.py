@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
@@ -35,6 +36,7 @@ class Pod:
         self.numerics = ""  # fingerprint, as last reported
         self.context_tokens = 0  # of the longest text that it takes, as last reported; 0: not known
         self.turn = 0  # when it was last chosen
+        self.candidates_at = -math.inf  # when it, a draft, last sent candidates to any text; monotonic
         self._clock = clock
         self.unfit_reason = ""  # of the last time it was found unfit, for machines
         self._unfit: Exception | None = None

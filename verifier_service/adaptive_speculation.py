@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import structlog
 
-from verifier_service.backend.result import VerifyResult
+from verifier_service.backend.result import REMOTE_DRAFT, VerifyResult
 from verifier_service.costs.token_budget import select_candidates
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Phase, ProposalStats, Proposer
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
 from verifier_service.scheduling.planner import StepPlan
+from verifier_service.sessions.draft_gain import TenantGains
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import Session
-from verifier_service.speculation.controller import BatchProfile, SpeculationController
+from verifier_service.settings.tuning import DraftGainTuning
+from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
+from verifier_service.speculation.controllers import Controllers
 from verifier_service.speculation.eligibility import Eligibility, is_exempt
 
 log = structlog.get_logger()
@@ -24,18 +28,30 @@ Results = Sequence[tuple[RunningSession, VerifyResult]]
 """What a step has added to each session's text."""
 
 
+class Batch(NamedTuple):
+    """Sessions of a step that have one mode, and the controller that selects it."""
+
+    controller: SpeculationController
+    profile: BatchProfile
+    sessions: frozenset[Session]  # without those that are exempt
+
+
 class AdaptiveSpeculation:
-    """Has the controller select modes and the proposers propose, and tells both what came of it."""
+    """Has controllers select modes and the proposers propose, and tells both what came of it."""
 
     def __init__(
         self,
-        controller: SpeculationController,
+        controllers: Controllers,
         draft_model: DraftModelProposer | None,
         proposers: Sequence[Proposer],
         threads: ThreadPolicy,
+        tuning: DraftGainTuning,
     ) -> None:
-        self.controller = controller
-        self.eligibility = Eligibility(controller, draft_model)
+        self.eligibility = Eligibility(controllers, draft_model)
+        self.tenant_gains = TenantGains(tuning)
+        self.mode = Mode.REMOTE_DRAFT
+        """The mode that most sessions of the last step had."""
+        self._controllers = controllers
         self.proposers = proposers
         self._threads = threads
 
@@ -57,13 +73,18 @@ class AdaptiveSpeculation:
             prefilling = sum(bool(entry.session.remaining_prompt) for entry in running)
             self.eligibility.prefilling = 2 * prefilling > len(running)
 
-    def select(self, sessions: Sequence[Session]) -> BatchProfile | None:
-        """Select the mode of the coming step; return the profile of its batch, None if nothing is to be learned from
-        it."""
-        batch = self.eligibility.profile(sessions)
-        if batch is not None:
-            self.controller.select(batch, time.monotonic())
-        return batch
+    def select(self, sessions: Sequence[Session]) -> list[Batch]:
+        """Select the modes of the coming step; return its batches, without those from which nothing is to be
+        learned."""
+        now, batches = time.monotonic(), []
+        for controller, members in self._controllers.select(sessions):
+            profile = self.eligibility.profile(members, beside=len(sessions) - len(members))
+            if profile is not None:
+                controller.select(profile, now)
+                led = frozenset(session for session in members if not is_exempt(session))
+                batches.append(Batch(controller, profile, led))
+        self._note_mode(batches)
+        return batches
 
     def propose(self, phase: Phase, sessions: Sequence[Session]) -> ProposalStats:
         """Let the proposers of a phase add candidates for the coming step."""
@@ -76,31 +97,53 @@ class AdaptiveSpeculation:
         return ProposalStats(seconds, count)
 
     def update(
-        self, batch: BatchProfile, plan: StepPlan, results: Results, *, seconds: float, proposed: ProposalStats
+        self, batches: Sequence[Batch], plan: StepPlan, results: Results, *, seconds: float, proposed: ProposalStats
     ) -> None:
-        """Tell the controller what a step brought in so many seconds to the sessions that the mode is selected for.
+        """Tell the controllers what a step brought in so many seconds to the sessions that each selects the mode of.
 
-        Exempt sessions of the step are part of what these have to live with. Their tokens do not count: no mode has
-        earned them, and many would hide what the mode brings to few. The whole time counts, since it passes for all: a
-        share by rows would charge a candidate as much as a root, which costs far more. So the bound of plain decoding
-        is that of a step in which the exempt sessions have their rows.
+        The other sessions of the step are part of what these have to live with. Their tokens do not count: this mode
+        has not earned them, and many would hide what the mode brings to few. The whole time counts, since it passes for
+        all: a share by rows would charge a candidate as much as a root, which costs far more. So the bound of plain
+        decoding is that of a step in which the other sessions have their rows.
         """
-        before, sessions = self.controller.mode, batch.sessions
-        exempt_rows, others, yielding = 0, results, self._threads.yielding
-        if batch.exempt:
-            exempt = [(entry.session, rows) for entry, rows in plan.entries if is_exempt(entry.session)]
-            exempt_rows = sum(rows.rows for _, rows in exempt)
-            others = [(entry, result) for entry, result in results if not is_exempt(entry.session)]
-            yielding = yielding and not any(self.eligibility.uses_remote_draft(session) for session, _ in exempt)
-        self.controller.update(
-            batch,
-            speculated=plan.rows - exempt_rows > sessions or yielding or proposed.sessions > 0,
-            tokens=sum(len(result.tokens) for _, result in others),
-            seconds=seconds,
-            plain_rate=sessions / self._threads.plain_latency.of(sessions + exempt_rows),
-        )
-        if self.controller.mode is not before:
-            log.debug("mode_changed", mode=self.controller.mode.value, before=before.value, sessions=sessions)
+        uses_draft = self.eligibility.uses_remote_draft
+        for controller, batch, led in batches:
+            before, sessions = controller.mode, batch.sessions
+            other_rows, others, yielding = 0, results, self._threads.yielding
+            if batch.exempt:
+                beside = [(entry.session, rows) for entry, rows in plan.entries if entry.session not in led]
+                other_rows = sum(rows.rows for _, rows in beside)
+                others = [(entry, result) for entry, result in results if entry.session in led]
+                yielding = yielding and not any(uses_draft(session) for session, _ in beside)
+            proposed_for = proposed.sessions > 0 and before is Mode.LOCAL_DRAFT
+            controller.update(
+                batch,
+                speculated=plan.rows - other_rows > sessions or yielding or proposed_for,
+                tokens=sum(len(result.tokens) for _, result in others),
+                seconds=seconds,
+                plain_rate=sessions / self._threads.plain_latency.of(sessions + other_rows),
+            )
+            if controller.mode is not before:
+                log.debug("mode_changed", mode=controller.mode.value, before=before.value, sessions=sessions)
+        self._note_mode(batches)
+
+    def observe_drafts(self, plan: StepPlan, results: Results) -> None:
+        """Learn what its remote draft has brought to each text of a step, unless it came too late to say."""
+        drafted = {entry.session: rows.drafted for entry, rows in plan.entries}
+        for entry, result in results:
+            session = entry.session
+            if not session.policy.remote or is_exempt(session):
+                continue
+            if not session.draft_gain.helps:
+                session.draft_gain.rest()
+            elif drafted[session]:
+                accepted = result.sources.count(REMOTE_DRAFT)
+                session.draft_gain.observe(accepted)
+                self.tenant_gains.observe(session.request.tenant, accepted)
+
+    def _note_mode(self, batches: Sequence[Batch]) -> None:
+        if batches:
+            self.mode = max(batches, key=lambda batch: len(batch.sessions)).controller.mode
 
     def forget(self, session: Session) -> None:
         """Have the proposers forget a session, which has left or has lost its memory."""

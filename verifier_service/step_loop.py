@@ -22,7 +22,7 @@ from specdec.serving.engine_worker import EngineWorker
 from specdec.serving.errors import GrammarFailureError
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
-from verifier_service.adaptive_speculation import AdaptiveSpeculation
+from verifier_service.adaptive_speculation import AdaptiveSpeculation, Batch
 from verifier_service.backend.request import Policy, SessionRequest
 from verifier_service.backend.session_backend import MakeCommit, MemoryUse, SessionBackend
 from verifier_service.backend.stats import VerifierStats
@@ -37,10 +37,12 @@ from verifier_service.scheduling.cpu_threads import thread_policy
 from verifier_service.scheduling.planner import Planner
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.scheduling.step_delay import StepDelay
+from verifier_service.sessions.draft_gain import DraftGain
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import Session
 from verifier_service.settings.tuning import DEFAULTS, Tuning
-from verifier_service.speculation.controller import BatchProfile, SpeculationController
+from verifier_service.speculation.controller import SpeculationController
+from verifier_service.speculation.controllers import Controllers
 from verifier_service.verification.verified_step import VerifiedStep
 from verifier_service.verification.verify_trees import warm_up
 
@@ -56,8 +58,9 @@ class StepLoop(EngineWorker[Session], SessionBackend):
 
     `step_rows`: rows up to which prompts fill a step, or fewer if a row costs as little then; `max_unread_tokens`:
     tokens that a session may be ahead of what its client has read; `suffix_cache_tokens`: tokens of finished texts that
-    are kept for each tenant; `latency`: of the target's steps, measured if not given; `draft_model`: the local draft;
-    `proposers`: further drafters; `tuning`: numbers that were fitted.
+    are kept for each tenant; `latency`: of the target's steps, measured if not given; `controller`: one for all texts,
+    instead of one for each group; `draft_model`: the local draft; `proposers`: further drafters; `tuning`: numbers that
+    were fitted.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         local = [] if draft_model is None else [draft_model]
         proposers = [ForcedTokens(), LookupProposer(suffix_cache_tokens), *local, *proposers]
         self._speculation = AdaptiveSpeculation(
-            controller or SpeculationController(tuning.controller), draft_model, proposers, self._threads
+            Controllers(tuning.controller, controller), draft_model, proposers, self._threads, tuning.draft_gain
         )
         eligibility = self._speculation.eligibility
         self._planner = Planner(self._queue, self._threads, eligibility, tree_slots, step_rows, prefill_rows, tuning)
@@ -127,7 +130,11 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         return int(self.pool.available * BLOCK / tokens)
 
     def session(self, request: SessionRequest, policy: Policy, max_nodes: int, vocabulary: int) -> Session:
-        return Session(request, policy, max_nodes, vocabulary, self._tuning, chains_only=self.chains_only)
+        expected = self._speculation.tenant_gains.of(request.tenant)
+        gain = DraftGain(expected, self._tuning.draft_gain)
+        return Session(
+            request, policy, max_nodes, vocabulary, self._tuning, chains_only=self.chains_only, draft_gain=gain
+        )
 
     def drafting_outlook(self, session: Session, sessions: int) -> tuple[bool, float]:
         return self._speculation.outlook(session, sessions)
@@ -167,7 +174,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
             if entry.awaiting_draft:
                 entry.count_draft_ready(self.stats)
         self._speculation.share_threads(self._queue.running)
-        batch = None if on_trial else self._speculation.select(sessions)
+        batches = [] if on_trial else self._speculation.select(sessions)
         begin = time.monotonic()
         self._speculation.propose(Phase.BEFORE_DELAY, sessions)
         self._looked_up += time.monotonic() - begin
@@ -178,7 +185,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         proposed = self._speculation.propose(Phase.AFTER_DELAY, sessions)
         kept = self._queue.reserve_texts(ready)
         if kept:
-            self._run_step(kept, batch, proposed, waited)
+            self._run_step(kept, batches, proposed, waited)
         self.stats.step_begun = 0.0
         return 0.0
 
@@ -202,12 +209,12 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         return self._delay.seconds(sessions, drafted, now, last_step=self._last_step, latency=latency, price=price)
 
     def _run_step(
-        self, ready: list[RunningSession], batch: BatchProfile | None, proposed: ProposalStats, waited: float
+        self, ready: list[RunningSession], batches: Sequence[Batch], proposed: ProposalStats, waited: float
     ) -> None:
         # 1. Collect every session's rows.
         start = time.monotonic()
-        if batch is not None:
-            self.stats.mode = self._speculation.controller.mode.value
+        if batches:
+            self.stats.mode = self._speculation.mode.value
         plan = self._planner.plan(self._engine.packer(), ready, proposed.seconds)
         self.stats.step_expected = plan.expected
         self._publisher.send_before(plan.expected, plan.sitting_out)
@@ -240,8 +247,9 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self.stats.observe_pace(end - begin, added, sat_out=bool(plan.sitting_out))
         proposing, self._looked_up = proposed.seconds + self._looked_up, 0.0
         self.stats.observe_parts(forward=verified.forward_seconds, proposing=proposing, delayed=waited)
-        if batch is not None and plan.decodes_only and batch.sessions + batch.exempt == len(results):
-            self._speculation.update(batch, plan, results, seconds=end - begin, proposed=proposed)
+        self._speculation.observe_drafts(plan, results)
+        if batches and plan.decodes_only and batches[0].profile.of_step == len(results):
+            self._speculation.update(batches, plan, results, seconds=end - begin, proposed=proposed)
         self._speculation.share_threads(self._queue.running)
         seconds = StepSeconds(verified.forward_seconds, end - start, waited)
         for entry, _ in results:

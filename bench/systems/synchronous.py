@@ -106,7 +106,8 @@ class DraftServicer(draft_service.servicer.DraftServicer):
 
     def parse(self, request: draft_pb2.DraftRequest, deadline: float | None) -> DraftSession:
         plain = super().parse(request, deadline)
-        return DraftSession(plain.request, plain.policy, plain.vocabulary, self._calibrations.of(plain.request.sampler))
+        calibration = self._calibrations.of(plain.request.sampler, request.open.tenant)
+        return DraftSession(plain.request, plain.policy, plain.vocabulary, calibration)
 
     def _policy(self, message: draft_pb2.DraftPolicy, most_nodes: int) -> ExpansionPolicy:
         """Return a policy of K nodes, whatever the break-even probability; improbable nodes are left out, for a quicker

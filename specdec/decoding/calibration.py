@@ -10,7 +10,7 @@ machines", fits two offline).
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from specdec.decoding.query import RequestSampler
@@ -28,15 +28,22 @@ MOST = 3.0
 HOTTEST = 2.0
 """Temperature above which all requests share one calibration."""
 
+MAX_TENANTS = 256
+"""Tenants whose calibrations are kept; the one that was silent longest is forgotten first."""
+
 LEAST = 1e-6
 """Least distance of a probability from 0 and 1, so that its log-odds stay finite."""
 
 
 class Calibration:
-    """The calibration of one draft-target pair at about one temperature. `depth` and `rank` count from 0."""
+    """The calibration of one text, or of all texts of a tenant at about one temperature. A text's begins as its
+    `tenant`'s, which learns from all of them. `depth` and `rank` count from 0."""
 
-    def __init__(self) -> None:
-        self._shifts = [[0.0] * RANKS for _ in range(DEPTHS)]
+    def __init__(self, tenant: Calibration | None = None) -> None:
+        self._tenant = tenant
+        self._shifts: list[list[float]] = [[0.0] * RANKS for _ in range(DEPTHS)]
+        if tenant is not None:
+            self._shifts = [[*row] for row in tenant._shifts]
 
     def corrected(self, depth: int, logprobs: Iterable[float]) -> list[float]:
         """Return the calibrated logprobs of siblings, best first; none is above the one before it."""
@@ -51,6 +58,9 @@ class Calibration:
     def learn(self, depth: int, taken: int | None, logprobs: Iterable[float]) -> None:
         """Learn which of the siblings the target took: rank `taken`, or none. Their logprobs were corrected at this
         depth, wherever they are now."""
+        logprobs = list(logprobs)
+        if self._tenant is not None:
+            self._tenant.learn(depth, taken, logprobs)
         shifts = self._shifts[min(depth, DEPTHS - 1)]
         for rank, logprob in enumerate(logprobs):
             at = min(rank, RANKS - 1)
@@ -59,13 +69,20 @@ class Calibration:
 
 
 class Calibrations:
-    """The calibrations of one draft-target pair: requests with one rule and about one temperature share one."""
+    """The calibrations of one draft-target pair, by tenant: one tenant's texts, however odd, do not change what another
+    tenant's candidates are taken for. Requests with one rule and about one temperature share one."""
 
     def __init__(self) -> None:
-        self._known: defaultdict[tuple[Rule, float], Calibration] = defaultdict(Calibration)
+        self._known: OrderedDict[str, dict[tuple[Rule, float], Calibration]] = OrderedDict()
 
-    def of(self, sampler: RequestSampler) -> Calibration:
-        return self._known[sampler.rule, round(min(sampler.sampling.temperature, HOTTEST), 1)]
+    def of(self, sampler: RequestSampler, tenant: str) -> Calibration:
+        """Return the calibration of a new text."""
+        known = self._known.setdefault(tenant, {})
+        self._known.move_to_end(tenant)
+        if len(self._known) > MAX_TENANTS:
+            self._known.popitem(last=False)
+        kind = sampler.rule, round(min(sampler.sampling.temperature, HOTTEST), 1)
+        return Calibration(known.setdefault(kind, Calibration()))
 
 
 def _log_odds(probability: float) -> float:

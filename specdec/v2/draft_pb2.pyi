@@ -104,6 +104,7 @@ class DraftOpen(google.protobuf.message.Message):
     CONTRAST_FIELD_NUMBER: builtins.int
     VOCABULARY_SIZE_FIELD_NUMBER: builtins.int
     GRAMMAR_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
     rule: specdec.v2.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule of the request."""
     max_tokens: builtins.int
@@ -112,6 +113,10 @@ class DraftOpen(google.protobuf.message.Message):
     """End tokens are not chosen before this many tokens were generated."""
     vocabulary_size: builtins.int
     """Token ids that the target can name: there is nothing to propose beyond them. 0: as many as the draft."""
+    tenant: builtins.str
+    """On whose behalf the text is made: what is learned of how often candidates are right is a tenant's own. At most 256
+    characters; empty is one of the tenants.
+    """
     @property
     def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the prompt. At least one."""
@@ -154,9 +159,10 @@ class DraftOpen(google.protobuf.message.Message):
         contrast: specdec.v2.model_pb2.Contrast | None = ...,
         vocabulary_size: builtins.int = ...,
         grammar: specdec.v2.model_pb2.Grammar | None = ...,
+        tenant: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["contrast", b"contrast", "grammar", b"grammar", "policy", b"policy", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "tenant", b"tenant", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___DraftOpen = DraftOpen
 

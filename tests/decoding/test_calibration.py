@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.decoding.calibration import MOST, RANKS, Calibration
+from specdec.decoding.calibration import MAX_TENANTS, MOST, RANKS, Calibration, Calibrations
+from specdec.decoding.query import RequestSampler
+from specdec.decoding.sampling import Sampling
 
 log_probabilities = st.lists(st.floats(-30.0, 0.0), min_size=1, max_size=6).map(lambda s: sorted(s, reverse=True))
 
@@ -51,3 +53,21 @@ def test_nothing_is_learned_for_sure() -> None:
         calibration.learn(0, None, calibration.corrected(0, [math.log(0.5)] * RANKS))
     odds = math.exp(calibration.corrected(0, [math.log(0.5)])[0])
     assert odds == pytest.approx(1 / (1 + math.exp(MOST)), rel=1e-6)
+
+
+def test_a_text_begins_with_what_its_tenants_texts_have_taught() -> None:
+    """And with nothing that those of others have."""
+    known, sampler = Calibrations(), RequestSampler(Sampling())
+    useless = known.of(sampler, "useless")
+    for _ in range(300):
+        useless.learn(0, None, [-0.1])
+    (before,) = Calibration().corrected(0, [-0.1])
+    assert useless.corrected(0, [-0.1])[0] < before - 1.0
+    assert known.of(sampler, "useless").corrected(0, [-0.1]) == useless.corrected(0, [-0.1])
+    assert known.of(sampler, "other").corrected(0, [-0.1]) == [before]
+    two = known.of(sampler, "other"), known.of(sampler, "other")
+    two[0].learn(0, None, [-0.1])
+    assert two[1].corrected(0, [-0.1]) == [before]  # each text has its own
+    for number in range(MAX_TENANTS):
+        known.of(sampler, str(number))
+    assert known.of(sampler, "useless").corrected(0, [-0.1]) == [before]

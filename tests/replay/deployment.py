@@ -188,7 +188,7 @@ class Deployment:
             wait = self._steps.turn()
         if self._target.passes > passes:
             self._line(
-                f"step at={moment - 1000:.6f} mode={self._steps._speculation.controller.mode.value.replace('_', '-')} "
+                f"step at={moment - 1000:.6f} mode={self._steps._speculation.mode.value.replace('_', '-')} "
                 f"rows={self._target.rows - rows} candidates={load.drafted - candidates} "
                 f"price={self._steps._speculation.eligibility.price:.5f} preempted={load.preemptions - preempted}"
             )
@@ -290,7 +290,9 @@ class Deployment:
 
     def _common(self, text: Text) -> dict[str, Any]:
         options = {
-            name: text.request.options[name] for name in ("min_tokens", "contrast") if name in text.request.options
+            name: text.request.options[name]
+            for name in ("min_tokens", "contrast", "tenant")
+            if name in text.request.options
         }
         return options | {
             "prompt_tokens": text.prompt,

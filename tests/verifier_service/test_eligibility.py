@@ -6,6 +6,7 @@ from specdec.decoding.speculation import Drafter
 from tests.verifier_service.fakes import Client, Decided, TextEngine, step_loop
 from verifier_service.backend.request import Policy
 from verifier_service.speculation.controller import Mode
+from verifier_service.speculation.controllers import Controllers
 from verifier_service.speculation.eligibility import Eligibility
 
 REMOTE = frozenset({Drafter.REMOTE})
@@ -14,7 +15,7 @@ REMOTE = frozenset({Drafter.REMOTE})
 def test_no_draft_is_used_while_no_candidate_pays() -> None:
     """It is told to pause: nobody waits for it, and no token counts as undrafted. Who insists on drafts has them."""
     loop = step_loop(TextEngine(40))
-    eligibility = Eligibility(Decided(Mode.REMOTE_DRAFT), None)
+    eligibility = Eligibility(Controllers(shared=Decided(Mode.REMOTE_DRAFT)), None)
     drafted = Client(loop, [3, 4], policy=Policy(REMOTE, 8, 0.0)).session
     forced = Client(loop, [3, 4], policy=Policy(REMOTE, 8, 0.0, forced=True)).session
     assert eligibility.uses_remote_draft(drafted)

@@ -17,6 +17,7 @@ from tests.verifier_service.fakes import Client, TextEngine, step_loop
 from verifier_service.backend.request import Policy
 from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
+from verifier_service.speculation.controllers import Controllers
 from verifier_service.speculation.eligibility import Eligibility
 
 FORCED = Request(prompt=5, tokens=150, sampling=WARM, delay=0, **ALWAYS)
@@ -49,7 +50,7 @@ def test_a_mode_that_does_not_pay_is_left_beside_a_session_that_is_exempt(exempt
 
 def test_who_is_exempt_is_no_part_of_what_the_mode_decides() -> None:
     loop = step_loop(TextEngine(40))
-    eligibility = Eligibility(SpeculationController(), None)
+    eligibility = Eligibility(Controllers(), None)
     remote, own = frozenset({Drafter.REMOTE}), frozenset({Drafter.NGRAM})
     drafted = Client(loop, [3, 4], policy=Policy(remote, 8, 0.0)).session
     plain = Client(loop, [3, 4], policy=Policy(frozenset(), 8, 0.0)).session

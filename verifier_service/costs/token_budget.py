@@ -56,10 +56,12 @@ def select_candidates(
     ranked = heapq.merge(*map(_numbered, count(), offers), key=lambda offer: offer[0])
     for negative_reach, index, node in islice(ranked, most):
         gain = math.exp(-negative_reach)
-        if gain < price and paying is None and explore and latency.may_explore:
-            if _optimistic_price(expected, latency, rows, spent) <= gain:
-                paying, limit = len(taken), latency.next_point(rows)
-        if rows == limit or (gain < price and paying is None):
+        if gain < price and paying is None:
+            may_pay = explore and latency.may_explore and _optimistic_price(expected, latency, rows, spent) <= gain
+            if not may_pay:
+                break
+            paying, limit = len(taken), latency.next_point(rows)
+        if rows == limit:
             break
         taken.append((index, node))
         gains.append(gain)

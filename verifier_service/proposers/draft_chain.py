@@ -23,12 +23,49 @@ from verifier_service.sessions.session import Session
 from verifier_service.settings.tuning import DraftModelTuning
 
 
+class Usefulness:
+    """How much the draft helps a text, or all texts of a tenant, as moving averages: P(the next token of a chain is
+    accepted), and the accepted tokens of a chain. A text's begins as its `tenant`'s, which learns from all of them."""
+
+    def __init__(self, tuning: DraftModelTuning, tenant: Usefulness | None = None) -> None:
+        self._tuning = tuning
+        self._tenant = tenant
+        self.next_token_acceptance: float = tuning.first_acceptance
+        self.expected_accepted: float = tuning.first_expected_accepted
+        if tenant is not None:
+            self.next_token_acceptance = tenant.next_token_acceptance
+            self.expected_accepted = tenant.expected_accepted
+
+    def observe_token(self, acceptance: float) -> None:
+        """Learn from a token that was added to a chain."""
+        self.next_token_acceptance += self._tuning.smoothing * (acceptance - self.next_token_acceptance)
+        if self._tenant is not None:
+            self._tenant.observe_token(acceptance)
+
+    def observe_chain(self, accepted: float) -> None:
+        """Learn from a chain of which so many tokens are expected to be accepted."""
+        self.expected_accepted += self._tuning.smoothing * (accepted - self.expected_accepted)
+        if self._tenant is not None:
+            self._tenant.observe_chain(accepted)
+
+
 class PrefixState:
     """The part of a session's text that a draft model with this `context` and `vocabulary` has read. Proposed tokens
     are read in the slots that they keep if they are accepted; then they need not be read again."""
 
-    def __init__(self, session: Session, table: BlockTable, context: int, vocabulary: int, max_depth: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        table: BlockTable,
+        context: int,
+        vocabulary: int,
+        max_depth: int,
+        usefulness: Usefulness,
+        calibration: Calibration,
+    ) -> None:
         self.session = session
+        self.usefulness = usefulness
+        self.calibration = calibration
         self.table = table
         self.end = min(session.end - 1, context)  # a candidate for the text's last token saves no step
         self.over = False  # nothing is proposed any more
@@ -80,7 +117,7 @@ class PrefixState:
 class DraftChain:
     """A chain of the likeliest tokens, one below the other, and alternatives beside each of them."""
 
-    def __init__(self, prefix: PrefixState, calibration: Calibration, tuning: DraftModelTuning) -> None:
+    def __init__(self, prefix: PrefixState, tuning: DraftModelTuning) -> None:
         self.prefix = prefix
         self.tokens: list[int] = []
         self.computed: list[int] = []  # those of the tokens that the draft has read
@@ -88,7 +125,7 @@ class DraftChain:
         self.expected_accepted = 0.0  # tokens of the chain that are expected to be accepted
         self.ended = False  # it does not get longer
         self.broken = False  # the draft's logits are not finite
-        self._calibration = calibration
+        self._calibration = prefix.calibration
         self._tuning = tuning
         self._places: list[tuple[list[int], list[float]]] = []  # tokens and logprobs of siblings
         self._rows: list[DraftDistribution] = []  # from which they were drawn (REJECTION)

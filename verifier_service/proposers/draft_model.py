@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,12 +22,15 @@ from specdec.engine.engine import Engine
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.kv.slots import PADDING_SLOT
 from verifier_service.costs.step_latency import StepLatency
-from verifier_service.proposers.draft_chain import DraftChain, PrefixState
+from verifier_service.proposers.draft_chain import DraftChain, PrefixState, Usefulness
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Phase, ProposalStats, Proposer
 from verifier_service.sessions.session import Session
 from verifier_service.settings.tuning import DEFAULTS, Tuning
 
 log = structlog.get_logger()
+
+MAX_TENANTS = 256
+"""Tenants of which it is kept how much the draft helps; the one that was silent longest is forgotten first."""
 
 
 class DraftModelProposer(Proposer):
@@ -52,9 +56,7 @@ class DraftModelProposer(Proposer):
         self._latency = latency or StepLatency.measure(engine, blocks * BLOCK, tuning.latency)
         self._prefixes: dict[Session, PrefixState] = {}
         self._calibrations = Calibrations()
-        # Moving averages: P(the next token of a chain is accepted), and the accepted tokens of a chain.
-        self._next_token_acceptance = self._tuning.first_acceptance
-        self._expected_accepted = self._tuning.first_expected_accepted
+        self._tenants: OrderedDict[str, Usefulness] = OrderedDict()
 
     @property
     def held(self) -> int:
@@ -81,13 +83,17 @@ class DraftModelProposer(Proposer):
         chains: list[DraftChain] = []
         try:
             chains += self._begin(
-                [session for session in sessions if session.expected_tokens()[0] - 1.0 < self._expected_accepted]
+                [
+                    session
+                    for session in sessions
+                    if session.expected_tokens()[0] - 1.0 < self._expected_accepted(session)
+                ]
             )
             self._go_on(chains, decoding, latency, price, begin)
         except Exception as error:
             self._fail(error)
         for chain in chains:
-            self._expected_accepted += self._tuning.smoothing * (chain.expected_accepted - self._expected_accepted)
+            chain.prefix.usefulness.observe_chain(chain.expected_accepted)
             chain.offer()
             if chain.broken:
                 self._close(chain.prefix, wipe=True)
@@ -114,7 +120,7 @@ class DraftModelProposer(Proposer):
             packer.add_path(slots, rows)
             if not prefix.pending:
                 packer.want(rows[-1])
-                chains.append(DraftChain(prefix, self._calibrations.of(prefix.session.request.sampler), self._tuning))
+                chains.append(DraftChain(prefix, self._tuning))
         if packer.tokens:
             self._read(packer, chains)
         return chains
@@ -143,7 +149,7 @@ class DraftModelProposer(Proposer):
 
     def _gain(self, chain: DraftChain) -> float:
         """Return the expected number of accepted tokens from making a chain one token longer."""
-        return math.exp(chain.path_logprob) * self._next_token_acceptance
+        return math.exp(chain.path_logprob) * chain.prefix.usefulness.next_token_acceptance
 
     def _read(self, packer: Packer, chains: Sequence[DraftChain]) -> list[DraftChain]:
         """Run a forward pass whose wanted rows are the ends of these chains; return the chains that it extends."""
@@ -159,9 +165,7 @@ class DraftModelProposer(Proposer):
                 log.error("chain_failed", exc_info=error)
                 chain.broken = chain.ended = True
                 continue
-            self._next_token_acceptance += self._tuning.smoothing * (
-                math.exp(chain.path_logprob - before) - self._next_token_acceptance
-            )
+            chain.prefix.usefulness.observe_token(math.exp(chain.path_logprob - before))
             longer.append(chain)
         self._latency.observe(rows, time.monotonic() - begin)
         return longer
@@ -173,14 +177,35 @@ class DraftModelProposer(Proposer):
             table, source, target = self._pool.open(session.tree.committed, session.request.tenant)
             if len(source):
                 self.engine.copy(source, target)
+            request = session.request
             prefix = self._prefixes[session] = PrefixState(
-                session, table, self._context, self.engine.vocabulary, self._tuning.max_depth
+                session,
+                table,
+                self._context,
+                self.engine.vocabulary,
+                self._tuning.max_depth,
+                Usefulness(self._tuning, self._of_tenant(request.tenant)),
+                self._calibrations.of(request.sampler, request.tenant),
             )
         if prefix.follow():
             return prefix
         if prefix.over:
             self._close(prefix)
         return None
+
+    def _expected_accepted(self, session: Session) -> float:
+        """Return how many tokens of a session's next chain are expected to be accepted."""
+        prefix = self._prefixes.get(session)
+        usefulness = self._of_tenant(session.request.tenant) if prefix is None else prefix.usefulness
+        return usefulness.expected_accepted
+
+    def _of_tenant(self, tenant: str) -> Usefulness:
+        if tenant not in self._tenants:
+            self._tenants[tenant] = Usefulness(self._tuning)
+        self._tenants.move_to_end(tenant)
+        if len(self._tenants) > MAX_TENANTS:
+            self._tenants.popitem(last=False)
+        return self._tenants[tenant]
 
     def _close(self, prefix: PrefixState, *, wipe: bool = False) -> None:
         """End proposing for a session, and give its memory back."""

@@ -105,6 +105,7 @@ class Planner:
             self._queue.reserve_candidates(entry.session, nodes)
             rows = entry.session.plan(packer, 1, nodes, tree_slots, window)
             rows.undrafted = self._eligibility.lacks_remote_draft(entry.session)
+            rows.drafted = not rows.undrafted and self._eligibility.uses_remote_draft(entry.session)
             entries.append((entry, rows))
         for entry in (*plain, *prompts):
             entry.session.ngrams.close_window()

@@ -26,6 +26,7 @@ from verifier_service.backend.result import (
     STOP,
     VerifyResult,
 )
+from verifier_service.sessions.draft_gain import DraftGain
 from verifier_service.sessions.draft_timing import DraftTiming, WaitEstimate
 from verifier_service.sessions.ngram import MAX_OWN_NODES, LookaheadRows, SessionNgrams
 from verifier_service.sessions.step_rows import ScheduledRows, plan_tree
@@ -49,6 +50,7 @@ class Session:
         tuning: Tuning = DEFAULTS,
         *,
         chains_only: bool = False,
+        draft_gain: DraftGain | None = None,
     ) -> None:
         self.chains_only = chains_only
         """True if the engine verifies one chain of candidates, and no tree."""
@@ -71,6 +73,7 @@ class Session:
             PenaltyState(vocabulary, request.prompt, request.generated) if request.sampler.sampling.penalises else None
         )
         self.draft_timing = DraftTiming(tuning.draft_timing)
+        self.draft_gain = draft_gain or DraftGain(tuning=tuning.draft_gain)
         self.ngrams = SessionNgrams(text, self.end, request.sampler, tuning.ngrams)
         self._checksum = request.checksum
         self.table: BlockTable | None = None

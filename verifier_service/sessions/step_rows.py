@@ -30,7 +30,8 @@ class ScheduledRows:
     count: int  # committed tokens among the rows
     root_row: int | None = None  # index among the results; None: a piece of prompt that does not reach the root
     tree: TreeRows | None = None
-    undrafted: bool = False  # candidates of a remote draft were wanted, and none was there
+    drafted: bool = False  # candidates of a remote draft were wanted, and some for the next token were there
+    undrafted: bool = False  # they were wanted, and none was there
 
     @property
     def rows(self) -> int:

@@ -52,9 +52,9 @@ class LatencyTuning:
     """The latency model T_v(n): a Kalman filter over the logarithms of its points. Errors and drifts are standard
     deviations of logarithms: 0.1 is about a tenth.
 
-    Machines get slower and faster as a whole, by the second; what a row more costs in proportion changes slowly. If only
-    the points next to a step moved, a slow spell would leave behind a slope that is too steep, and candidates would not
-    be verified though they would pay."""
+    Machines get slower and faster as a whole, by the second; what a row more costs in proportion changes slowly. If
+    only the points next to a step moved, a slow spell would leave behind a slope that is too steep, and candidates
+    would not be verified though they would pay."""
 
     start_error: float = 1.0
     """Error of each point that was measured at start, when others may have used the machine: the first steps over a
@@ -174,6 +174,27 @@ class DraftTimingTuning:
 
 
 @dataclass(frozen=True)
+class DraftGainTuning:
+    """What a remote draft brings to a text, in tokens a step."""
+
+    least_gain: float = 0.05
+    """A draft that brings less is left alone by its text: no mode that brings so little replaces another."""
+
+    first_gain: float = 0.25
+    trial_gain: float = 0.1
+    first_weight: int = 4
+    """Gain of a text whose tenant is not known, and the least that a text, and one that tries its draft again, begins
+    with; and the steps that either counts for. Without an accepted candidate they last for 16 and 4 steps."""
+
+    remembered_steps: int = 64
+    """Most steps that the gain is the mean of."""
+
+    first_rest_steps: int = 64
+    longest_rest_steps: int = 1024
+    """Steps for which a text leaves its draft alone, at first and at most; doubled each time."""
+
+
+@dataclass(frozen=True)
 class NgramTuning:
     """N-gram lookup and lookahead windows of a session."""
 
@@ -248,6 +269,7 @@ class Tuning:
     prefill: PrefillTuning = field(default_factory=PrefillTuning)
     commits: CommitTuning = field(default_factory=CommitTuning)
     draft_timing: DraftTimingTuning = field(default_factory=DraftTimingTuning)
+    draft_gain: DraftGainTuning = field(default_factory=DraftGainTuning)
     ngrams: NgramTuning = field(default_factory=NgramTuning)
     draft_model: DraftModelTuning = field(default_factory=DraftModelTuning)
 

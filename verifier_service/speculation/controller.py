@@ -133,7 +133,12 @@ class BatchProfile(NamedTuple):
     ngram: bool  # some sessions take the verifier's own candidates
     sampled: bool  # most tokens are sampled: greedy ones are predicted far more easily
     local_draft: bool = False  # the verifier has a draft model
-    exempt: int = 0  # sessions in the same step that speculate whatever the mode is
+    exempt: int = 0  # sessions in the same step that the mode does not decide for
+
+    @property
+    def of_step(self) -> int:
+        """The number of all sessions of the step."""
+        return self.sessions + self.exempt
 
     @property
     def modes(self) -> list[Mode]:
@@ -231,9 +236,10 @@ class SpeculationController:
         """The mode for the first batch of a kind: that of the next larger batch, which some sessions have just left, or
         of the nearest smaller one, since speculation brings no more where there are more sessions. Where only much
         larger batches are known, the most promising mode is tried; whether it pays is soon seen. Where no batch with
-        so many exempt sessions is known, one without any says what to begin with."""
+        so many exempt sessions is known, one with fewer says what to begin with."""
         sizes = (kind.sessions, kind.sessions + 1, *reversed(range(kind.sessions)))
-        neighbours = (kind._replace(sessions=size, exempt=exempt) for exempt in (kind.exempt, 0) for size in sizes)
+        others = reversed(range(kind.exempt + 1))
+        neighbours = (kind._replace(sessions=size, exempt=exempt) for exempt in others for size in sizes)
         known = (self._stats[each].best for each in neighbours if each in self._stats)
         return next(known, kind.modes[0])
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from verifier_service.sessions.session import Session
-from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
+from verifier_service.speculation.controller import BatchProfile, Mode
+from verifier_service.speculation.controllers import Controllers
 
 NOTHING_PAYS = 1.0 - 1e-7
 """A break-even probability from which on no candidate pays: as a moving average it comes close to 1 and never there."""
@@ -24,13 +25,13 @@ class LocalModel(Protocol):
 
 
 class Eligibility:
-    """Says who uses what. Changes only with the controller's mode, with `prefilling` and with the `price`: from which
-    probability on a candidate has paid of late, as a moving average."""
+    """Says who uses what. Changes only with the modes, with `prefilling` and with the `price`: from which probability
+    on a candidate has paid of late, as a moving average."""
 
-    def __init__(self, controller: SpeculationController, local_model: LocalModel | None) -> None:
+    def __init__(self, controllers: Controllers, local_model: LocalModel | None) -> None:
         self.prefilling = False  # prompts use the CPU cores that drafts would take
         self.price = 0.0
-        self._controller = controller
+        self._controllers = controllers
         self._local_model = local_model
 
     def observe_price(self, price: float, smoothing: float) -> None:
@@ -41,8 +42,11 @@ class Eligibility:
         """Return True if the session's remote draft is to propose candidates. CONTRASTIVE always needs them."""
         if not session.policy.remote:
             return False
-        pays = self._controller.mode is Mode.REMOTE_DRAFT and not self.prefilling and self.price < NOTHING_PAYS
-        return pays or _insists_on_draft(session)
+        if _insists_on_draft(session):
+            return True
+        if self.prefilling or self.price >= NOTHING_PAYS or not session.draft_gain.helps:
+            return False
+        return self._controllers.of(session).mode is Mode.REMOTE_DRAFT
 
     def lacks_remote_draft(self, session: Session) -> bool:
         """Return True if the session uses candidates of its remote draft and has none for the next token: that draft is
@@ -51,7 +55,9 @@ class Eligibility:
 
     def uses_proposers(self, session: Session) -> bool:
         """Return True if the session may have candidates of the verifier's own proposers."""
-        return session.takes_own_candidates and (self._controller.mode is not Mode.OFF or is_exempt(session))
+        return session.takes_own_candidates and (
+            is_exempt(session) or self._controllers.of(session).mode is not Mode.OFF
+        )
 
     def uses_local_model(self, session: Session) -> bool:
         """Return True if the local model proposes for the session. One whose request asks for a window has only
@@ -59,36 +65,37 @@ class Eligibility:
         wanted = (
             session.takes_own_candidates
             and session.policy.local_model
-            and self._controller.mode is Mode.LOCAL_DRAFT
             and session.policy.lookahead is None
+            and self._controllers.of(session).mode is Mode.LOCAL_DRAFT
         )
         return wanted and self._local_model is not None and self._local_model.serves(session)
 
-    def profile(self, sessions: Sequence[Session]) -> BatchProfile | None:
-        """Return the batch profile of a step's sessions; None if none of those that the mode decides for may
-        speculate."""
+    def profile(self, sessions: Sequence[Session], beside: int = 0) -> BatchProfile | None:
+        """Return the batch profile of the sessions of a step that have one mode, with so many others `beside` them;
+        None if none of those that it decides for may speculate."""
         led = [session for session in sessions if not is_exempt(session)]
         if not any(session.speculates for session in led):
             return None
         return BatchProfile(
             len(led),
-            remote_draft=any(session.policy.remote for session in led),
+            remote_draft=any(session.policy.remote and session.draft_gain.helps for session in led),
             ngram=any(session.takes_own_candidates for session in led),
             sampled=2 * sum(not session.request.sampler.sampling.greedy for session in led) > len(led),
             local_draft=self._has_local_model and any(session.policy.local_model for session in led),
-            exempt=len(sessions) - len(led),
+            exempt=len(sessions) - len(led) + beside,
         )
 
     def would_draft(self, session: Session, sessions: int) -> bool:
         """Return True if so many `sessions`, all like this one, would use remote drafts. Any thread may ask."""
         batch = BatchProfile(
             sessions,
-            session.policy.remote,
+            session.policy.remote and session.draft_gain.helps,
             session.takes_own_candidates,
             not session.request.sampler.sampling.greedy,
             self._has_local_model and session.policy.local_model,
         )
-        return self._controller.mode_for(batch, time.monotonic()) is Mode.REMOTE_DRAFT
+        mode = self._controllers.of(session).mode_for(batch, time.monotonic())
+        return batch.remote_draft and mode is Mode.REMOTE_DRAFT
 
     @property
     def _has_local_model(self) -> bool:

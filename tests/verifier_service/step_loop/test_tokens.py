@@ -313,7 +313,7 @@ def test_every_group_of_a_tuning_reaches_who_uses_it() -> None:
     loop = StepLoop(ThreadedTextEngine(12), draft_model=draft, tuning=tuning)
     session = loop.session(client(loop).session.request, Policy(NO_DRAFTERS, 8, 0.0), 24, 16)
     used: list[object] = [
-        loop._speculation.controller._tuning,
+        loop._speculation._controllers._tuning,
         loop._publisher._tuning,
         session.draft_timing._tuning,
         session.ngrams._tuning,
