@@ -33,6 +33,16 @@ def test_more_rows_never_cost_less(measured: list[float], one: int, other: int) 
     assert latency.of(min(one, other)) <= latency.of(max(one, other)) * (1 + 1e-12)
 
 
+@given(seconds, st.lists(st.tuples(st.integers(1, ROWS[-1]), st.floats(1e-4, 1.0)), max_size=20))
+def test_no_row_is_cheaper_than_none_by_rounding(measured: list[float], steps: list[tuple[int, float]]) -> None:
+    """A break-even probability below 0 would be an invalid commit."""
+    latency = StepLatency(ROWS, measured)
+    for rows, taken in steps:
+        latency.observe(rows, taken)
+    table = [latency.of(rows) for rows in range(ROWS[-1] + 3)]
+    assert table == sorted(table)
+
+
 @given(seconds)
 def test_it_goes_through_what_was_measured(measured: list[float]) -> None:
     latency = StepLatency(ROWS, sorted(measured))

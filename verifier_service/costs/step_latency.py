@@ -218,8 +218,9 @@ class StepLatency:
         own = self._errors.diagonal() - self._errors.min()  # what is common to all moves none relative to the others
         points = never_falling(self._logs.tolist(), own.tolist())
         seconds = self._start * np.exp(points - np.log(self._start))  # exact where nothing was learned
-        last = self._points[-1]
-        self._table: list[float] = np.interp(np.arange(last + 1), self._rows, seconds).tolist()
+        seconds = np.maximum.accumulate(seconds)  # what is equal may be rounded apart
+        table = np.interp(np.arange(self._points[-1] + 1), self._rows, seconds)
+        self._table: list[float] = np.maximum.accumulate(table).tolist()
         self._slope = float((seconds[-1] - seconds[-2]) / (self._rows[-1] - self._rows[-2]))
 
 
