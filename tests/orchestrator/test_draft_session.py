@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,12 +11,15 @@ import pytest
 from orchestrator.candidate_flow import MESSAGES_A_COMMIT
 from orchestrator.draft_session import USELESS_AFTER_STEPS, DraftSession, FloodError, LaggingError, UselessError
 from orchestrator.draft_stream import DraftStream
+from orchestrator.drafting import Drafting
 from orchestrator.peers import Peers
 from orchestrator.pods import Pod, Pods
 from orchestrator.speculation_state import SpeculationState
 from specdec.decoding.sampling import Rule
+from specdec.serving.pods.breaker import FAILURES
 from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
 from tests.orchestrator.samples import context
+from tests.orchestrator.test_drafting import Sink
 
 NODES = 16
 STATE = SpeculationState(True, max_nodes=NODES, drafting_wanted=True, min_candidate_probability=0.5)
@@ -26,7 +30,7 @@ class Stream:
 
     def __init__(self, at_work: bool = True) -> None:
         self.pod = Pod("draft", SimpleNamespace())  # type: ignore[arg-type]
-        self.at_work = at_work
+        self.at_work = self.opened = at_work
         self.sent: list[draft_pb2.DraftRequest] = []
         self.aborted_by: Exception | None = None
 
@@ -72,6 +76,35 @@ def test_a_draft_without_an_accepted_candidate_is_given_up(late: int, why: type[
     assert stream.aborted_by is None
     assert not session.on_commit(wrong)
     assert isinstance(stream.aborted_by, why)
+
+
+def test_steps_in_which_a_text_leaves_its_draft_alone_do_not_count() -> None:
+    """It tries again, and each time for a few steps."""
+    stream = Stream()
+    session = session_over(stream)
+    wrong, resting = commit(offered=4), commit(drafting_wanted=False)
+    for _ in range(USELESS_AFTER_STEPS - 1):
+        session.on_commit(wrong)
+        session.on_commit(resting)
+    assert stream.aborted_by is None
+    session.on_commit(wrong)
+    assert isinstance(stream.aborted_by, UselessError)
+
+
+@pytest.mark.parametrize("others_have_some", [False, True])
+async def test_only_a_draft_that_sends_nothing_to_anybody_is_left_alone_by_all(others_have_some: bool) -> None:
+    streams = [Stream(at_work=False) for _ in range(FAILURES)]
+    pod = streams[0].pod
+    for stream in streams:
+        stream.pod = pod
+        session = DraftSession(cast("DraftStream", stream), context(Peers(Pods(), failover_seconds=0.0)), STATE)
+        session.on_commit(commit())
+        if others_have_some:
+            pod.candidates_at = time.monotonic()
+        session.on_commit(commit())
+        assert isinstance(stream.aborted_by, LaggingError)
+        Drafting(context(), Sink())._note_end(cast("DraftStream", stream), stream.aborted_by)
+    assert is_closed(streams[0]) is others_have_some
 
 
 def test_an_accepted_candidate_speaks_for_the_draft() -> None:

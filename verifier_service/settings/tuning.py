@@ -37,8 +37,8 @@ class ControllerTuning:
 
     first_probe_pause: float = 1.0
     longest_probe_pause: float = 30.0
-    """Seconds between two probes of a mode, at first and at most; doubled each time that it loses. A probe takes 0.6 s at
-    most, so that they cost 2 %; a mode that lost while others used the machine is not left for longer."""
+    """Seconds between two probes of a mode, at first and at most; doubled each time that it loses. A probe takes about
+    0.6 s, so that they cost 2 %; a mode that lost while others used the machine is not left for longer."""
 
     linger_seconds: float = 1.0
     """Sessions that have left count for so many seconds of the clock: often others follow. To wake the drafts for the
