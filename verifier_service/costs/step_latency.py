@@ -54,9 +54,9 @@ GREEDY = SamplingQuery(RequestSampler(Sampling()), WARM_UP_KEYS)
 MANY = 1 << 20
 """Number of rows that stands for any number, where rows cost nothing."""
 
-MATERIAL = 0.002
-"""Change of the logarithm of a point from which on the table is made again: that takes longer than all else here, and
-what a row more costs is read as the difference of two entries."""
+MATERIAL = 0.01
+"""Change of the logarithm of a point, relative to the others, from which on the table is made again: that takes longer
+than all else in a step's lesson."""
 
 LEAST_VARIANCE = 1e-6
 """Least variance that a point is weighed by."""
@@ -101,24 +101,25 @@ class StepLatency:
 
     def of(self, rows: int) -> float:
         """Return T_v(rows); beyond the last measured point, the last segment is extended."""
-        table = self._table
-        if rows < len(table):
-            return table[rows]
-        return table[-1] + (rows - len(table) + 1) * self._slope
+        return self._speed * self._tabled(rows)
 
     def rows_within(self, seconds: float) -> int:
         """Return the largest number of rows whose step takes at most `seconds`."""
-        table = self._table
+        table, seconds = self._table, seconds / self._speed
         if seconds < table[-1]:
             return max(0, bisect_right(table, seconds) - 1)
         if self._slope * MANY <= seconds - table[-1]:
             return MANY
         rows = len(table) - 1 + int((seconds - table[-1]) / self._slope)
-        while self.of(rows + 1) <= seconds:  # the division rounds
+        while self._tabled(rows + 1) <= seconds:  # the division rounds
             rows += 1
-        while self.of(rows) > seconds:
+        while self._tabled(rows) > seconds:
             rows -= 1
         return min(rows, MANY)
+
+    def _tabled(self, rows: int) -> float:
+        table = self._table
+        return table[rows] if rows < len(table) else table[-1] + (rows - len(table) + 1) * self._slope
 
     # --- exploring ----------------------------------------------------------------------------------
 
@@ -187,8 +188,12 @@ class StepLatency:
         variance = (1.0 - weight) * covariance[left] + weight * covariance[right] + step_error**2
         self._logs += covariance * (surprise / variance)
         self._errors -= np.outer(covariance, covariance / variance)
-        if np.abs(self._logs - self._tabulated).max() > MATERIAL:
+        moved = self._logs - self._tabulated
+        common = float(moved.sum()) / len(moved)
+        if np.abs(moved - common).max() > MATERIAL:
             self._tabulate()
+        else:
+            self._speed = math.exp(common)
         self._charge(rows, seconds)
 
     def become(self, rows: int, seconds: float) -> None:
@@ -214,7 +219,7 @@ class StepLatency:
 
     def _tabulate(self) -> None:
         """Compute T_v at every number of rows up to the last measured one: it is needed often in a step."""
-        self._tabulated = self._logs.copy()
+        self._tabulated, self._speed = self._logs.copy(), 1.0  # what the table is made of, and what it is multiplied by
         own = self._errors.diagonal() - self._errors.min()  # what is common to all moves none relative to the others
         points = never_falling(self._logs.tolist(), own.tolist())
         seconds = self._start * np.exp(points - np.log(self._start))  # exact where nothing was learned
