@@ -33,7 +33,7 @@ from orchestrator.views import pod_view, revision_view
 from specdec.serving.bounded_threads import BoundedThreads
 from specdec.serving.errors import InvalidRequestError, ServiceError
 from specdec.serving.identity import pod_info
-from specdec.serving.interceptor import Context
+from specdec.serving.interceptor import Metadata
 from specdec.serving.interleaved import interleaved
 from specdec.serving.messages import grammar_from
 from specdec.serving.timeline import Timeline, Timelines
@@ -117,7 +117,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
     ) -> None:
-        account = self._accounts.of(context)
+        account = self._accounts.of(context.invocation_metadata() or ())
         with self._request(request, account, streamed=True) as (revision, peers, timeline):
             valid = await self._parse(request, revision, peers, account, timeline)
             account.spend_tokens(valid.given_tokens)
@@ -135,7 +135,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.CompleteRequest,
         context: grpc.aio.ServicerContext[generation_pb2.CompleteRequest, generation_pb2.CompleteResponse],
     ) -> generation_pb2.CompleteResponse:
-        account = self._accounts.of(context)
+        account = self._accounts.of(context.invocation_metadata() or ())
         with self._request(request.request, account, streamed=False) as (revision, peers, timeline):
             valid = await self._parse(request.request, revision, peers, account, timeline, streamed=False)
             account.spend_tokens(valid.given_tokens)
@@ -175,7 +175,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[generation_pb2.TokenizeRequest, generation_pb2.TokenizeResponse],
     ) -> generation_pb2.TokenizeResponse:
         threads = self._short if request.ByteSize() <= LONG_BYTES else self._long
-        account = self._accounts.of(context)
+        account = self._accounts.of(context.invocation_metadata() or ())
         with account.request():
             work = partial(tokenize, request, self._catalog.main(request.model).model)
             return await threads.run(work, "" if account.tenant is None else account.tenant.name)
@@ -242,12 +242,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             yield from each.peers.verifiers
             yield from each.peers.drafts or ()
 
-    def _check_caller(self, method: str, context: Context) -> None:
+    def _check_caller(self, method: str, metadata: Metadata) -> None:
         """Refuse calls of this service without a tenant's API key, and of others what concerns all tenants."""
         if method == f"/{self.name}/GetStats" or method.startswith(f"/{OrchestratorTraceServicer.name}/"):
-            self._accounts.check_operator(context)
+            self._accounts.check_operator(metadata)
         elif method.startswith(f"/{self.name}/"):
-            self._accounts.of(context)
+            self._accounts.of(metadata)
 
     @contextmanager
     def _request(

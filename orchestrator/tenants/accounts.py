@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
 
-import grpc
 import structlog
 
 from orchestrator.tenants.account import Account
 from orchestrator.tenants.file import Tenant, Tenants, TenantsFile
 from specdec.api_keys import hash_of
 from specdec.serving.errors import PermissionDeniedError, UnauthenticatedError
+from specdec.serving.interceptor import Metadata
 from specdec.serving.watched import Watched
 
 log = structlog.get_logger()
@@ -25,8 +24,6 @@ LONGEST_KEY = 512
 
 RELOAD_SECONDS = 1.0
 """Seconds between two looks at the file."""
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Accounts:
@@ -53,11 +50,11 @@ class Accounts:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._reloading
 
-    def of(self, context: Context) -> Account:
-        """Return the account of a call; UnauthenticatedError if its key is missing or not known."""
+    def of(self, metadata: Metadata) -> Account:
+        """Return the account of a call by its metadata; UnauthenticatedError if its key is missing or not known."""
         if self._watched is None:
             return self._anybody
-        given = [value for key, value in context.invocation_metadata() or () if key == HEADER]
+        given = [value for key, value in metadata if key == HEADER]
         if not given:
             raise UnauthenticatedError("authorization: is missing, must be `Bearer` and an API key")
         key = given[0]
@@ -69,9 +66,9 @@ class Accounts:
             raise UnauthenticatedError("authorization: this API key is not known")
         return account
 
-    def check_operator(self, context: Context) -> None:
+    def check_operator(self, metadata: Metadata) -> None:
         """Raise PermissionDeniedError if a call may not see what concerns all tenants."""
-        tenant = self.of(context).tenant
+        tenant = self.of(metadata).tenant
         if tenant is not None and not tenant.operator:
             raise PermissionDeniedError(f"tenant {tenant.name!r} is no operator", "NOT_OPERATOR")
 

@@ -15,9 +15,13 @@ from specdec.client.request_id import REQUEST_ID, is_request_id, new_request_id
 from specdec.client.retries import Retries
 from specdec.client.rotation import Rotation
 
-ROUND_ROBIN = ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}')
+ROUND_ROBIN = (
+    "grpc.service_config",
+    '{"loadBalancingConfig": [{"round_robin": {}}], "connectionScaling": {"maxConnectionsPerSubchannel": 10}}',
+)
 """Option of a channel to a name that may stand for several servers: a retry must reach another one, and gRPC's default,
-pick_first, would return to the same."""
+pick_first, would return to the same. A server takes 100 calls on a connection, and gRPC then opens another; ten is the
+most that it opens."""
 
 _OPTIONS: dict[str, int | str] = {
     ROUND_ROBIN[0]: ROUND_ROBIN[1],

@@ -19,7 +19,7 @@ class CertificateNames:
     def __init__(self, names: Sequence[str]) -> None:
         self._names = frozenset(names)
 
-    def __call__(self, method: str, context: Context) -> None:
+    def __call__(self, context: Context) -> None:
         names = [name.decode(errors="replace") for name in context.auth_context().get(ALTERNATIVE_NAME, ())]
         if self._names.isdisjoint(names):
             found = ", ".join(map(echo, names[:4])) or "no name"

@@ -1,4 +1,4 @@
-"""The interceptor around every call: binds what it carries on, and turns exceptions into statuses.
+"""The interceptor around every call: refuses callers, binds what calls carry on, turns exceptions into statuses.
 
 Streaming handlers are coroutines that write to their context, not generators: a cancelled call then ends them where
 they wait, at once.
@@ -6,16 +6,18 @@ they wait, at once.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from specdec.serving.errors import InternalError, InvalidRequestError, as_service_error, to_status
+from specdec.serving.callers.guard import ConnectionGuard
+from specdec.serving.errors import InternalError, InvalidRequestError, ServiceError, as_service_error, to_status
 from specdec.serving.opening import Openings
 from specdec.serving.propagation import bind_metadata, bound_request_id
 from specdec.serving.validation import MAX_MESSAGE_BYTES
@@ -27,27 +29,55 @@ REQUEST_SECONDS = 30.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-Gate = Callable[[str, Context], None]
-"""Decides whether a call of a method (its full name, as in "/specdec.v2.DraftService/Draft") may be made, before
-anything of it is read; raises the error that it is refused with."""
+Metadata = Collection[tuple[str, str | bytes]]
+"""A caller's metadata, as gRPC gives it."""
+
+Gate = Callable[[str, Metadata], None]
+"""Decides by its metadata whether a call of a method (its full name, as in "/specdec.v2.DraftService/Draft") may be
+made, before anything else is done for it; raises the error that it is refused with."""
+
+CallerGate = Callable[[Context], None]
+"""The same by the connection that a call comes over."""
+
+MAX_REFUSALS = 256
+"""Refusals that are kept ready: a rich status takes longer to make than all else that Python does for one."""
+
+NO_METHOD = grpc.StatusCode.UNIMPLEMENTED, "Method not found!"
+"""What gRPC itself says of methods that it does not know."""
+
+
+class _NoRequestError(Exception):
+    """A call with a single request has ended without one."""
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Binds what the caller's metadata carries on (`propagation.py`), and answers errors with rich statuses.
+    """Refuses calls, binds what the caller's metadata carries on (`propagation.py`), and answers errors with rich
+    statuses.
 
     A call with a single request is served as a stream of one message: so its wait for the request is bounded, and a
     request that cannot be decoded is answered here, like any other that is wrong.
     """
 
     def __init__(
-        self, max_request_bytes: Callable[[], int] = lambda: MAX_MESSAGE_BYTES, gates: Sequence[Gate] = ()
+        self,
+        max_request_bytes: Callable[[], int] = lambda: MAX_MESSAGE_BYTES,
+        gates: Sequence[Gate] = (),
+        caller_gates: Sequence[CallerGate] = (),
+        open_services: Collection[str] = (),
+        guard: ConnectionGuard | None = None,
     ) -> None:
         """Refuse single requests of more than `max_request_bytes` without decoding them, which for some would hold the
-        event loop for half a second. A call goes through all `gates`."""
+        event loop for half a second. A call goes through all gates; anybody may call the `open_services`, so that calls
+        of them do not speak for a connection with the `guard`."""
         self._max_request_bytes = max_request_bytes
         self._gates = tuple(gates)
+        self._caller_gates = tuple(caller_gates)
+        self._open_services = frozenset(open_services)
+        self._guard = guard or ConnectionGuard()
         # By service: who may call but one of them, such as that for health checks, ends no calls of the others.
         self._openings: defaultdict[str, Openings] = defaultdict(lambda: Openings(REQUEST_SECONDS))
+        self._unknown = _stream(self._refusing(*NO_METHOD, (), NO_METHOD[0].name))
+        self._refusals: dict[tuple[type[ServiceError], str, str], Callable[..., Awaitable[None]]] = {}
 
     async def intercept_service(
         self,
@@ -55,28 +85,94 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None:  # no such method: gRPC answers
-            return handler
-        bind_metadata(dict(handler_call_details.invocation_metadata or ()))
+        if handler is None:
+            return self._unknown
         method = str(handler_call_details.method)
-
-        def check(context: Context) -> None:
+        metadata: Metadata = handler_call_details.invocation_metadata or ()
+        try:
             for gate in self._gates:
-                gate(method, context)
-
+                gate(method, metadata)
+        except ServiceError as error:
+            return _stream(self._refusal(error))
+        bind_metadata(dict(metadata))
+        service = method[1:].rpartition("/")[0]
         if handler.request_streaming:
             assert handler.response_streaming  # no service here has a method of the fourth kind
-            return grpc.stream_stream_rpc_method_handler(
-                guarded(handler.stream_stream, check), handler.request_deserializer, handler.response_serializer
+            behaviour, decode = handler.stream_stream, handler.request_deserializer
+        else:
+            behaviour, decode = handler.unary_stream if handler.response_streaming else handler.unary_unary, None
+            behaviour = self._single(
+                behaviour,
+                handler.request_deserializer,
+                self._openings[service],
+                answers_once=not handler.response_streaming,
             )
-        behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
-        single = self._single(
-            behaviour,
-            handler.request_deserializer,
-            self._openings[method.rpartition("/")[0]],
-            answers_once=not handler.response_streaming,
-        )
-        return grpc.stream_stream_rpc_method_handler(guarded(single, check), None, handler.response_serializer)
+        call = self._anybodys(behaviour) if service in self._open_services else self._callers(behaviour)
+        return grpc.stream_stream_rpc_method_handler(call, decode, handler.response_serializer)
+
+    def _callers(self, behaviour: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
+        """Wrap a method for callers who may call it: the guard is told how their calls end."""
+
+        async def observed(requests: Any, context: Context) -> None:
+            running = self._guard.begin(context.peer())
+            try:
+                await _run(behaviour, requests, context)
+            except asyncio.CancelledError:
+                self._guard.reset(running)
+                raise
+            except _NoRequestError:  # a reset is noticed in this way, too
+                self._guard.reset(running)
+                raise _no_request() from None
+            except BaseException:  # it is answered with an error
+                self._guard.serve(running)
+                raise
+            self._guard.serve(running)
+
+        answered = guarded(observed)
+
+        async def call(requests: Any, context: Context) -> None:
+            try:
+                for gate in self._caller_gates:
+                    gate(context)
+            except ServiceError as error:
+                await self._refusal(error)(requests, context)
+            else:
+                await answered(requests, context)
+
+        return call
+
+    def _anybodys(self, behaviour: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
+        """Wrap a method that anybody may call."""
+
+        async def counted(requests: Any, context: Context) -> None:
+            self._guard.waste(context.peer(), "OPEN_TO_ANYBODY")
+            try:
+                await _run(behaviour, requests, context)
+            except _NoRequestError:
+                raise _no_request() from None
+
+        return guarded(counted)
+
+    def _refusal(self, error: ServiceError) -> Callable[..., Awaitable[None]]:
+        """Return a method that refuses a call with an error, without a look at its requests."""
+        kind = type(error), error.reason, str(error)
+        found = self._refusals.get(kind)
+        if found is None:
+            if len(self._refusals) >= MAX_REFUSALS:
+                self._refusals.clear()
+            status = to_status(error)
+            found = self._refusing(status.code, status.details, status.trailing_metadata, error.reason)
+            self._refusals[kind] = found
+        return found
+
+    def _refusing(self, code: grpc.StatusCode, details: str, trailing: Any, why: str) -> Callable[..., Awaitable[None]]:
+        async def call(requests: Any, context: Context) -> None:
+            self._guard.waste(context.peer(), why)
+            context.set_code(code)  # to abort would cost an exception and its traceback
+            context.set_details(details)
+            context.set_trailing_metadata(trailing)
+
+        return call
 
     def _single(
         self, behaviour: Callable[..., Any], decode: Callable[[bytes], Any], openings: Openings, *, answers_once: bool
@@ -86,7 +182,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         async def call(requests: AsyncIterator[bytes], context: Context) -> None:
             message = await openings.first(requests)
             if message is None:
-                raise InvalidRequestError([("request", "is missing: the call ended without one")])
+                raise _NoRequestError
             if len(message) > (most := self._max_request_bytes()):
                 problem = f"has {len(message)} bytes, must have at most {most}"
                 raise InvalidRequestError([("request", problem)])
@@ -94,30 +190,37 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 request = decode(message)
             except DecodeError:
                 raise InvalidRequestError([("request", "cannot be decoded as this method's request")]) from None
-            if inspect.isasyncgenfunction(behaviour):  # as others' servicers are written
-                async for response in behaviour(request, context):
-                    await context.write(response)
-                return
-            response = await behaviour(request, context)
+            response = await _run(behaviour, request, context)
             if answers_once:
                 await context.write(response)
 
         return call
 
 
-def guarded(
-    behaviour: Callable[..., Any], check: Callable[[Context], None] = lambda context: None
-) -> Callable[..., Awaitable[None]]:
-    """Wrap the method of a stream so that its errors are answered, and those of `check`, which comes before it."""
+def _no_request() -> InvalidRequestError:
+    return InvalidRequestError([("request", "is missing: the call ended without one")])
+
+
+async def _run(behaviour: Callable[..., Any], request: Any, context: Context) -> Any:
+    """Run a method; return its response, if it has one and does not write it."""
+    if not inspect.isasyncgenfunction(behaviour):
+        return await behaviour(request, context)
+    async for response in behaviour(request, context):  # as others' servicers are written
+        await context.write(response)
+    return None
+
+
+def _stream(call: Callable[..., Awaitable[None]]) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return the handler of a method whose messages are not read."""
+    return grpc.stream_stream_rpc_method_handler(call)
+
+
+def guarded(behaviour: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
+    """Wrap the method of a stream so that its errors are answered."""
 
     async def call(requests: Any, context: Context) -> None:
         try:
-            check(context)
-            if inspect.isasyncgenfunction(behaviour):  # as others' servicers are written
-                async for response in behaviour(requests, context):
-                    await context.write(response)
-            else:
-                await behaviour(requests, context)
+            await _run(behaviour, requests, context)
         except Exception as error:
             await _answer(error, context)
 

@@ -49,7 +49,7 @@ def authority(tmp_path: Path) -> Authority:
 @asynccontextmanager
 async def serving(authority: Authority, *names: str) -> AsyncIterator[str]:
     """The address of a server that serves clients with these names."""
-    server = grpc.aio.server(interceptors=[CallInterceptor(gates=[CertificateNames(names)])])
+    server = grpc.aio.server(interceptors=[CallInterceptor(caller_gates=[CertificateNames(names)])])
     registered(Names(), server)
     files = TlsFiles(*authority.issue("server"), authority.file)
     port = server.add_secure_port("127.0.0.1:0", server_credentials(files))

@@ -25,6 +25,7 @@ from prometheus_client.metrics_core import Metric
 from specdec.client.address import Address
 from specdec.client.tls_files import TlsError, TlsFiles
 from specdec.extras import NEEDED, needed_by
+from specdec.serving.callers.guard import ConnectionGuard
 from specdec.serving.certificate_names import CertificateNames
 from specdec.serving.interceptor import CallInterceptor, Gate
 from specdec.serving.metrics.endpoint import MetricsEndpoint
@@ -59,9 +60,26 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
 
+MAX_STREAMS = 100
+"""Calls that a connection may have open, which RFC 9113 wants to be no fewer. All of them may wait for the event loop,
+at a sixth of a millisecond each: that is how long one connection holds up the others before it is closed. Our clients
+open further connections for more calls (`specdec/client/endpoint.py`)."""
+
+MAX_PENDING, MAX_PENDING_HARD = 8192, 16384
+"""Calls of a method that may wait for the event loop: beyond the first, gRPC refuses some with CANCELLED, beyond the
+second all, good ones among them. gRPC's 1,000 would be used up by ten connections."""
+
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
+    ("grpc.server.max_pending_requests", MAX_PENDING),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_HARD),
+    # A connection that says nothing, or does not follow the protocol, is kept for gRPC's two minutes otherwise.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.http2.settings_timeout", 10_000),
+    # One without calls is kept for ever otherwise; a client opens another without anybody noticing.
+    ("grpc.max_connection_idle_ms", 300_000),
     # Clients ask every 20 s whether the server is still there: by default gRPC would end their connections.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     # A caller that is frozen, or gone without a word, must not hold memory and places for gRPC's two hours.
@@ -70,6 +88,9 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
+
+OPEN_SERVICES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
+"""Services that answer anybody, with a key or without."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -133,7 +154,7 @@ class ServerSettings:
     stop_with_stdin: bool = False  # end when stdin closes: how a child follows its parent
     share_port: bool = False  # with other processes that share it too, by SO_REUSEPORT
     tls: TlsFiles | None = None  # None: without encryption
-    tls_client_names: tuple[str, ...] = ()  # that clients' certificates must be for one of; none: any
+    tls_client_names: tuple[str, ...] = ()  # that clients' certificates must have one of; none: any
     reflection: bool = False  # tell anybody which services and messages there are
     health_port: int | None = None  # of a server that answers health checks alone, without encryption
     metrics_port: int | None = None  # of a server that answers Prometheus
@@ -172,8 +193,14 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(settings.share_port))]
     if service.connection_seconds is not None:  # calls that run go on, for as long as they like
         options.append(("grpc.max_connection_age_ms", int(1e3 * service.connection_seconds)))
-    names = [CertificateNames(settings.tls_client_names)] if settings.tls_client_names else []
-    interceptor = CallInterceptor(lambda: service.max_request_bytes, [*names, *service.gates])
+    guard = ConnectionGuard()
+    interceptor = CallInterceptor(
+        lambda: service.max_request_bytes,
+        service.gates,
+        [CertificateNames(settings.tls_client_names)] if settings.tls_client_names else (),
+        OPEN_SERVICES,
+        guard,
+    )
     server = grpc.aio.server(interceptors=[interceptor], options=options)
     servers = [server]
     mux = registered(service, server)
@@ -185,7 +212,9 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
         reflection.enable_server_reflection(told, server)
     port = listen(server, settings.host, settings.port, credentials)
     if settings.health_port is not None:
-        servers.append(probed := grpc.aio.server(interceptors=[CallInterceptor()], options=options))
+        servers.append(
+            probed := grpc.aio.server(interceptors=[CallInterceptor(open_services=OPEN_SERVICES)], options=options)
+        )
         health_pb2_grpc.add_HealthServicer_to_server(checks, probed)
         health_port = listen(probed, settings.host, settings.health_port, None, "--health-port")
         log.info("answering_health_checks", address=f"{settings.host}:{health_port}")

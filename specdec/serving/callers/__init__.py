@@ -1,0 +1,1 @@
+"""What callers' connections do, and which of them are closed."""

@@ -1,0 +1,224 @@
+"""Which connections are closed: those that only cost, by calls that are refused or reset as soon as they are made.
+
+A call that is refused still takes a sixth of a millisecond of the event loop, so a caller without a key could keep it
+busy with some thousands a second. Each connection has a budget for such calls, and so has each address, because a
+caller may open any number of connections. A connection that also carries calls of callers who may call is left alone:
+it may be a proxy's, with callers of every kind behind it.
+
+The guard knows calls and connections. It knows nothing of keys, methods and statuses (`interceptor.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+import structlog
+
+from specdec.serving.callers.sockets import Address, Peer, close_connections, parse_peer
+
+log = structlog.get_logger()
+
+EARLY_SECONDS = 0.1
+"""Age below which a call that its client ends counts as reset: nobody reads an answer in that time, and leaves."""
+
+TRUSTED_SECONDS = 60.0
+"""Time for which a call that was served lets its connection be: a proxy's callers come and go."""
+
+CONNECTION_BURST, CONNECTION_RATE = 100.0, 10.0
+"""Calls that a connection may waste at once, and a second in the long run: health checks of a fleet pass, and a client
+with a wrong key that tries again and again."""
+
+ADDRESS_BURST, ADDRESS_RATE = 400.0, 20.0
+"""The same for all connections of an address. Below it each of them may waste `MIN_WASTED` calls."""
+
+MAX_DEBT = 1200.0
+"""Calls that an address can be short of at most: it has its budget back a minute after it has stopped."""
+
+MIN_WASTED = 1
+"""Wasted calls that any connection may make: its caller reads why it is refused."""
+
+MAX_CONNECTIONS = MAX_ADDRESSES = 8192
+"""Connections and addresses that are remembered, the latest; about 1 KB each."""
+
+SWEEP_SECONDS = 0.01
+"""Pause between two looks through this process's sockets: one look closes all connections that are to be closed."""
+
+LOG_SECONDS = 10.0
+"""Seconds between two lines of the log about wasted calls, whatever their number."""
+
+IPV6_HOST_BITS = 64
+"""Bits of an IPv6 address that its owner chooses: an address is all of its /64."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """A token bucket of calls that may be wasted."""
+
+    burst: float
+    rate: float  # tokens a second
+    min_tokens: float
+    tokens: float
+    filled_at: float
+
+    def spend(self, now: float) -> bool:
+        """Take a token; return False if there was none."""
+        self.tokens = min(self.burst, self.tokens + self.rate * (now - self.filled_at))
+        self.filled_at = now
+        had = self.tokens >= 1
+        self.tokens = max(self.min_tokens, self.tokens - 1)
+        return had
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """A caller's connection."""
+
+    name: str  # gRPC's
+    peer: Peer
+    budget: Budget
+    wasted: int = 0
+    served_at: float | None = None  # a call was served, or lasted
+    closed: bool = False
+    calls: dict[Call, None] = field(default_factory=dict)  # that run, the oldest first
+
+    def is_trusted(self, now: float) -> bool:
+        """Return True while a call lasts, or if one was served lately."""
+        oldest = next(iter(self.calls), None)
+        if oldest is not None and now - oldest.begun_at >= EARLY_SECONDS:
+            return True
+        return self.served_at is not None and now - self.served_at < TRUSTED_SECONDS
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call of a caller who may call."""
+
+    connection: Connection | None  # None: its transport has no address
+    begun_at: float
+
+
+class ConnectionGuard:
+    """The connections of a server. Only the event loop touches it."""
+
+    def __init__(
+        self,
+        close: Callable[[Collection[Peer]], int] = close_connections,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.wasted_calls = 0
+        self.closed_connections = 0
+        self._close_connections = close
+        self._clock = clock
+        self._connections: OrderedDict[str, Connection] = OrderedDict()  # by gRPC's name, the latest last
+        self._addresses: OrderedDict[int, Budget] = OrderedDict()
+        self._closing: set[Peer] = set()
+        self._sweep: asyncio.Task[None] | None = None
+        self._logged_at = -LOG_SECONDS
+        self._logged = (0, 0)
+
+    @property
+    def remembered(self) -> tuple[int, int]:
+        """Numbers of connections and addresses."""
+        return len(self._connections), len(self._addresses)
+
+    def waste(self, peer: str, why: str) -> None:
+        """Count a call that was refused, or that anybody may make."""
+        connection = self._connection(peer)
+        self._count(peer, why)
+        if connection is not None and not connection.calls:  # who may call is not cut off for others' calls
+            self._spend(connection)
+
+    def begin(self, peer: str) -> Call:
+        """Count a call of a caller who may call; it is ended by `serve` or `reset`."""
+        call = Call(self._connection(peer), self._clock())
+        if call.connection is not None:
+            call.connection.calls[call] = None
+        return call
+
+    def serve(self, call: Call) -> None:
+        """End a call that was answered."""
+        if (connection := call.connection) is not None:
+            del connection.calls[call]
+            connection.served_at = self._clock()
+
+    def reset(self, call: Call) -> None:
+        """End a call that its client has ended."""
+        if (connection := call.connection) is not None:
+            if self._clock() - call.begun_at >= EARLY_SECONDS:
+                self.serve(call)
+                return
+            del connection.calls[call]
+            self._count(connection.name, "RESET")
+            self._spend(connection)
+
+    def _spend(self, connection: Connection) -> None:
+        """Take a wasted call out of the budgets; close the connection if there is nothing left."""
+        now = self._clock()
+        if connection.is_trusted(now):
+            return
+        connection.wasted += 1
+        address = self._budget_of(connection.peer[0], now)
+        address_has, connection_has = address.spend(now), connection.budget.spend(now)
+        if connection.closed or not connection_has or (not address_has and connection.wasted > MIN_WASTED):
+            self._close(connection)
+
+    def _count(self, peer: str, why: str) -> None:
+        """Count a wasted call, and log what has been wasted since the last line."""
+        self.wasted_calls += 1
+        now = self._clock()
+        if now - self._logged_at >= LOG_SECONDS:
+            calls, closed = self._logged
+            self._logged_at, self._logged = now, (self.wasted_calls, self.closed_connections)
+            log.warning(
+                "calls_wasted",
+                peer=peer,  # the latest, and why its call was wasted
+                why=why,
+                calls=self.wasted_calls - calls,
+                closed_connections=self.closed_connections - closed,
+            )
+
+    def _connection(self, peer: str) -> Connection | None:
+        found = self._connections.get(peer)
+        if found is not None:
+            self._connections.move_to_end(peer)
+            return found
+        parsed = parse_peer(peer)
+        if parsed is None:
+            return None
+        budget = Budget(CONNECTION_BURST, CONNECTION_RATE, 0.0, CONNECTION_BURST, self._clock())
+        self._connections[peer] = found = Connection(peer, parsed, budget)
+        for _ in range(max(0, len(self._connections) - MAX_CONNECTIONS)):
+            name, oldest = self._connections.popitem(last=False)
+            if oldest.calls:
+                self._connections[name] = oldest
+        return found
+
+    def _budget_of(self, address: Address, now: float) -> Budget:
+        key = int(address) >> IPV6_HOST_BITS if address.version == 6 else -int(address)
+        found = self._addresses.get(key)
+        if found is None:
+            found = self._addresses[key] = Budget(ADDRESS_BURST, ADDRESS_RATE, -MAX_DEBT, ADDRESS_BURST, now)
+            if len(self._addresses) > MAX_ADDRESSES:
+                self._addresses.popitem(last=False)
+        else:
+            self._addresses.move_to_end(key)
+        return found
+
+    def _close(self, connection: Connection) -> None:
+        """Have a connection closed. It stays known, for calls of it that are still to come."""
+        if not connection.closed:
+            connection.closed = True
+            self.closed_connections += 1
+        self._closing.add(connection.peer)
+        if self._sweep is None or self._sweep.done():
+            self._sweep = asyncio.create_task(self._close_all())
+
+    async def _close_all(self) -> None:
+        while self._closing:
+            peers, self._closing = frozenset(self._closing), set()
+            await asyncio.to_thread(self._close_connections, peers)
+            await asyncio.sleep(SWEEP_SECONDS)

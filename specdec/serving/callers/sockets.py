@@ -1,0 +1,108 @@
+"""Closes connections by the address of their peer. gRPC offers no way to do it, but the sockets are this process's own.
+
+Shutting a socket down is enough: gRPC sees the end of the connection, as if the peer had gone, and frees all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import re
+import socket
+import stat
+from collections.abc import Collection
+
+DESCRIPTORS = "/proc/self/fd"
+"""Where Linux lists the descriptors of a process; without it no connection is closed."""
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+Peer = tuple[Address, int]
+"""Address and port of the other end of a connection."""
+
+MAX_DISCARDS = 16
+_discarded = bytearray(1 << 19)
+"""Reads of half a MiB: Linux keeps 6 MiB at most by default."""
+
+_PEER = re.compile(r"ipv[46]:(?:\[|%5B)?([^\[\]]+?)(?:\]|%5D)?:(\d+)")
+
+
+def parse_peer(name: str) -> Peer | None:
+    """Return a peer from gRPC's name of it, such as "ipv4:10.0.0.7:4711" or "ipv6:%5B::1%5D:4711"; None if it is no
+    address of IP."""
+    found = _PEER.fullmatch(name)
+    if found is None:
+        return None
+    try:
+        return _plain(found[1].replace("%25", "%")), int(found[2])
+    except ValueError:
+        return None
+
+
+def close_connections(peers: Collection[Peer]) -> int:
+    """Close the connections of these peers to ports that this process listens on; return the number closed.
+
+    A peer's port alone would not do: a connection of ours to a pod may have the same address at its other end.
+    """
+    try:
+        descriptors = [int(name) for name in os.listdir(DESCRIPTORS)]
+    except OSError:
+        return 0
+    listening, found = set[int](), dict[int, socket.socket]()
+    for descriptor in descriptors:
+        # A duplicate may have got the number under which one that is closed by now was listed.
+        connection = None if descriptor in found else _duplicate(descriptor)
+        if connection is None:
+            continue
+        wanted = False
+        try:
+            if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                listening.add(connection.getsockname()[1])
+            else:
+                host, port = connection.getpeername()[:2]
+                wanted = (_plain(host), port) in peers
+        except (OSError, ValueError):  # not connected
+            continue
+        finally:
+            if wanted:
+                found[connection.fileno()] = connection
+            else:
+                connection.close()
+    closed = 0
+    for connection in found.values():
+        with connection, contextlib.suppress(OSError):
+            if connection.getsockname()[1] in listening:
+                connection.shutdown(socket.SHUT_RDWR)
+                closed += 1
+                # What has arrived would still be read, and make calls: a full buffer holds ten thousand.
+                for _ in range(MAX_DISCARDS):
+                    if not connection.recv_into(_discarded, 0, socket.MSG_DONTWAIT):
+                        break
+    return closed
+
+
+def _duplicate(descriptor: int) -> socket.socket | None:
+    """Return a duplicate of a TCP socket; None if the descriptor is something else, or closed by now. A duplicate stays
+    the same connection, even if gRPC closes its own meanwhile and the number is used again."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return None
+        duplicate = os.dup(descriptor)
+    except OSError:
+        return None
+    try:
+        found = socket.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
+        return None
+    if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+        return found
+    found.close()
+    return None
+
+
+def _plain(text: str) -> Address:
+    """Parse an address; one of IPv4 may come in IPv6's form."""
+    address = ipaddress.ip_address(text.partition("%")[0])
+    return getattr(address, "ipv4_mapped", None) or address

@@ -1,0 +1,329 @@
+"""A connection that only wastes calls is closed, and its address slowed; those of callers who may call are left
+alone, whatever others do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from ipaddress import ip_address
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2_grpc
+
+from specdec.client.endpoint import ROUND_ROBIN
+from specdec.serving.callers import guard as guards
+from specdec.serving.callers.guard import ConnectionGuard
+from specdec.serving.callers.sockets import Peer, close_connections, parse_peer
+from specdec.serving.errors import UnauthenticatedError
+from specdec.serving.interceptor import CallInterceptor, Metadata
+from specdec.serving.process.health import HealthServicer
+from specdec.serving.process.server import MAX_STREAMS, OPEN_SERVICES, SERVER_OPTIONS
+from tests.hostile.keyless_grpc import ACK, RawConnection
+from tests.hostile.raw_bytes import HELLO, PREFACE, SETTINGS, frame
+
+SERVICE = "tests.Guarded"
+ASK, HOLD = f"/{SERVICE}/Ask", f"/{SERVICE}/Hold"
+KEY = (("authorization", "Bearer key"),)
+PATIENCE = 30.0
+ENOUGH = 2 * int(guards.CONNECTION_BURST)
+"""Calls that use up the budget of a connection."""
+
+
+class Guarded:
+    """A server that wants a key, and its guard."""
+
+    def __init__(self) -> None:
+        self.guard = ConnectionGuard()
+        self.address = ""
+        self.held = 0
+        self._changed = asyncio.Event()
+        self._release = asyncio.Event()
+
+    @staticmethod
+    def check(method: str, metadata: Metadata) -> None:
+        if method.startswith(f"/{SERVICE}/") and KEY[0] not in metadata:
+            raise UnauthenticatedError("authorization: this API key is not known")
+
+    async def ask(self, request: bytes, context: Any) -> bytes:
+        return request
+
+    async def hold(self, request: bytes, context: Any) -> bytes:
+        self.held += 1
+        self._changed.set()
+        try:
+            await self._release.wait()
+        finally:
+            self.held -= 1
+        return request
+
+    async def until_held(self, count: int) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while self.held < count:
+                self._changed.clear()
+                await self._changed.wait()
+
+    def release(self) -> None:
+        self._release.set()
+
+
+@asynccontextmanager
+async def guarded() -> AsyncIterator[Guarded]:
+    service = Guarded()
+    interceptor = CallInterceptor(gates=[service.check], open_services=OPEN_SERVICES, guard=service.guard)
+    server = grpc.aio.server(interceptors=[interceptor], options=SERVER_OPTIONS)
+    methods = {
+        "Ask": grpc.unary_unary_rpc_method_handler(service.ask, bytes, bytes),
+        "Hold": grpc.unary_unary_rpc_method_handler(service.hold, bytes, bytes),
+    }
+    server.add_registered_method_handlers(SERVICE, methods)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(), server)
+    service.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        yield service
+    finally:
+        service.release()
+        await server.stop(None)
+
+
+@asynccontextmanager
+async def caller(address: str, *options: tuple[str, int | str]) -> AsyncIterator[Any]:
+    """A channel with connections of its own."""
+    options = (("grpc.use_local_subchannel_pool", 1), *options)
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
+        yield channel
+
+
+def asked(channel: Any, method: str = ASK, metadata: Any = KEY) -> Any:
+    call = channel.unary_unary(method, bytes, bytes)
+    return call(b"?", metadata=metadata, timeout=PATIENCE, wait_for_ready=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        ("reset", ASK),
+        ("whole", ASK),
+        ("whole", f"/{SERVICE}/Unknown"),
+        ("whole", f"/{health.SERVICE_NAME}/Check"),
+    ],
+)
+async def test_a_connection_that_only_wastes_calls_is_closed(kind: str, path: str) -> None:
+    """While callers with a key, of the same address, are served on old and on new connections."""
+    async with guarded() as service, caller(service.address) as old:
+        assert await asked(old) == b"?"
+        async with RawConnection(service.address) as attacker:
+
+            async def attack() -> None:
+                while not attacker.closed.is_set():
+                    attacker.send(kind, ENOUGH, path)
+                    await asyncio.sleep(0)
+
+            attacking = asyncio.create_task(attack())
+            async with asyncio.timeout(PATIENCE):
+                while not attacker.closed.is_set():
+                    async with caller(service.address) as new:
+                        assert [await asked(new), await asked(old)] == [b"?", b"?"]
+            await attacking
+            assert await asked(old) == b"?"
+    assert service.guard.closed_connections == 1
+
+
+async def test_resets_by_a_caller_with_a_key_are_closed_too() -> None:
+    async with guarded() as service, RawConnection(service.address) as attacker:
+        for _ in range(ENOUGH // MAX_STREAMS):
+            attacker.send("reset", MAX_STREAMS, HOLD, key="key")
+        await asyncio.wait_for(attacker.closed.wait(), PATIENCE)
+
+
+async def test_a_connection_with_good_calls_is_left_alone() -> None:
+    """Such as a proxy's, that carries calls of all kinds of callers."""
+    async with guarded() as service, caller(service.address) as proxy:
+        held = asked(proxy, HOLD)
+        await service.until_held(1)
+        for _ in range(ENOUGH):
+            with pytest.raises(grpc.aio.AioRpcError, match="is not known"):
+                await asked(proxy, metadata=())
+        assert service.guard.wasted_calls == ENOUGH
+        assert service.guard.closed_connections == 0
+        service.release()
+        assert await held == b"?"
+
+
+async def test_a_connection_carries_a_bounded_number_of_calls() -> None:
+    async with guarded() as service, RawConnection(service.address) as one:
+        one.send("whole", 3 * MAX_STREAMS, HOLD, key="key")
+        await service.until_held(1)
+        async with caller(service.address) as another:
+            assert await asked(another) == b"?"
+        assert service.held <= MAX_STREAMS
+
+
+async def test_our_clients_open_connections_for_more_calls() -> None:
+    async with guarded() as service, caller(service.address, ROUND_ROBIN) as channel:
+        calls = [asyncio.ensure_future(asked(channel, HOLD)) for _ in range(2 * MAX_STREAMS + 1)]
+        await service.until_held(len(calls))
+        service.release()
+        assert await asyncio.gather(*calls) == [b"?"] * len(calls)
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        ("grpc.server_handshake_timeout_ms", b""),
+        ("grpc.server_handshake_timeout_ms", PREFACE),
+        ("grpc.http2.settings_timeout", HELLO),
+        ("grpc.max_connection_idle_ms", HELLO + frame(SETTINGS, ACK, 0)),
+    ],
+)
+async def test_a_connection_that_makes_no_calls_is_closed(limit: str, said: bytes) -> None:
+    """By gRPC itself, which may call its options otherwise one day."""
+    options = [(name, 100 if name == limit else value) for name, value in SERVER_OPTIONS]
+    assert options != list(SERVER_OPTIONS)
+    server = grpc.aio.server(options=options)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(said)
+        with contextlib.suppress(ConnectionError):  # as the end of a connection may be
+            await asyncio.wait_for(reader.read(), PATIENCE)
+    finally:
+        writer.close()
+        await server.stop(None)
+
+
+async def test_a_refusal_is_answered_before_the_request_is_read() -> None:
+    async with guarded() as service, caller(service.address) as channel:
+        call = channel.stream_unary(ASK)(timeout=PATIENCE)  # without a word
+        assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+        unknown = channel.unary_unary(f"/{SERVICE}/Unknown")(b"", timeout=PATIENCE)
+        assert await unknown.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Closing:
+    """Where a guard's connections are closed, in a test."""
+
+    def __init__(self) -> None:
+        self.peers = set[Peer]()
+
+    def __call__(self, peers: Collection[Peer]) -> int:
+        self.peers |= set(peers)
+        return len(peers)
+
+
+def named(number: int, host: str = "10.0.0.7") -> str:
+    return f"ipv4:{host}:{number}"
+
+
+async def wasted_until_closed(guard: ConnectionGuard, peer: str) -> int:
+    """Return the number of calls that a new connection may waste."""
+    before = guard.closed_connections
+    for count in range(10 * int(guards.CONNECTION_BURST)):
+        guard.waste(peer, "test")
+        if guard.closed_connections > before:
+            return count
+    raise AssertionError("is never closed")
+
+
+async def test_an_address_that_opens_many_connections_is_slowed() -> None:
+    clock = Clock()
+    guard = ConnectionGuard(Closing(), clock)
+    allowed = [await wasted_until_closed(guard, named(port)) for port in range(1, 9)]
+    assert allowed[:3] == [int(guards.CONNECTION_BURST)] * 3
+    assert allowed[-3:] == [guards.MIN_WASTED] * 3
+    assert await wasted_until_closed(guard, named(1, "10.0.0.8")) == guards.CONNECTION_BURST  # another address
+    clock.now += guards.MAX_DEBT / guards.ADDRESS_RATE + guards.CONNECTION_BURST / guards.ADDRESS_RATE + 1
+    assert await wasted_until_closed(guard, named(9)) == guards.CONNECTION_BURST
+
+
+async def test_addresses_of_ipv6_are_networks() -> None:
+    guard = ConnectionGuard(Closing(), Clock())
+    allowed = [await wasted_until_closed(guard, f"ipv6:%5B2001:db8::{host:x}%5D:7") for host in range(1, 9)]
+    assert allowed[-1] == guards.MIN_WASTED
+    assert await wasted_until_closed(guard, "ipv6:%5B2001:db8:0:1::1%5D:7") == guards.CONNECTION_BURST
+
+
+async def test_health_checks_and_retries_with_a_wrong_key_are_not_closed() -> None:
+    clock = Clock()
+    guard = ConnectionGuard(Closing(), clock)
+    for _ in range(1000):
+        guard.waste(named(1), "test")
+        clock.now += 1 / guards.CONNECTION_RATE
+    assert guard.closed_connections == 0
+
+
+async def test_a_served_call_speaks_for_its_connection_for_a_while() -> None:
+    clock = Clock()
+    guard = ConnectionGuard(Closing(), clock)
+    guard.serve(guard.begin(named(1)))
+    for _ in range(ENOUGH):
+        guard.waste(named(1), "test")
+    assert guard.closed_connections == 0
+    clock.now += guards.TRUSTED_SECONDS
+    assert await wasted_until_closed(guard, named(1)) == guards.CONNECTION_BURST
+
+
+async def test_a_call_that_lasts_may_be_cancelled() -> None:
+    clock = Clock()
+    guard = ConnectionGuard(Closing(), clock)
+    for _ in range(ENOUGH):
+        call = guard.begin(named(1))
+        clock.now += 2 * guards.EARLY_SECONDS
+        guard.reset(call)
+    assert guard.wasted_calls == 0
+
+
+async def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(guards, "MAX_ADDRESSES", 4)
+    guard = ConnectionGuard(Closing(), Clock())
+    lasting = guard.begin(named(1))
+    for number in range(100):
+        guard.waste(named(2, f"10.0.1.{number}"), "test")
+    assert guard.remembered <= (5, 4)
+    guard.waste(named(1), "test")
+    guard.serve(lasting)
+
+
+def test_names_of_peers_are_parsed() -> None:
+    assert parse_peer("ipv4:10.0.0.7:4711") == (ip_address("10.0.0.7"), 4711)
+    assert parse_peer("ipv6:%5B::1%5D:4711") == (ip_address("::1"), 4711)
+    assert parse_peer("ipv6:[fe80::1%25eth0]:1") == (ip_address("fe80::1"), 1)
+    assert parse_peer("ipv6:%5B::ffff:10.0.0.7%5D:1") == (ip_address("10.0.0.7"), 1)
+    assert parse_peer("unix:/run/specdec") is None
+
+
+def test_only_the_connection_of_that_peer_is_closed() -> None:
+    """Not one of ours to the same address, nor one of another peer; of IPv4 on a socket of IPv6, too."""
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
+        port = server.getsockname()[1]
+        with (
+            socket.create_connection(("127.0.0.1", port)) as bad,
+            server.accept()[0] as its_end,
+            socket.create_connection(("127.0.0.1", port)) as good,
+            server.accept()[0] as ends,
+            socket.create_server(("127.0.0.1", 0)) as elsewhere,
+        ):
+            # A port that nobody listens on is not ours: such as that of a connection to a pod.
+            assert close_connections({(ip_address("127.0.0.1"), port)}) == 0
+            assert close_connections({(ip_address("127.0.0.1"), bad.getsockname()[1])}) == 1
+            assert bad.recv(1) == b""
+            ends.sendall(b"x")
+            assert good.recv(1) == b"x"
+            assert elsewhere.fileno() >= 0
+            with pytest.raises(OSError, match="pipe"):
+                its_end.sendall(b"x")
