@@ -13,6 +13,7 @@ DISTRIBUTION = "specdec-serve"
 
 EXTRAS = {
     "accelerate": "parallel",
+    "cryptography": "service",
     "gguf": "bench",
     "google.rpc": "service",
     "greenlet": "evaluate",

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import trustme
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from specdec.client.tls_files import Contents, TlsFiles
 
@@ -31,6 +37,21 @@ class Authority:
             new.write_bytes(content)
             os.replace(new, file)
         return certificate, key
+
+    def issue_with(self, name: str, *names: x509.GeneralName) -> Contents:
+        """Issue a certificate with any subject alternative names; return what a client needs to show it."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        issuer = x509.load_pem_x509_certificate(self._authority.cert_pem.bytes())
+        signing: Any = serialization.load_pem_private_key(self._authority.private_key_pem.bytes(), None)
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        now = datetime.now(UTC)
+        builder = x509.CertificateBuilder(issuer.subject, subject, key.public_key(), x509.random_serial_number())
+        builder = builder.not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
+        if names:
+            builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        pem = serialization.Encoding.PEM
+        private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        return Contents(builder.sign(signing, hashes.SHA256()).public_bytes(pem), private, self.file.read_bytes())
 
     def files(self, name: str, *hosts: str) -> TlsFiles:
         """Return the files of a server or client that shows a certificate, and wants one of its peers."""

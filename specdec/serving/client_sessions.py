@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import structlog
 
+from specdec.serving.callers.certificate import names_of
 from specdec.serving.errors import OverloadedError
 
 log = structlog.get_logger()
@@ -54,8 +55,7 @@ class ClientSessions:
 
 def client_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     """Return who calls: the names of its certificate, else the host of its address."""
-    identities = context.peer_identities()
-    if identities:
-        return ", ".join(sorted(each.decode(errors="replace") for each in identities))
+    if names := names_of(context.auth_context()):
+        return ", ".join(sorted(map(str, names)))
     peer = context.peer()
     return peer.rpartition(":")[0] if peer.startswith("ipv") else peer

@@ -1,17 +1,20 @@
 """Only clients whose certificates are for certain names are served, by calls of their own and by streams of a
-multiplexed connection; the method of a stream sees who its caller is."""
+multiplexed connection; the method of a stream sees who its caller is. A name counts as what it is alone."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from cryptography import x509
 
 from specdec.client.tls_files import TlsFiles, channel_credentials
+from specdec.serving.callers.certificate import Name, names_of, parse_name
 from specdec.serving.certificate_names import CertificateNames
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.mux.channel import MuxChannel
@@ -38,7 +41,7 @@ class Names:
 
     async def ask(self, requests: AsyncIterator[bytes], context: Any) -> None:
         async for _ in requests:
-            await context.write(b" ".join(context.peer_identities()))
+            await context.write(" ".join(map(str, names_of(context.auth_context()))).encode())
 
 
 @pytest.fixture
@@ -49,7 +52,7 @@ def authority(tmp_path: Path) -> Authority:
 @asynccontextmanager
 async def serving(authority: Authority, *names: str) -> AsyncIterator[str]:
     """The address of a server that serves clients with these names."""
-    server = grpc.aio.server(interceptors=[CallInterceptor(caller_gates=[CertificateNames(names)])])
+    server = grpc.aio.server(interceptors=[CallInterceptor(caller_gates=[CertificateNames(map(parse_name, names))])])
     registered(Names(), server)
     files = TlsFiles(*authority.issue("server"), authority.file)
     port = server.add_secure_port("127.0.0.1:0", server_credentials(files))
@@ -96,3 +99,58 @@ async def test_any_other_name_is_refused(authority: Authority, multiplexed: bool
             assert isinstance(refused.value, grpc.aio.AioRpcError)
             assert refused.value.code() is code
             assert name in str(refused.value.details())
+
+
+HOST, EVIL = "orchestrator.svc", "evil.example"
+
+
+@pytest.mark.parametrize(
+    ("accepted", "common_name", "names", "passes"),
+    [
+        (HOST, EVIL, [x509.DNSName(HOST)], True),
+        (HOST, EVIL, [x509.DNSName(EVIL), x509.DNSName(HOST)], True),
+        (HOST, EVIL, [x509.DNSName("ORCHESTRATOR.svc.")], True),  # the case and the dot of the root say nothing
+        ("Orchestrator.SVC", EVIL, [x509.DNSName(HOST)], True),
+        (HOST, EVIL, [x509.DNSName(f"{HOST}\0.{EVIL}")], False),
+        (HOST, EVIL, [x509.DNSName(f"{HOST}.{EVIL}")], False),
+        (HOST, EVIL, [x509.DNSName("*.svc")], False),  # a wildcard names no caller
+        (HOST, EVIL, [x509.UniformResourceIdentifier(HOST)], False),
+        (HOST, EVIL, [x509.UniformResourceIdentifier(f"spiffe://{HOST}")], False),
+        (HOST, EVIL, [x509.RFC822Name(HOST)], False),
+        (HOST, EVIL, [x509.RFC822Name(f"x@{HOST}")], False),
+        (HOST, HOST, [], False),  # the common name is none
+        (HOST, HOST, [x509.DNSName(EVIL)], False),
+        ("10.0.0.7", EVIL, [x509.IPAddress(ip_address("10.0.0.7"))], True),
+        ("10.0.0.7", EVIL, [x509.DNSName("10.0.0.7")], False),  # an address is no host's name
+        ("2001:DB8:0::1", EVIL, [x509.IPAddress(ip_address("2001:db8::1"))], True),
+        ("spiffe://svc/orchestrator", EVIL, [x509.UniformResourceIdentifier("spiffe://svc/orchestrator")], True),
+        ("spiffe://svc/orchestrator", EVIL, [x509.UniformResourceIdentifier("spiffe://svc/Orchestrator")], False),
+        ("spiffe://svc/orchestrator", EVIL, [x509.UniformResourceIdentifier("spiffe://svc/orchestrator\0x")], False),
+    ],
+)
+async def test_a_name_counts_as_what_it_is(
+    authority: Authority, accepted: str, common_name: str, names: list[x509.GeneralName], passes: bool
+) -> None:
+    contents = authority.issue_with(common_name, *names)
+    async with (
+        serving(authority, accepted) as address,
+        grpc.aio.secure_channel(address, channel_credentials(contents)) as channel,
+    ):
+        call: Any = channel.stream_stream(f"/{SERVICE}/ask", bytes, bytes)(timeout=20)
+        await call.done_writing()
+        assert await call.code() is (grpc.StatusCode.OK if passes else grpc.StatusCode.PERMISSION_DENIED)
+
+
+def test_without_a_certificate_there_are_no_names() -> None:
+    assert names_of({}) == names_of({"x509_pem_cert": [b"no certificate"]}) == frozenset()
+
+
+@pytest.mark.parametrize("text", ["", "*.svc", "a b", "x@orchestrator.svc", f"{HOST}\0", "-a", "a..b", "[::1]", "://x"])
+def test_what_is_no_name_is_refused_at_start(text: str) -> None:
+    with pytest.raises(ValueError, match="no host name, no address and no URI"):
+        parse_name(text)
+
+
+def test_names_are_spelled_in_one_way() -> None:
+    assert parse_name("A.Example.") == Name("host", "a.example")
+    assert parse_name("::FFFF") == Name("address", "::ffff")

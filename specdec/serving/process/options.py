@@ -12,6 +12,7 @@ import typer
 from specdec.client.address import Address
 from specdec.client.tls_files import TlsFiles
 from specdec.command_line import Host, LogLevel, address, duration, number
+from specdec.serving.callers.certificate import parse_name
 from specdec.serving.process.server import ServerSettings
 
 SERVER = "server"
@@ -35,8 +36,8 @@ def server_settings(
     tls_client_name: Annotated[
         list[str] | None,
         typer.Option(
-            help="Name (host, address or URI) that a client's certificate must be for, besides being of "
-            "--tls-client-ca. May be repeated: one of them is enough. By default any name."
+            help="Subject alternative name (host, IP address or URI) that a client's certificate must have, besides "
+            "being of --tls-client-ca. May be repeated: one of them is enough. By default any name."
         ),
     ] = None,
     health_port: Annotated[
@@ -90,6 +91,10 @@ def server_settings(
         raise typer.BadParameter(
             "is for clients with certificates: give --tls-client-ca too", param_hint="'--tls-client-name'"
         )
+    try:
+        names = tuple(map(parse_name, tls_client_name or ()))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="'--tls-client-name'") from None
     return ServerSettings(
         host,
         port,
@@ -97,7 +102,7 @@ def server_settings(
         log_level,
         stop_with_stdin,
         tls=files if any(files.all) else None,
-        tls_client_names=tuple(tls_client_name or ()),
+        tls_client_names=names,
         health_port=health_port,
         metrics_port=metrics_port,
         otlp_endpoint=otlp_endpoint,

@@ -25,6 +25,7 @@ from prometheus_client.metrics_core import Metric
 from specdec.client.address import Address
 from specdec.client.tls_files import TlsError, TlsFiles
 from specdec.extras import NEEDED, needed_by
+from specdec.serving.callers.certificate import Name
 from specdec.serving.callers.guard import ConnectionGuard
 from specdec.serving.certificate_names import CertificateNames
 from specdec.serving.interceptor import CallInterceptor, Gate
@@ -154,7 +155,7 @@ class ServerSettings:
     stop_with_stdin: bool = False  # end when stdin closes: how a child follows its parent
     share_port: bool = False  # with other processes that share it too, by SO_REUSEPORT
     tls: TlsFiles | None = None  # None: without encryption
-    tls_client_names: tuple[str, ...] = ()  # that clients' certificates must have one of; none: any
+    tls_client_names: tuple[Name, ...] = ()  # that clients' certificates must have one of; none: any
     reflection: bool = False  # tell anybody which services and messages there are
     health_port: int | None = None  # of a server that answers health checks alone, without encryption
     metrics_port: int | None = None  # of a server that answers Prometheus
