@@ -145,7 +145,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Wrap a method that anybody may call."""
 
         async def counted(requests: Any, context: Context) -> None:
-            self._guard.waste(context.peer(), "OPEN_TO_ANYBODY")
+            self._guard.answer_anybody(context.peer())
             try:
                 await _run(behaviour, requests, context)
             except _NoRequestError:
@@ -167,7 +167,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def _refusing(self, code: grpc.StatusCode, details: str, trailing: Any, why: str) -> Callable[..., Awaitable[None]]:
         async def call(requests: Any, context: Context) -> None:
-            self._guard.waste(context.peer(), why)
+            self._guard.refuse(context.peer(), why)
             context.set_code(code)  # to abort would cost an exception and its traceback
             context.set_details(details)
             context.set_trailing_metadata(trailing)

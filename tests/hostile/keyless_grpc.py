@@ -40,6 +40,9 @@ POLITE = 19
 
 TICK_SECONDS = 0.002
 MAX_UNREAD_BYTES = 1 << 20
+STUCK_SECONDS = 0.5
+"""Silence of a server after which the attacker opens another connection."""
+
 MAX_AT_ONCE = 200
 """Calls in one write, so that a machine that falls behind does not make bursts of any size."""
 
@@ -55,6 +58,7 @@ class RawConnection:
     async def __aenter__(self) -> Self:
         host, _, port = self._address.rpartition(":")
         self._reader, self._writer = await asyncio.open_connection(host, int(port))
+        self.heard_at = time.monotonic()
         self._reading = asyncio.create_task(self._read())
         self._writer.write(HELLO + frame(SETTINGS, ACK, 0))
         return self
@@ -68,14 +72,14 @@ class RawConnection:
     async def _read(self) -> None:
         with contextlib.suppress(OSError):
             while await self._reader.read(1 << 16):
-                pass
+                self.heard_at = time.monotonic()
         self.closed.set()
 
-    def send(self, kind: str, count: int, path: str = COMPLETE, key: str = "nonsense") -> None:
-        """Send calls of a kind, unless the server has left too much unread: its kernel may drop what comes for a
-        connection that it has closed, and say nothing for a minute and a half."""
+    def send(self, kind: str, count: int, path: str = COMPLETE, key: str = "nonsense") -> int:
+        """Send calls of a kind; return their number. None are sent while the server has left too much unread: its
+        kernel may drop what comes for a connection that it has closed, and say nothing for a minute and a half."""
         if self._writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
-            return
+            return 0
         block = headers(__path=path, authorization=f"Bearer {key}")
         sent = bytearray()
         for _ in range(count):
@@ -86,6 +90,7 @@ class RawConnection:
                 sent += frame(DATA, END_STREAM, self._stream, bytes(5))
             self._stream += 2
         self._writer.write(sent)
+        return count
 
 
 @dataclass
@@ -104,9 +109,10 @@ async def attack(address: str, kind: str, rate: float, seconds: float, path: str
             async with RawConnection(address) as connection:
                 done.connections += 1
                 while not connection.closed.is_set() and (passed := time.monotonic() - begun) < seconds:
+                    if time.monotonic() - connection.heard_at > STUCK_SECONDS:
+                        break
                     if due := min(int(rate * passed) - done.calls, MAX_AT_ONCE):
-                        done.calls += due
-                        connection.send(kind, due, path)
+                        done.calls += connection.send(kind, due, path)
                     await asyncio.sleep(TICK_SECONDS)
     return done
 

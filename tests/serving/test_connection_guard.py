@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from ipaddress import ip_address
 from typing import Any
@@ -218,11 +218,18 @@ class Closing:
     """Where a guard's connections are closed, in a test."""
 
     def __init__(self) -> None:
-        self.peers = set[Peer]()
+        self.closed = set[Peer]()
+        self.muted = set[Peer]()
 
-    def __call__(self, peers: Collection[Peer]) -> int:
-        self.peers |= set(peers)
-        return len(peers)
+    def __call__(self, closed: Collection[Peer], muted: Collection[Peer]) -> int:
+        self.closed |= set(closed)
+        self.muted |= set(muted)
+        return len(closed) + len(muted)
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not reached():
+                await asyncio.sleep(0.01)
 
 
 def named(number: int, host: str = "10.0.0.7") -> str:
@@ -233,7 +240,7 @@ async def wasted_until_closed(guard: ConnectionGuard, peer: str) -> int:
     """Return the number of calls that a new connection may waste."""
     before = guard.closed_connections
     for count in range(10 * int(guards.CONNECTION_BURST)):
-        guard.waste(peer, "test")
+        guard.refuse(peer, "test")
         if guard.closed_connections > before:
             return count
     raise AssertionError("is never closed")
@@ -250,6 +257,49 @@ async def test_an_address_that_opens_many_connections_is_slowed() -> None:
     assert await wasted_until_closed(guard, named(9)) == guards.CONNECTION_BURST
 
 
+async def test_connections_of_such_an_address_are_muted_before_they_are_closed() -> None:
+    clock, closing = Clock(), Closing()
+    guard = ConnectionGuard(closing, clock)
+    for port in range(1, 9):
+        await wasted_until_closed(guard, named(port))
+    last = (ip_address("10.0.0.7"), 8)
+    await closing.until(lambda: last in closing.muted)
+    assert (ip_address("10.0.0.7"), 1) in closing.closed
+    assert last not in closing.closed
+    clock.now += guards.MUTED_SECONDS
+    await closing.until(lambda: last in closing.closed)
+
+
+async def test_muted_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "MAX_MUTED", 4)
+    closing = Closing()
+    guard = ConnectionGuard(closing, Clock())
+    for port in range(1, 29):
+        await wasted_until_closed(guard, named(port))
+    await closing.until(lambda: len(closing.closed) == 24)
+    assert closing.muted - closing.closed == {(ip_address("10.0.0.7"), port) for port in range(25, 29)}
+
+
+def test_a_muted_connection_hears_nothing_until_it_is_closed() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as peer,
+        server.accept()[0] as ours,
+    ):
+        peer.sendall(b"1")
+        assert ours.recv(1) == b"1"
+        name = (ip_address("127.0.0.1"), peer.getsockname()[1])
+        assert close_connections((), {name}) == 1
+        peer.sendall(b"2")
+        ours.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            ours.recv(1)
+        ours.sendall(b"3")
+        assert peer.recv(1) == b"3"
+        assert close_connections({name}, ()) == 1
+        assert peer.recv(1) == b""
+
+
 async def test_addresses_of_ipv6_are_networks() -> None:
     guard = ConnectionGuard(Closing(), Clock())
     allowed = [await wasted_until_closed(guard, f"ipv6:%5B2001:db8::{host:x}%5D:7") for host in range(1, 9)]
@@ -261,7 +311,7 @@ async def test_health_checks_and_retries_with_a_wrong_key_are_not_closed() -> No
     clock = Clock()
     guard = ConnectionGuard(Closing(), clock)
     for _ in range(1000):
-        guard.waste(named(1), "test")
+        guard.refuse(named(1), "test")
         clock.now += 1 / guards.CONNECTION_RATE
     assert guard.closed_connections == 0
 
@@ -271,7 +321,7 @@ async def test_a_served_call_speaks_for_its_connection_for_a_while() -> None:
     guard = ConnectionGuard(Closing(), clock)
     guard.serve(guard.begin(named(1)))
     for _ in range(ENOUGH):
-        guard.waste(named(1), "test")
+        guard.refuse(named(1), "test")
     assert guard.closed_connections == 0
     clock.now += guards.TRUSTED_SECONDS
     assert await wasted_until_closed(guard, named(1)) == guards.CONNECTION_BURST
@@ -293,9 +343,9 @@ async def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     guard = ConnectionGuard(Closing(), Clock())
     lasting = guard.begin(named(1))
     for number in range(100):
-        guard.waste(named(2, f"10.0.1.{number}"), "test")
+        guard.refuse(named(2, f"10.0.1.{number}"), "test")
     assert guard.remembered <= (5, 4)
-    guard.waste(named(1), "test")
+    guard.refuse(named(1), "test")
     guard.serve(lasting)
 
 

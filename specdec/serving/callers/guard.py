@@ -1,4 +1,4 @@
-"""Which connections are closed: those that only cost, by calls that are refused or reset as soon as they are made.
+"""Which connections are closed or muted: those that only cost, by calls that are refused or reset at once.
 
 A call that is refused still takes a sixth of a millisecond of the event loop, so a caller without a key could keep it
 busy with some thousands a second. Each connection has a budget for such calls, and so has each address, because a
@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import structlog
@@ -41,11 +42,21 @@ MAX_DEBT = 1200.0
 MIN_WASTED = 1
 """Wasted calls that any connection may make: its caller reads why it is refused."""
 
+MUTED_SECONDS = 20.0
+"""Time for which a connection of an address beyond its budget stays open, though nothing of it is read any more, before
+it is closed: a caller that is closed at once is back at once, with a hundred calls on its new connection."""
+
+MAX_MUTED = 512
+"""Connections that are muted at a time; beyond it the oldest is closed."""
+
 MAX_CONNECTIONS = MAX_ADDRESSES = 8192
 """Connections and addresses that are remembered, the latest; about 1 KB each."""
 
 SWEEP_SECONDS = 0.01
 """Pause between two looks through this process's sockets: one look closes all connections that are to be closed."""
+
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at whether muted connections are to be closed."""
 
 LOG_SECONDS = 10.0
 """Seconds between two lines of the log about wasted calls, whatever their number."""
@@ -106,7 +117,7 @@ class ConnectionGuard:
 
     def __init__(
         self,
-        close: Callable[[Collection[Peer]], int] = close_connections,
+        close: Callable[[Collection[Peer], Collection[Peer]], int] = close_connections,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.wasted_calls = 0
@@ -115,7 +126,10 @@ class ConnectionGuard:
         self._clock = clock
         self._connections: OrderedDict[str, Connection] = OrderedDict()  # by gRPC's name, the latest last
         self._addresses: OrderedDict[int, Budget] = OrderedDict()
-        self._closing: set[Peer] = set()
+        self._closing: dict[Peer, None] = {}
+        self._muting: dict[Peer, None] = {}
+        self._muted: OrderedDict[Peer, float] = OrderedDict()  # since when, the oldest first
+        self._wanted = asyncio.Event()  # set when there is something to close or to mute
         self._sweep: asyncio.Task[None] | None = None
         self._logged_at = -LOG_SECONDS
         self._logged = (0, 0)
@@ -125,10 +139,14 @@ class ConnectionGuard:
         """Numbers of connections and addresses."""
         return len(self._connections), len(self._addresses)
 
-    def waste(self, peer: str, why: str) -> None:
-        """Count a call that was refused, or that anybody may make."""
-        connection = self._connection(peer)
+    def refuse(self, peer: str, why: str) -> None:
+        """Count a call that was refused."""
         self._count(peer, why)
+        self.answer_anybody(peer)
+
+    def answer_anybody(self, peer: str) -> None:
+        """Take a call that says nothing for its caller out of its budgets."""
+        connection = self._connection(peer)
         if connection is not None and not connection.calls:  # who may call is not cut off for others' calls
             self._spend(connection)
 
@@ -163,8 +181,10 @@ class ConnectionGuard:
         connection.wasted += 1
         address = self._budget_of(connection.peer[0], now)
         address_has, connection_has = address.spend(now), connection.budget.spend(now)
-        if connection.closed or not connection_has or (not address_has and connection.wasted > MIN_WASTED):
-            self._close(connection)
+        if not address_has and connection.wasted > MIN_WASTED:
+            self._end(connection, self._muting)
+        elif not connection_has or connection.closed:
+            self._end(connection, self._closing)
 
     def _count(self, peer: str, why: str) -> None:
         """Count a wasted call, and log what has been wasted since the last line."""
@@ -208,17 +228,33 @@ class ConnectionGuard:
             self._addresses.move_to_end(key)
         return found
 
-    def _close(self, connection: Connection) -> None:
-        """Have a connection closed. It stays known, for calls of it that are still to come."""
+    def _end(self, connection: Connection, manner: dict[Peer, None]) -> None:
+        """Have a connection closed or muted. It stays known, for calls of it that are still to come."""
+        if connection.peer in self._muted:
+            return
         if not connection.closed:
             connection.closed = True
             self.closed_connections += 1
-        self._closing.add(connection.peer)
+        manner[connection.peer] = None
+        self._wanted.set()
         if self._sweep is None or self._sweep.done():
-            self._sweep = asyncio.create_task(self._close_all())
+            self._sweep = asyncio.create_task(self._end_all())
 
-    async def _close_all(self) -> None:
-        while self._closing:
-            peers, self._closing = frozenset(self._closing), set()
-            await asyncio.to_thread(self._close_connections, peers)
+    async def _end_all(self) -> None:
+        """Close and mute what is to be, and close what has been muted for long enough, until nothing is left."""
+        while self._closing or self._muting or self._muted:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wanted.wait(), LOOK_SECONDS)
+            self._wanted.clear()
+            now = self._clock()
+            self._muted |= dict.fromkeys(self._muting, now)
+            while self._muted and (
+                len(self._muted) > MAX_MUTED or now - next(iter(self._muted.values())) >= MUTED_SECONDS
+            ):
+                self._closing[self._muted.popitem(last=False)[0]] = None
+            closing, muting = frozenset(self._closing), self._muting.keys() - self._closing.keys()
+            self._closing.clear()
+            self._muting.clear()
+            if closing or muting:
+                await asyncio.to_thread(self._close_connections, closing, muting)
             await asyncio.sleep(SWEEP_SECONDS)

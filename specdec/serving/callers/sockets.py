@@ -1,16 +1,21 @@
-"""Closes connections by the address of their peer. gRPC offers no way to do it, but the sockets are this process's own.
+"""Closes connections by the address of their peer, or has the kernel drop what comes over them. gRPC offers no way to
+do it, but the sockets are this process's own.
 
-Shutting a socket down is enough: gRPC sees the end of the connection, as if the peer had gone, and frees all of it.
+Shutting a socket down is enough: gRPC sees the end of the connection, as if the peer had gone, and frees all of it. A
+connection that is muted stays open for both ends, and costs nothing: its peer waits for answers, as if the network had
+failed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import ipaddress
 import os
 import re
 import socket
 import stat
+import struct
 from collections.abc import Collection
 
 DESCRIPTORS = "/proc/self/fd"
@@ -24,6 +29,10 @@ Peer = tuple[Address, int]
 MAX_DISCARDS = 16
 _discarded = bytearray(1 << 19)
 """Reads of half a MiB: Linux keeps 6 MiB at most by default."""
+
+SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
+DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
+"""A classic BPF program for a socket, of one instruction: return 0, the number of bytes that are kept of a packet."""
 
 _PEER = re.compile(r"ipv[46]:(?:\[|%5B)?([^\[\]]+?)(?:\]|%5D)?:(\d+)")
 
@@ -40,8 +49,8 @@ def parse_peer(name: str) -> Peer | None:
         return None
 
 
-def close_connections(peers: Collection[Peer]) -> int:
-    """Close the connections of these peers to ports that this process listens on; return the number closed.
+def close_connections(closed: Collection[Peer], muted: Collection[Peer] = ()) -> int:
+    """Close or mute the connections of these peers to ports that this process listens on; return their number.
 
     A peer's port alone would not do: a connection of ours to a pod may have the same address at its other end.
     """
@@ -61,7 +70,7 @@ def close_connections(peers: Collection[Peer]) -> int:
                 listening.add(connection.getsockname()[1])
             else:
                 host, port = connection.getpeername()[:2]
-                wanted = (_plain(host), port) in peers
+                wanted = (peer := (_plain(host), port)) in closed or peer in muted
         except (OSError, ValueError):  # not connected
             continue
         finally:
@@ -69,17 +78,41 @@ def close_connections(peers: Collection[Peer]) -> int:
                 found[connection.fileno()] = connection
             else:
                 connection.close()
-    closed = 0
+    done = 0
     for connection in found.values():
         with connection, contextlib.suppress(OSError):
             if connection.getsockname()[1] in listening:
-                connection.shutdown(socket.SHUT_RDWR)
-                closed += 1
-                # What has arrived would still be read, and make calls: a full buffer holds ten thousand.
-                for _ in range(MAX_DISCARDS):
-                    if not connection.recv_into(_discarded, 0, socket.MSG_DONTWAIT):
-                        break
-    return closed
+                host, port = connection.getpeername()[:2]
+                if (_plain(host), port) in closed or not _mute(connection):
+                    _close(connection)
+                done += 1
+                _discard(connection)
+    return done
+
+
+def _close(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it was not muted
+        connection.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
+    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _mute(connection: socket.socket) -> bool:
+    """Have the kernel drop what the peer sends from now on; return False if it does not."""
+    program = ctypes.create_string_buffer(DROP_ALL)
+    try:
+        connection.setsockopt(
+            socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", len(DROP_ALL) // 8, ctypes.addressof(program))
+        )
+    except OSError:
+        return False
+    return True
+
+
+def _discard(connection: socket.socket) -> None:
+    """Drop what has arrived: gRPC would still read it, and a full buffer holds ten thousand calls."""
+    for _ in range(MAX_DISCARDS):
+        if not connection.recv_into(_discarded, 0, socket.MSG_DONTWAIT):
+            return
 
 
 def _duplicate(descriptor: int) -> socket.socket | None:
