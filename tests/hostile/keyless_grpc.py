@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import struct
 import time
 from dataclasses import dataclass
@@ -34,9 +33,6 @@ CANCEL = struct.pack(">I", 8)
 COMPLETE = "/specdec.v2.GenerationService/Complete"
 KINDS = ("whole", "reset")
 """Calls that are refused for want of a key, and calls that are reset as soon as they are made."""
-
-POLITE = 19
-"""Niceness of the program: it shares the machine with what it attacks, which in earnest it would not."""
 
 TICK_SECONDS = 0.002
 MAX_UNREAD_BYTES = 1 << 20
@@ -124,7 +120,6 @@ def main() -> None:
     parser.add_argument("--rate", type=float, required=True, help="calls a second")
     parser.add_argument("--seconds", type=float, required=True)
     given = parser.parse_args()
-    os.nice(POLITE)
     done = asyncio.run(attack(given.address, given.kind, given.rate, given.seconds))
     print(json.dumps({"calls": done.calls, "connections": done.connections}))
 
