@@ -29,14 +29,14 @@ EARLY_SECONDS = 0.1
 TRUSTED_SECONDS = 60.0
 """Time for which a call that was served lets its connection be: a proxy's callers come and go."""
 
-CONNECTION_BURST, CONNECTION_RATE = 100.0, 10.0
-"""Calls that a connection may waste at once, and a second in the long run: health checks of a fleet pass, and a client
-with a wrong key that tries again and again."""
+CONNECTION_BURST, CONNECTION_RATE = 100.0, 100.0
+"""Calls that a connection may waste at once, and a second in the long run. A server of the OpenAI API asks about fifty
+unknown keys a second at most, and must not be closed for its callers, though none of them has a key just now."""
 
-ADDRESS_BURST, ADDRESS_RATE = 400.0, 20.0
-"""The same for all connections of an address. Below it each of them may waste `MIN_WASTED` calls."""
+ADDRESS_BURST, ADDRESS_RATE = 400.0, 200.0
+"""The same for all connections of an address: a thirtieth of a core. Beyond it each may waste `MIN_WASTED` calls."""
 
-MAX_DEBT = 1200.0
+MAX_DEBT = 12_000.0
 """Calls that an address can be short of at most: it has its budget back a minute after it has stopped."""
 
 MIN_WASTED = 1
