@@ -186,14 +186,19 @@ class DraftServicer(
         """Return the session that an `open` asks for; InvalidRequestError if a value is invalid. All are
         checked, whoever sent them."""
         message = request.open
-        # Only tokens that both models know are used: the target would drop others.
+        # Only tokens that both models know are used: the target would drop others. What a request says of others is
+        # about none of the draft's candidates.
         own, context = self._identity.vocabulary_size, self._identity.context_tokens
-        vocabulary = min(own, message.vocabulary_size or own)
-        if violations := open_size_violations(message, own, context):
+        targets = message.vocabulary_size or own
+        vocabulary = min(own, targets)
+        if violations := open_size_violations(message, max(own, targets), context):
             raise InvalidRequestError(violations)
         prompt, generated = list(message.prompt_tokens), list(message.generated_tokens)
         sampling = sampling_from(message.sampling)
-        violations = sampling_violations(sampling, vocabulary, frozenset())
+        violations = sampling_violations(sampling, targets, frozenset())
+        if own < targets and not violations:
+            sampling = sampling.within(own)
+            violations = sampling_violations(sampling, own, frozenset())
         violations += rule_violations(message.rule, message.contrast, sampling)
         violations += text_violations(prompt, generated, message.max_tokens, vocabulary=vocabulary, context=context)
         violations += _policy_violations(message.policy)

@@ -14,6 +14,7 @@ from specdec.decoding.calibration import Calibration
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import PenaltyState, SamplingQuery
 from specdec.decoding.tree import Node, TokenTree
+from specdec.serving.errors import InvalidRequestError
 
 MIN_CHILD_LOGPROB = math.log(MIN_PROBABILITY)
 """Logprob below which a child is not added (but for a node's first): it would not be expanded even with its parent as
@@ -68,8 +69,8 @@ class Session:
         """Append committed tokens and move the root; nodes that contradict them are dropped.
 
         Tokens that are known already are skipped. ValueError if the commit leaves a gap, contradicts the committed
-        text, has a token that this model does not know, or exceeds this model's context in a session that cannot do
-        without it (CONTRASTIVE).
+        text, or exceeds this model's context in a session that cannot do without it (CONTRASTIVE). InvalidRequestError
+        if it has a token that this model does not know, which is a fact of this text and no fault.
         """
         tree = self.tree
         new_tokens = self._new_tokens(base, tokens)
@@ -105,7 +106,8 @@ class Session:
         if self.tree.committed[base : base + len(overlap)] != overlap:
             raise ValueError(f"commit at {base} contradicts the committed text")
         if max(tokens, default=0) >= self.vocabulary:
-            raise ValueError(f"token {max(tokens)} is not in the draft's vocabulary of {self.vocabulary}")
+            problem = f"has token {max(tokens)}, the draft's vocabulary has {self.vocabulary} tokens"
+            raise InvalidRequestError([("committed.tokens", problem)])
         return new_tokens
 
     def _follow(self, tokens: Sequence[int]) -> tuple[list[Node], float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 GREEDY_BELOW = 1e-4
@@ -49,6 +49,14 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+
+    def within(self, vocabulary: int) -> Sampling:
+        """Return these parameters without what they say of token ids beyond a vocabulary."""
+        return replace(
+            self,
+            logit_bias={token: bias for token, bias in self.logit_bias.items() if token < vocabulary},
+            banned_tokens=frozenset(token for token in self.banned_tokens if token < vocabulary),
+        )
 
     @property
     def greedy(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -61,6 +62,40 @@ def test_tokens_that_the_target_does_not_know_are_refused(field: str, fields: di
 def test_a_target_that_knows_more_is_served() -> None:
     assert parsed(vocabulary_size=2 * VOCABULARY, prompt_tokens=[UNKNOWN]).vocabulary == VOCABULARY
     assert parsed(vocabulary_size=0, prompt_tokens=[UNKNOWN]).vocabulary == VOCABULARY
+
+
+def test_what_a_request_says_of_tokens_beyond_the_draft_is_dropped_there() -> None:
+    """The target may choose them, the draft cannot: it drafts all others."""
+    beyond = VOCABULARY + 3
+    sampling = model_pb2.Sampling(
+        logit_bias={beyond: 5.0, 7: 1.0}, banned_tokens=[*range(VOCABULARY, 2 * VOCABULARY), 9]
+    )
+    draft = parsed(vocabulary_size=2 * VOCABULARY, sampling=sampling, end_tokens=[beyond, 4])
+    kept = draft.request.sampler.sampling
+    assert kept.logit_bias == {7: 1.0}
+    assert (kept.banned_tokens, draft.request.end_tokens) == (frozenset({9}), frozenset({4}))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "problem"),
+    [
+        (model_pb2.Sampling(logit_bias={2 * VOCABULARY: 1.0}), f"keyed by a token id below {2 * VOCABULARY}"),
+        (model_pb2.Sampling(logit_bias={VOCABULARY: 101.0}), "must be in [-100, 100]"),
+        (model_pb2.Sampling(banned_tokens=range(VOCABULARY)), f"leaves none of the {VOCABULARY} tokens to choose"),
+    ],
+)
+def test_what_is_wrong_for_the_target_or_leaves_the_draft_nothing_is_refused(
+    sampling: model_pb2.Sampling, problem: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(problem)):
+        parsed(vocabulary_size=2 * VOCABULARY, sampling=sampling)
+
+
+def test_a_text_with_a_token_beyond_the_draft_is_that_texts_fact() -> None:
+    """The orchestrator leaves this draft alone for this text; a ProtocolError would be a mark against the pod."""
+    draft = parsed(vocabulary_size=2 * VOCABULARY)
+    with pytest.raises(InvalidRequestError, match=f"committed.tokens: has token {VOCABULARY}, the draft's vocabulary"):
+        draft.commit(2, [VOCABULARY])
 
 
 @pytest.mark.parametrize("probability", [1.0, 1.5, -0.1, math.nan])
