@@ -77,6 +77,9 @@ class Generation:
                         continue
                     self._drafting.on_commit(message)
                     response = self._transcript.take(message)
+                    if response is None:
+                        await self._verification.consumed(len(self._context.text.generated))
+                        continue
                     came(len(response.tokens))
                     if first:
                         response.model_fingerprint = self._verification.revision

@@ -89,7 +89,9 @@ def parse(
     seed = message.sampling.seed if message.sampling.HasField("seed") else secrets.randbits(64)
     defaults = _defaults(message, model)
     sampling = _sampling(message.sampling, _with_fallback(defaults, message))
-    end_tokens = frozenset(message.stop_tokens) | (frozenset() if message.ignore_end_token else model.end_tokens)
+    reasoning = _reasoning(message, model, prompt, violations)
+    end_tokens = frozenset(message.stop_tokens) | _unshown_stops(message, model, reasoning)
+    end_tokens |= frozenset() if message.ignore_end_token else model.end_tokens
     if len(end_tokens) > MOST_STOP_TOKENS:  # a text that is resumed has them all as stop tokens
         problem = f"makes {len(end_tokens)} end tokens with the model's own, may make at most {MOST_STOP_TOKENS}"
         violations.append(("stop_tokens", problem))
@@ -105,7 +107,6 @@ def parse(
     if message.logprobs > MOST_LOGPROBS:
         violations.append(("logprobs", f"is {message.logprobs}, must be at most {MOST_LOGPROBS}"))
     _check_stops(message, model, violations)
-    reasoning = _reasoning(message, model, prompt, violations)
     grammar = _grammar(message, model, violations)
     if grammar is not None and reasoning is not None:
         grammar = reasoning.before(grammar)
@@ -313,6 +314,22 @@ def grammar_field(message: generation_pb2.GenerateRequest) -> str:
     if message.HasField("grammar"):
         return f"grammar.{message.grammar.WhichOneof('kind')}"
     return "json_schema" if message.json_schema else "chat.tools"
+
+
+def _unshown_stops(
+    message: generation_pb2.GenerateRequest, model: Model, reasoning: Reasoning | None
+) -> frozenset[int]:
+    """Return the tokens whose texts are stop strings and that the text does not show: special ones, and marks of
+    reasoning. They end the text like end tokens. A string that only contains such a text is looked for when the text is
+    spelt (`StopStrings`)."""
+    marks = () if reasoning is None else (reasoning.opening, reasoning.closing)
+    found = {
+        token
+        for stop in message.stop
+        if (token := model.tokenizer.added_token(stop)) is not None
+        and (token in marks or token == model.tokenizer.special_token(stop))
+    }
+    return frozenset(token for token in found if token < model.vocabulary)  # no other is ever chosen
 
 
 def _check_stops(message: generation_pb2.GenerateRequest, model: Model, violations: list[tuple[str, str]]) -> None:

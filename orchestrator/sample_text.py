@@ -2,52 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from orchestrator.sample import Sample
-from orchestrator.text import Spelt, TextStream
+from orchestrator.stop_strings import Spelt
+from orchestrator.text import TextStream
 from specdec.text.tokenizer import Tokenizer
+
+MAX_SPACE_BEFORE_MARK = 8
+"""Tokens of white space after which no reasoning can begin: models write one or two line breaks, if any, and the client
+is told nothing of them before the next token."""
 
 
 class SampleText:
     """Spells the tokens of one sample. Marks of reasoning are not spelt; stop strings are looked for in the answer
-    alone. White space behind marks is dropped, but of an answer that a grammar is about."""
+    alone. White space around the opening mark and behind the closing one is dropped, but of an answer that a grammar is
+    about: it holds for a text that does not begin with the mark."""
 
     def __init__(self, sample: Sample, tokenizer: Tokenizer) -> None:
         self._sample = sample
         self._tokenizer = tokenizer
         reasoning = sample.reasoning
-        self._opening = None if reasoning is None or reasoning.begun else reasoning.opening  # if it is the next token
+        self._opening = None if reasoning is None or reasoning.begun else reasoning.opening  # if only space precedes it
         self._closing = reasoning.closing if reasoning is not None and reasoning.begun else None  # in reasoning only
         self._stream = (
             TextStream(tokenizer, sample.prompt, sample.stop, sample.shown_tokens)
             if self._closing is None
-            else TextStream(tokenizer, sample.prompt, (), behind_mark=True)
+            else TextStream(tokenizer, sample.prompt, (), drops_space=True)
         )
+        self._ending = {
+            token: stop
+            for stop in sample.stop
+            if (token := tokenizer.added_token(stop)) is not None and token in sample.end_tokens
+        }
         self.reasoning_tokens = 0
         """Tokens so far that belong to the reasoning, its marks included."""
 
+    def take_space(self, tokens: Sequence[int]) -> int | None:
+        """Take the white space before the opening mark, if the text goes on with these tokens so; return how many they
+        are. None if that depends on what follows, and nothing was taken. Called until it is known."""
+        if self._opening is None:
+            return 0
+        most = 0 if self._sample.grammar is not None else MAX_SPACE_BEFORE_MARK
+        for count, token in enumerate(tokens):
+            if token == self._opening:
+                self.reasoning_tokens += count
+                return count
+            if count == most or not self._tokenizer.piece(token).isspace():
+                self._opening = None
+                return 0
+        return None
+
     def push(self, token: int) -> Spelt:
         """Take a token; return what it made readable."""
-        opens, self._opening = token == self._opening, None
-        if opens:
-            assert self._sample.reasoning is not None
-            self._closing = self._sample.reasoning.closing
-            self._stream = TextStream(self._tokenizer, [], (), behind_mark=True)
-        self.reasoning_tokens += self._closing is not None
-        if opens:
+        if token == self._opening:
+            self._open()
             return Spelt("")
+        self.reasoning_tokens += self._closing is not None
         if token != self._closing:
             return self._stream.push(token)
         spelt, sample = self._stream.finish(), self._sample
         self._closing = None
         drops = sample.grammar is None
-        self._stream = TextStream(self._tokenizer, [], sample.stop, sample.shown_tokens, behind_mark=drops)
+        self._stream = TextStream(self._tokenizer, [], sample.stop, sample.shown_tokens, mark=token, drops_space=drops)
         return spelt
 
-    def end(self) -> None:
-        """Take the end token, which is not spelt."""
+    def end(self, token: int) -> Spelt:
+        """Take the end token, which is not spelt; return what it made readable, and the stop string that it is or
+        completes, if any."""
         self.reasoning_tokens += self._closing is not None
+        spelt = self._stream.end(token)
+        if spelt.stop or token not in self._ending:
+            return spelt
+        return Spelt(spelt.text + self._stream.finish().text, self._ending[token])
 
     def finish(self) -> Spelt:
         """Return what was held back, as a part of what the last token made readable; called at the end of the
         tokens."""
         return self._stream.finish()
+
+    def _open(self) -> None:
+        assert self._sample.reasoning is not None
+        self._opening, self._closing = None, self._sample.reasoning.closing
+        self._stream = TextStream(self._tokenizer, [], (), drops_space=True)
+        self.reasoning_tokens += 1

@@ -7,68 +7,70 @@ its generated tokens here, and goes on exactly where the text broke off.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from orchestrator.stop_strings import Spelt, StopStrings
 from specdec.text.tokenizer import Tokenizer
 
-INCOMPLETE = "\ufffd"
-"""Character that a tokenizer makes of the first bytes of an incomplete one."""
+CONTEXT = 8
+"""Earlier tokens that are decoded with new ones: what a token spells depends on whether it begins the text."""
 
-
-MOST_PENDING = 8
-"""Tokens that are held back at most: no character has so many, so that what is still incomplete then was never one."""
+SEARCHED = 4096
+"""Tokens at the end of a prompt among which those of the context are looked for: neither special tokens nor bytes of a
+run that may go on are any."""
 
 
 class Detokenizer:
-    """An incremental decoder. It decodes a short window of earlier tokens as well, because what a token spells depends
-    on its neighbours (a leading space, a byte of a longer character)."""
+    """An incremental decoder: its pieces joined are what the library makes of all tokens at once, and no piece changes
+    later. Tokens are held back until they make whole characters (`Characters`); special ones are skipped."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], shown: frozenset[int] = frozenset()) -> None:
-        """`shown` are special tokens that are spelt, as no others are."""
+        """`shown` are special tokens that are spelt, as no others are. If the prompt ends inside a character, the text
+        begins with it."""
         self._tokenizer = tokenizer
         self._shown = shown
-        self._window = list(prompt[-8:])  # decoded before; gives context
-        self._pending: list[int] = []  # not yet spelt
-        while self._window and tokenizer.decode(self._window).endswith(INCOMPLETE) and len(self._pending) < 4:
-            self._pending.insert(0, self._window.pop())  # the prompt ends inside a character
-        self._window_text = tokenizer.decode(self._window)
+        self._characters = tokenizer.characters()
+        context: list[int] = []
+        found = whole = 0
+        for token in reversed(prompt[-SEARCHED:]):
+            if tokenizer.is_spelt(token):
+                context.append(token)
+                found += not self._characters.is_byte(token)
+                if found == CONTEXT:
+                    break
+        context.reverse()
+        for count, token in enumerate(context, 1):
+            if self._characters.whole_after(token):
+                whole = count
+        self._context = context[:whole]  # makes whole characters
+        self._pending, broken = self._characters.left_open(context[whole:])  # not yet spelt
+        self._spelt = len(tokenizer.decode(self._context + self._pending)) - broken  # characters that were told
 
     def push(self, token: int) -> str:
         """Return the text that this token completes; empty while a character is incomplete."""
         if token in self._shown:
             text = self.flush() + self._tokenizer.piece(token).decode(errors="replace")
-            self._window, self._pending, self._window_text = [], [], ""
+            self._characters = self._tokenizer.characters()
+            self._context, self._spelt = [], 0
             return text
+        if not self._tokenizer.is_spelt(token):
+            return ""
         self._pending.append(token)
-        text = self._tokenizer.decode(self._window + self._pending)
-        incomplete = text.endswith(INCOMPLETE) and len(self._pending) < MOST_PENDING
-        if len(text) <= len(self._window_text):
-            if len(self._pending) >= MOST_PENDING:
-                self._pending.clear()  # they spell nothing, whatever follows: special tokens
-            return ""
-        if incomplete:
-            return ""
-        return self._turn(text)
+        return self._spell() if self._characters.whole_after(token) else ""
 
     def flush(self) -> str:
         """Return what is left at the end, incomplete or not."""
-        if not self._pending:
-            return ""
-        return self._turn(self._tokenizer.decode(self._window + self._pending))
+        return self._spell() if self._pending else ""
 
-    def _turn(self, text: str) -> str:
-        new = text[len(self._window_text) :]
-        self._window, self._pending = self._pending, []
-        self._window_text = self._tokenizer.decode(self._window)
+    def _spell(self) -> str:
+        """Return what the pending tokens spell behind their context, and make them the context."""
+        new = self._tokenizer.decode(self._context + self._pending)[self._spelt :]
+        if new or not self._spelt:
+            # What spells nothing alone, a space that is dropped at the beginning, is no context for what follows.
+            alone = self._tokenizer.decode(self._pending[-CONTEXT:])
+            self._context = (self._pending if alone else self._context + self._pending)[-CONTEXT:]
+            self._spelt = len(alone or self._tokenizer.decode(self._context))
+        self._pending = []
         return new
-
-
-@dataclass(frozen=True)
-class Spelt:
-    """The effect of a token: readable text, and the stop string that it completed, if any."""
-
-    text: str
-    stop: str = ""
 
 
 class TextStream:
@@ -81,48 +83,46 @@ class TextStream:
         stop: Sequence[str],
         shown: frozenset[int] = frozenset(),
         *,
-        behind_mark: bool = False,
+        mark: int | None = None,
+        drops_space: bool = False,
     ) -> None:
-        """White space at the beginning is dropped `behind_mark`."""
-        self._drops_space = behind_mark
+        """`shown` are special tokens that are spelt. The text may stand behind one that is not, a `mark`. White
+        space at its beginning may be dropped."""
+        self._tokenizer = tokenizer
+        self._drops_space = drops_space
         self._detokenizer = Detokenizer(tokenizer, prompt, shown)
-        self._stop = tuple(stop)
-        self._held = ""  # may be the beginning of a stop string
+        self._shown = shown
+        unshown = "" if mark is None else self._text_of(mark)
+        self._stop = StopStrings(stop, tokenizer, unshown)
+        self._stop.pass_over(unshown)
 
     def push(self, token: int) -> Spelt:
-        return self._release(self._detokenizer.push(token))
+        spelt = self._release(self._detokenizer.push(token))
+        is_spelt = token in self._shown or self._tokenizer.is_spelt(token)
+        return spelt if spelt.stop or is_spelt else self._pass_over(token, spelt.text)
+
+    def end(self, token: int) -> Spelt:
+        """Return what was held back before the end token, which is not spelt; a stop string may end with it."""
+        spelt = self._release(self._detokenizer.flush())
+        return spelt if spelt.stop else self._pass_over(token, spelt.text)
 
     def finish(self) -> Spelt:
         """Return what was held back; called at the end of the tokens."""
         spelt = self._release(self._detokenizer.flush())
-        if spelt.stop:
-            return spelt
-        held, self._held = self._held, ""
-        return Spelt(spelt.text + held)
+        return spelt if spelt.stop else Spelt(spelt.text + self._stop.rest())
+
+    def _pass_over(self, token: int, before: str) -> Spelt:
+        spelt = self._stop.pass_over(self._text_of(token))
+        return Spelt(before + spelt.text, spelt.stop)
 
     def _release(self, new: str) -> Spelt:
-        if self._drops_space:
-            new = new.lstrip()
-            self._drops_space = not new
-        if not self._stop:
-            return Spelt(new)
-        if not new:
-            return Spelt("")
-        text = self._held + new
-        found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
-        if found:
-            # The earliest stop string; of two that begin there, the longer. The text ends before it in either case.
-            at, stop = min(found, key=lambda pair: (pair[0], -len(pair[1])))
-            self._held = ""
-            return Spelt(text[:at], stop)
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - keep :]
-        return Spelt(text[: len(text) - keep])
+        if self._drops_space and new:
+            left = new.lstrip()
+            self._drops_space = not left
+            if (spelt := self._stop.pass_over(new[: len(new) - len(left)])).stop:
+                return spelt
+            new = left
+        return self._stop.add(new)
 
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    def _text_of(self, token: int) -> str:
+        return self._tokenizer.piece(token).decode(errors="replace")

@@ -18,6 +18,10 @@ SOON_SPELT = 512
 """Tokens that are detokenised in less time than other streams would notice: each takes some 20 microseconds."""
 
 
+ADDED = ("steps", "offered", "accepted", "queued_us")
+"""Fields of two commits that add up; lists are joined, and the rest is the later one's."""
+
+
 @dataclass
 class Statistics:
     """Counts of what speculation did. Tokens past a stop string count as overrun only."""
@@ -51,6 +55,7 @@ class Transcript:
         self._text = SampleText(sample, model.tokenizer)
         self._piece = model.tokenizer.piece
         self._found: int | None = None  # tokens that were in memory already when the text began
+        self._undecided: verifier_pb2.Commit | None = None  # has had no response
         self._completion_tokens = len(sample.generated)
         self.finish_reason: model_pb2.FinishReason.ValueType = model_pb2.FINISH_REASON_UNSPECIFIED
         """Why the text is complete; unspecified while it is not."""
@@ -79,22 +84,27 @@ class Transcript:
             self._spell_generated()
 
     def _spell_generated(self) -> None:
-        for token in self._sample.generated:
+        space = self._text.take_space(self._sample.generated) or 0
+        for token in self._sample.generated[space:]:
             self._text.push(token)
 
-    def take(self, commit: verifier_pb2.Commit) -> generation_pb2.GenerateResponse:
+    def take(self, commit: verifier_pb2.Commit) -> generation_pb2.GenerateResponse | None:
         """Add a commit to the text, cut at a stop string and counted exactly, and return its response. The response
-        that ends the text has `finish`."""
+        that ends the text has `finish`. None if the next token says whether this one's belong to reasoning or answer:
+        they come with the next response."""
+        commit = self._with_undecided(commit)
         tokens = list(commit.committed.tokens)
         reason = commit.finish_reason
-        pieces: list[str] = []
-        stop, kept, before = "", len(tokens), self._text.reasoning_tokens
-        for index, token in enumerate(tokens):
-            if reason == model_pb2.FINISH_REASON_STOP and index == len(tokens) - 1:
-                self._text.end()
-                pieces.append("")  # the end token is committed, not spelt
-                break
-            spelt = self._text.push(token)
+        before = self._text.reasoning_tokens
+        space = self._text.take_space(tokens)
+        if space is None and not reason:
+            self._undecided = commit
+            return None
+        pieces = [""] * (space or 0)
+        stop, kept = "", len(tokens)
+        for index, token in enumerate(tokens[len(pieces) :], len(pieces)):
+            is_end = reason == model_pb2.FINISH_REASON_STOP and index == len(tokens) - 1
+            spelt = self._text.end(token) if is_end else self._text.push(token)
             pieces.append(spelt.text)
             if spelt.stop:
                 stop, kept = spelt.stop, index + 1
@@ -132,6 +142,19 @@ class Transcript:
             self.finish_reason = reason
             response.finish.CopyFrom(self._finish(reason, stop))
         return response
+
+    def _with_undecided(self, commit: verifier_pb2.Commit) -> verifier_pb2.Commit:
+        """Return a commit together with the one before it, if that has had no response."""
+        held, self._undecided = self._undecided, None
+        if held is None:
+            return commit
+        joined = verifier_pb2.Commit()
+        joined.CopyFrom(held)
+        joined.MergeFrom(commit)
+        joined.committed.base = held.committed.base
+        for name in ADDED:
+            setattr(joined, name, getattr(held, name) + getattr(commit, name))
+        return joined
 
     def _spell_logprobs(self, tokens: list[int], logprobs: Iterable[verifier_pb2.TokenLogprobs]) -> None:
         """Enter what the tokens of log-probabilities stand for."""

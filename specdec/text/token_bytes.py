@@ -1,7 +1,9 @@
-"""The bytes that a token stands for, read off the vocabulary by the tokenizer's decoder."""
+"""The bytes that a token stands for, read off the vocabulary by the tokenizer's decoder, and where they make whole
+characters."""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import re
@@ -34,11 +36,68 @@ class TokenBytes:
         if piece is None:
             return b""
         if "ByteLevel" in self._kinds:
-            with contextlib.suppress(UnicodeEncodeError):  # it holds what is no byte
-                return piece.translate(_TO_BYTES).encode("latin-1")
+            return _byte_level(piece)
         if "ByteFallback" in self._kinds and (byte := BYTE.fullmatch(piece)):
             return bytes([int(byte[1], 16)])
         return (piece.replace(SPACE, " ") if self._spaced else piece).encode()
+
+    def characters(self) -> Characters:
+        """Return the state of the characters of a text that begins."""
+        return Characters(self._tokenizer, self._kinds)
+
+
+class Characters:
+    """Whether the tokens of a text so far make whole characters: those that stay as they are, whatever token follows.
+
+    A byte-level decoder reads the bytes of all tokens as one string; only an incomplete character at its end can still
+    change. A decoder with byte fallback (`<0xE2>`) makes characters of a run of byte tokens only if the whole run is
+    valid UTF-8, else a U+FFFD of each byte; so nothing of a run is final before a token that is not a byte.
+    """
+
+    def __init__(self, tokenizer: FastTokenizer, kinds: set[str]) -> None:
+        self._tokenizer = tokenizer
+        self._byte_level = "ByteLevel" in kinds
+        self._has_fallback = "ByteFallback" in kinds and not self._byte_level
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace")  # of the text, or of the run
+
+    def whole_after(self, token: int) -> bool:
+        """Take the next token of the text, which is one that decoding does not skip; return whether characters are
+        whole behind it."""
+        if not (self._byte_level or self._has_fallback):
+            return True
+        piece = self._tokenizer.id_to_token(token) or ""
+        if self._byte_level:
+            self._bytes.decode(_byte_level(piece))
+            return not self._incomplete
+        if byte := BYTE.fullmatch(piece):
+            self._bytes.decode(bytes([int(byte[1], 16)]))
+            return False
+        self._bytes.reset()
+        return True
+
+    def is_byte(self, token: int) -> bool:
+        """Return whether a token is a byte that belongs to a run."""
+        return self._has_fallback and BYTE.fullmatch(self._tokenizer.id_to_token(token) or "") is not None
+
+    def left_open(self, run: list[int]) -> tuple[list[int], int]:
+        """Return which of the tokens since characters were whole belong to an incomplete one, and how many characters
+        the library makes of its bytes."""
+        count = len(self._incomplete)
+        if self._byte_level:
+            return run, min(1, count)
+        return run[len(run) - count :], count
+
+    @property
+    def _incomplete(self) -> bytes:
+        """The bytes at the end that begin a character."""
+        return self._bytes.getstate()[0]
+
+
+def _byte_level(piece: str) -> bytes:
+    """Return the bytes of a token in GPT-2's alphabet; one with a character outside it stands for itself."""
+    with contextlib.suppress(UnicodeEncodeError):
+        return piece.translate(_TO_BYTES).encode("latin-1")
+    return piece.encode()
 
 
 def _alphabet() -> dict[str, int]:

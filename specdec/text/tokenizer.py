@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -19,7 +20,7 @@ from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.model_file import Fields, in_one_line
 from specdec.text.chat_template import RESERVED, templates_of
 from specdec.text.special_tokens import special_tokens
-from specdec.text.token_bytes import TokenBytes
+from specdec.text.token_bytes import Characters, TokenBytes
 
 TOKENIZER = "tokenizer.json"
 
@@ -72,6 +73,31 @@ class Tokenizer:
     def added_token(self, text: str) -> int | None:
         """Return the token that always stands for this text, special or not; None if there is none."""
         return self._added_ids.get(text)
+
+    @property
+    def size(self) -> int:
+        """The number of its tokens."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def is_spelt(self, token: int) -> bool:
+        """Return whether texts show a token: it is known, and not special."""
+        return token not in self._special_tokens and self._tokenizer.id_to_token(token) is not None
+
+    def names_special_token(self, text: str) -> bool:
+        """Return whether the text of a special token is part of this text."""
+        return self._special_texts is not None and self._special_texts.search(text) is not None
+
+    @cached_property
+    def _special_tokens(self) -> frozenset[int]:
+        return frozenset(self._special_ids.values())
+
+    @cached_property
+    def _special_texts(self) -> re.Pattern[str] | None:
+        return re.compile("|".join(map(re.escape, self._special_ids))) if self._special_ids else None
+
+    def characters(self) -> Characters:
+        """Return the state of the characters of a text that begins."""
+        return self._bytes.characters()
 
     @cached_property
     def longest_token(self) -> int:

@@ -140,8 +140,9 @@ class GenerateRequest(google.protobuf.message.Message):
 
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The text ends before the first of these strings. At most 16, none empty. Special tokens are not part of
-        the text: end on them by `stop_tokens`.
+        """The text ends before the first of these strings. At most 16, none empty. One that is the text of a special token,
+        or of a mark of reasoning, is also a stop token. Texts do not show special tokens: a string that contains the text
+        of one is looked for in the text as it is with special tokens spelt.
         """
 
     @property
@@ -225,7 +226,9 @@ class Reasoning(google.protobuf.message.Message):
     BEGUN_FIELD_NUMBER: builtins.int
     NONE_FIELD_NUMBER: builtins.int
     opening_token: builtins.int
-    """The token that opens it, if it is the first one of the text."""
+    """The token that opens it, if it is the first one of the text, but for up to 8 tokens of white space. A text with a
+    grammar has none before it.
+    """
     closing_token: builtins.int
     """The token that closes it."""
     begun: builtins.bool
@@ -592,11 +595,11 @@ class GenerateResponse(google.protobuf.message.Message):
     offered: builtins.int
     """Candidates verified in them."""
     reasoning: builtins.str
-    """Reasoning that became readable, without the marks around it and white space behind them. Stop strings are not looked
-    for in it.
+    """Reasoning that became readable, without the marks around it and white space beside the first and behind the second.
+    Stop strings are not looked for in it, but one that is a token ends the text here as well.
     """
     reasoning_tokens: builtins.int
-    """Tokens that belong to the reasoning, its marks included; they are the first ones."""
+    """Tokens that belong to the reasoning, its marks and white space before it included; they are the first ones."""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens since the last response of this sample."""

@@ -16,11 +16,13 @@ from orchestrator.model import Model
 from orchestrator.reasoning import Reasoning
 from orchestrator.request import parse
 from orchestrator.sample import Sample
+from orchestrator.sample_text import MAX_SPACE_BEFORE_MARK
 from orchestrator.transcript import Transcript
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.bounded_threads import BoundedThreads
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
 from tests.models import VOCABULARY, make
+from tests.reasoning import reasoning_model
 
 OPEN, CLOSE, END = 0, 1, 2
 PARTS = st.lists(st.integers(3, VOCABULARY - 1), max_size=30)
@@ -30,6 +32,12 @@ PARTS = st.lists(st.integers(3, VOCABULARY - 1), max_size=30)
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     directory: Path = make("llama", tmp_path_factory.mktemp("model") / "m")
     return Model.of(ModelDirectory(directory))
+
+
+@pytest.fixture(scope="module")
+def reasoning(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    root = tmp_path_factory.mktemp("reasoning")
+    return Model.of(ModelDirectory(reasoning_model(make("llama", root / "plain"), root / "reasons")))
 
 
 def sample_of(model: Model, *, begun: bool, **fields: Any) -> Sample:
@@ -42,6 +50,7 @@ def commit_of(tokens: list[int], *, last: bool) -> verifier_pb2.Commit:
     return verifier_pb2.Commit(
         committed=model_pb2.Committed(tokens=tokens),
         sources=[model_pb2.TOKEN_SOURCE_PLAIN] * len(tokens),
+        steps=len(tokens),
         finish_reason=reason if last else model_pb2.FINISH_REASON_UNSPECIFIED,
     )
 
@@ -49,6 +58,7 @@ def commit_of(tokens: list[int], *, last: bool) -> verifier_pb2.Commit:
 def told(model: Model, sample: Sample, tokens: list[int]) -> generation_pb2.GenerateResponse:
     """What a client is told of a text whose tokens all come with one commit."""
     response = Transcript(sample, model, 0.0).take(commit_of(tokens, last=True))
+    assert response is not None
     assert "".join(response.token_texts) == response.reasoning + response.text
     assert response.reasoning_tokens == response.finish.usage.reasoning_tokens
     return response
@@ -108,6 +118,116 @@ def test_a_resumed_text_is_split_where_it_would_have_been(model: Model) -> None:
         resumed = Transcript(sample_of(model, begun=False, generated=tokens[:cut]), model, 0.0)
         asyncio.run(resumed.resume(BoundedThreads("resumed texts", 1, 1)))
         rest = resumed.take(commit_of(tokens[cut:], last=True))
+        assert first is not None
+        assert rest is not None
         assert (first.reasoning + rest.reasoning, first.text + rest.text) == (whole.reasoning, whole.text)
         assert first.reasoning_tokens + rest.reasoning_tokens == whole.reasoning_tokens
         assert rest.finish.usage.reasoning_tokens == 2 + len(thought)
+
+
+def in_pieces(model: Model, sample: Sample, tokens: list[int]) -> list[generation_pb2.GenerateResponse]:
+    """What a client is told of a text whose tokens come one by one, until it ends."""
+    transcript = Transcript(sample, model, 0.0)
+    told = []
+    for count, token in enumerate(tokens, 1):
+        response = transcript.take(commit_of([token], last=count == len(tokens)))
+        if response is not None:
+            told.append(response)
+            if response.HasField("finish"):
+                break
+    return told
+
+
+@given(space=st.text(" \n", max_size=MAX_SPACE_BEFORE_MARK), reasoning=PARTS, answer=PARTS)
+def test_reasoning_may_begin_after_white_space(
+    model: Model, space: str, reasoning: list[int], answer: list[int]
+) -> None:
+    """Models write a line break before the mark; it belongs to the reasoning, however its tokens come."""
+    before = [token for character in space for token in model.tokenizer.encode(character, special=False)]
+    thought = [*before, OPEN, *reasoning, CLOSE]
+    whole = told(model, sample_of(model, begun=False), [*thought, *answer])
+    decode = model.tokenizer.decode
+    assert (whole.reasoning, whole.text) == (decode(reasoning).lstrip(), decode(answer).lstrip())
+    assert whole.reasoning_tokens == len(thought)
+    parts = in_pieces(model, sample_of(model, begun=False), [*thought, *answer])
+    assert "".join(each.reasoning for each in parts) == whole.reasoning
+    assert "".join(each.text for each in parts) == whole.text
+    assert [token for each in parts for token in each.tokens] == list(whole.tokens)
+    assert sum(each.reasoning_tokens for each in parts) == len(thought)
+    assert sum(each.steps for each in parts) == len(whole.tokens)
+    assert all(len(each.tokens) == len(each.token_texts) == len(each.sources) for each in parts)
+    assert all(each.reasoning_tokens <= len(each.tokens) for each in parts)
+
+
+@pytest.mark.parametrize("tokens", ["  x", "\n" * (MAX_SPACE_BEFORE_MARK + 1) + "x", "\n\n"])
+def test_white_space_that_no_mark_follows_is_the_answers(model: Model, tokens: str) -> None:
+    """So is a mark after more of it than any model writes."""
+    text = [token for character in tokens for token in model.tokenizer.encode(character, special=False)]
+    for behind in ([], [OPEN, *text]):
+        if behind and len(text) <= MAX_SPACE_BEFORE_MARK and not tokens.endswith("x"):
+            continue
+        parts = in_pieces(model, sample_of(model, begun=False), [*text, *behind])
+        assert "".join(each.text for each in parts) == model.tokenizer.decode([*text, *behind])
+        assert not any(each.reasoning_tokens for each in parts)
+
+
+def test_a_stop_string_of_white_space_ends_the_text_at_its_token(model: Model) -> None:
+    space, x = model.tokenizer.encode(" x", special=False)
+    parts = in_pieces(model, sample_of(model, begun=False, stop=(" ",)), [space, x, x])
+    assert [list(each.tokens) for each in parts] == [[space]]
+    assert parts[0].finish.stop == " "
+
+
+def test_under_a_grammar_the_mark_is_the_first_token(model: Model) -> None:
+    """The grammar holds from the first token that is not the mark."""
+    space, x = model.tokenizer.encode(" x", special=False)
+    sample = sample_of(model, begun=False, grammar=model_pb2.Grammar(regex=" x"))
+    parts = in_pieces(model, sample, [space, x])
+    assert ["".join(each.text for each in parts), len(parts)] == [" x", 2]
+
+
+# --- stop strings that are tokens ------------------------------------------------------------------------
+
+
+def asked(model: Model, stop: list[str], **fields: Any) -> Sample:
+    (sample,) = parse(generation_pb2.GenerateRequest(text="abc", stop=stop, **fields), model).samples
+    return sample
+
+
+def test_a_stop_string_that_is_a_special_token_is_an_end_token(model: Model) -> None:
+    sample = asked(model, ["<s>", "b"], ignore_end_token=True)
+    assert sample.end_tokens == {1}
+    a, b = model.tokenizer.encode("ab", special=False)
+    commit = commit_of([a, a, 1], last=True)
+    commit.finish_reason = model_pb2.FINISH_REASON_STOP
+    ended = Transcript(sample, model, 0.0).take(commit)
+    assert ended is not None
+    assert (ended.text, ended.finish.stop, len(ended.tokens)) == ("aa", "<s>", 3)
+    found = told(model, sample, [a, b, a])
+    assert (found.text, found.finish.stop, len(found.tokens)) == ("a", "b", 2)
+
+
+@pytest.mark.parametrize("stop", ["<think>", "</think>"])
+def test_a_stop_string_may_be_a_mark_of_reasoning(reasoning: Model, stop: str) -> None:
+    """Texts do not show it either; it ends them wherever it stands."""
+    chat = generation_pb2.ChatPrompt(messages=[generation_pb2.ChatMessage(role="user", content="what?")])
+    (sample,) = parse(generation_pb2.GenerateRequest(chat=chat, stop=[stop]), reasoning).samples
+    mark = {"<think>": OPEN, "</think>": CLOSE}[stop]
+    assert mark in sample.end_tokens
+    thought = reasoning.tokenizer.encode("so", special=False)
+    tokens = [OPEN] if mark == OPEN else [OPEN, *thought, CLOSE]
+    commit = commit_of(tokens, last=True)
+    commit.finish_reason = model_pb2.FINISH_REASON_STOP
+    found = Transcript(sample, reasoning, 0.0).take(commit)
+    assert found is not None
+    assert (found.finish.stop, found.reasoning, found.text) == (stop, "so" if mark == CLOSE else "", "")
+    assert found.finish.usage.reasoning_tokens == len(tokens) - (mark == OPEN)
+
+
+def test_a_stop_string_may_contain_the_closing_mark(reasoning: Model) -> None:
+    """From the mark on, the answer is searched as it was written, white space included that it does not show."""
+    sample = sample_of(reasoning, begun=True, stop=("</think>\n\nyes",))
+    text = reasoning.tokenizer.encode("\n\nyes, sir", special=False)
+    found = told(reasoning, sample, [70, CLOSE, *text])
+    assert (found.text, found.finish.stop) == ("", "</think>\n\nyes")
+    assert told(reasoning, sample, [70, CLOSE, *text[2:]]).text == "yes, sir"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from orchestrator.text import Detokenizer, TextStream
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 from specdec.text.tokenizer import Tokenizer
 from tests.models import VOCABULARY, make
+from tests.models import tokenizer as byte_level
+from tests.text.tokenizers import SPECIAL, byte_fallback, loaded, metaspace
 
 TOKENS = st.lists(st.integers(3, VOCABULARY - 1), max_size=40)
 
@@ -99,7 +103,7 @@ def test_tokens_that_spell_nothing_are_not_kept() -> None:
     words = tokenizer.encode("def main(x): return 1")
     detokenizer = Detokenizer(tokenizer, words[:2])
     assert {detokenizer.push(end) for _ in range(1000)} == {""}
-    assert len(detokenizer._pending) < 10
+    assert not detokenizer._pending
     text = "".join(detokenizer.push(token) for token in words[2:]) + detokenizer.flush()
     assert text == tokenizer.decode(words)[len(tokenizer.decode(words[:2])) :]
 
@@ -115,3 +119,152 @@ def test_one_special_token_may_be_spelt(tokenizer: Tokenizer, prompt: list[int],
     assert "".join(pieces) == "".join(
         "<pad>" + "".join(spell(TextStream(tokenizer, [], ()), part)[0]) for part in parts
     )
+
+
+# --- every kind of tokenizer ----------------------------------------------------------------------------
+
+KINDS = ("byte level", "byte fallback", "byte fallback, no strip", "metaspace")
+MADE = dict(zip(KINDS, (byte_level(), byte_fallback(), byte_fallback(gemma=True), metaspace()), strict=True))
+BYTES_FROM = len(SPECIAL) + 11
+"""Id of the first byte token with byte fallback."""
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    root = tmp_path_factory.mktemp("tokenizers")
+    return {kind: loaded(MADE[kind], root / kind) for kind in KINDS}
+
+
+def ids(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
+    """Any tokens, special ones and one that the tokenizer does not know included; with many of multi-byte characters,
+    whole and cut."""
+    whole = st.sampled_from(
+        [tokenizer.encode(text, special=False) for text in ("\u20ac", "\U0001f600", "\u00e9", " a")]
+    )
+    cut = st.tuples(whole, st.integers(1, 3)).map(lambda pair: pair[0][: pair[1]])
+    some = st.lists(st.integers(0, tokenizer.size), max_size=3)
+    return st.lists(st.one_of(some, whole, cut), max_size=12).map(lambda parts: [id for part in parts for id in part])
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_join_to_what_transformers_decodes(kinds: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
+    """At every cut of any tokens: what was told until then is a beginning of it, and with the rest it is all."""
+    tokenizer = kinds[kind]
+    tokens = data.draw(ids(tokenizer))
+    detokenizer, told = Detokenizer(tokenizer, []), ""
+    for count, token in enumerate(tokens, 1):
+        told += detokenizer.push(token)
+        assert told + copy(detokenizer).flush() == tokenizer.decode(tokens[:count])
+    whole = PreTrainedTokenizerFast(tokenizer_object=MADE[kind]).decode(tokens, skip_special_tokens=True)
+    assert told + detokenizer.flush() == whole
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_goes_on_behind_its_prompt(kinds: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
+    tokenizer = kinds[kind]
+    prompt, tokens = data.draw(ids(tokenizer)), data.draw(ids(tokenizer))
+    prompt = [*tokenizer.encode("a", special=False), *prompt]
+    before, whole = tokenizer.decode(prompt), tokenizer.decode(prompt + tokens)
+    assume(before and not before.endswith("\ufffd"))  # else it may end inside a character
+    assume(whole.startswith(before))  # else a run of bytes breaks that the prompt has begun
+    assert before + "".join(spell(TextStream(tokenizer, prompt, ()), tokens)[0]) == whole
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_no_character_is_replaced_that_a_later_token_completes(
+    kinds: dict[str, Tokenizer], kind: str, data: st.DataObject
+) -> None:
+    """However the tokens go on: what was told is a beginning of it."""
+    tokenizer = kinds[kind]
+    tokens, further = data.draw(ids(tokenizer)), data.draw(ids(tokenizer))
+    detokenizer = Detokenizer(tokenizer, [])
+    told = "".join(detokenizer.push(token) for token in tokens)
+    assert tokenizer.decode(tokens + further).startswith(told)
+
+
+def test_a_prompt_may_end_inside_a_character(kinds: dict[str, Tokenizer]) -> None:
+    for kind in KINDS[:3]:
+        tokenizer = kinds[kind]
+        tokens = tokenizer.encode("a\u20ac\u20acb", special=False)
+        cut = next(at for at in range(len(tokens)) if tokenizer.decode(tokens[:at]).count("\u20ac") == 1) + 1
+        pieces, _ = spell(TextStream(tokenizer, tokens[:cut], ()), tokens[cut:])
+        assert "".join(pieces) == "\u20acb"
+
+
+def test_a_cut_character_reads_as_transformers_reads_it(kinds: dict[str, Tokenizer]) -> None:
+    """With byte fallback each byte of a run that is not valid is replaced, and nothing of it is told before it ends."""
+    tokenizer = kinds["byte fallback"]
+    euro = [BYTES_FROM + byte for byte in "\u20ac".encode()]
+    pieces, _ = spell(TextStream(tokenizer, tokenizer.encode("a", special=False), ()), [*euro, *euro[:1]])
+    assert pieces == ["", "", "", "", "\ufffd" * 4]
+    pieces, _ = spell(TextStream(tokenizer, tokenizer.encode("a", special=False), ()), [*euro, *euro])
+    assert "".join(pieces) == "\u20ac\u20ac"
+
+
+def test_a_long_run_of_bytes_costs_no_more_than_its_length(kinds: dict[str, Tokenizer]) -> None:
+    """It is decoded once, when it ends."""
+    tokenizer = kinds["byte fallback"]
+    decoded: list[int] = []
+
+    class Counting(type(tokenizer)):  # type: ignore[misc]
+        def decode(self, tokens: list[int]) -> str:
+            decoded.append(len(tokens))
+            return tokenizer.decode(tokens)
+
+    counting = object.__new__(Counting)
+    counting.__dict__ = tokenizer.__dict__
+    run = tokenizer.encode("\u20ac" * 1000, special=False)
+    pieces, _ = spell(TextStream(counting, [], ()), [*run, *tokenizer.encode("a", special=False)])
+    assert "".join(pieces).strip() == "\u20ac" * 1000 + "a"
+    assert sum(decoded) < 2 * len(run)
+
+
+# --- stop strings and special tokens --------------------------------------------------------------------
+
+SHOWN = "ab "
+PAD = "<pad>"
+
+
+def expected(parts: list[str], stops: list[str]) -> tuple[str, str]:
+    """The text up to the first stop string, token by token, by the definition; parts are characters or PAD."""
+    for count in range(len(parts) + 1):
+        visible = "".join(part for part in parts[:count] if part != PAD)
+        raw = "".join(parts[:count])
+        found = [(at, stop) for stop in stops if (at := visible.find(stop)) >= 0]
+        found += [
+            (len(raw[:at].replace(PAD, "")), stop) for stop in stops if PAD in stop and (at := raw.find(stop)) >= 0
+        ]
+        if found:
+            at, stop = min(found, key=lambda pair: (pair[0], -len(pair[1])))
+            return visible[:at], stop
+    return "".join(part for part in parts if part != PAD), ""
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    parts=st.lists(st.sampled_from([*SHOWN, PAD]), max_size=20),
+    stops=st.lists(st.lists(st.sampled_from([*SHOWN, PAD]), min_size=1, max_size=4).map("".join), max_size=3),
+)
+def test_stop_strings_with_special_tokens_are_found_where_they_stand(
+    tokenizer: Tokenizer, parts: list[str], stops: list[str]
+) -> None:
+    tokens = [token for part in parts for token in tokenizer.encode(part, special=False)]
+    assume(len(tokens) == len(parts))
+    pieces, stop = spell(TextStream(tokenizer, [], stops), tokens)
+    assert ("".join(pieces), stop) == expected(parts, stops)
+
+
+def test_the_end_token_may_complete_a_stop_string(tokenizer: Tokenizer) -> None:
+    (a, newline), end = tokenizer.encode("a\n", special=False), tokenizer.special_token("</s>")
+    assert end is not None
+    stream = TextStream(tokenizer, [], ["\n</s>"])
+    assert [stream.push(a).text, stream.push(newline).text] == ["a", ""]
+    assert (stream.end(end).stop, stream.finish().text) == ("\n</s>", "")
+    other = TextStream(tokenizer, [], ["b</s>"])
+    assert [other.push(a).text, other.push(newline).text, other.end(end).stop] == ["a", "\n", ""]

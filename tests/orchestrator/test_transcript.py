@@ -35,5 +35,6 @@ def test_tokens_of_logprobs_are_spelt_whatever_the_verifier_says(tmp_path: Path)
     )
     spelt = model.tokenizer.piece
     response = transcript.take(commit)
+    assert response is not None
     assert b"".join(each.chosen_bytes for each in response.logprobs).strip() == b"hey"
     assert [list(each.top_bytes) for each in response.logprobs] == [[spelt(each), spelt(3)] for each in tokens]

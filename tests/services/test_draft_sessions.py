@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import torch
+import transformers
 
 from draft_service.servicer import DraftServicer
 from draft_service.session import Session
@@ -14,6 +17,7 @@ from orchestrator.catalog import Catalog
 from orchestrator.pods import Pods
 from orchestrator.servicer import GenerationServicer
 from specdec.v2 import draft_pb2, generation_pb2, generation_pb2_grpc, model_pb2
+from tests.models import PAD, VOCABULARY, make, save
 from tests.services.conftest import Directories
 from tests.services.test_equality import slow_target
 from tests.stack import ALWAYS, request_of, served, stack
@@ -91,3 +95,50 @@ async def test_where_there_is_none_to_ask_a_text_says_so(directories: Directorie
     (completion,) = answer.completions
     assert len(completion.tokens) == 20
     assert completion.finish.speculation.undrafted_reason == "no_draft"
+
+
+async def test_a_bias_or_ban_beyond_the_drafts_vocabulary_costs_no_draft(
+    directories: Directories, tmp_path: Path
+) -> None:
+    """Models of one family are padded to different widths, and none of the padding is ever chosen. The tokens are those
+    of plain decoding."""
+    wide = make("llama", tmp_path / "wide", vocab_size=VOCABULARY + 32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32, local_files_only=True)
+    model.resize_token_embeddings(VOCABULARY)
+    narrow = save(model, tmp_path / "narrow")
+    asked: dict[str, Any] = {
+        "max_tokens": 40,
+        "ignore_end_token": True,
+        "sampling": {
+            "seed": 3,
+            "temperature": 0.8,
+            "logit_bias": {VOCABULARY + 5: -100.0, VOCABULARY + 9: -2.0},
+            "banned_tokens": [9, *range(VOCABULARY, VOCABULARY + 32)],
+        },
+    }
+    async with stack(wide, narrow, target_delay=slow_target) as services:
+        drafted = await services.generate([5, 6, 7], speculation=ALWAYS, **asked)
+        plain = await services.generate([5, 6, 7], speculation=generation_pb2.Speculation(off=True), **asked)
+    assert list(drafted.tokens) == list(plain.tokens)
+    assert drafted.finish.speculation.undrafted_reason in ("", "late")  # it has a draft, however quick that is
+    assert drafted.finish.speculation.sources["remote_draft"]
+
+
+async def test_a_stop_string_that_is_a_special_token_ends_the_text(directories: Directories) -> None:
+    """The same with drafts and without: it is an end token to the pods."""
+    asked: dict[str, Any] = {
+        "max_tokens": 40,
+        "min_tokens": 6,
+        "ignore_end_token": True,
+        "stop": ["<pad>"],
+        "sampling": {"seed": 3, "temperature": 0.8, "logit_bias": {PAD: 100.0}},
+    }
+    async with stack(directories.target, directories.near, target_delay=slow_target) as services:
+        drafted = await services.generate([5, 6, 7], speculation=ALWAYS, **asked)
+        plain = await services.generate([5, 6, 7], speculation=generation_pb2.Speculation(off=True), **asked)
+        decoded = services.model.tokenizer.decode(plain.tokens)
+    assert list(drafted.tokens) == list(plain.tokens)
+    assert (len(plain.tokens), plain.tokens[-1], plain.finish.speculation.overrun) == (7, PAD, 0)
+    for completion in (drafted, plain):
+        assert (completion.finish.reason, completion.finish.stop) == (model_pb2.FINISH_REASON_STOP, "<pad>")
+        assert completion.text == decoded

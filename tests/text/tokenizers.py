@@ -1,0 +1,55 @@
+"""Small tokenizers of the kinds that models are published with, and directories that hold one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models
+
+from specdec.engine.model_directory import ModelDirectory
+from specdec.text import tokenizer as text
+
+SPECIAL = ("<pad>", "<s>", "</s>")
+
+
+def byte_fallback(*, gemma: bool = False) -> Tokenizer:
+    """A tokenizer whose characters without a token of their own are byte tokens, as Llama 2's are; Gemma's keep the
+    space before the text."""
+    words = ["<unk>", "\u2581", *"abe.", "\u2581a", "\u2581the", "the", "\u00e9", "\ufffd"]
+    names = [*SPECIAL, *words, *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence(steps if gemma else [*steps, decoders.Strip(" ", 1, 0)])
+    made.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    made.add_tokens([AddedToken("<call>", special=False)])
+    return made
+
+
+def metaspace() -> Tokenizer:
+    """A tokenizer without bytes, as T5's is."""
+    words = ["<unk>", "\u2581", *"abe.", "\u2581a", "\u2581the", "the"]
+    made = Tokenizer(models.BPE(vocab={name: n for n, name in enumerate([*SPECIAL, *words])}, merges=[]))
+    made.decoder = decoders.Metaspace()
+    made.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    return made
+
+
+def directory(tokenizer: Tokenizer, path: Path, **settings: object) -> ModelDirectory:
+    """A model's directory without weights, with this tokenizer."""
+    path.mkdir()
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {
+        "model_type": "llama",
+        "vocab_size": tokenizer.get_vocab_size(),
+        "max_position_embeddings": 256,
+        "eos_token_id": 2,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", **settings}))
+    return ModelDirectory(path)
+
+
+def loaded(tokenizer: Tokenizer, path: Path) -> text.Tokenizer:
+    return text.Tokenizer(directory(tokenizer, path))
