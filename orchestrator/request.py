@@ -83,6 +83,11 @@ def parse(
         raise PermissionDeniedError(problem, "WRONG_TENANT")
     time = time_of(message, arrived or datetime.now(UTC), violations)
     prompt = prompt_tokens(message, model, time, violations)
+    if (
+        not violations and (unknown := max(prompt, default=0)) >= model.vocabulary
+    ):  # the tokenizer has more than the model
+        problem = f"has the token {unknown}, the model has token ids below {model.vocabulary}"
+        violations.append((message.WhichOneof("prompt") or "prompt", problem))
     generated = list(message.generated_tokens)
     violations += token_violations("generated_tokens", generated, model.vocabulary)
 

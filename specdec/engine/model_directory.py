@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from specdec.engine.added_tokens import TokenizerFiles
 from specdec.engine.model_file import Fields, is_integer, opened, read_fields, shown, unreadable
 from specdec.engine.model_file import ModelDirectoryError as ModelDirectoryError
 
@@ -18,6 +19,14 @@ GRAPH = "model.onnx"
 COPY_GRAPH = "copy.onnx"
 DESCRIPTION = "specdec.json"
 """Files that an exported model has besides its configuration and tokenizer (GRAPH, COPY_GRAPH, DESCRIPTION)."""
+
+WEIGHTS = "model.safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+INDEX = "model" + INDEX_SUFFIX
+"""Files of weights: all in one, or an index that names the files in which each tensor is."""
+
+WEIGHTS_FIELD = "transformers_weights"
+"""Field of config.json that names another such file."""
 
 SAMPLED_BYTES = 1 << 20
 """Bytes of each weight file that enter the model's fingerprint, in 64 evenly spaced pieces, together with the file's
@@ -66,7 +75,7 @@ class ModelDirectory:
 
     def __post_init__(self) -> None:
         self._check_configuration()
-        _ = self.tokenizer_config, self.tokenizer_fingerprint
+        _ = self.tokenizer_fingerprint, self.end_tokens
 
     def _check_configuration(self) -> None:
         """Read and check everything but the tokenizer."""
@@ -78,7 +87,7 @@ class ModelDirectory:
             raise unreadable(self.path, error) from error
         if not is_directory:
             raise ModelDirectoryError(f"{self.path}: no such directory")
-        _ = self.name, self.vocabulary, self.context, self.end_tokens
+        _ = self.name, self.vocabulary, self.context, self._named_end_tokens
         text = self._text_config
         for each in (text, self._whole_config):
             for key in ("quantization_config", "rope_parameters", "rope_scaling"):  # `hf/pretrained.py` reads them
@@ -170,18 +179,43 @@ class ModelDirectory:
 
     @cached_property
     def end_tokens(self) -> frozenset[int]:
-        """Ids that end a text, from generation_config.json, else config.json. The first file that names any decides,
-        and later ones are not read: models are corrected in generation_config.json alone."""
-        for source in (self.generation_config, self._text_config, self._whole_config):
+        """Ids that end a text (docs/text.md). Where no file names any, the tokenizer's own end token does: without one
+        no text would end."""
+        if self._named_end_tokens:
+            return self._named_end_tokens
+        text = self.tokenizer_files.end_token
+        found = None if text is None else self.tokens.get(text)
+        return frozenset() if found is None or found >= self.vocabulary else frozenset({found})
+
+    @cached_property
+    def _named_end_tokens(self) -> frozenset[int]:
+        """End tokens of generation_config.json, else of config.json, beside its text part before inside it. The first
+        that names any decides, and the others are not read: models are corrected in generation_config.json alone."""
+        for source in (self.generation_config, self._whole_config, self._text_config):
             if source.has("eos_token_id"):
                 return frozenset(source.integers("eos_token_id", 0, self.vocabulary - 1, count=MOST_END_TOKENS))
         return frozenset()
 
     @cached_property
+    def tokenizer_files(self) -> TokenizerFiles:
+        """The files that say which tokens there are."""
+        settings = Fields(self.path / "tokenizer_config.json", self.tokenizer_config)
+        special, added = (self._optional(name) for name in ("special_tokens_map.json", "added_tokens.json"))
+        return TokenizerFiles(self._needed("tokenizer.json"), settings, special, added)
+
+    @cached_property
+    def tokens(self) -> dict[str, int]:
+        """The ids of all tokens by their texts."""
+        tokenizer = self.tokenizer_files.tokenizer
+        pieces = _pieces(tokenizer)
+        if not (pieces or tokenizer.content.get("added_tokens")):
+            raise ModelDirectoryError(f"{tokenizer.file}: model.vocab has no tokens")
+        return self.tokenizer_files.ids(pieces)
+
+    @cached_property
     def tokenizer_fingerprint(self) -> str:
-        """SHA-256, in hex, of which id means which text, independent of how the file is written."""
-        pieces = _pieces(self._needed("tokenizer.json"))
-        meaning = sorted((number, token) for token, number in pieces.items())
+        """SHA-256, in hex, of which id means which text, independent of how the files are written."""
+        meaning = sorted((number, token) for token, number in self.tokens.items())
         return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()
 
     def check_pair(self, other: ModelDirectory) -> None:
@@ -194,10 +228,7 @@ class ModelDirectory:
 
     def _difference(self, other: ModelDirectory) -> str:
         """Say how the tokenizers of two models differ: in their sizes, and in the first id that means another text."""
-        mine, others = (
-            {number: token for token, number in _pieces(each._needed("tokenizer.json")).items()}
-            for each in (self, other)
-        )
+        mine, others = ({number: token for token, number in directory.tokens.items()} for directory in (self, other))
         first = min(number for number in mine.keys() | others.keys() if mine.get(number) != others.get(number))
         one, two = (shown(texts[first]) if first in texts else "nothing" for texts in (others, mine))
         return f"{len(others)} and {len(mine)} tokens; id {first} is {one} and {two}"
@@ -208,11 +239,44 @@ class ModelDirectory:
             names = sorted(os.listdir(self.path))
         except OSError as error:
             raise unreadable(self.path, error) from error
-        files = [self.path / name for name in names if name.endswith(".safetensors") or ".onnx" in name]
+        graphs = [self.path / name for name in names if ".onnx" in name]
+        files = sorted([*self._safetensors(names), *graphs])
         for file in files:
             with opened(file):
                 pass
         return files
+
+    @property
+    def names_weights(self) -> bool:
+        """True if the model's safetensors have the names that transformers looks for, or config.json names them."""
+        return self._whole_config.has(WEIGHTS_FIELD) or any((self.path / name).exists() for name in (WEIGHTS, INDEX))
+
+    def _safetensors(self, names: list[str]) -> list[Path]:
+        """Return which of the directory's safetensors are the model's, as transformers has them: the file or index that
+        config.json names, else the one file, else those that the index names. Without either vLLM takes all there
+        are."""
+        source = self._whole_config.text(WEIGHTS_FIELD) if self._whole_config.has(WEIGHTS_FIELD) else None
+        if source is not None and not (_is_plain(source) and source.endswith((".safetensors", INDEX_SUFFIX))):
+            raise self._whole_config.refusal(
+                WEIGHTS_FIELD, f"the name of a file in the directory that ends with .safetensors or {INDEX_SUFFIX}"
+            )
+        source = source or next((name for name in (WEIGHTS, INDEX) if name in names), None)
+        if source is None:
+            return [self.path / name for name in names if name.endswith(".safetensors")]
+        if not source.endswith(INDEX_SUFFIX):
+            return [self.path / source]
+        index = self._needed(source)
+        parts = sorted(set(map(str, index.fields("weight_map").content.values())))
+        for part in parts:
+            if not (_is_plain(part) and part.endswith(".safetensors")):
+                raise ModelDirectoryError(
+                    f"{index.file}: weight_map names {shown(part)}, must have names of safetensors files beside it"
+                )
+        if missing := [part for part in parts if part not in names]:
+            raise ModelDirectoryError(
+                f"{index.file}: names {missing[0]}, which is not there ({len(missing)} of {len(parts)} files missing)"
+            )
+        return [self.path / part for part in parts]
 
     @cached_property
     def model_fingerprint(self) -> str:
@@ -232,8 +296,13 @@ class ModelDirectory:
         return digest.hexdigest()
 
 
+def _is_plain(name: str) -> bool:
+    """Return whether a name is one of a file in the directory itself."""
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
+
+
 def _pieces(tokenizer: Fields) -> dict[str, int]:
-    """Return the ids of all tokens in tokenizer.json, added ones included."""
+    """Return the ids of the tokens that the model of tokenizer.json has, without added ones."""
     model = tokenizer.fields("model")
     vocabulary = model.content.get("vocab")
     if isinstance(vocabulary, list):  # unigram: [token, score], in the order of their ids
@@ -253,8 +322,4 @@ def _pieces(tokenizer: Fields) -> dict[str, int]:
         pieces = dict(vocabulary)
     else:
         raise model.refusal("vocab", "an object or a list")
-    added = tokenizer.objects("added_tokens") if tokenizer.has("added_tokens") else []
-    pieces |= {entry.text("content"): entry.integer("id", 0, MOST_ID) for entry in added}
-    if not pieces:
-        raise ModelDirectoryError(f"{tokenizer.file}: model.vocab has no tokens")
     return pieces

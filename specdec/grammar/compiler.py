@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 
 from specdec.grammar.grammar import LONGEST_PROBLEM, Grammar, GrammarError, Kind, lark_string
 from specdec.grammar.text_grammar import TextGrammar
+from specdec.text.added_tokens import add
 from specdec.text.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from llguidance._lib import JsonCompileOptions
 
+    from specdec.engine.added_tokens import AddedToken
     from specdec.engine.model_directory import ModelDirectory
 
 KEPT, KEPT_IN_ALL = 64, 256
@@ -83,8 +85,10 @@ _Key = tuple[str, Kind, tuple[str, ...]]
 class GrammarCompiler:
     """Compiles grammars for the tokenizer of a model, whose logits are `vocabulary` wide. Any thread may use it."""
 
-    def __init__(self, tokenizer_file: Path, vocabulary: int) -> None:
+    def __init__(self, tokenizer_file: Path, vocabulary: int, added: Sequence[AddedToken] = ()) -> None:
+        """`added` are tokens that other files of the model add to those of the tokenizer's file."""
         self._file = tokenizer_file
+        self._added = added
         self._vocabulary = vocabulary
         self._kept: OrderedDict[_Key, Future[SharedMatcher]] = OrderedDict()
         self._lock = threading.Lock()
@@ -92,7 +96,7 @@ class GrammarCompiler:
     @classmethod
     def of(cls, directory: ModelDirectory) -> Self:
         """Return a compiler for the model of a directory."""
-        return cls(directory.path / "tokenizer.json", directory.vocabulary)
+        return cls(directory.path / "tokenizer.json", directory.vocabulary, directory.tokenizer_files.to_add())
 
     def prepare(self) -> None:
         """Read the tokenizer now, before anybody waits: that of 131,072 tokens takes a second, for most of which no
@@ -150,6 +154,7 @@ class GrammarCompiler:
         tokenizer = Tokenizer.from_file(str(self._file))
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        add(tokenizer, self._added)
         end, pieces = self._vocabulary, TokenBytes(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
 

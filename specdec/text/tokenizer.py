@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +17,10 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from specdec.engine.added_tokens import AddedToken
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.model_file import Fields, in_one_line
+from specdec.text.added_tokens import add
 from specdec.text.chat_template import RESERVED, templates_of
 from specdec.text.special_tokens import special_tokens
 from specdec.text.token_bytes import Characters, TokenBytes
@@ -49,7 +52,8 @@ class Tokenizer:
     """The tokenizer of a model directory."""
 
     def __init__(self, directory: ModelDirectory) -> None:
-        self._tokenizer = _loaded(directory.path / TOKENIZER)
+        adding = directory.tokenizer_files.to_add()
+        self._tokenizer = _loaded(directory.path / TOKENIZER, adding)
         resize_cache: Callable[[int], None] | None = getattr(self._tokenizer.model, "_resize_cache", None)
         if resize_cache is not None:  # BPE and Unigram remember words
             resize_cache(REMEMBERED_WORDS)
@@ -63,6 +67,8 @@ class Tokenizer:
         sources = None if self.chat_templates is None else self.chat_templates.sources
         decides = hashlib.sha256((directory.path / TOKENIZER).read_bytes())
         decides.update(json.dumps([self._special, sources], sort_keys=True).encode())
+        if adding:
+            decides.update(json.dumps([asdict(token) for token in adding]).encode())
         self.fingerprint = decides.hexdigest()
         """SHA-256, in hex, over all that decides which tokens a text or a conversation becomes."""
 
@@ -174,14 +180,16 @@ class Tokenizer:
             raise ChatTemplateError(f"the model's chat template says: {error}") from error
 
 
-def _loaded(file: Path) -> FastTokenizer:
-    """Load the library's tokenizer, and try it: a file that it accepts may still make it panic over any text."""
+def _loaded(file: Path, adding: Sequence[AddedToken]) -> FastTokenizer:
+    """Load the library's tokenizer, add what other files say, and try it: a file that it accepts may still make it
+    panic over any text."""
     try:
         with _stderr_silenced():  # a panic prints lines of its own
             tokenizer = FastTokenizer.from_file(str(file))
             # What a training run left in the file must not shorten a prompt.
             tokenizer.no_truncation()
             tokenizer.no_padding()
+            add(tokenizer, adding)
             with suppress(Exception):  # an error, unlike a panic, is about this text: not every vocabulary spells it
                 tokenizer.decode(tokenizer.encode("A trial, of 1 line.\n").ids)
     except (KeyboardInterrupt, SystemExit):

@@ -182,7 +182,7 @@ def cases() -> Iterator[tuple[str, Break, str, str]]:
         yield f"config-{name}", alone, CONFIG, f": {said}"
         wrapper = without_generation_config(edit(CONFIG, eos_token_id=value, text_config=text))
         yield f"wrapper-{name}", wrapper, CONFIG, f": {said}"
-        inside = without_generation_config(edit(CONFIG, text_config=text | {"eos_token_id": value}))
+        inside = without_generation_config(edit(CONFIG, eos_token_id=None, text_config=text | {"eos_token_id": value}))
         yield f"text_config-{name}", inside, CONFIG, f": text_config.{said}"
     for name, odd in {"list": [1], "string": "x", "number": 5, "true": True, "empty": []}.items():
         for key in ("text_config", "quantization_config", "rope_scaling", "rope_parameters"):
@@ -290,6 +290,8 @@ def test_what_overrules_a_wrong_end_token(directory: Path) -> None:
     assert ModelDirectory(directory).end_tokens == {END, 7}
     edit(CONFIG, eos_token_id=None)(directory)
     edit(GENERATION, eos_token_id=None)(directory)
+    assert ModelDirectory(directory).end_tokens == {END}  # the tokenizer's own
+    edit(TOKENIZER_CONFIG, eos_token=None)(directory)
     assert ModelDirectory(directory).end_tokens == frozenset()
 
 

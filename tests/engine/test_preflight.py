@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
-from specdec.engine.preflight.weights import INDEX, check_weights
+from specdec.engine.model_directory import INDEX, ModelDirectory, ModelDirectoryError
+from specdec.engine.preflight.weights import check_weights
 
 DEMO = Path(__file__).parent.parent.parent / "demo" / "target"
 WEIGHTS = "model.safetensors"
@@ -22,7 +22,8 @@ def cut(folder: Path) -> None:
 
 
 def index(folder: Path) -> None:
-    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": WEIGHTS, "b": "model-2.safetensors"}}))
+    (folder / WEIGHTS).rename(folder / "model-1.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -33,6 +34,22 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut": (cut, "bytes, by its header they are"),
     "index": (index, "names model-2.safetensors, which is not there (1 of 2 files missing)"),
 }
+
+
+def names(file: str) -> Callable[[Path], object]:
+    def write(folder: Path) -> None:
+        (folder / WEIGHTS).unlink()
+        (folder / INDEX).write_text(json.dumps({"weight_map": {"a": file}}))
+
+    return write
+
+
+ELSEWHERE = {
+    "a pickle": (names("pytorch_model.bin"), "must have names of safetensors files"),
+    "another folder": (names("../model.safetensors"), "must have names of safetensors files"),
+    "nothing": (names(""), "must have names of safetensors files"),
+}
+BROKEN |= ELSEWHERE
 
 
 def test_complete_weights_are_taken() -> None:

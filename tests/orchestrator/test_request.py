@@ -20,6 +20,7 @@ from specdec.serving.validation import MAX_BIASES
 from specdec.text.tokenizer import Tokenizer, TooManyTokensError
 from specdec.v2 import generation_pb2
 from tests.models import CONTEXT, VOCABULARY, make
+from tests.text.tokenizers import directory, word_level
 
 
 @pytest.fixture(scope="module")
@@ -263,3 +264,17 @@ def test_the_owner_of_the_key_is_the_tenant(model: Model) -> None:
         parse(request, model, owner=owner)
     (sample,) = parse(request, model).samples
     assert (sample.tenant, sample.weight) == ("other", 1.0)
+
+
+def test_a_token_that_the_tokenizer_has_and_the_model_has_not(tmp_path: Path) -> None:
+    """A padding token, say, that was added without a row in the model."""
+    added = directory(word_level(), tmp_path / "model", pad_token="[PAD]")
+    assert added.tokens["[PAD]"] == added.vocabulary
+    model = Model.of(added)
+    assert parse(generation_pb2.GenerateRequest(text="hello world"), model).prompt_tokens == 2
+    with pytest.raises(
+        InvalidRequestError, match=f"text: has the token {added.vocabulary}, the model has token ids below"
+    ):
+        parse(generation_pb2.GenerateRequest(text="hello [PAD]"), model)
+    (sample,) = parse(generation_pb2.GenerateRequest(text="hello", stop=["[PAD]"]), model).samples
+    assert added.vocabulary not in sample.end_tokens  # no pod would take it, and none ever chooses it

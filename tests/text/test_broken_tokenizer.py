@@ -30,9 +30,8 @@ def edit(file: Path, **fields: Any) -> None:
 
 def refused(directory: Path) -> str:
     """The line that a tokenizer is refused with."""
-    model = ModelDirectory(directory)
     with pytest.raises(ModelDirectoryError) as error:
-        Tokenizer(model)
+        Tokenizer(ModelDirectory(directory))
     line = str(error.value)
     assert len(line.splitlines()) == 1
     assert len(line) < 600

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specdec.engine.model_directory import ModelDirectory
 from specdec.text import tokenizer as text
@@ -33,6 +33,16 @@ def metaspace() -> Tokenizer:
     made = Tokenizer(models.BPE(vocab={name: n for n, name in enumerate([*SPECIAL, *words])}, merges=[]))
     made.decoder = decoders.Metaspace()
     made.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    return made
+
+
+def word_level() -> Tokenizer:
+    """A tokenizer of words, with two special tokens and one that is shown."""
+    names = ["<unk>", "<pad>", "<s>", "</s>", ".", "<tool>", "world", "hello", *(f"w{n}" for n in range(32))]
+    made = Tokenizer(models.WordLevel(vocab={name: n for n, name in enumerate(names)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens([AddedToken(name, special=True) for name in ("<s>", "</s>")])
+    made.add_tokens([AddedToken("<tool>", special=False)])
     return made
 
 

@@ -32,6 +32,17 @@ from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, Model
 from specdec.engine.onnx.replaceable import check_replaceable
 from specdec.engine.padded.attention import Group, PaddedAttention
 
+COPIED = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files that an exported model has of the model it was made from."""
+
 Dtype = Literal["float32", "float16"]
 """The dtypes that a graph can compute in: NumPy, with which the pools are made, has no bfloat16."""
 
@@ -113,7 +124,7 @@ def export(directory: ModelDirectory, target: Path, dtype: Dtype = "float32") ->
             "model_fingerprint": directory.model_fingerprint,
         }
         (partial / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
-        for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        for name in COPIED:
             if (directory.path / name).is_file():
                 shutil.copy(directory.path / name, partial / name)
         _replace(target, partial)

@@ -42,10 +42,11 @@ def check(target: Wanted, *drafts: Wanted) -> list[ModelDirectory]:
 def check_model(wanted: Wanted) -> ModelDirectory:
     """Return a model's directory, if the model can be served by itself."""
     directory = ModelDirectory(wanted.path)
-    check_weights(directory)
+    by_transformers = wanted.placement.kind != "vllm" and not is_exported(directory, wanted.placement)
+    check_weights(directory, by_transformers=by_transformers)
     dtype_of(directory, wanted.placement)
     check_placement(directory, wanted.placement)
-    if wanted.placement.kind != "vllm" and not is_exported(directory, wanted.placement):  # vLLM and exporters check
+    if by_transformers:  # vLLM and exporters check
         check_architecture(directory)
         check_quantisation(directory, wanted.placement.device)
     return directory

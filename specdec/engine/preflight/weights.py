@@ -8,10 +8,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from specdec.engine.model_directory import GRAPH, ModelDirectory, ModelDirectoryError
-from specdec.engine.model_file import in_one_line, opened, read_fields
+from specdec.engine.model_directory import GRAPH, INDEX, WEIGHTS, WEIGHTS_FIELD, ModelDirectory, ModelDirectoryError
+from specdec.engine.model_file import in_one_line, opened
 
-INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 100_000_000
 """Bytes of the largest header that the format allows."""
 
@@ -22,19 +21,17 @@ EMBEDDINGS = (".embed_tokens.weight", "wte.weight", ".word_embeddings.weight")
 """How the names of token embeddings end: a row for each id of the vocabulary."""
 
 
-def check_weights(directory: ModelDirectory) -> None:
-    """Raise ModelDirectoryError unless the files of weights are there, and each is as long as its header says."""
+def check_weights(directory: ModelDirectory, *, by_transformers: bool = False) -> None:
+    """Raise ModelDirectoryError unless the files of weights are there, and each is as long as its header says. What is
+    loaded `by_transformers` needs the names that it looks for."""
     files = directory.weights()
     if not files:
         raise ModelDirectoryError(f"{directory.path}: no weights (*.safetensors or {GRAPH}){_other_format(directory)}")
-    index = read_fields(directory.path / INDEX)
-    if index is not None:
-        named = {name for name in index.fields("weight_map").content.values() if isinstance(name, str)}
-        missing = sorted(named - {file.name for file in files})
-        if missing:
-            raise ModelDirectoryError(
-                f"{index.file}: names {missing[0]}, which is not there ({len(missing)} of {len(named)} files missing)"
-            )
+    if by_transformers and not directory.names_weights:
+        raise ModelDirectoryError(
+            f"{directory.path}: neither {WEIGHTS} nor {INDEX}: {files[0].name} is a file that transformers does not "
+            f"look for: name it in config.json ({WEIGHTS_FIELD})"
+        )
     for file in files:
         if file.suffix == ".safetensors":
             for name, tensor in _tensors(file).items():

@@ -1,0 +1,160 @@
+"""Tokens that other files of a model directory add to those of tokenizer.json, as transformers adds them.
+
+transformers' `TokenizersBackend` adds what tokenizer_config.json names in `added_tokens_decoder`; where it has no such
+field, what added_tokens.json has. Then it adds special tokens that no file has added: those with a name (`eos_token`
+and the like), and the further ones of `extra_special_tokens`. A token that is there already gets the other file's
+flags, special or not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from specdec.engine.model_file import Fields, ModelDirectoryError
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Special tokens that every tokenizer may have, in the order in which they are added."""
+
+MAX_ADDED_TOKENS = 100_000
+"""Tokens that files beside tokenizer.json may add; published models have some thousand at most."""
+
+LARGEST_ID = (1 << 32) - 1
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token that always stands for its text, with the library's flags."""
+
+    content: str
+    special: bool = False
+    normalized: bool = True
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+
+    @classmethod
+    def of(cls, entry: Fields, *, special: bool | None = None) -> AddedToken:
+        """Read an entry of a file; `special` stands for what it says of that."""
+        if special is None:
+            special = entry.has("special") and entry.flag("special")
+        normalized = entry.flag("normalized") if entry.has("normalized") else not special
+        others = {name: entry.flag(name) for name in ("single_word", "lstrip", "rstrip") if entry.has(name)}
+        return cls(entry.text("content"), special, normalized, **others)
+
+    @classmethod
+    def named(cls, fields: Fields, name: str, *, special: bool | None = None) -> AddedToken:
+        """Read a special token, which is its text or an entry."""
+        if isinstance(fields.content[name], dict):
+            return cls.of(fields.fields(name), special=special)
+        return cls(fields.text(name), special=True, normalized=False)
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """The files of a directory that say something about tokens; one that is missing has no fields."""
+
+    tokenizer: Fields  # tokenizer.json
+    settings: Fields  # tokenizer_config.json
+    special: Fields  # special_tokens_map.json
+    added: Fields  # added_tokens.json
+
+    @property
+    def end_token(self) -> str | None:
+        """The text of the tokenizer's own end token; None if no file names one."""
+        found = self._named().get("eos_token")
+        return None if found is None else found.content
+
+    def to_add(self) -> list[AddedToken]:
+        """Return the tokens that are to be added to those of tokenizer.json, in order; ModelDirectoryError names the
+        file and the field of what is none."""
+        known = {entry.integer("id", 0, LARGEST_ID): AddedToken.of(entry) for entry in self._known()}
+        unchanged = set(known.values())
+        adding = [token for token in self._by_id(set(known)) if token not in unchanged]
+        named = self._named().values()
+        texts = {token.content for token in (*known.values(), *adding)}
+        for token in (*named, *self._unnamed()):
+            if token.content not in texts:
+                adding.append(token)
+                texts.add(token.content)
+        names = {token.content for token in named}
+        return [replace(token, special=token.special or token.content in names) for token in adding]
+
+    def ids(self, pieces: dict[str, int]) -> dict[str, int]:
+        """Return the ids of all tokens, where the model of tokenizer.json has `pieces`. What is added gets the next
+        free id, by the library's rule, unless its text is a token already: no file says which."""
+        added = {entry.text("content"): entry.integer("id", 0, LARGEST_ID) for entry in self._known()}
+        found, highest = pieces | added, max(added.values(), default=-1)
+        for token in self.to_add():
+            number = found.setdefault(token.content, max(len(pieces), highest + 1))
+            highest = max(highest, number)
+        return found
+
+    @property
+    def _is_modern(self) -> bool:
+        """True if tokenizer_config.json tells the added tokens; the two older files are not read then."""
+        return "added_tokens_decoder" in self.settings.content
+
+    def _known(self) -> list[Fields]:
+        return self.tokenizer.objects("added_tokens") if self.tokenizer.has("added_tokens") else []
+
+    def _by_id(self, known: set[int]) -> list[AddedToken]:
+        """Return the tokens that another file has by id, in the order of their ids. Where an older one has an id that
+        is `known`, tokenizer.json decides."""
+        if self._is_modern:
+            entries = self.settings.fields("added_tokens_decoder")
+            _check_count(entries.file, "added_tokens_decoder", len(entries.content))
+            by_id = {_id(entries, name): AddedToken.of(entries.fields(name)) for name in entries.content}
+        else:
+            _check_count(self.added.file, "it", len(self.added.content))
+            special = {token.content for name, token in self._named().items() if name in NAMED}
+            special |= {token.content for token in self._unnamed()}
+            by_id = {
+                self.added.integer(text, 0, LARGEST_ID): AddedToken(text, text in special, text not in special)
+                for text in self.added.content
+            }
+            by_id = {number: token for number, token in by_id.items() if number not in known}
+        return [token for _, token in sorted(by_id.items(), key=lambda entry: entry[0])]
+
+    def _named(self) -> dict[str, AddedToken]:
+        """Return special tokens by name: the usual ones first, then a model's own."""
+        found: dict[str, AddedToken] = {}
+        for source in self._sources():
+            special = True if source is self.special else None
+            for name, value in source.content.items():
+                if value is not None and (name in NAMED or (name.endswith("_token") and isinstance(value, str))):
+                    found[name] = AddedToken.named(source, name, special=special)
+            if isinstance(source.content.get("extra_special_tokens"), dict):
+                entries = source.fields("extra_special_tokens")
+                found |= {name: AddedToken.named(entries, name, special=special) for name in entries.content}
+        usual = {name: found[name] for name in NAMED if name in found}
+        return usual | found
+
+    def _unnamed(self) -> list[AddedToken]:
+        """Return special tokens without a name."""
+        found: dict[str, AddedToken] = {}
+        for source in self._sources():
+            for name in ("extra_special_tokens", "additional_special_tokens"):
+                value = source.content.get(name)
+                if not isinstance(value, list) or not value:
+                    continue
+                _check_count(source.file, name, len(value))
+                entries = Fields(source.file, {f"{name}[{place}]": entry for place, entry in enumerate(value)})
+                tokens = [AddedToken.named(entries, place) for place in entries.content]
+                found |= {token.content: token for token in tokens}
+                break
+        return list(found.values())
+
+    def _sources(self) -> list[Fields]:
+        return [self.settings] if self._is_modern else [self.settings, self.special]
+
+
+def _id(entries: Fields, name: str) -> int:
+    if not (name.isascii() and name.isdigit() and int(name) <= LARGEST_ID):
+        raise entries.refusal(name, f"keyed by an integer from 0 to {LARGEST_ID}")
+    return int(name)
+
+
+def _check_count(file: Path, name: str, count: int) -> None:
+    if count > MAX_ADDED_TOKENS:
+        raise ModelDirectoryError(f"{file}: {name} has {count} entries, must have at most {MAX_ADDED_TOKENS}")

@@ -1,0 +1,16 @@
+"""Adding to the library's tokenizer what other files than tokenizer.json say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import tokenizers
+
+from specdec.engine.added_tokens import AddedToken
+
+
+def add(tokenizer: tokenizers.Tokenizer, tokens: Sequence[AddedToken]) -> None:
+    """Add tokens to a tokenizer; one that it has already gets these flags."""
+    if tokens:
+        tokenizer.add_tokens([tokenizers.AddedToken(**asdict(token)) for token in tokens])
