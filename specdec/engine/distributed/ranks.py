@@ -17,15 +17,13 @@ import ctypes
 import os
 import pickle
 import queue
-import secrets
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn, TypeVar
 
 import structlog
@@ -33,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from specdec.engine.distributed.codec import dumps
+from specdec.engine.distributed.meeting import meet
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.model_directory import ModelDirectoryError
 
@@ -86,14 +85,18 @@ class Ranks:
         """Join the other ranks, which torchrun's environment names; at the end rank 0 tells them to stop."""
         rank, degree, local_rank, local_degree = (int(os.environ[name]) for name in PLACE)
         _end_with_launcher()
+        connections, store = meet(rank, degree, one_machine=local_degree == degree, patience=PATIENCE)
+        for connection in connections:
+            _attentive(connection)
+        place: dict[str, Any] = {"store": store, "rank": rank, "world_size": degree, "timeout": PATIENCE}
         if device.startswith("cuda") and torch.cuda.is_available():
             torch.cuda.set_device(local_rank)
-            dist.init_process_group("nccl", timeout=PATIENCE, device_id=torch.device("cuda", local_rank))
+            dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank), **place)
             group = dist.new_group(backend="gloo", timeout=PATIENCE)
         else:
-            dist.init_process_group("gloo", timeout=PATIENCE)
+            dist.init_process_group("gloo", **place)
             group = dist.group.WORLD
-        ranks = cls(rank, degree, local_rank, local_degree, _connections(rank, degree, group), group)
+        ranks = cls(rank, degree, local_rank, local_degree, connections, group)
         if rank:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, ranks._on_signal)
@@ -211,32 +214,11 @@ def _end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _connections(rank: int, degree: int, group: Any) -> dict[Connection, int]:
-    """Make the connections between rank 0 and every other rank."""
-    connections: dict[Connection, int] = {}
-    if rank:
-        invitation: list[Any] = [None]
-        dist.broadcast_object_list(invitation, src=0, group=group)
-        address, secret = invitation[0]
-        connection = Client(address, authkey=secret)
-        connection.send(rank)
-        connections[connection] = 0
-    else:
-        secret = secrets.token_bytes(32)
-        with Listener((os.environ["MASTER_ADDR"], 0), backlog=degree, authkey=secret) as listener:
-            dist.broadcast_object_list([(listener.address, secret)], src=0, group=group)
-            while len(connections) < degree - 1:
-                with contextlib.suppress(AuthenticationError, EOFError, ConnectionError):  # it was not a rank
-                    connection = listener.accept()
-                    connections[connection] = connection.recv()
-    for connection in connections:
-        _attentive(connection)
-    return connections
-
-
 def _attentive(connection: Connection) -> None:
     """Make a connection send small messages at once, and notice when the machine at its other end is gone."""
     with socket.socket(fileno=os.dup(connection.fileno())) as ours:
+        if ours.family == socket.AF_UNIX:  # it does both
+            return
         ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (
