@@ -7,11 +7,13 @@ at all, and found only under a key that names everything it depends on. A folder
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import hashlib
 import os
 import platform
+import shutil
 import stat
 import sys
 import tempfile
@@ -24,6 +26,9 @@ log = structlog.get_logger()
 
 MOST_BYTES = 256 << 20
 """Bytes that entries may take together; those that were not used for longest go first. One takes about 200 kB."""
+
+COMPILERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
+"""Environment variables that say where torch's compiler, Triton and vLLM keep compiled code, and where they do here."""
 
 PACKAGES = ("numba", "llvmlite", "numpy", "torch", "transformers")
 """Packages whose versions decide what is compiled and computed."""
@@ -71,11 +76,31 @@ def _usable(folder: Path) -> bool:
     return not why
 
 
-def keep_triton_kernels() -> None:
-    """Have Triton keep what it compiles here too, unless the environment says where, or the folder cannot be used:
-    Triton fails where it cannot write."""
-    if (folder := usable()) is not None:
-        os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+def keep_compiled_code() -> None:
+    """Have the compilers below an engine keep their code in folders that are ours alone to write: they execute what
+    they find there, and torch's own choice is a temporary folder that anybody may have made first. The environment may
+    name others, if nobody else can write to them. Without a cache folder the code lives as long as this process."""
+    for variable, name in COMPILERS.items():
+        named = os.environ.get(variable)
+        if named:
+            why = why_unusable(Path(named))
+            if not why:
+                continue
+            log.warning("cache_not_used", folder=named, why=why, cost=f"{variable} is not followed")
+        folder = (usable() or _temporary()) / name
+        if why := why_unusable(folder):
+            log.warning("cache_not_used", folder=str(folder), why=why, cost="each start compiles and checks anew")
+            folder = _temporary() / name
+            folder.mkdir(mode=0o700, exist_ok=True)
+        os.environ[variable] = str(folder)
+
+
+@functools.cache
+def _temporary() -> Path:
+    """Return a new folder of this process alone, which goes when it ends."""
+    folder = tempfile.mkdtemp(prefix="specdec-compiled-")  # of mode 0700
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 @functools.cache

@@ -131,6 +131,11 @@ class ModelDirectory:
         return self._text_config.content
 
     @property
+    def whole_config(self) -> dict[str, Any]:
+        """The fields of config.json, those beside the text part of a multimodal model included."""
+        return self._whole_config.content
+
+    @property
     def quantisation(self) -> dict[str, Any] | None:
         """The field `quantization_config`, which multimodal models have beside their text part; None if the weights are
         not quantised."""
@@ -240,7 +245,8 @@ class ModelDirectory:
         except OSError as error:
             raise unreadable(self.path, error) from error
         graphs = [self.path / name for name in names if ".onnx" in name]
-        files = sorted([*self._safetensors(names), *graphs])
+        _, safetensors = self._safetensors(names)
+        files = sorted([*safetensors, *graphs])
         for file in files:
             with opened(file):
                 pass
@@ -251,7 +257,11 @@ class ModelDirectory:
         """True if the model's safetensors have the names that transformers looks for, or config.json names them."""
         return self._whole_config.has(WEIGHTS_FIELD) or any((self.path / name).exists() for name in (WEIGHTS, INDEX))
 
-    def _safetensors(self, names: list[str]) -> list[Path]:
+    def safetensors(self) -> tuple[Path | None, list[Path]]:
+        """Return the index of the model's safetensors, if they have one, and the files themselves."""
+        return self._safetensors(sorted(os.listdir(self.path)))
+
+    def _safetensors(self, names: list[str]) -> tuple[Path | None, list[Path]]:
         """Return which of the directory's safetensors are the model's, as transformers has them: the file or index that
         config.json names, else the one file, else those that the index names. Without either vLLM takes all there
         are."""
@@ -262,9 +272,9 @@ class ModelDirectory:
             )
         source = source or next((name for name in (WEIGHTS, INDEX) if name in names), None)
         if source is None:
-            return [self.path / name for name in names if name.endswith(".safetensors")]
+            return None, [self.path / name for name in names if name.endswith(".safetensors")]
         if not source.endswith(INDEX_SUFFIX):
-            return [self.path / source]
+            return None, [self.path / source]
         index = self._needed(source)
         parts = sorted(set(map(str, index.fields("weight_map").content.values())))
         for part in parts:
@@ -276,7 +286,7 @@ class ModelDirectory:
             raise ModelDirectoryError(
                 f"{index.file}: names {missing[0]}, which is not there ({len(missing)} of {len(parts)} files missing)"
             )
-        return [self.path / part for part in parts]
+        return index.file, [self.path / part for part in parts]
 
     @cached_property
     def model_fingerprint(self) -> str:

@@ -36,6 +36,51 @@ def test_other_sources_or_versions_miss(folder: Path, monkeypatch: pytest.Monkey
     assert cache_folder.read("kind", 1) is None
 
 
+@pytest.fixture
+def unnamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No compiler is told where to keep its code; what is told here is forgotten."""
+    for variable in cache_folder.COMPILERS:
+        monkeypatch.setenv(variable, "")
+
+
+@pytest.mark.parametrize("turned_off", [False, True])
+def test_compilers_keep_their_code_where_nobody_else_can_write(
+    folder: Path, unnamed: None, monkeypatch: pytest.MonkeyPatch, turned_off: bool
+) -> None:
+    """torch's own choice is a folder for temporary files that any user of the machine may have made first. Without a
+    cache folder the code lives as long as the process."""
+    if turned_off:
+        monkeypatch.setenv("SPECDEC_CACHE_DIR", "")
+    cache_folder.keep_compiled_code()
+    for variable, name in cache_folder.COMPILERS.items():
+        found = Path(os.environ[variable])
+        assert found.name == name
+        assert (found.parent == folder) is not turned_off
+        for each in (found, found.parent):
+            assert each.stat().st_mode & 0o777 == 0o700
+            assert each.stat().st_uid == os.geteuid()
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    assert cache_dir() == os.environ["TORCHINDUCTOR_CACHE_DIR"]
+
+
+def test_a_folder_named_for_a_compiler_is_looked_at_too(
+    folder: Path, unnamed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mine, planted = tmp_path / "mine", tmp_path / "planted"
+    mine.mkdir(mode=0o700)
+    planted.mkdir()
+    planted.chmod(0o777)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(mine))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(planted))
+    with captured_logs() as logs:
+        cache_folder.keep_compiled_code()
+    assert os.environ["TRITON_CACHE_DIR"] == str(mine)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder / "inductor")
+    (told,) = [entry for entry in logs if entry["event"] == "cache_not_used"]
+    assert told["folder"] == str(planted)
+
+
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:40] + b"x" + data[41:], lambda _: b""])
 def test_a_damaged_entry_is_none(folder: Path, damage: object) -> None:
     cache_folder.write(b"some hundred bits", "kind", 1)

@@ -24,7 +24,6 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 
 from specdec.engine import cache_folder
 from specdec.engine.distributed.rank_store import RankStore, RemoteValues, Values
@@ -56,7 +55,7 @@ class Met(NamedTuple):
 
     connections: dict[Connection, int]
     """Each with the rank at its other end: of rank 0 all others, of these rank 0."""
-    store: dist.Store
+    store: RankStore
 
 
 class StrangerError(Exception):

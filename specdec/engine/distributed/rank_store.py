@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 POLL_SECONDS = 0.01
 """Seconds between two looks for a value that is awaited. No call waits at rank 0: one of another thread would wait
@@ -75,7 +76,7 @@ class RemoteValues:
             return self._connection.recv()
 
 
-class RankStore(dist.Store):
+class RankStore(Store):
     """What torch.distributed asks of a store."""
 
     def __init__(self, values: Values | RemoteValues, patience: timedelta) -> None:

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specdec.engine import cache_folder, fast_paths
+from specdec.engine import cache_folder, fast_paths, hub
 from specdec.engine.engine import Engine, UnsupportedModelError
 from specdec.engine.model_directory import GRAPH, ModelDirectory
 from specdec.engine.onnx.providers import place_of, providers
@@ -60,8 +60,9 @@ def load_engine(
         raise UnsupportedModelError(
             f"{'a compiled model' if compiled else 'the ONNX engine'} computes in one process: {remedy}"
         )
-    if device != "cpu":
-        cache_folder.keep_triton_kernels()
+    cache_folder.keep_compiled_code()
+    if kind != "vllm":
+        hub.stay_away()
     if kind == "onnx":
         return _onnx(directory, dtype, device, capacity=capacity, threads=min(threads))  # it cannot change their number
     options: dict[str, Any] = {"capacity": capacity, "dtype": dtype, "exact": exact}

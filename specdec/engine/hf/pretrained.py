@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from specdec.engine.distributed.ranks import Ranks
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.hf import attention_hook
+from specdec.engine.hf.checkpoint import vetted
 from specdec.engine.hf.linear import is_plain
 from specdec.engine.hf.random_weights import RandomWeights
 from specdec.engine.hf.shards import check_plan
@@ -72,20 +73,23 @@ def _whole(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTra
 
 def _read(directory: ModelDirectory, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
     directory.weights()  # names a file that cannot be read, and refuses a named pipe, which would block
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            directory.path,
-            dtype=dtype,
-            attn_implementation=attention_hook.NAME,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below: transformers' error does not name them
-            **options,
-        )
-    except Exception as error:  # transformers' errors have no common base
-        quantised = f" (quantised by {method})" if (method := quantised_by(directory)) else ""
-        raise ModelDirectoryError(f"{directory.path}{quantised}: cannot be loaded: {in_one_line(error)}") from error
+    with vetted(directory) as folder:
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                attn_implementation=attention_hook.NAME,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below: transformers' error does not name them
+                **options,
+            )
+        except Exception as error:  # transformers' errors have no common base
+            quantised = f" (quantised by {method})" if (method := quantised_by(directory)) else ""
+            why = in_one_line(error).replace(str(folder), str(directory.path))
+            raise ModelDirectoryError(f"{directory.path}{quantised}: cannot be loaded: {why}") from error
     if report["missing_keys"]:  # transformers would go on with random numbers
         missing = sorted(report["missing_keys"])
         raise ModelDirectoryError(f"{directory.path}: {len(missing)} tensors are missing, {missing[0]} for one")
@@ -102,12 +106,17 @@ def _read(directory: ModelDirectory, dtype: torch.dtype, **options: Any) -> PreT
 
 def _drawn(directory: RandomWeights, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """Make the model with random weights, directly on its device; a configuration gets the same ones each time."""
-    config = AutoConfig.from_pretrained(directory.path, local_files_only=True, trust_remote_code=False)
+    config = _configuration(directory)
     on_device = [] if device == "cpu" else [torch.device(device)]
     with torch.random.fork_rng(devices=on_device), torch.device(device):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_hook.NAME)
     return model.eval()
+
+
+def _configuration(directory: ModelDirectory) -> PretrainedConfig:
+    with vetted(directory) as folder:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def is_quantised(model: PreTrainedModel) -> bool:
@@ -128,7 +137,7 @@ def _check_configuration(directory: ModelDirectory, device: str) -> PretrainedCo
     check_layers(directory)
     check_quantisation(directory, device)
     try:
-        config = AutoConfig.from_pretrained(directory.path, local_files_only=True, trust_remote_code=False)
+        config = _configuration(directory)
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     except Exception as error:  # transformers' errors have no common base
         raise ModelDirectoryError(f"{directory.path}: cannot be loaded: {in_one_line(error)}") from error

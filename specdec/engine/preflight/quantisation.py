@@ -33,7 +33,7 @@ METHODS: dict[str, Method] = {
     "bitnet": Method(ACCELERATE),
     "bitsandbytes": Method({"bitsandbytes": "bitsandbytes", **ACCELERATE}, note="8 bits: llm_int8_threshold 0 only"),
     "compressed-tensors": Method({"compressed_tensors": "compressed-tensors"}),
-    "eetq": Method({"kernels": "kernels", **ACCELERATE}, gpu=True),
+    "eetq": Method({}, refused="transformers takes its kernels from a hub, and code comes from none here"),
     "fbgemm_fp8": Method({"fbgemm_gpu": "fbgemm-gpu", **ACCELERATE}, gpu=True),
     "fouroversix": Method({"fouroversix": "fouroversix"}),
     "fp8": Method(ACCELERATE, note=WIDENED),

@@ -1,0 +1,69 @@
+"""What transformers sees of a model directory: the configuration without what names code, and the safetensors.
+
+transformers looks at more of a directory: pickles, adapters, code of the model's own, checkpoints of training runs. It
+gets a folder of this process's own instead, with links to the files that were checked.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from specdec.engine.model_directory import INDEX, WEIGHTS, WEIGHTS_FIELD, ModelDirectory
+
+NAMES_CODE = frozenset(
+    {
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_attn_implementation_internal",
+        "auto_map",
+        "custom_generate",
+        "custom_pipelines",
+        "experts_implementation",
+        "_experts_implementation",
+        "_experts_implementation_internal",
+        "kernel_config",
+        "use_kernels",
+        "_use_kernels",
+        WEIGHTS_FIELD,
+    }
+)
+"""Fields of a configuration, or of one inside it, that say which code runs a model, or which file holds its weights:
+both are ours to say."""
+
+log = structlog.get_logger()
+
+
+@contextmanager
+def vetted(directory: ModelDirectory) -> Iterator[Path]:
+    """Make a folder of what may be loaded of a directory."""
+    with tempfile.TemporaryDirectory(prefix="specdec-checkpoint-") as name:  # of mode 0700
+        folder = Path(name)
+        ignored: set[str] = set()
+        config = _without_code(directory.whole_config, ignored)
+        if foreign := sorted(field for field in ignored if field != WEIGHTS_FIELD):
+            log.info("configuration_fields_ignored", model=directory.name, fields=foreign)
+        (folder / "config.json").write_text(json.dumps(config))
+        index, files = directory.safetensors()
+        for file in files:
+            single = index is None and len(files) == 1
+            (folder / (WEIGHTS if single else file.name)).symlink_to(file.absolute())
+        if index is not None:
+            (folder / INDEX).symlink_to(index.absolute())
+        yield folder
+
+
+def _without_code(config: dict[str, Any], ignored: set[str]) -> dict[str, Any]:
+    ignored |= {name for name in config if name in NAMES_CODE}
+    return {
+        name: _without_code(value, ignored) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name not in NAMES_CODE
+    }
