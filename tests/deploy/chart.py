@@ -33,20 +33,24 @@ RELEASE, NAMESPACE = "specdec", "serving"
 
 SMALL: Object = {
     "models": {"tiny": {"revisions": {"1": {"path": "/models/target", "verifiers": ["a"], "drafts": ["b"]}}}},
-    "verifiers": {"a": {"model": "tiny", "revision": "1"}},
-    "drafts": {"b": {"path": "/models/draft"}},
+    "verifiers": {"a": {"model": "tiny", "revision": "1", "modelGiB": 8}},
+    "drafts": {"b": {"path": "/models/draft", "modelGiB": 0.5}},
     "modelVolume": {"persistentVolumeClaim": {"claimName": "models"}},
     "defaults": {"image": {"registry": "registry.example.com"}},
 }
 """The least that a user says."""
 
 ALONE: Object = {
-    "drafts": {"b": {"path": "/models/draft"}},
+    "drafts": {"b": {"path": "/models/draft", "modelGiB": 0.5}},
     "modelVolume": {"persistentVolumeClaim": {"claimName": "models"}},
     "networkPolicy": {"draftClients": [{"podSelector": {}}]},
     "defaults": {"image": {"registry": "registry.example.com"}},
 }
 """Drafts alone, for an ordinary vLLM."""
+
+
+SOURCES: Object = {"networkPolicy": {"modelSources": [{"to": [{"ipBlock": {"cidr": "10.2.0.0/16"}}]}]}}
+"""What pods that download their models may call."""
 
 
 def values_of(example: Path) -> Object:

@@ -27,6 +27,7 @@ from tests.deploy.chart import (
     EXAMPLES,
     NAMESPACE,
     SMALL,
+    SOURCES,
     VERSIONS,
     Object,
     at,
@@ -77,7 +78,14 @@ EVERYTHING = merged(
         },
         "verifiers": {
             "a": {"gpus": 4, "options": {"kv-tokens": 4_000_000, "exact": False}},
-            "group": {"path": "/models/other", "nodes": 2, "gpus": 8, "autoscaling": {"type": "hpa"}},
+            "group": {
+                "path": "/models/other",
+                "nodes": 2,
+                "gpus": 8,
+                "autoscaling": {"type": "hpa"},
+                "modelGiB": 400,
+                "ranksSecret": {"name": "ranks"},
+            },
         },
         "drafts": {"b": {"gpus": 1, "autoscaling": {"type": "keda"}}},
         "orchestrator": {
@@ -92,7 +100,7 @@ EVERYTHING = merged(
             "httpRoute": ROUTE,
             "options": {"allow-origin": ["https://chat.example.com"]},
         },
-        "exportJobs": {"small": {"model": "/models/small", "out": "/models/small-onnx"}},
+        "exportJobs": {"small": {"model": "/models/small", "out": "/models/small-onnx", "modelGiB": 2}},
         "tls": {"mode": "certManager", "issuer": {"name": "ca"}, "requireClientCertificates": True},
         "tenants": {"existingSecret": "tenants"},
         "test": {"apiKeySecret": {"name": "key"}},
@@ -106,7 +114,7 @@ EVERYTHING = merged(
 
 HARDLY_ANYTHING: Object = {
     "models": {"tiny": {"revisions": {"1": {"path": "/opt/model", "verifiers": ["a"]}}}},
-    "verifiers": {"a": {"path": "/opt/model"}},
+    "verifiers": {"a": {"path": "/opt/model", "resources": {"limits": {"memory": "8Gi"}}}},
     "networkPolicy": {"enabled": False},
     "defaults": {
         "image": {"registry": "registry.example.com"},
@@ -136,9 +144,9 @@ COMBINATIONS: dict[str, Object] = {
     "the least": SMALL,
     "everything": EVERYTHING,
     "hardly anything": HARDLY_ANYTHING,
-    **{f"models in {next(iter(each))}": SMALL | {"modelVolume": each} for each in VOLUMES},
+    **{f"models in {next(iter(each))}": SMALL | SOURCES | {"modelVolume": each} for each in VOLUMES},
     "a volume for one pool": merged(SMALL, at("drafts/b/modelVolume", VOLUMES[1])),
-    "a volume for the orchestrator": merged(SMALL, at("orchestrator/modelVolume", VOLUMES[2])),
+    "a volume for the orchestrator": merged(SMALL, SOURCES, at("orchestrator/modelVolume", VOLUMES[2])),
     "your certificates": merged(
         SMALL,
         at("tls", {"mode": "secrets", "secrets": {"verifier": "v", "draft": "d", "orchestrator": "o", "openai": "f"}}),
@@ -203,7 +211,7 @@ COMBINATIONS: dict[str, Object] = {
             },
             "org/model: 7B #1": {"revisions": {"0x1F": {"path": "/models/a", "verifiers": ["true"]}}},
         },
-        "verifiers": {"true": {"path": "/models/a"}, "null": {"path": "/models/b"}},
+        "verifiers": {"true": {"path": "/models/a", "modelGiB": 1}, "null": {"path": "/models/b", "modelGiB": 1}},
         "defaults": {"image": {"registry": "registry.example.com"}},
     },
     "part of another chart": SMALL | {"global": {"anything": {"goes": "here"}}},
@@ -250,8 +258,8 @@ class TestWhatIsRendered:
     def test_what_stands_in_variables_stays_there(self) -> None:
         """Secrets belong into Secrets. Who writes one into `env` all the same does not find it in a ConfigMap."""
         told = {"env": [{"name": "TOKEN", "value": "hunter2"}]}
-        download = {"download": {"image": "example.org/fetch:1", **told}}
-        things = render(merged(SMALL | {"modelVolume": download}, at("defaults", told)))
+        download = {"download": {"image": "example.org/fetch:1", "sizeLimit": "9Gi", **told}}
+        things = render(merged(SMALL | SOURCES | {"modelVolume": download}, at("defaults", told)))
         assert {each["kind"] for each in things if "hunter2" in json.dumps(each)} == {"Deployment"}
 
     @given(data=st.data())
@@ -292,10 +300,12 @@ def some_values(draw: st.DrawFn) -> Object:
     verifiers = pod() | {
         "gpus": gpus,
         "nodes": draw(st.sampled_from([1, 2, 3])) if gpus else 1,
+        "ranksSecret": {"name": "ranks"},
+        "modelGiB": draw(st.sampled_from([0.1, 8, 405])),
         "autoscaling": autoscaling({"specdec_verifier_num_requests_running": draw(few)}),
     }
     return merged(
-        SMALL | {"modelVolume": draw(st.sampled_from(VOLUMES))},
+        SMALL | SOURCES | {"modelVolume": draw(st.sampled_from(VOLUMES))},
         {
             "verifiers": {"a": verifiers, "another-one-with-a-long-name": verifiers | {"path": "/models/target"}},
             "drafts": {"b": pod() | {"gpus": min(gpus, 1), "autoscaling": autoscaling()}},

@@ -25,6 +25,9 @@ from tests.deploy.chart import (
 )
 from tests.deploy.test_chart import COMBINATIONS, EVERYTHING
 
+ANYWHERE: Object = {"ipBlock": {"cidr": "203.0.113.7/32"}}
+DNS: Object = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}}
+
 
 class TestNetwork:
     """Who reaches whom, by the rules that NetworkPolicies have."""
@@ -33,7 +36,7 @@ class TestNetwork:
         """Return whether pods with these labels, in a namespace, may connect to a port of a pod."""
         target, isolated = labels(templates(things)[name]), False
         for each in of_kind(things, "NetworkPolicy").values():
-            if not selects(each["spec"]["podSelector"], target):
+            if not selects(each["spec"]["podSelector"], target) or "Ingress" not in each["spec"]["policyTypes"]:
                 continue
             isolated = True
             for rule in each["spec"].get("ingress", ()):
@@ -73,6 +76,95 @@ class TestNetwork:
     def test_within_the_release(self, caller: str, callee: str, port: int, may: bool) -> None:
         things = render(EVERYTHING)
         assert self.reaches(things, labels(templates(things)[caller]), NAMESPACE, callee, port) is may
+
+    def leaves(self, things: list[Object], name: str, peer: Object, port: int, protocol: str = "TCP") -> bool:
+        """Return whether a pod may call a peer, as a rule of a NetworkPolicy may name it: a pod of the namespace by its
+        labels, a namespace, or an address."""
+        caller, isolated = labels(templates(things)[name]), False
+        for each in of_kind(things, "NetworkPolicy").values():
+            if not selects(each["spec"]["podSelector"], caller) or "Egress" not in each["spec"]["policyTypes"]:
+                continue
+            isolated = True
+            for rule in each["spec"].get("egress", ()):
+                ports = [(one["port"], one.get("protocol", "TCP")) for one in rule.get("ports", ())]
+                if ports and (port, protocol) not in ports:
+                    continue
+                if "to" not in rule or any(self._may_be(one, peer) for one in rule["to"]):
+                    return True
+        return not isolated
+
+    def _may_be(self, allowed: Object, peer: Object) -> bool:
+        if "labels" in peer:
+            return "podSelector" in allowed and selects(allowed["podSelector"], peer["labels"])
+        return allowed == peer
+
+    @pytest.mark.parametrize("values", COMBINATIONS.values(), ids=COMBINATIONS.keys())
+    def test_pods_call_nobody_but_whom_they_must(self, values: Object) -> None:
+        things = render(values)
+        if not values.get("networkPolicy", {}).get("enabled", True):
+            return
+        for name in templates(things):
+            assert all(self.leaves(things, name, DNS, 53, protocol) for protocol in ("TCP", "UDP")), name
+            for port in (53, 80, 443, 6443, 4317, 8080):
+                assert not self.leaves(things, name, ANYWHERE, port), (name, port)
+                assert not self.leaves(things, name, {"labels": {"app": "other"}}, port), (name, port)
+            assert not self.leaves(things, name, {"ipBlock": {"cidr": "169.254.169.254/32"}}, 80)
+
+    @pytest.mark.parametrize(
+        ("caller", "callee", "port", "may"),
+        [
+            ("specdec-orchestrator", "specdec-verifier-a", 50051, True),
+            ("specdec-orchestrator", "specdec-verifiers-group", 50051, True),
+            ("specdec-orchestrator", "specdec-draft-b", 50052, True),
+            ("specdec-orchestrator", "specdec-verifier-a", 9090, False),
+            ("specdec-openai", "specdec-orchestrator", 50050, True),
+            ("specdec-openai", "specdec-verifier-a", 50051, False),
+            ("specdec-test", "specdec-orchestrator", 50050, True),
+            ("specdec-verifier-a", "specdec-orchestrator", 50050, False),
+            ("specdec-verifier-a", "specdec-draft-b", 50052, False),
+            ("specdec-draft-b", "specdec-verifier-a", 50051, False),
+            ("specdec-verifiers-group", "specdec-verifiers-group/worker", 40001, True),
+            ("specdec-verifiers-group/worker", "specdec-verifiers-group", 29501, True),
+            ("specdec-verifiers-group/worker", "specdec-verifier-a", 50051, False),
+        ],
+    )
+    def test_within_the_release_pods_call_their_peers(self, caller: str, callee: str, port: int, may: bool) -> None:
+        things = render(EVERYTHING)
+        assert self.leaves(things, caller, {"labels": labels(templates(things)[callee])}, port) is may
+
+    @pytest.mark.parametrize(
+        ("endpoint", "port"),
+        [
+            ("http://collector.observability:4318", 4318),
+            ("https://collector.example.com/v1/traces", 443),
+            ("http://collector", 80),
+        ],
+    )
+    def test_a_collector_is_called_where_there_is_one(self, endpoint: str, port: int) -> None:
+        """By the roles whose options name it."""
+        collector = {"podSelector": {"matchLabels": {"app": "collector"}}}
+        named = at("verifiers/a/options/otlp-endpoint", endpoint)
+        for peers, anywhere in (([], True), ([collector], False)):
+            things = render(merged(EVERYTHING, named, at("networkPolicy/collectors", peers)))
+            assert self.leaves(things, "specdec-verifier-a", {"labels": {"app": "collector"}}, port)
+            assert self.leaves(things, "specdec-verifier-a", ANYWHERE, port) is anywhere
+            assert not self.leaves(things, "specdec-verifier-a", ANYWHERE, port + 1)
+            assert not self.leaves(things, "specdec-draft-b", ANYWHERE, port)
+
+    def test_a_download_calls_what_values_name(self) -> None:
+        source = {"ipBlock": {"cidr": "10.2.0.0/16"}}
+        rule = {"ports": [{"port": 443, "protocol": "TCP"}], "to": [source]}
+        volume = {"download": {"image": "example.org/fetch:1", "sizeLimit": "20Gi"}}
+        values = merged(EVERYTHING, at("drafts/b/modelVolume", volume), at("networkPolicy/modelSources", [rule]))
+        things = render(values)
+        assert self.leaves(things, "specdec-draft-b", source, 443)
+        assert not self.leaves(things, "specdec-draft-b", source, 80)
+        assert not self.leaves(things, "specdec-verifier-a", source, 443)
+
+    def test_more_may_be_let_out(self) -> None:
+        rule = {"to": [ANYWHERE]}
+        things = render(merged(SMALL, at("networkPolicy/egress", [rule])))
+        assert self.leaves(things, "specdec-verifier-a", ANYWHERE, 443)
 
     def test_drafts_serve_vllm_beside_orchestrators_by_their_certificates(self) -> None:
         tls = {"mode": "certManager", "issuer": {"name": "ca"}, "draftClientNames": ["vllm.serving.svc"]}

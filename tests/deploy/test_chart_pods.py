@@ -200,7 +200,9 @@ class Cluster:
         return [str(Path(sys.executable).with_name(words[0])), *(self._here(word, mounts, "") for word in words[1:])]
 
     def _environment(self, found: Object, mounts: Mapping[str, Path]) -> dict[str, str]:
-        given = {each["name"]: self._here(each["value"], mounts, "") for each in found["env"]}
+        given = {
+            each["name"]: self._here(each.get("value", "what a Secret has for it"), mounts, "") for each in found["env"]
+        }
         ours = environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         # What is compiled is kept for other tests, and is not what this is about.
         return ours | given | {each: os.environ[each] for each in ("SPECDEC_CACHE_DIR",) if each in given}
@@ -319,7 +321,10 @@ def scraped(pod: Pod) -> bytes:
 def test_a_target_on_two_nodes(models: Path, tmp_path: Path) -> None:
     """Two pods of a group, each with torchrun and a process. LeaderWorkerSet's controller gives them the variables.
     They compute on CPUs here, where one machine is both nodes."""
-    values = merged(VALUES, at("verifiers/a", {"nodes": 2, "gpus": 1, "options": {"device": "cpu"}}))
+    values = merged(
+        VALUES,
+        at("verifiers/a", {"nodes": 2, "gpus": 1, "ranksSecret": {"name": "ranks"}, "options": {"device": "cpu"}}),
+    )
     with pytest.raises(Exception, match=r"verifiers\.a\.options\.device: is cpu"):
         render(values)
     del values["verifiers"]["a"]["options"]["device"]

@@ -35,6 +35,31 @@ WRONG: dict[str, tuple[Object, str]] = {
     "no registry": (at("defaults/image/registry", ""), "drafts.b.image.registry: is empty"),
     "a quantity that Kubernetes does not know": (at("verifierDefaults/cache/sizeLimit", "1K"), "sizeLimit"),
     "another one": (at("verifierDefaults/shmSize", "1.2.3"), "shmSize"),
+    "no size of a model": (at("verifiers/c", {"path": "/m"}), "verifiers.c.modelGiB: is missing"),
+    "no size of a draft": (at("drafts/c", {"path": "/m"}), "drafts.c.modelGiB: is missing"),
+    "a size of nothing": (at("drafts/b/modelGiB", 0), "modelGiB"),
+    "memory without a limit": (
+        at("orchestrator/resources/limits/memory", None),
+        "orchestrator.resources.limits.memory: is missing",
+    ),
+    "an export without a size": (
+        at("exportJobs/x", {"model": "/a", "out": "/b"}),
+        "exportJobs.x.modelGiB: is missing",
+    ),
+    "a download of any size": (
+        at("drafts/b/modelVolume", {"download": {"image": "a"}}),
+        "drafts.b.modelVolume.download.sizeLimit: is missing",
+    ),
+    "a download from nowhere": (
+        at("drafts/b/modelVolume", {"download": {"image": "a", "sizeLimit": "1Gi"}}),
+        "networkPolicy.modelSources: is empty, and drafts.b downloads its model",
+    ),
+    "parts that do not know each other": (
+        at("verifiers/a", {"gpus": 8, "nodes": 2}),
+        "verifiers.a.ranksSecret.name: is empty, and pods of a target on 2 nodes",
+    ),
+    "no limit of /tmp": (at("defaults/tmpSize", ""), "tmpSize"),
+    "nobody to ask for names": (at("networkPolicy/dns", []), "/networkPolicy/dns"),
     "no share": (at("models/tiny/revisions/1/share", 0), "models.tiny.revisions: all have a share of 0"),
     "a share below none": (at("models/tiny/revisions/1/share", -1), "share"),
     "a pool twice": (at("models/tiny/revisions/1/verifiers", ["a", "a"]), "/models/tiny/revisions/1/verifiers"),

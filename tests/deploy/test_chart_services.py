@@ -103,7 +103,7 @@ class TestServices:
     @pytest.mark.parametrize("values", [SMALL, EVERYTHING], ids=["the least", "everything"])
     def test_the_test_asks_each_revision_that_has_a_share(self, values: Object, tmp_path: Path) -> None:
         unasked = at("models/tiny/revisions/3", {"path": "/m", "verifiers": ["new"], "share": 0})
-        things = render(merged(values, unasked, at("verifiers/new/path", "/m")))
+        things = render(merged(values, unasked, at("verifiers/new", {"path": "/m", "modelGiB": 1})))
         (tmp_path / "prompts").write_text(of_kind(things, "ConfigMap")["specdec-test"]["data"]["prompts.jsonl"])
         asked = [each.options["model"] for each in PromptFile(tmp_path / "prompts", {}).prompts()]
         shares = {name: each.get("share", 1) for name, each in values["models"]["tiny"]["revisions"].items()}

@@ -7,11 +7,13 @@ import re
 
 import pytest
 
+from specdec.engine.distributed.meeting import SECRET
 from tests.deploy.chart import (
     ALONE,
     CHART,
     NAMESPACE,
     SMALL,
+    SOURCES,
     Object,
     at,
     config,
@@ -45,7 +47,9 @@ class TestRollouts:
     def test_a_new_revision_touches_no_pod_that_runs(self) -> None:
         before = templates(render(SMALL))
         added = at("models/tiny/revisions/2", {"path": "/models/new", "verifiers": ["new"], "share": 0})
-        after = templates(render(merged(SMALL, added, at("verifiers/new", {"model": "tiny", "revision": "2"}))))
+        after = templates(
+            render(merged(SMALL, added, at("verifiers/new", {"model": "tiny", "revision": "2", "modelGiB": 8})))
+        )
         assert after.keys() - before.keys() == {"specdec-verifier-new"}
         assert all(after[name] == before[name] for name in before)
 
@@ -128,17 +132,77 @@ class TestImages:
         assert set(tags.values()) == {"2", "2-cuda"}
 
 
-class TestDisks:
-    def test_models_that_are_downloaded_have_room_on_the_node(self) -> None:
+GIB = 1024
+
+
+def resources(values: Object, pod: str) -> Object:
+    found: Object = container(templates(render(values))[pod])["resources"]
+    return found
+
+
+class TestResources:
+    """No pod takes more of its node than it says, and what it says follows from what it holds."""
+
+    @pytest.mark.parametrize("values", COMBINATIONS.values(), ids=COMBINATIONS.keys())
+    def test_every_container_has_limits(self, values: Object) -> None:
+        for name, pod in templates(render(values)).items():
+            for each in (*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]):
+                assert each["resources"]["limits"]["memory"], (name, each["name"])
+            assert container(pod)["resources"]["limits"]["ephemeral-storage"], name
+
+    @pytest.mark.parametrize("values", COMBINATIONS.values(), ids=COMBINATIONS.keys())
+    def test_every_folder_has_a_limit(self, values: Object) -> None:
+        folders = [
+            volume["emptyDir"]
+            for pod in templates(render(values)).values()
+            for volume in pod["spec"]["volumes"]
+            if "emptyDir" in volume
+        ]
+        assert folders
+        assert all(folder.get("sizeLimit") for folder in folders)
+
+    @pytest.mark.parametrize(
+        ("pool", "gib"), [({"modelGiB": 8}, 12 + 4 + 1), ({"modelGiB": 100, "shmSize": "16Gi"}, 150 + 4 + 16)]
+    )
+    def test_memory_follows_from_the_weights(self, pool: Object, gib: int) -> None:
+        found = resources(merged(SMALL, at("verifiers/a", pool)), "specdec-verifier-a")
+        assert found["requests"]["memory"] == found["limits"]["memory"] == f"{gib * GIB}Mi"
+
+    def test_pods_of_several_nodes_hold_a_part_each(self) -> None:
+        found = resources(EVERYTHING, "specdec-verifiers-group/worker")
+        assert found["limits"]["memory"] == f"{(300 + 4 + 1) * GIB}Mi"
+
+    def test_ones_own_limits_go_before(self) -> None:
+        own = {"requests": {"cpu": "4", "memory": "20Gi"}, "limits": {"memory": "24Gi"}}
+        found = resources(merged(SMALL, at("verifiers/a/resources", own)), "specdec-verifier-a")
+        assert (found["requests"]["memory"], found["limits"]["memory"], found["requests"]["cpu"]) == (
+            "20Gi",
+            "24Gi",
+            "4",
+        )
+
+    def test_disk_follows_from_the_folders(self) -> None:
         download = {"image": "example.org/fetch:1", "sizeLimit": "200Gi"}
-        values = SMALL | {"modelVolume": {"download": download}}
-        mine = at("verifiers/a/resources", {"requests": {"cpu": "4"}})
-        found = {name: container(pod)["resources"] for name, pod in templates(render(merged(values, mine))).items()}
-        assert found["specdec-verifier-a"]["requests"] == {"cpu": "4", "ephemeral-storage": "200Gi"}
-        assert found["specdec-draft-b"]["requests"] == {"ephemeral-storage": "200Gi"}
+        values = merged(SMALL, SOURCES, at("defaults/tmpSize", "500M"))
+        values["modelVolume"] = {"download": download}
+        cache, logs, tmp = GIB, GIB, 477
+        for pod in ("specdec-verifier-a", "specdec-draft-b"):
+            found = resources(values, pod)
+            expected = f"{200 * GIB + cache + logs + tmp}Mi"
+            assert found["requests"]["ephemeral-storage"] == found["limits"]["ephemeral-storage"] == expected
         own = at("verifiers/a/resources", {"requests": {"ephemeral-storage": "1Gi"}})
-        pod = templates(render(merged(values, own)))["specdec-verifier-a"]
-        assert container(pod)["resources"]["requests"] == {"ephemeral-storage": "1Gi"}
+        assert resources(merged(values, own), "specdec-verifier-a")["requests"]["ephemeral-storage"] == "1Gi"
+        claim = at("verifierDefaults/cache/persistentVolumeClaim", "cache")
+        found = resources(merged(SMALL, claim), "specdec-verifier-a")
+        assert found["limits"]["ephemeral-storage"] == f"{2 * GIB}Mi"
+
+
+def test_ranks_of_several_pods_have_their_secret() -> None:
+    things = templates(render(EVERYTHING))
+    for pod in ("specdec-verifiers-group", "specdec-verifiers-group/worker"):
+        (found,) = [each for each in container(things[pod])["env"] if each["name"] == SECRET]
+        assert found["valueFrom"] == {"secretKeyRef": {"name": "ranks", "key": "secret"}}
+    assert not any(each["name"] == SECRET for each in container(things["specdec-verifier-a"])["env"])
 
 
 class TestSeveralGpus:
@@ -150,7 +214,7 @@ class TestSeveralGpus:
             *("--nproc-per-node=4", "--shutdown-timeout=40", "--no-python"),
             *("specdec", "verifier", "--config", "/etc/specdec/config/config.yaml"),
         ]
-        assert found["resources"]["limits"] == {"nvidia.com/gpu": 4}
+        assert found["resources"]["limits"]["nvidia.com/gpu"] == 4
         assert found["image"] == "registry.example.com/specdec-verifier:0.1.0-cuda"
         assert config(render(EVERYTHING), pod)["device"] == "cuda"
 
@@ -190,7 +254,7 @@ class TestVllm:
         things = render(merged(SMALL, at("verifiers/a", {"gpus": 4, "options": options})))
         pod = templates(things)["specdec-verifier-a"]
         assert "command" not in container(pod)
-        assert container(pod)["resources"]["limits"] == {"nvidia.com/gpu": 4}
+        assert container(pod)["resources"]["limits"]["nvidia.com/gpu"] == 4
         passed = json.loads(config(things, pod)["vllm-options"])
         assert passed == {"quantization": "fp8", "tensor_parallel_size": 4}
 
@@ -209,7 +273,7 @@ class TestDraftsAlone:
             assert {name.rpartition("/")[2] for name in of_kind(things, kind)} <= {"specdec-draft-b", "specdec-draft"}
 
     def test_a_draft_can_be_exported(self) -> None:
-        jobs = at("exportJobs/small", {"model": "/models/small", "out": "/models/small-onnx"})
+        jobs = at("exportJobs/small", {"model": "/models/small", "out": "/models/small-onnx", "modelGiB": 2})
         things = render(merged(ALONE, jobs))
         (job,) = of_kind(things, "Job").values()
         assert job["spec"]["template"]["spec"]["serviceAccountName"] in of_kind(things, "ServiceAccount")

@@ -24,7 +24,6 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-
 from specdec.engine import cache_folder
 from specdec.engine.distributed.rank_store import RankStore, RemoteValues, Values
 from specdec.engine.engine import UnsupportedModelError

@@ -14,6 +14,7 @@ affair of values.schema.json. Takes a list: root, the workloads. */}}
 {{- if not (default $values.modelVolume $job.modelVolume).persistentVolumeClaim }}
 {{- fail (printf "exportJobs.%s: writes into a volume, so modelVolume should be a persistentVolumeClaim" $name) }}
 {{- end }}
+{{- include "specdec.checkMemory" (list (printf "exportJobs.%s" $name) $job.resources $job.modelGiB true) }}
 {{- end }}
 {{- include "specdec.checkTls" $values }}
 {{- include "specdec.checkRoutes" $values }}
@@ -99,6 +100,15 @@ affair of values.schema.json. Takes a list: root, the workloads. */}}
 {{- end }}
 {{- include "specdec.checkModelVolume" (list (printf "%s.modelVolume" $w.key) $w.modelVolume) }}
 {{- include "specdec.checkImage" (list $w.key $w.image) }}
+{{- $isModel := has $w.role (list "verifier" "draft") }}
+{{- include "specdec.checkMemory" (list $w.key $w.resources $w.modelGiB $isModel) }}
+{{- if and $w.ranks (gt (int $w.nodes) 1) (not $w.ranksSecret.name) }}
+{{- fail (printf "%s.ranksSecret.name: is empty, and pods of a target on %d nodes know each other by it" $w.key (int $w.nodes)) }}
+{{- end }}
+{{- $downloads := and $w.modelVolume.download (ne $w.role "openai") }}
+{{- if and $downloads $values.networkPolicy.enabled (not $values.networkPolicy.modelSources) }}
+{{- fail (printf "networkPolicy.modelSources: is empty, and %s downloads its model" $w.key) }}
+{{- end }}
 {{- end }}
 
 {{/* Checks that an image is asked for somewhere: without a registry, a container engine would take what somebody else
@@ -128,6 +138,9 @@ has published under the name. Takes a list: where it stands, the values of `imag
 {{- define "specdec.checkModelVolume" -}}
 {{- if gt (len (index . 1)) 1 }}
 {{- fail (printf "%s: has %s, should have one of them" (index . 0) (keys (index . 1) | sortAlpha | join " and ")) }}
+{{- end }}
+{{- with (index . 1).download }}
+{{- if not .sizeLimit }}{{ fail (printf "%s.download.sizeLimit: is missing" (index $ 0)) }}{{ end }}
 {{- end }}
 {{- end }}
 

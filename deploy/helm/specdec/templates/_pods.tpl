@@ -9,16 +9,6 @@ target's further nodes, where nothing listens). */}}
 {{- include "specdec.lay" (list $labels $selector) }}
 {{- $annotations := deepCopy $w.podAnnotations }}
 {{- $_ := set $annotations "checksum/config" (include "specdec.options" (list $root $w) | sha256sum) }}
-{{- $resources := deepCopy $w.resources }}
-{{- if $w.gpus }}
-{{- include "specdec.lay" (list $resources (dict "limits" (dict "nvidia.com/gpu" (int $w.gpus)))) }}
-{{- end }}
-{{- with eq $w.role "openai" | ternary "" (dig "download" "sizeLimit" "" $w.modelVolume) }}
-{{- /* So that no pod comes to a node whose disk its models do not fit on. */}}
-{{- $requests := dict "ephemeral-storage" . }}
-{{- include "specdec.lay" (list $requests (default dict $resources.requests)) }}
-{{- $_ := set $resources "requests" $requests }}
-{{- end }}
 {{- $caches := dig "cache" "enabled" false $w }}
 {{- $storage := (include "specdec.storage" (list $root $w) | fromYaml).all -}}
 metadata:
@@ -34,7 +24,9 @@ spec:
   {{- if and $w.modelVolume.download (ne $w.role "openai") }}
   initContainers:
     - name: download
-      {{- toYaml (omit $w.modelVolume.download "sizeLimit" "env") | nindent 6 }}
+      {{- $fetching := dict "resources" (dict "limits" (dict "memory" "2Gi")) }}
+      {{- include "specdec.lay" (list $fetching (omit $w.modelVolume.download "sizeLimit" "env" | deepCopy)) }}
+      {{- toYaml $fetching | nindent 6 }}
       env:
         - {name: HOME, value: /tmp}
         {{- with $w.modelVolume.download.env }}{{ toYaml . | nindent 8 }}{{ end }}
@@ -55,6 +47,11 @@ spec:
         # A folder that the service makes for itself: it uses none that others may write to.
         - {name: SPECDEC_CACHE_DIR, value: /var/cache/specdec/own}
         {{- end }}
+        {{- if and $w.ranks (gt (int $w.nodes) 1) }}
+        # By which the parts of a target know each other.
+        - name: SPECDEC_RANKS_SECRET
+          valueFrom: {secretKeyRef: {{ toJson $w.ranksSecret }}}
+        {{- end }}
         {{- with $w.env }}{{ toYaml . | nindent 8 }}{{ end }}
       {{- if .serves }}
       ports:
@@ -68,7 +65,8 @@ spec:
       {{- if $w.preStopSeconds }}
       lifecycle: {preStop: {sleep: {seconds: {{ $w.preStopSeconds }}}}}
       {{- end }}
-      resources:{{ toYaml $resources | nindent 8 }}
+      resources:
+        {{- include "specdec.resources" (list $root $w) | nindent 8 }}
       securityContext:{{ toYaml $w.securityContext | nindent 8 }}
       volumeMounts:
         {{- range $storage }}
@@ -162,7 +160,7 @@ root, the workload. */}}
 {{- $root := index . 0 }}{{ $w := index . 1 }}
 all:
   - {name: config, at: /etc/specdec/config, readOnly: true, source: {configMap: {name: {{ $w.name }}}}}
-  - {name: tmp, at: /tmp, source: {emptyDir: {}}}
+  - {name: tmp, at: /tmp, source: {emptyDir: {sizeLimit: {{ $w.tmpSize | quote }}}}}
   {{- if eq $w.role "orchestrator" }}
   # Folders, so that changes arrive: a file mounted by subPath stays as it was at the start.
   - name: models-file

@@ -1,0 +1,72 @@
+{{/* What pods may take of a node: memory by the size of their model, and disk by the folders that they write to. */}}
+
+{{/* A quantity of Kubernetes in MiB, rounded up. Takes it. */}}
+{{- define "specdec.mib" -}}
+{{- $number := regexFind "^[0-9.]+" (toString .) }}
+{{- $unit := trimPrefix $number (toString .) }}
+{{- $bytes := dict "" 1 "k" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000 }}
+{{- $_ := merge $bytes (dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776) }}
+{{- divf (mulf (float64 $number) (float64 (get $bytes $unit))) 1048576.0 | ceil | int64 }}
+{{- end }}
+
+{{/* Memory in MiB for weights of so many GiB: these times a factor, and 4 GiB for the process: Python, torch, compiled
+code, buffers of a step. Takes a list: the GiB, the factor. */}}
+{{- define "specdec.memoryFor" -}}
+{{- add (mulf 1024.0 (float64 (index . 0)) (float64 (index . 1)) | ceil | int64) 4096 }}
+{{- end }}
+
+{{/* The resources of a workload's container, as YAML: what its values say, over what follows from the others. A verifier
+or draft has its weights, or of a target on several nodes its part of them, and half of them again, for keys and values
+and for what a start holds for a while. Takes a list: root, the workload. */}}
+{{- define "specdec.resources" -}}
+{{- $w := index . 1 }}
+{{- $resources := dict "requests" dict "limits" dict }}
+{{- if $w.modelGiB }}
+{{- $memory := include "specdec.memoryFor" (list (divf $w.modelGiB (max 1 (int $w.nodes))) 1.5) | int64 }}
+{{- with $w.shmSize }}{{ $memory = add $memory (include "specdec.mib" . | int64) }}{{ end }}
+{{- range $part := list "requests" "limits" }}
+{{- $_ := set (get $resources $part) "memory" (printf "%dMi" $memory) }}
+{{- end }}
+{{- end }}
+{{- /* Logs and what else the kubelet counts, and each folder in its node's disk. */}}
+{{- $disk := add 1024 (include "specdec.mib" $w.tmpSize | int64) }}
+{{- if and (dig "cache" "enabled" false $w) (not $w.cache.persistentVolumeClaim) }}
+{{- $disk = add $disk (include "specdec.mib" $w.cache.sizeLimit | int64) }}
+{{- end }}
+{{- if ne $w.role "openai" }}
+{{- with dig "download" "sizeLimit" "" $w.modelVolume }}
+{{- $disk = add $disk (include "specdec.mib" . | int64) }}
+{{- end }}
+{{- end }}
+{{- range $part := list "requests" "limits" }}
+{{- $_ := set (get $resources $part) "ephemeral-storage" (printf "%dMi" $disk) }}
+{{- end }}
+{{- include "specdec.lay" (list $resources (deepCopy $w.resources)) }}
+{{- if $w.gpus }}{{ include "specdec.lay" (list $resources (dict "limits" (dict "nvidia.com/gpu" (int $w.gpus)))) }}{{ end }}
+{{- toYaml $resources }}
+{{- end }}
+
+{{/* The resources of a Job that exports a draft: it holds the weights, the traced model and its graph. Takes the Job's
+values. */}}
+{{- define "specdec.exportResources" -}}
+{{- $resources := dict "requests" (dict "ephemeral-storage" "3Gi") "limits" (dict "ephemeral-storage" "3Gi") }}
+{{- if .modelGiB }}
+{{- range $part := list "requests" "limits" }}
+{{- $_ := set (get $resources $part) "memory" (printf "%dMi" (include "specdec.memoryFor" (list $.modelGiB 4) | int64)) }}
+{{- end }}
+{{- end }}
+{{- include "specdec.lay" (list $resources (default dict .resources | deepCopy)) }}
+{{- toYaml $resources }}
+{{- end }}
+
+{{/* Checks that memory has a limit. Takes a list: where the values stand, their resources, their modelGiB, whether that
+is one of the values. */}}
+{{- define "specdec.checkMemory" -}}
+{{- $key := index . 0 }}
+{{- if not (or (dig "limits" "memory" "" (default dict (index . 1))) (index . 2)) }}
+{{- if index . 3 }}
+{{- fail (printf "%s.modelGiB: is missing, should be the GiB of its weights in their dtype: the limit of memory follows from it (or resources.limits.memory)" $key) }}
+{{- end }}
+{{- fail (printf "%s.resources.limits.memory: is missing" $key) }}
+{{- end }}
+{{- end }}
