@@ -71,7 +71,7 @@ class Follower:
         grammar = tool_grammar(asked, model)
         assert grammar is not None
         compiler = GrammarCompiler(directory / "tokenizer.json", model.vocabulary)
-        self._tokenizer = model.tokenizer
+        self._tokenizer, self._vocabulary = model.tokenizer, model.vocabulary
         self._matcher = compiler.compile(Grammar(Kind.LARK, (grammar.lark,)))._shared.matcher
 
     def takes(self, text: str) -> bool:
@@ -90,7 +90,8 @@ class Follower:
             tokens.append(draws.choice(allowed))
             assert matcher.consume_token(tokens[-1])
             assert len(tokens) < most
-        return b"".join(self._tokenizer.piece(token) for token in tokens).decode(errors="replace")
+        own = (token for token in tokens if token < self._vocabulary)  # the library's end token lies beyond them
+        return b"".join(map(self._tokenizer.piece, own)).decode(errors="replace")
 
 
 def read(tool_format: ToolFormat, text: str, schemas: dict[str, dict[str, Any]] = SCHEMAS) -> list[str | ToolCall]:
