@@ -13,19 +13,23 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from specdec.serving.errors import OverloadedError, TenantLimitError
+from specdec.serving.fair_turns import FairTurns
 
 Result = TypeVar("Result")
 
 
 class BoundedThreads:
-    """A pool of `threads` threads, for which `limit` callers may wait. `work` names what they work on, in the
-    plural."""
+    """A pool of `threads` threads, for which `limit` callers may wait; owners take turns. `work` names what they work
+    on, in the plural. With `reserve`, a named owner has at most all threads but one. `executor` has the threads, if
+    they are to be of another kind."""
 
-    def __init__(self, work: str, threads: int, limit: int) -> None:
+    def __init__(
+        self, work: str, threads: int, limit: int, *, reserve: bool = False, executor: ThreadPoolExecutor | None = None
+    ) -> None:
         self._work = work
         self._limit = limit
-        self._executor = ThreadPoolExecutor(threads, work)
-        self._free = asyncio.Semaphore(threads)
+        self._executor = executor or ThreadPoolExecutor(threads, work)
+        self._turns = FairTurns(threads, reserve=reserve)
         self._owners: Counter[str] = Counter()  # of those who wait
         self.waiting = 0
 
@@ -42,7 +46,7 @@ class BoundedThreads:
         self._owners[owner] += 1
         try:
             async with asyncio.timeout(patience):
-                await self._free.acquire()
+                await self._turns.acquire(owner)
         except TimeoutError:
             raise OverloadedError(f"{self._work} are worked on: none was finished within {patience:g} s") from None
         finally:
@@ -50,14 +54,15 @@ class BoundedThreads:
             self._owners[owner] -= 1
             if not self._owners[owner]:
                 del self._owners[owner]
-        work = asyncio.get_running_loop().run_in_executor(self._executor, action)
-        work.add_done_callback(self._done)
-        return await asyncio.shield(work)  # who leaves does not end it: the thread is free only when it is done
 
-    def _done(self, work: asyncio.Future[Any]) -> None:
-        self._free.release()
-        if not work.cancelled():
-            work.exception()  # nobody else may ask
+        def done(work: asyncio.Future[Any]) -> None:
+            self._turns.release(owner)
+            if not work.cancelled():
+                work.exception()  # nobody else may ask
+
+        work = asyncio.get_running_loop().run_in_executor(self._executor, action)
+        work.add_done_callback(done)
+        return await asyncio.shield(work)  # who leaves does not end it: the thread is free only when it is done
 
     def close(self) -> None:
         self._executor.shutdown(cancel_futures=True)

@@ -1,0 +1,71 @@
+"""Fair turns: a few places, which go round the owners that wait for one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict, deque
+
+
+class FairTurns:
+    """`places` that callers hold for a while. A free place goes to the owner that has waited longest for its turn, and
+    within an owner to the first that came. With `reserve`, a named owner holds at most all places but one, so that
+    nobody waits for more than one turn of another owner."""
+
+    def __init__(self, places: int, *, reserve: bool = False) -> None:
+        self._free = places
+        self._most = max(1, places - 1) if reserve else places
+        self._places = places
+        self._held: Counter[str] = Counter()
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # in the order of turns
+
+    async def acquire(self, owner: str) -> None:
+        """Wait for a place."""
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(granted)
+        self._grant()
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled():
+                self.release(owner)  # it came too late
+            else:
+                self._leave(owner, granted)
+            raise
+
+    def release(self, owner: str) -> None:
+        """Give a place back."""
+        self._free += 1
+        self._held[owner] -= 1
+        if not self._held[owner]:
+            del self._held[owner]
+        self._grant()
+
+    @property
+    def taken(self) -> int:
+        """Places that are held."""
+        return self._places - self._free
+
+    def _leave(self, owner: str, granted: asyncio.Future[None]) -> None:
+        queue = self._waiting.get(owner)
+        if queue is not None and granted in queue:
+            queue.remove(granted)
+            if not queue:
+                del self._waiting[owner]
+
+    def _grant(self) -> None:
+        while self._free and (owner := self._next()) is not None:
+            queue = self._waiting.pop(owner)
+            granted = queue.popleft()
+            if queue:
+                self._waiting[owner] = queue  # behind all others
+            if granted.done():  # its caller leaves
+                continue
+            self._free -= 1
+            self._held[owner] += 1
+            granted.set_result(None)
+
+    def _next(self) -> str | None:
+        return next((owner for owner in self._waiting if self._may_take(owner)), None)
+
+    def _may_take(self, owner: str) -> bool:
+        return self._held[owner] < (self._most if owner else self._places)
