@@ -24,6 +24,7 @@ with needed_by("draft", "draft"):
     from specdec.engine.placement import DraftKind, Placement, WantedDtype
     from specdec.engine.preflight.check import Wanted, check
     from specdec.grammar.compiler import GrammarCompiler
+    from specdec.serving.grammar_trials import GrammarTrials
     from specdec.serving.identity import identity_of, pod_info
     from specdec.serving.process.options import serving
     from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
@@ -102,7 +103,7 @@ def main(
         loop.start()
         grammars = GrammarCompiler.of(directory)
         grammars.prepare()
-        return DraftServicer(loop, identity, limits, pod_info(loaded), grammars)
+        return DraftServicer(loop, identity, limits, pod_info(loaded), grammars, GrammarTrials(directory.path))
 
     run(server, lambda: in_a_thread_of_its_own(start), "draft")
 

@@ -21,6 +21,7 @@ from specdec.engine.fast_paths import fast_paths_off
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import GrammarError
 from specdec.serving.errors import InvalidRequestError
+from specdec.serving.grammar_trials import GrammarTrials
 from specdec.serving.grammars import Grammars
 from specdec.serving.identity import pod_info
 from specdec.serving.messages import paths_message, rule_of, sampler_from, sampling_from
@@ -66,9 +67,10 @@ class DraftServicer(
         limits: Limits,
         info: model_pb2.PodInfo | None = None,
         grammars: GrammarCompiler | None = None,
+        trials: GrammarTrials | None = None,
     ) -> None:
         """Serve a draft loop. `info` is what statistics tell of the pod besides its identity; without `grammars`, texts
-        with a grammar are refused."""
+        with a grammar are refused; `trials` tries grammars before they are compiled."""
         super().__init__(loop, limits.max_sessions, limits.max_sessions_per_client)
         self._started = time.monotonic()
         self._info = info or pod_info()
@@ -76,11 +78,11 @@ class DraftServicer(
         self._identity = identity
         self._limits = limits
         self._calibrations = Calibrations()
-        self._grammars = Grammars(grammars)
+        self._grammars = Grammars(grammars, trials)
 
     async def close(self) -> None:
         await super().close()
-        self._grammars.close()
+        await self._grammars.close()
 
     def register(self, server: grpc.aio.Server) -> None:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
@@ -139,8 +141,8 @@ class DraftServicer(
     def takes_long(self, request: draft_pb2.DraftRequest) -> bool:
         return super().takes_long(request) or request.open.HasField("grammar")
 
-    async def prepare(self, request: draft_pb2.DraftRequest) -> None:
-        await self._grammars.prepare(request.open.grammar)
+    async def prepare(self, request: draft_pb2.DraftRequest) -> object:
+        return await self._grammars.prepare(request.open.grammar, request.open.tenant)
 
     def detach(self, session: Session) -> None:
         self._loop.detach(session)
@@ -217,7 +219,7 @@ class DraftServicer(
             end_tokens,
             message.max_tokens,
             context,
-            self._grammars.compiled(message.grammar),
+            self._grammars.compiled(message.grammar, message.tenant),
         )
         policy = self._policy(message.policy, self._limits.max_nodes)
         try:

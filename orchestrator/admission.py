@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from orchestrator.pod_capacity import PodCapacity
-from specdec.serving.errors import OverloadedError, TenantLimitError, TooLateError
+from specdec.serving.errors import GrammarPendingError, OverloadedError, TenantLimitError, TooLateError
 from specdec.serving.pods.breaker import Breaker
 from specdec.v2 import model_pb2
 
@@ -58,7 +58,7 @@ class Admission:
             self._openings[tenant] += 1
             try:
                 yield
-            except (TenantLimitError, TooLateError):
+            except (TenantLimitError, GrammarPendingError, TooLateError):
                 raise  # others need not be refused
             except OverloadedError as refusal:
                 full = model_pb2.PodCapacity(sessions=load.ours, wait_us=int(1e6 * refusal.retry_after))

@@ -193,6 +193,13 @@ class Drafting:
 
     async def _draft_at(self, pod: Pod) -> bool:
         """Have this pod draft until it fails; return True if it ever sent candidates."""
+        if self._context.grammar_watch is not None:
+            try:
+                await self._context.grammar_watch.clear()
+            except ServiceError as error:
+                self._given_up = error
+                self._sink.abort(error)
+                return False
         pod.breaker.attempt()
         async with DraftStream(pod, self._context) as stream:
             try:
@@ -242,6 +249,8 @@ class Drafting:
                 reason = "draft_lost"
             case LostError():
                 pod.breaker.failed(conclusive=error.conclusive)
+                if self._context.grammar_watch is not None:
+                    self._context.grammar_watch.lost(pod, error)
                 reason = "draft_lost"
             case ModelFailureError() | InvalidRequestError():
                 self._useless_until[pod] = math.inf

@@ -54,6 +54,7 @@ class Generation:
             events,
             granted,
             timeline,
+            grammar_watch=None if revision.grammars is None else revision.grammars.watch(sample, text),
             fallback_seconds=stats.fallback_seconds,
         )
         self._transcript = Transcript(sample, revision.model, timeline.began)

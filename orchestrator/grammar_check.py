@@ -1,158 +1,161 @@
-"""Tries grammars before any pod sees them, where they can do no harm: in a process (`specdec.grammar.trial`) that ends
-if one takes too much of a processor's time, or of memory."""
+"""Grammar checks: grammars are tried before any pod sees them, and tried again once a pod has ended under one.
+
+A pod that dies does not say why. So a grammar that was open then is tried by itself, along the text that it was open
+for, before the text is let near another pod; and one that was open at one death after another is refused for a while,
+although its trials pass.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
-import json
-import math
-import sys
 import time
-from asyncio.subprocess import PIPE, Process
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
+from orchestrator.committed_text import CommittedText
+from orchestrator.pod_errors import LostError
+from orchestrator.pods import Pod
+from orchestrator.sample import Sample
 from specdec.grammar.grammar import Grammar
-from specdec.serving.echo import cut
-from specdec.serving.errors import PROBLEM_BYTES, InternalError, InvalidRequestError, OverloadedError, TenantLimitError
+from specdec.serving.errors import InternalError, InvalidRequestError, OverloadedError
+from specdec.serving.grammar_trials import PATIENCE, SECONDS, GrammarTrials, Key, key_of
+from specdec.serving.messages import grammar_from
 
 log = structlog.get_logger()
 
-SECONDS = 1.0
-"""Seconds of a processor that a grammar may take: on a busy machine it is as good as on an idle one."""
+MAX_DEATHS = 3
+"""Deaths of pods under a grammar after which it is refused: in a row under one text that has not grown, or in all
+within DEATH_SECONDS. One under a text that has lost no pod before counts as one shared with all texts at the pod: a
+grammar that many use is open whatever a pod dies of."""
 
-PATIENCE = 10.0
-"""Seconds after which a trial is given up, of which it may have got any part of a processor."""
+DEATH_SECONDS = 60.0
+"""Seconds for which a death is remembered."""
 
-START_SECONDS = 30.0
-"""Seconds that the process may take to start."""
+QUARANTINE_SECONDS = 60.0
+"""Seconds for which such a grammar is refused."""
 
-MAX_WAITING = 64
-"""Grammars that may wait to be tried, one after another; those whose requests have left among them."""
+SAME_DEATH_SECONDS = 5.0
+"""Seconds within which texts at a pod are lost by the same death of it."""
 
-TENANT_SHARE = 8
-"""A tenant may have one in so many of these places."""
+MAX_SUSPECTS = 1024
+"""Grammars whose deaths are remembered."""
 
-AGAIN_SECONDS = 60.0
-"""Seconds after which a grammar that took too much is tried again: the machine may have been slow, or out of memory,
-for a reason of its own."""
 
-REMEMBERED = 1024
-"""Grammars whose outcome is remembered."""
+class Death(NamedTuple):
+    """The death of a pod, as far as it is a grammar's."""
+
+    at: float
+    """Monotonic time."""
+    pod: str
+    blame: float
 
 
 class GrammarCheck:
-    """Tries the grammars of requests for the model of a directory; each may take so many `seconds` of a processor, and
+    """Checks the grammars of requests for the model of a directory; each may take `seconds` of a processor, and
     `patience` in all."""
 
     def __init__(self, model: Path, seconds: float = SECONDS, patience: float = PATIENCE) -> None:
-        self._model = model
-        self._seconds = seconds
-        self._patience = patience
-        self._process: Process | None = None
-        self._turn = asyncio.Lock()
-        # By digest, since sources may be long:
-        self._trials: dict[bytes, asyncio.Task[str]] = {}  # under way
-        self._owners: dict[bytes, str] = {}  # of these: whose they are
-        self._known: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
-        """To what is wrong, nothing if it is empty, and until when that holds, in monotonic time."""
+        self.trials = GrammarTrials(model, seconds, patience)
+        self._deaths: OrderedDict[Key, deque[Death]] = OrderedDict()
+        self._refused_until: dict[Key, float] = {}  # grammars in quarantine
 
     async def check(self, grammar: Grammar, field: str, tenant: str = "") -> None:
         """Raise InvalidRequestError if a grammar, which comes of this field of a tenant's request, cannot be used;
-        TenantLimitError if too many of the tenant's wait to be tried; OverloadedError if too many of all do, or if the
-        machine is too busy to try it."""
-        asked = json.dumps({"kind": grammar.kind.value, "source": grammar.source}).encode()
-        key = hashlib.sha256(asked).digest()
-        problem, until = self._known.get(key, ("", 0.0))
-        if time.monotonic() >= until:
-            if key not in self._trials:
-                if len(self._trials) >= MAX_WAITING:
-                    raise OverloadedError(f"{len(self._trials)} grammars are waiting already, the limit is reached")
-                own = sum(owner == tenant for owner in self._owners.values())
-                if tenant and own >= max(1, MAX_WAITING // TENANT_SHARE):
-                    problem = f"{own} of its grammars are waiting already, the limit is reached"
-                    raise TenantLimitError(tenant, problem, retry_after=1.0)
-                self._owners[key] = tenant
-                self._trials[key] = asyncio.create_task(self._try(key, asked))
-            # Whoever leaves does not end the trial: its answer would be taken for that to the next question.
-            try:
-                async with asyncio.timeout(self._patience + START_SECONDS):
-                    problem = await asyncio.shield(self._trials[key])
-            except TimeoutError:
-                raise OverloadedError("other grammars have to be tried before, which takes too long") from None
-        if problem:
-            raise InvalidRequestError([(field, problem)])
+        OverloadedError if it is in quarantine; and what `GrammarTrials.verdict` raises."""
+        self.check_quarantine(grammar, field, tenant)
+        verdict = await self.trials.verdict(grammar, tenant)
+        if verdict.problem:
+            raise InvalidRequestError([(field, verdict.problem)])
+
+    def check_quarantine(self, grammar: Grammar, field: str, tenant: str) -> None:
+        """Raise OverloadedError if a grammar is in quarantine."""
+        key = key_of(grammar, tenant)
+        left = self._refused_until.get(key, 0.0) - time.monotonic()
+        if left > 0:
+            raise OverloadedError(f"{field}: {MAX_DEATHS} pods have ended under this grammar, it is refused now", left)
+        self._refused_until.pop(key, None)
+
+    def watch(self, sample: Sample, text: CommittedText) -> GrammarWatch | None:
+        """Return the watch over a sample's grammar; None if it has none."""
+        grammar = None if sample.grammar is None else grammar_from(sample.grammar)
+        return None if grammar is None else GrammarWatch(self, grammar, sample, text)
+
+    def died(self, grammar: Grammar, tenant: str, pod: Pod, in_a_row: int) -> None:
+        """Count a death of a pod under a grammar, and under a text for the nth time in a row without growth."""
+        key, now = key_of(grammar, tenant), time.monotonic()
+        deaths = self._deaths.setdefault(key, deque())
+        self._deaths.move_to_end(key)
+        if len(self._deaths) > MAX_SUSPECTS:
+            self._deaths.popitem(last=False)
+        while deaths and deaths[0].at < now - DEATH_SECONDS:
+            deaths.popleft()
+        blame = 1.0 if in_a_row > 1 else 1 / (1 + pod.load.crowd)
+        same = [death for death in deaths if death.pod == str(pod) and death.at > now - SAME_DEATH_SECONDS]
+        for death in same:
+            deaths.remove(death)
+            blame = max(blame, death.blame)
+        deaths.append(Death(now, str(pod), blame))
+        if in_a_row >= MAX_DEATHS or sum(death.blame for death in deaths) >= MAX_DEATHS:
+            self._refused_until[key] = now + QUARANTINE_SECONDS
+            for other, until in list(self._refused_until.items()):
+                if until < now:
+                    del self._refused_until[other]
+            log.warning("grammar_quarantined", tenant=tenant, kind=grammar.kind.value, sha256=key[1].hex())
 
     async def close(self) -> None:
-        """End the process."""
-        for trial in self._trials.values():
-            trial.cancel()
-        await asyncio.gather(*self._trials.values(), return_exceptions=True)
-        await self._end()
+        """End the processes."""
+        await self.trials.close()
 
-    async def _try(self, key: bytes, asked: bytes) -> str:
-        """Return what is wrong with a grammar, and remember it."""
-        try:
-            async with self._turn:
-                answer = await self._answer(asked)
-        finally:
-            del self._trials[key], self._owners[key]
-        until = math.inf
-        if answer is None:
-            answer = f"takes more than {self._seconds:g} s of a processor to compile, or too much memory"
-            until = time.monotonic() + AGAIN_SECONDS
-        answer = cut(answer, PROBLEM_BYTES)
-        self._known[key] = answer, until
-        if len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
-        return answer
 
-    async def _answer(self, asked: bytes) -> str | None:
-        """Return the process's answer to a grammar in JSON; None if it has ended instead. OverloadedError if it does
-        neither."""
-        process, begin = await self._started(), time.monotonic()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        answer = b""
-        try:
-            process.stdin.write(asked + b"\n")
-            async with asyncio.timeout(self._patience):
-                answer = await process.stdout.readline()
-        except TimeoutError:
-            raise OverloadedError(f"a grammar could not be tried within {self._patience:g} s") from None
-        finally:
-            if not answer:
-                log.warning("grammar_check_ended", seconds=round(time.monotonic() - begin, 3))
-                await self._end()
-        return str(json.loads(answer)) if answer else None
+class GrammarWatch:
+    """Watches what becomes of pods that have the grammar of one text."""
 
-    async def _started(self) -> Process:
-        """Return the process, which is ready."""
-        if self._process is not None and self._process.returncode is None:
-            return self._process
-        command = (sys.executable, "-m", "specdec.grammar.trial", str(self._model), str(self._seconds))
-        self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
-        assert self._process.stdout is not None
-        ready = b""
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(START_SECONDS):
-                    ready = await self._process.stdout.readline()
-        finally:
-            if not ready:
-                await self._end()
-        if not ready:
-            log.error("grammar_check_does_not_start")
-            raise InternalError
-        return self._process
+    def __init__(self, check: GrammarCheck, grammar: Grammar, sample: Sample, text: CommittedText) -> None:
+        self._check = check
+        self._grammar = grammar
+        self._sample = sample
+        self._text = text
+        self._field = f"grammar.{grammar.kind.value}"
+        self._suspect = False  # a pod has died since the last trial
+        self._in_a_row = 0  # pods that died since the text has grown
+        self._length = -1  # of the text, when the last one died
+        self._trying = asyncio.Lock()
 
-    async def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+    def lost(self, pod: Pod, lost: LostError) -> None:
+        """Note that a session with the grammar was lost, and whether the pod has died with it."""
+        if not lost.died:
+            return
+        length = len(self._text.generated)
+        self._in_a_row = self._in_a_row + 1 if length == self._length else 1
+        self._length = length
+        self._suspect = True
+        self._check.died(self._grammar, self._sample.tenant, pod, self._in_a_row)
+
+    async def clear(self) -> None:
+        """Have the grammar tried again if a pod has died under it, before another one gets it. InvalidRequestError if
+        it does not pass, OverloadedError if it is in quarantine."""
+        if not self._suspect:
+            return
+        async with self._trying:
+            self._check.check_quarantine(self._grammar, self._field, self._sample.tenant)
+            if not self._suspect:
+                return
+            try:
+                verdict = await self._check.trials.replay(
+                    self._grammar,
+                    self._sample.tenant,
+                    self._text.generated,
+                    self._sample.end_tokens,
+                    insistent=self._in_a_row > 1,
+                )
+            except (OverloadedError, InternalError) as error:
+                # The text goes on: it is most likely as innocent as the others that were lost. Deaths are counted.
+                log.warning("grammar_not_tried_again", why=str(error))
+                return
+            log.info("grammar_tried_again", tokens=len(self._text.generated), problem=verdict.problem)
+            if verdict.problem:
+                raise InvalidRequestError([(self._field, verdict.problem)])
+            self._suspect = False

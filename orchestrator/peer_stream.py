@@ -16,7 +16,7 @@ from orchestrator.pods import Pod
 from orchestrator.sample_context import SampleContext
 from orchestrator.watchdog import Watchdog
 from specdec.serving.echo import cut
-from specdec.serving.errors import DeadlineError, NotBuiltError, PeerLostError, ProtocolError, from_rpc
+from specdec.serving.errors import DeadlineError, NotBuiltError, PeerLostError, ProtocolError, from_rpc, said_by_pod
 from specdec.serving.propagation import carried
 
 DEADLINE_SLACK_SECONDS = 0.1
@@ -119,7 +119,9 @@ class PeerStream:
             match seen:
                 case PeerLostError() | ProtocolError():  # ProtocolError: a message may have broken on its way
                     gone = error.code() is grpc.StatusCode.UNAVAILABLE
-                    raise LostError(said, conclusive=gone) from error
+                    raise LostError(
+                        said, conclusive=gone, died=gone and self._reached and not said_by_pod(error)
+                    ) from error
                 case NotBuiltError():
                     raise UnfitError(seen) from error
                 case DeadlineError() if not self._over:  # a deadline of the peer, or of a proxy
@@ -129,6 +131,11 @@ class PeerStream:
         if response is grpc.aio.EOF or response is None:  # None: a message that cannot be read
             raise LostError("the stream ended before the text was complete")
         return response
+
+    @property
+    def _reached(self) -> bool:
+        """True if the pod was there: what fails to connect is no death of a pod."""
+        return self.opened or getattr(self._call, "reached", False)
 
     @property
     def _over(self) -> bool:

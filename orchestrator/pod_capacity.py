@@ -13,6 +13,10 @@ STALE_SECONDS = 2.5
 report says nothing any more."""
 
 
+CROWD_SECONDS = 5.0
+"""Seconds in which the sessions of a pod that has died end one after another."""
+
+
 class PodCapacity:
     """The capacity of one pod."""
 
@@ -23,6 +27,7 @@ class PodCapacity:
         self.opening = 0  # of these, sessions that no longer wait for admission
         self._told: model_pb2.PodCapacity | None = None
         self._told_until = 0.0
+        self._most, self._most_at = 0, 0.0  # sessions from here when one of them ended, and when that was
         self._others = 0  # sessions that are not from here, as far as is known
 
     @contextmanager
@@ -32,7 +37,15 @@ class PodCapacity:
         try:
             yield
         finally:
+            now = self._clock()
+            if self.ours >= self._most or now > self._most_at + CROWD_SECONDS:
+                self._most, self._most_at = self.ours, now
             self.ours -= 1
+
+    @property
+    def crowd(self) -> int:
+        """Sessions from here, with those that have just ended; at least one."""
+        return max(1, self.ours, self._most if self._clock() < self._most_at + CROWD_SECONDS else 0)
 
     def report(self, reported: model_pb2.PodCapacity, seconds: float = STALE_SECONDS) -> None:
         """Take a report of the pod, which counts for so many `seconds` unless another one comes."""

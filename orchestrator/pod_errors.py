@@ -6,11 +6,13 @@ from specdec.serving.errors import ServiceError
 
 
 class LostError(Exception):
-    """The session is gone; another pod may resume its text. `conclusive`: the pod is gone as well, for all sessions."""
+    """The session is gone; another pod may resume its text. `conclusive`: the pod is gone as well, for all sessions.
+    `died`: it was there, and went without a word."""
 
-    def __init__(self, message: str, *, conclusive: bool = False) -> None:
+    def __init__(self, message: str, *, conclusive: bool = False, died: bool = False) -> None:
         super().__init__(message)
         self.conclusive = conclusive
+        self.died = died
 
 
 class UnfitError(Exception):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.committed_text import CommittedText
 from orchestrator.failover_events import FailoverEvents
+from orchestrator.grammar_check import GrammarWatch
 from orchestrator.granted import GrantedLimits
 from orchestrator.model import Model
 from orchestrator.peers import Peers
@@ -27,6 +28,7 @@ class SampleContext:
     events: FailoverEvents
     granted: GrantedLimits
     timeline: SampleTimeline
+    grammar_watch: GrammarWatch | None = None  # None: it has no grammar, or nobody tries it
     fallback_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds for which texts have gone on without a draft that they wanted, by reason: those of all samples."""
 

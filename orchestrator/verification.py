@@ -60,6 +60,8 @@ class Verification:
         yielded."""
         context, choice = self._context, self._choice
         while True:
+            if context.grammar_watch is not None:
+                await context.grammar_watch.clear()
             pod = await choice.next(numerics=self.identity.numerics_fingerprint, resumed=self._resumed)
             async with VerifierStream(pod, context, partial(choice.longest_step, pod)) as stream:
                 try:
@@ -160,6 +162,8 @@ class Verification:
     def _note_lost(self, stream: VerifierStream, lost: LostError) -> None:
         pod, why = stream.pod, str(lost)
         self._choice.lost(pod, lost)
+        if self._context.grammar_watch is not None:
+            self._context.grammar_watch.lost(pod, lost)
         pod.breaker.failed(conclusive=lost.conclusive)
         if stream.opened:
             self._context.events.record("verifier_lost", pod, why)

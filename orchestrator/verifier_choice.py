@@ -14,7 +14,14 @@ from orchestrator.pod_errors import LostError
 from orchestrator.pods import Pod
 from orchestrator.prefix_routing import cached_tokens, preferred
 from orchestrator.sample_context import SampleContext
-from specdec.serving.errors import DeadlineError, OverloadedError, PeerLostError, PromptTooLongError, ServiceError
+from specdec.serving.errors import (
+    DeadlineError,
+    GrammarPendingError,
+    OverloadedError,
+    PeerLostError,
+    PromptTooLongError,
+    ServiceError,
+)
 
 log = structlog.get_logger()
 
@@ -76,7 +83,8 @@ class VerifierChoice:
         if unfit and (self._backoff.exhausted or all(pod in unfit for pod in pods)):
             raise next(reversed(unfit.values())).with_traceback(None)  # other texts may raise the same
         full = [error for error in self._tried.values() if isinstance(error, OverloadedError)]
-        if full and not resumed:
+        soon = any(isinstance(error, GrammarPendingError) for error in full) and not self._backoff.exhausted
+        if full and not resumed and not soon:
             raise min(full, key=lambda error: error.retry_after)
         if self._backoff.exhausted:
             tried = {str(pod): str(self._answers.get(pod, "its circuit breaker is open")) for pod in self._pods}
@@ -129,6 +137,8 @@ def _kind(answer: Exception | None) -> str:
     match answer:
         case None | LeftAloneError():
             return "left alone after failures"
+        case GrammarPendingError():
+            return "compiles the grammar"
         case OverloadedError():
             return "no room"
         case LostError(conclusive=True):

@@ -35,6 +35,7 @@ from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.kv.slots import Slots
 from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar.compiler import GrammarCompiler
+from specdec.serving.grammar_trials import GrammarTrials
 from specdec.serving.identity import identity_of, pod_info
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.mux.servicer import MuxServicer
@@ -282,7 +283,7 @@ async def stack(
             disguise(number, identity)
             limits = verifier_limits or VerifierLimits()
             grammars = GrammarCompiler.of(ModelDirectory(target))
-            service = verifier_kind(loop, identity, limits, pod_info(engine), grammars)
+            service = verifier_kind(loop, identity, limits, pod_info(engine), grammars, GrammarTrials(target))
             pod = VerifierPod(service, loop=loop)
             await exits.enter_async_context(running(pod))
             return pod
@@ -299,7 +300,8 @@ async def stack(
             loop = DraftLoop(drafter)
             loop.start()
             identity, limits = identity_of(directory, engine, capacity), draft_limits or DraftLimits()
-            service = draft_kind(loop, identity, limits, pod_info(engine), GrammarCompiler.of(directory))
+            grammars, trials = GrammarCompiler.of(directory), GrammarTrials(directory.path)
+            service = draft_kind(loop, identity, limits, pod_info(engine), grammars, trials)
             pod = DraftPod(service, loop=loop, drafter=drafter)
             await exits.enter_async_context(running(pod))
             return pod

@@ -24,6 +24,7 @@ with needed_by("verifier", "verifier"):
     from specdec.engine.preflight.check import Wanted, check
     from specdec.engine.vllm.options import MOST_SEQUENCES, MOST_STEP_ROWS, read_options
     from specdec.grammar.compiler import GrammarCompiler
+    from specdec.serving.grammar_trials import GrammarTrials
     from specdec.serving.identity import identity_of, pod_info
     from specdec.serving.process import logs
     from specdec.serving.process.options import serving
@@ -237,7 +238,7 @@ def main(
             max_waiting=max_waiting,
         )
         identity = identity_of(directory, loaded, loop.context)
-        return VerifierServicer(loop, identity, limits, pod_info(loaded), grammars)
+        return VerifierServicer(loop, identity, limits, pod_info(loaded), grammars, GrammarTrials(directory.path))
 
     if os.environ.get("WORLD_SIZE", "1") == "1":
         run(server, lambda: in_a_thread_of_its_own(start), "verifier")

@@ -28,6 +28,7 @@ from specdec.serving.errors import (
     ProtocolError,
     TenantLimitError,
 )
+from specdec.serving.grammar_trials import GrammarTrials
 from specdec.serving.grammars import Grammars
 from specdec.serving.identity import pod_info
 from specdec.serving.messages import finish_name, lookahead_from, paths_from, sampler_from, sampling_from
@@ -101,21 +102,22 @@ class VerifierServicer(
         limits: Limits,
         info: model_pb2.PodInfo | None = None,
         grammars: GrammarCompiler | None = None,
+        trials: GrammarTrials | None = None,
     ) -> None:
         """Serve a backend. `info` is what statistics tell of the pod besides its identity; without `grammars`, texts
-        with a grammar are refused."""
+        with a grammar are refused; `trials` tries grammars before they are compiled."""
         super().__init__(backend, limits.max_sessions, limits.max_sessions_per_client)
         self._info = info or pod_info()
         self._started = time.monotonic()
         self._backend = backend
         self.identity = identity
         self._limits = limits
-        self._grammars = Grammars(grammars)
+        self._grammars = Grammars(grammars, trials)
         self._usual_tokens = float(BLOCK)  # of KV cache that a new session takes, moving average
 
     async def close(self) -> None:
         await super().close()
-        self._grammars.close()
+        await self._grammars.close()
 
     def register(self, server: grpc.aio.Server) -> None:
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(self, server)
@@ -226,8 +228,8 @@ class VerifierServicer(
     def takes_long(self, request: verifier_pb2.VerifyRequest) -> bool:
         return super().takes_long(request) or request.open.HasField("grammar")
 
-    async def prepare(self, request: verifier_pb2.VerifyRequest) -> None:
-        await self._grammars.prepare(request.open.grammar, request.open.tenant)
+    async def prepare(self, request: verifier_pb2.VerifyRequest) -> object:
+        return await self._grammars.prepare(request.open.grammar, request.open.tenant)
 
     def detach(self, session: BackendSession) -> None:
         self._backend.detach(session)

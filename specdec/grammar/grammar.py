@@ -12,6 +12,12 @@ LONGEST_SOURCE = 128 << 10
 
 MOST_CHOICES = 1024
 
+MAX_NESTING = 100
+"""Levels of arrays and objects in a schema's JSON: the library's reader stops at 127."""
+
+MAX_RULES = 1024
+"""Rules of a grammar in Lark. What is written by hand has some hundred."""
+
 LONGEST_PROBLEM = 160
 """Characters of a library's words about a grammar that are told."""
 
@@ -56,10 +62,38 @@ def source_violation(kind: Kind, source: Sequence[str]) -> str | None:
             return f"has {len(source)} texts, must have 1 to {MOST_CHOICES}"
         if not all(source):
             return "has an empty text, must have at least 1 character in each"
-    size = sum(len(each.encode()) for each in source)
+    size = sum(len(text.encode()) for text in source)
     if size > LONGEST_SOURCE:
         return f"has {size} bytes, must have at most {LONGEST_SOURCE}"
-    return None if all(source) else "is empty"
+    if not all(source):
+        return "is empty"
+    match kind:
+        case Kind.JSON_SCHEMA if (levels := _nesting(source[0])) > MAX_NESTING:
+            return f"nests arrays and objects in {levels} levels, must be at most {MAX_NESTING}"
+        case Kind.LARK if (rules := len(_RULE.findall(source[0]))) > MAX_RULES:
+            return f"has {rules} rules, must have at most {MAX_RULES}"
+    return None
+
+
+_RULE = re.compile(r"^[ \t]*[!?]?[A-Za-z_][\w-]*[ \t]*(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
+"""The head of a rule of Lark, with its priority and its attributes."""
+
+_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
+"""A string of JSON, or a bracket outside of strings. A string that is not closed goes to the end: looking for brackets
+behind each of its quotes would take quadratic time."""
+
+
+def _nesting(source: str) -> int:
+    """Return how deep arrays and objects of a JSON text lie within each other; of what is no JSON, how deep they
+    seem to."""
+    depth = deepest = 0
+    for found in _BRACKET.finditer(source):
+        if found[0] in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif found[0] in "]}":
+            depth -= 1
+    return deepest
 
 
 def lark_string(text: str) -> str:

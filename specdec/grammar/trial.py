@@ -1,53 +1,148 @@
-"""`python -m specdec.grammar.trial MODEL SECONDS`: compiles grammars as a service would, and says what is wrong with
-them.
+"""`python -m specdec.grammar.trial MODEL SECONDS`: tries grammars as a service would use them, and says what is wrong
+with them and what they weigh.
 
-Each line of stdin is a grammar in JSON, each line of stdout what is wrong with it, empty if nothing is; the first line
-says that the process is ready. Processor time and memory are limited: a grammar that takes more ends the process.
+Each line of stdin is a question in JSON, each line of stdout the answer (`Answer`); the first line says that the
+process is ready. Everything that a service has is narrower here: stack, memory, and processor time. A grammar that
+takes more ends the process.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import resource
 import signal
 import sys
+import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TypedDict
 
+import numpy as np
+
+from specdec.engine.memory import set_memory_policy
 from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar, GrammarError, Kind
+from specdec.grammar.heap import allocated_bytes, give_back_freed_memory, resident_bytes
+from specdec.grammar.stacks import TRIAL_STACK_BYTES, stack_of
+from specdec.grammar.text_grammar import TextGrammar
 
-MEMORY_BYTES = 2 << 30
-"""Address space that the process may have."""
+MEMORY_BYTES = 256 << 20
+"""Address space that a grammar may take beside what the process has when it is ready."""
+
+WORN_BYTES = 64 << 20
+"""Bytes of memory that the process may keep beyond what it had when it was ready. A worn one is replaced."""
+
+WALK_TOKENS = 8
+"""Tokens of a text that is followed in a trial, with all that a service asks about each."""
+
+FOLLOWED_CLOSELY = 64
+"""Tokens at the end of a text that are followed one by one: a service that has died was there. Those before are
+followed as in a text that is resumed."""
+
+TOKEN_SECONDS = 0.02
+"""Processor seconds that each token of a text may take when it is followed again: the library's limits on work end far
+below."""
 
 
-def problem_of(line: str, compiler: GrammarCompiler) -> str:
-    """Return what is wrong with a grammar; empty if nothing is."""
-    asked = json.loads(line)
+class Answer(TypedDict):
+    """The answer to one grammar."""
+
+    problem: str
+    """What is wrong with it; empty: nothing."""
+    bytes: int
+    """Bytes that it takes compiled, before its lexer grows."""
+    worn: bool
+    """Whether the process should be replaced."""
+
+
+def answer_of(question: dict[str, Any], compiler: GrammarCompiler) -> Answer:
+    """Try a grammar: compile it, and follow a text."""
+    grammar = Grammar(
+        Kind(question["kind"]), tuple(question["source"]), question["after_token"], question["opening_token"]
+    )
+    tokens, ends = question["tokens"], frozenset(question["end_tokens"])
+    before = allocated_bytes()
     try:
-        compiler.compile(Grammar(Kind(asked["kind"]), tuple(asked["source"])))
+        compiled = compiler.compile(grammar)
+        try:
+            if tokens:
+                follow(compiled.begin([], ends), tokens)
+            free = Grammar(grammar.kind, grammar.source)  # from the beginning
+            walk(compiler.compile(free).begin([], ends))
+        except GrammarError:
+            pass  # a matter of the text
+        size = max(0, allocated_bytes() - before)
+        del compiled
     except GrammarError as error:
-        return str(error)
-    return ""
+        return Answer(problem=str(error), bytes=0, worn=False)
+    finally:
+        compiler.forget()
+    return Answer(problem="", bytes=size, worn=False)
+
+
+def follow(text: TextGrammar, tokens: Sequence[int]) -> None:
+    """Follow a text by its tokens, at the end with all that a service asks about each place."""
+    text.commit(tokens[:-FOLLOWED_CLOSELY])
+    for token in tokens[-FOLLOWED_CLOSELY:]:
+        text.forced()
+        text.allowed([])
+        text.allowed([token])
+        text.commit([token])
+    text.forced()
+    text.allowed([])
+
+
+def walk(text: TextGrammar) -> None:
+    """Follow a random text that fits, with all that a service asks about each place: its mask, those of candidates
+    below it, what is forced."""
+    chance = random.Random(0)
+    for _ in range(WALK_TOKENS):
+        text.forced()
+        mask = text.allowed([])
+        allowed = [] if mask is None else np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+        if not allowed:
+            return
+        token = chance.choice(allowed)
+        text.permits([], token)
+        text.allowed([token])
+        text.allowed([chance.choice(allowed)])
+        text.commit([token])
 
 
 def main(model: Path, seconds: float) -> None:
-    """Answer until stdin is closed; a grammar may take so many seconds of a processor."""
+    """Answer until stdin is closed; a grammar may take this many seconds of a processor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is for the service, which ends this process
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    set_memory_policy()  # one arena, whose bytes can be told
     compiler = GrammarCompiler.of(ModelDirectory(model))
     compiler.compile(Grammar(Kind.REGEX, ("ready",)))  # the first one takes the longest
-    _say("")
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process, whatever it is in the middle of
+    compiler.forget()
+    with stack_of(TRIAL_STACK_BYTES):
+        answering = threading.Thread(target=_answer, args=(compiler, seconds), name="trials")
+        answering.start()
+    answering.join()
+
+
+def _answer(compiler: GrammarCompiler, seconds: float) -> None:
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    ready = resident_bytes()
+    _say(Answer(problem="", bytes=0, worn=False))
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        problem = problem_of(line, compiler)
+        question = json.loads(line)
+        # SIGPROF ends the process, whatever it is in the middle of.
+        signal.setitimer(signal.ITIMER_PROF, seconds + TOKEN_SECONDS * len(question["tokens"]))
+        answer = answer_of(question, compiler)
+        give_back_freed_memory()
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        _say(problem)
+        answer["worn"] = resident_bytes() > ready + WORN_BYTES
+        _say(answer)
 
 
-def _say(problem: str) -> None:
-    sys.stdout.write(json.dumps(problem) + "\n")
+def _say(answer: Answer) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 
 

@@ -10,6 +10,7 @@ ServiceError
 ├── PermissionDeniedError    PERMISSION_DENIED     the caller may not ask for this
 ├── OverloadedError          RESOURCE_EXHAUSTED    full; says when to come back
 │   ├── TenantLimitError     RESOURCE_EXHAUSTED    the tenant is at its limit, whatever room there is
+│   ├── GrammarPendingError  RESOURCE_EXHAUSTED    the pod cannot take the text's grammar yet
 │   └── TooLateError         RESOURCE_EXHAUSTED    the text would not be finished before its deadline
 ├── PeerLostError            UNAVAILABLE           another service is gone
 ├── DeadlineError            DEADLINE_EXCEEDED     the caller's time is over
@@ -143,6 +144,13 @@ class TenantLimitError(OverloadedError):
         return (*super().details(), error_details_pb2.QuotaFailure(violations=[self._violation]))
 
 
+class GrammarPendingError(OverloadedError):
+    """The pod still tries and compiles the text's grammar, or others, and takes the text once that is done. It has room
+    for texts with other grammars."""
+
+    reason = "GRAMMAR_PENDING"
+
+
 class TooLateError(OverloadedError):
     """A text would not be finished before its caller's deadline, so it is not begun."""
 
@@ -221,6 +229,7 @@ STATUS: dict[type[ServiceError], grpc.StatusCode] = {
     PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
     OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     TenantLimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    GrammarPendingError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     TooLateError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     PeerLostError: grpc.StatusCode.UNAVAILABLE,
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -277,6 +286,8 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
             return TenantLimitError(tenant, f"the {peer} has no room for more of its sessions", _retry_after(error))
         case grpc.StatusCode.RESOURCE_EXHAUSTED if _reason(error) == TooLateError.reason:
             return TooLateError(f"{peer}: could not finish the text before the deadline", _retry_after(error))
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if _reason(error) == GrammarPendingError.reason:
+            return GrammarPendingError(f"{peer}: cannot take the grammar yet", _retry_after(error))
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return OverloadedError(f"{peer}: has no room for more sessions", _retry_after(error))
         case grpc.StatusCode.INVALID_ARGUMENT if _reason(error) == GrammarFailureError.reason:
@@ -294,7 +305,7 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
             )
         case grpc.StatusCode.FAILED_PRECONDITION:
             return ProtocolError(f"{peer}: reports a protocol error")
-        case grpc.StatusCode.INTERNAL if _ours(error):
+        case grpc.StatusCode.INTERNAL if said_by_pod(error):
             return ModelFailureError(f"{peer}: its model has failed on this text")
         case _:
             return PeerLostError(f"{peer}: is unavailable", f"{peer.upper()}_LOST")
@@ -318,7 +329,7 @@ def _retry_after(error: grpc.aio.AioRpcError) -> float:
     return 1.0 if info is None else float(info.retry_delay.ToMilliseconds() / 1000)
 
 
-def _ours(error: grpc.aio.AioRpcError) -> bool:
+def said_by_pod(error: grpc.aio.AioRpcError) -> bool:
     """Return True if a service sent this error: the details of all of its errors repeat the message. An INTERNAL
     without details comes from the transport, as when a write meets a connection that has just broken; a message that
     differs was changed on its way."""

@@ -1,21 +1,35 @@
-"""Grammars of messages, compiled."""
+"""Grammars of messages, tried and compiled."""
 
 from __future__ import annotations
 
 import asyncio
 from functools import partial
 
-from specdec.grammar.compiler import CompiledGrammar, GrammarCompiler
+from specdec.grammar.compiler import CompiledGrammar, GrammarCompiler, GrammarRoomError
 from specdec.grammar.grammar import Grammar, GrammarError, source_violation
+from specdec.grammar.stacks import ServiceThreads
 from specdec.serving.bounded_threads import BoundedThreads
-from specdec.serving.errors import InvalidRequestError, NotBuiltError
+from specdec.serving.errors import (
+    GrammarPendingError,
+    InvalidRequestError,
+    NotBuiltError,
+    OverloadedError,
+    TenantLimitError,
+)
+from specdec.serving.grammar_trials import GrammarTrials, TrialResult
 from specdec.serving.messages import grammar_from
 from specdec.serving.validation import LONGEST_NAME
 from specdec.v2 import model_pb2
 
 PATIENCE_SECONDS = 0.5
-"""Seconds that an opening waits for those before it to be compiled: an orchestrator leaves a pod alone that says
+"""Seconds that an opening waits for those before it to be compiled."""
+
+SILENCE_SECONDS = 1.0
+"""Seconds that an opening waits for its grammar to be tried and compiled: an orchestrator leaves a pod alone that says
 nothing for a second and a half."""
+
+PENDING_SECONDS = 0.25
+"""Seconds after which it is worth asking again."""
 
 THREADS = 2
 """Grammars that are compiled at a time."""
@@ -25,33 +39,56 @@ MOST_WAITING = 64
 
 
 class Grammars:
-    """The grammars of a service's sessions. Those that are not kept are compiled in THREADS of their own, each once for
-    all who want it, so that sessions with kept grammars, or long prompts, do not wait for them."""
+    """The grammars of a service's sessions. Those that are not kept are tried in a process of their own and compiled in
+    THREADS of their own, each once for all that want it, so that sessions with kept grammars, or long prompts, do not
+    wait for them."""
 
-    def __init__(self, compiler: GrammarCompiler | None) -> None:
-        """Without a `compiler` no grammar is taken."""
+    def __init__(self, compiler: GrammarCompiler | None, trials: GrammarTrials | None = None) -> None:
+        """Without a `compiler` no grammar is taken; without `trials` it compiles what nobody has tried."""
         self._compiler = compiler
-        self._threads = BoundedThreads("grammars", THREADS, MOST_WAITING)
+        self._trials = trials
+        self._threads = BoundedThreads(
+            "grammars", THREADS, MOST_WAITING, reserve=True, executor=ServiceThreads(THREADS, "grammars")
+        )
         self._under_way: dict[tuple[Grammar, str], asyncio.Task[CompiledGrammar]] = {}
 
-    async def prepare(self, message: model_pb2.Grammar, owner: str = "") -> None:
-        """Have a grammar compiled for an owner; OverloadedError if too many are, InvalidRequestError if it cannot be.
-        One that is too large, or of an owner whose name is, is left to the checks of the whole message."""
+    async def prepare(self, message: model_pb2.Grammar, owner: str = "") -> CompiledGrammar | None:
+        """Have a grammar tried and compiled for an owner, and return it: it stays compiled while the caller has it.
+        GrammarPendingError if that cannot be done now, TenantLimitError if the owner is at a limit, InvalidRequestError
+        if it cannot be used. What is too large is left to the checks of the whole message."""
         grammar = grammar_from(message)
-        if grammar is None or self._compiler is None or self._compiler.keeps(grammar, owner):
-            return
+        if grammar is None or self._compiler is None:
+            return None
         if source_violation(grammar.kind, grammar.source) or len(owner) > LONGEST_NAME:
-            return
+            return None
+        if (kept := self._compiler.kept(grammar, owner)) is not None:
+            return kept
         key = grammar, owner
         if key not in self._under_way:
-            work = partial(self._compiler.compile, grammar, owner)
-            compiling = asyncio.create_task(self._threads.run(work, owner, PATIENCE_SECONDS))
+            compiling = asyncio.create_task(self._compile(grammar, owner))
             self._under_way[key] = compiling
             compiling.add_done_callback(lambda done: self._done(key, done))
         try:
-            await asyncio.shield(self._under_way[key])  # others may wait for it
-        except GrammarError as error:
-            raise _refused(grammar, error) from None
+            async with asyncio.timeout(SILENCE_SECONDS):
+                return await asyncio.shield(self._under_way[key])  # others may wait for it
+        except TimeoutError:
+            raise GrammarPendingError("the grammar is being tried and compiled", PENDING_SECONDS) from None
+        except TenantLimitError:
+            raise
+        except OverloadedError as error:
+            raise GrammarPendingError(str(error), PENDING_SECONDS) from None
+        except (GrammarError, GrammarRoomError) as error:
+            raise _refused(grammar, owner, error) from None
+
+    async def _compile(self, grammar: Grammar, owner: str) -> CompiledGrammar:
+        assert self._compiler is not None
+        verdict = TrialResult()
+        if self._trials is not None:
+            verdict = await self._trials.verdict(grammar, owner)
+            if verdict.problem:
+                raise GrammarError(verdict.problem)
+        work = partial(self._compiler.compile, grammar, owner, verdict.bytes)
+        return await self._threads.run(work, owner, PATIENCE_SECONDS)
 
     def _done(self, key: tuple[Grammar, str], compiling: asyncio.Task[CompiledGrammar]) -> None:
         del self._under_way[key]
@@ -59,21 +96,36 @@ class Grammars:
             compiling.exception()  # all who wanted it may have left
 
     def compiled(self, message: model_pb2.Grammar, owner: str = "") -> CompiledGrammar | None:
-        """Return the grammar of a message, None if it has none; InvalidRequestError if it cannot be compiled,
-        NotBuiltError where there is no compiler."""
+        """Return the grammar of a message that was prepared, None if it has none; InvalidRequestError if it cannot be
+        compiled, NotBuiltError where there is no compiler."""
         grammar = grammar_from(message)
         if grammar is None:
             return None
         if self._compiler is None:
             raise NotBuiltError("grammar: is set, no grammar is followed here")
+        if (kept := self._compiler.kept(grammar, owner)) is not None:
+            return kept
+        verdict = None if self._trials is None else self._trials.known(grammar, owner)
         try:
-            return self._compiler.compile(grammar, owner)
-        except GrammarError as error:
-            raise _refused(grammar, error) from None
+            return self._compiler.compile(grammar, owner, 0 if verdict is None else verdict.bytes)
+        except (GrammarError, GrammarRoomError) as error:
+            raise _refused(grammar, owner, error) from None
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        for compiling in self._under_way.values():
+            compiling.cancel()
+        await asyncio.gather(*self._under_way.values(), return_exceptions=True)
+        if self._trials is not None:
+            await self._trials.close()
         self._threads.close()
 
 
-def _refused(grammar: Grammar, error: GrammarError) -> InvalidRequestError:
-    return InvalidRequestError([(f"grammar.{grammar.kind.value}", str(error))])
+def _refused(
+    grammar: Grammar, owner: str, error: GrammarError | GrammarRoomError
+) -> InvalidRequestError | OverloadedError:
+    match error:
+        case GrammarError():
+            return InvalidRequestError([(f"grammar.{grammar.kind.value}", str(error))])
+        case GrammarRoomError(of_owner=True):
+            return TenantLimitError(owner, str(error), retry_after=1.0)
+    return GrammarPendingError(str(error))

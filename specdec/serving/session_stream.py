@@ -20,6 +20,7 @@ import grpc
 import structlog
 
 from specdec.engine.kv.slots import PoolFullError
+from specdec.grammar.stacks import ServiceThreads
 from specdec.serving.client_sessions import ClientSessions
 from specdec.serving.errors import EngineLostError, OverloadedError, ProtocolError
 from specdec.serving.interceptor import Gate
@@ -40,6 +41,9 @@ OPEN_SECONDS = 10.0
 
 LONG_BYTES = 1 << 14
 """Bytes above which an `open` takes long to parse: a long prompt takes a tenth of a second."""
+
+PARSING_THREADS = 4
+"""Threads that parse what takes long. They follow the grammars of texts that are resumed."""
 
 FULL_SECONDS = 5.0
 """Seconds that a pod without memory for a session wants to be left alone for: each try sends it a whole text."""
@@ -67,9 +71,11 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         self._parsing: list[str] = []  # tenants of sessions that are being parsed
         self._submitted: deque[str] = deque()  # tenants of sessions that the worker is to take, which removes them
         self.timelines = Timelines()
+        self._parsers = ServiceThreads(PARSING_THREADS, "parse")
 
     async def close(self) -> None:
         await asyncio.to_thread(self._worker.stop)
+        self._parsers.shutdown(wait=False, cancel_futures=True)
 
     timeline_name = "session"
     """Name of the timelines of its sessions."""
@@ -125,8 +131,9 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         """Return whether an `open` takes so long to parse that it is parsed in a thread."""
         return request.ByteSize() > LONG_BYTES  # type: ignore[attr-defined, no-any-return]
 
-    async def prepare(self, request: Request) -> None:
-        """Do what an `open` that takes long needs before it is parsed, and is better done elsewhere."""
+    async def prepare(self, request: Request) -> object:
+        """Do what an `open` that takes long needs before it is parsed, and is better done elsewhere; return what must
+        not be given up until it is parsed."""
 
     @abstractmethod
     def attach(self, session: Session, responses: ResponseQueue[Response], timeline: Timeline) -> None:
@@ -176,8 +183,11 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         tenant = self.tenant_of(request)
         self._parsing.append(tenant)
         try:
-            await self.prepare(request)
-            return await asyncio.to_thread(self.parse, request, deadline)
+            held = await self.prepare(request)
+            try:
+                return await self._parsers.run(self.parse, request, deadline)
+            finally:
+                del held
         finally:
             self._parsing.remove(tenant)
 

@@ -12,6 +12,8 @@ from typing import TypeVar
 
 import structlog
 
+from specdec.grammar.stacks import SERVICE_STACK_BYTES, stack_of
+
 log = structlog.get_logger()
 
 T = TypeVar("T")
@@ -32,7 +34,8 @@ class Worker(ABC):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        with stack_of(SERVICE_STACK_BYTES):
+            self._thread.start()
 
     def stop(self) -> None:
         """Stop after the actions submitted so far, and wait for the thread's end."""

@@ -114,8 +114,8 @@ class DraftOpen(google.protobuf.message.Message):
     vocabulary_size: builtins.int
     """Token ids that the target can name: there is nothing to propose beyond them. 0: as many as the draft."""
     tenant: builtins.str
-    """On whose behalf the text is made: what is learned of how often candidates are right is a tenant's own. At most 256
-    characters; empty is one of the tenants.
+    """On whose behalf the text is made: what is learned of how often candidates are right, and compiled grammars, are a
+    tenant's own. At most 256 characters; empty is one of the tenants.
     """
     @property
     def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

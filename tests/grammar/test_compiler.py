@@ -49,11 +49,11 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> GrammarCompiler:
 
 
 def test_a_spent_lexer_is_not_used_for_new_texts(limited: GrammarCompiler) -> None:
-    assert not limited.keeps(DEEP)
+    assert limited.kept(DEEP) is None
     exhaust(limited.compile(DEEP).begin([], ENDS))
-    assert not limited.keeps(DEEP)
+    assert limited.kept(DEEP) is None
     fresh = limited.compile(DEEP).begin([], ENDS)
-    assert limited.keeps(DEEP)
+    assert limited.kept(DEEP) is not None
     fresh.commit(tokens("y1"))
     assert fresh.allowed([]) is not None
 
@@ -63,7 +63,7 @@ def test_a_lexer_is_not_spent_by_another_owners_text(limited: GrammarCompiler) -
     exhaust(limited.compile(DEEP, "another").begin([], ENDS))
     mine.commit(tokens("1"))
     assert mine.allowed([]) is not None
-    assert limited.keeps(DEEP, "me")
+    assert limited.kept(DEEP, "me") is not None
 
 
 def test_a_text_that_is_resumed_has_as_much_work_as_it_had(limited: GrammarCompiler) -> None:
@@ -104,7 +104,7 @@ def test_a_grammar_that_is_compiled_holds_up_no_other() -> None:
     for each in waiting:
         each.join(60)
     assert compiler.begun.count(DEEP) == 1
-    assert compiler.keeps(DEEP)
+    assert compiler.kept(DEEP) is not None
 
 
 def test_what_cannot_be_compiled_is_not_kept() -> None:
@@ -113,4 +113,4 @@ def test_what_cannot_be_compiled_is_not_kept() -> None:
         with pytest.raises(GrammarError):
             compiler.compile(wrong)
     assert compiler.begun == [wrong, wrong]
-    assert not compiler.keeps(wrong)
+    assert compiler.kept(wrong) is None

@@ -1,149 +1,208 @@
-"""Grammars are tried in a process of its own, which may be slow, or die, and is then another one."""
+"""A grammar under which a pod has died is tried again along its text before another pod gets it, and is refused for a
+while if pods go on dying."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
-import signal
-from collections.abc import AsyncIterator
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
+import grpc
 import pytest
 
 from orchestrator import grammar_check
-from orchestrator.grammar_check import GrammarCheck
+from orchestrator.grammar_check import MAX_DEATHS, GrammarCheck, GrammarWatch
+from orchestrator.peers import Peers
+from orchestrator.pod_errors import LostError
+from orchestrator.pods import Pod, Pods
+from orchestrator.sample_context import SampleContext
+from orchestrator.verification import Verification
 from specdec.grammar.grammar import Grammar, Kind
 from specdec.local import DEMO
-from specdec.serving.errors import InvalidRequestError, OverloadedError, TenantLimitError
-from tests.stack import until
+from specdec.serving.errors import (
+    EngineLostError,
+    InvalidRequestError,
+    OverloadedError,
+    PeerLostError,
+    ServiceError,
+    to_status,
+)
+from specdec.serving.grammar_trials import TrialResult
+from specdec.v2 import model_pb2, verifier_pb2
+from tests.orchestrator.samples import context
+from tests.orchestrator.test_verification import Refusing, identity, serving
 
-GOOD = Grammar(Kind.REGEX, ("a+",))
-WRONG = Grammar(Kind.REGEX, ("(",))
-PROPERTIES = {f"p{n}": {"type": "string", "pattern": f"^[a-z]{{{n % 40}}}$"} for n in range(9999)}
-LONG = Grammar(Kind.JSON_SCHEMA, (json.dumps({"properties": PROPERTIES}),))
-"""It takes many seconds of a processor."""
-
-
-@contextlib.asynccontextmanager
-async def checking(seconds: float = 20.0, patience: float = 60.0) -> AsyncIterator[GrammarCheck]:
-    check = GrammarCheck(DEMO / "target", seconds, patience)
-    try:
-        yield check
-    finally:
-        await check.close()
+GRAMMAR = Grammar(Kind.REGEX, ("a+",))
+DIED = LostError("UNAVAILABLE: Socket closed", conclusive=True, died=True)
 
 
-async def test_outcomes_are_told_and_remembered() -> None:
-    async with checking() as check:
-        await asyncio.gather(*(check.check(GOOD, "grammar.regex") for _ in range(4)))
-        with pytest.raises(InvalidRequestError, match=r"grammar.regex: cannot be used: error: unclosed group"):
-            await check.check(WRONG, "grammar.regex")
-        await check.close()  # whatever is asked now is remembered
-        await check.check(GOOD, "grammar.regex")
-        with pytest.raises(InvalidRequestError):
-            await check.check(WRONG, "grammar.regex")
-        assert check._process is None
+class Trials:
+    """Trials with these outcomes, one after another; the last one stays."""
+
+    def __init__(self, *outcomes: str | Exception) -> None:
+        self.outcomes = outcomes
+        self.replayed: list[list[int]] = []
+        self.insistent: list[bool] = []
+
+    async def verdict(self, grammar: Grammar, owner: str = "") -> TrialResult:
+        return TrialResult()
+
+    async def replay(
+        self,
+        grammar: Grammar,
+        owner: str,
+        tokens: Sequence[int],
+        end_tokens: frozenset[int],
+        *,
+        insistent: bool = False,
+    ) -> TrialResult:
+        self.insistent.append(insistent)
+        outcome = self.outcomes[min(len(self.replayed), len(self.outcomes) - 1)]
+        self.replayed.append(list(tokens))
+        if isinstance(outcome, Exception):
+            raise outcome
+        return TrialResult(outcome)
+
+    async def close(self) -> None:
+        pass
 
 
-async def test_what_takes_too_much_of_a_processor_is_ended() -> None:
-    async with checking(seconds=0.4) as check:
-        for _ in range(2):  # which is remembered
-            with pytest.raises(InvalidRequestError, match=r"more than 0.4 s of a processor to compile, or"):
-                await check.check(LONG, "grammar.json_schema")
-            assert check._process is None
-        await check.check(GOOD, "grammar.regex")
+def checking(*outcomes: str | Exception) -> tuple[GrammarCheck, Trials]:
+    check, trials = GrammarCheck(DEMO / "target"), Trials(*outcomes)
+    check.trials = trials  # type: ignore[assignment]
+    return check, trials
 
 
-async def test_a_processor_that_is_busy_with_other_things_refuses_no_grammar() -> None:
-    """The process is stopped for longer than a grammar may take."""
-    async with checking(seconds=0.1) as check:
-        await check.check(GOOD, "grammar.regex")
-        process = check._process
-        assert process is not None
-        process.send_signal(signal.SIGSTOP)
-        asked = asyncio.create_task(check.check(Grammar(Kind.REGEX, ("b+",)), "grammar.regex"))
-        await asyncio.wait([asked], timeout=0.3)
-        assert not asked.done()
-        process.send_signal(signal.SIGCONT)
-        await asked
+def watched(check: GrammarCheck, peers: Peers | None = None, **fields: Any) -> SampleContext:
+    given = context(peers, grammar=model_pb2.Grammar(regex="a+"), **fields)
+    return replace(given, grammar_watch=check.watch(given.sample, given.text))
 
 
-async def test_what_cannot_be_tried_in_time_may_come_again() -> None:
-    async with checking() as check:
-        await check.check(GOOD, "grammar.regex")
-        process, check._patience = check._process, 0.2
-        assert process is not None
-        process.send_signal(signal.SIGSTOP)
-        with pytest.raises(OverloadedError, match=r"a grammar could not be tried within 0.2 s"):
-            await check.check(WRONG, "grammar.regex")
-        assert check._process is None
-        check._patience = 60.0
-        with pytest.raises(InvalidRequestError, match="unclosed group"):
-            await check.check(WRONG, "grammar.regex")
+def watch_of(given: SampleContext) -> GrammarWatch:
+    assert given.grammar_watch is not None
+    return given.grammar_watch
 
 
-async def test_a_process_that_dies_takes_one_grammar_with_it() -> None:
-    """It dies of memory; here it is killed while it works on the grammar."""
-    async with checking() as check:
-        await check.check(GOOD, "grammar.regex")
-        process = check._process
-        assert process is not None
-        process.send_signal(signal.SIGSTOP)
-        asked = asyncio.create_task(check.check(WRONG, "grammar.regex"))
-        await until(lambda: check._turn.locked())
-        process.kill()
-        with pytest.raises(InvalidRequestError, match="or too much memory"):
-            await asked
-        await check.check(Grammar(Kind.REGEX, ("b+",)), "grammar.regex")
+def pod(address: str = "a", sessions: int = 0) -> Pod:
+    found: Any = Pod(address, None)  # type: ignore[arg-type]
+    found.load.ours = sessions
+    return found  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("started", [False, True])
-async def test_who_leaves_gets_nobody_anothers_answer(started: bool) -> None:
-    """Whether it leaves while the process starts, or while its grammar is tried."""
-    async with checking() as check:
-        if started:
-            await check.check(GOOD, "grammar.regex")
-        asked = asyncio.create_task(check.check(WRONG, "grammar.regex"))
-        while check._process is None or not check._trials:
-            await asyncio.sleep(0)
-        asked.cancel()
-        await asyncio.wait([asked])
-        await check.check(Grammar(Kind.REGEX, ("b+",)), "grammar.regex")
-        with pytest.raises(InvalidRequestError, match="unclosed group"):
-            await check.check(WRONG, "grammar.regex")
+class Dying(Refusing):
+    """A verifier that takes a text and is gone: with these last words, or without any."""
+
+    def __init__(self, *last_words: ServiceError | None) -> None:
+        super().__init__("")
+        self.last_words = last_words
+
+    async def Verify(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+        last_words = self.last_words[min(self.asked, len(self.last_words) - 1)]
+        self.asked += 1
+        opened = verifier_pb2.VerifyOpened(identity=identity(), follows_grammar=True)
+        await context.write(verifier_pb2.VerifyResponse(opened=opened))
+        if last_words is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+        else:
+            await context.abort_with_status(to_status(last_words))
 
 
-async def test_what_took_too_much_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_check, "AGAIN_SECONDS", 0.0)
-    async with checking(seconds=0.4) as check:
-        with pytest.raises(InvalidRequestError, match=r"more than 0.4 s of a processor to compile, or"):
-            await check.check(LONG, "grammar.json_schema")
-        again = asyncio.create_task(check.check(LONG, "grammar.json_schema"))
-        await until(lambda: bool(check._trials))
-        with pytest.raises(InvalidRequestError):
-            await again
+async def end_of(verifier: Refusing, check: GrammarCheck, tokens: Iterable[int] = (), **peers: Any) -> Exception:
+    """Return the error with which a text with a grammar ends, whose only verifier is this one."""
+    async with serving(verifier) as address:
+        pods = Pods([address], connect=grpc.aio.insecure_channel)
+        given = watched(check, Peers(pods, **peers))
+        given.text.add(list(tokens))
+        with pytest.raises(ServiceError) as ended:
+            async for _ in Verification(given, verifier_pb2.VerifyPolicy()).messages():
+                pass
+        await pods.close()
+    return ended.value
 
 
-async def test_a_tenant_has_a_share_of_the_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with grammars whose requests have left: each takes the process's time all the same."""
-    monkeypatch.setattr(grammar_check, "MAX_WAITING", 16)
-    async with checking() as check:
-        for number in range(2):
-            left = asyncio.create_task(check.check(Grammar(Kind.REGEX, (f"a{number}",)), "grammar.regex", "greedy"))
-            await until(lambda number=number: len(check._trials) > number)  # type: ignore[misc]
-            left.cancel()
-            await asyncio.wait([left])
-        with pytest.raises(TenantLimitError, match=r"tenant 'greedy': 2 of its grammars are waiting already"):
-            await check.check(WRONG, "grammar.regex", "greedy")
-        await check.check(GOOD, "grammar.regex", "another")
-        await check.check(GOOD, "grammar.regex", "greedy")
+async def test_a_grammar_that_does_not_pass_again_ends_its_text_and_kills_no_other_pod() -> None:
+    check, trials = checking("nests too deep")
+    verifier = Dying(None)
+    error = await end_of(verifier, check, [5, 6])
+    assert isinstance(error, InvalidRequestError)
+    assert str(error) == "grammar.regex: nests too deep"
+    assert trials.replayed == [[5, 6]]  # and no other pod has died of it
 
 
-async def test_only_so_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_check, "MAX_WAITING", 1)
-    async with checking() as check:
-        first = asyncio.create_task(check.check(GOOD, "grammar.regex"))
-        await until(lambda: check._turn.locked())
-        with pytest.raises(OverloadedError):
-            await check.check(WRONG, "grammar.regex")
-        await first
+async def test_a_grammar_that_passes_again_and_again_is_refused_in_the_end() -> None:
+    check, trials = checking("")
+    verifier = Dying(None)
+    error = await end_of(verifier, check)
+    assert isinstance(error, OverloadedError)
+    assert 0 < error.retry_after <= grammar_check.QUARANTINE_SECONDS
+    assert trials.insistent == [False, True]
+    with pytest.raises(OverloadedError, match=r"grammar.regex: 3 pods have ended under this grammar"):
+        await check.check(GRAMMAR, "grammar.regex")
+    await check.check(GRAMMAR, "grammar.regex", "another tenant")
+    await check.check(Grammar(Kind.REGEX, ("b+",)), "grammar.regex")
+
+
+async def test_a_quarantine_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_check, "QUARANTINE_SECONDS", 0.0)
+    check, _ = checking("")
+    for _ in range(MAX_DEATHS):
+        check.died(GRAMMAR, "", pod(), MAX_DEATHS)
+    await check.check(GRAMMAR, "grammar.regex")
+
+
+async def test_a_pod_that_says_why_it_goes_is_no_death_under_a_grammar() -> None:
+    check, trials = checking("nests too deep")
+    verifier = Dying(EngineLostError())
+    assert isinstance(await end_of(verifier, check, failover_seconds=1.0), PeerLostError)
+    assert verifier.asked > 1
+    assert not trials.replayed
+
+
+async def test_a_verifier_that_was_never_there_is_no_death_under_a_grammar() -> None:
+    check, trials = checking("nests too deep")
+    assert isinstance(await end_of(Refusing("failed to connect"), check, failover_seconds=1.0), PeerLostError)
+    assert not trials.replayed
+
+
+async def test_a_machine_too_busy_to_try_ends_no_text() -> None:
+    """It goes on, and is tried the next time; deaths count all the same."""
+    check, trials = checking(OverloadedError("busy"), "")
+    given = watched(check)
+    watch_of(given).lost(pod(), DIED)
+    await watch_of(given).clear()
+    await watch_of(given).clear()
+    await watch_of(given).clear()
+    assert len(trials.replayed) == 2
+
+
+async def test_a_text_that_grows_is_not_blamed_for_one_pod_after_another() -> None:
+    """Of a grammar that is open everywhere, pods of a crowd die without its doing."""
+    check, _ = checking("")
+    texts = [watched(check) for _ in range(10)]
+    for number in range(10):
+        for given in texts:
+            watch_of(given).lost(pod(f"pod {number}", sessions=20), DIED)
+            given.text.add([1])
+    await check.check(GRAMMAR, "grammar.regex")
+
+
+async def test_pods_that_die_under_one_text_after_another_are_its_grammars_fault() -> None:
+    """Each text is a new request; where it is the only one, it counts half, and the second time in a row as a whole."""
+    check, _ = checking("")
+    deaths = 0
+    while True:
+        try:
+            await check.check(GRAMMAR, "grammar.regex")
+        except OverloadedError:
+            break
+        given = watched(check)
+        watch_of(given).lost(pod(f"pod {deaths}", sessions=1), DIED)
+        deaths += 1
+    assert deaths == 2 * MAX_DEATHS
+
+
+def test_texts_lost_with_the_same_pod_count_once() -> None:
+    check, _ = checking("")
+    for _ in range(50):
+        check.died(GRAMMAR, "", pod("one"), 1)
+    assert not check._refused_until

@@ -19,7 +19,7 @@ from orchestrator.peers import Peers
 from orchestrator.pod_errors import LostError
 from orchestrator.pods import Pods
 from orchestrator.verification import Verification
-from specdec.serving.errors import PeerLostError, PromptTooLongError, ProtocolError, to_status
+from specdec.serving.errors import GrammarPendingError, PeerLostError, PromptTooLongError, ProtocolError, to_status
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.captured_logs import captured_logs
 from tests.orchestrator.samples import MODEL, context
@@ -142,6 +142,38 @@ class Small(Refusing):
         self.asked += 1
         status = to_status(PromptTooLongError([("prompt_tokens", "has 9 tokens, must have at most 5")]))
         await context.abort_with_status(status)
+
+
+class Compiling(Changing):
+    """A verifier that compiles the text's grammar while it is asked the first two times."""
+
+    pending = 2
+
+    async def Verify(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+        if self.pending:
+            self.pending -= 1
+            await context.abort_with_status(to_status(GrammarPendingError("compiles", 0.01)))
+        else:
+            await super().Verify(requests, context)
+
+
+async def test_a_new_text_waits_for_its_grammar_and_others_do_not() -> None:
+    """That a pod cannot take the grammar yet says nothing of its room."""
+    verifier = Compiling(identity())
+    async with serving(verifier) as address:
+        pods = Pods([address], connect=grpc.aio.insecure_channel)
+        messages = Verification(context(Peers(pods)), verifier_pb2.VerifyPolicy()).messages()
+        assert isinstance(await anext(messages), verifier_pb2.VerifyOpened)
+        assert verifier.pending == 0
+        await messages.aclose()
+        verifier.pending = 2
+        with pytest.raises(GrammarPendingError):
+            await anext(
+                Verification(context(Peers(pods, failover_seconds=0.0)), verifier_pb2.VerifyPolicy()).messages()
+            )
+        (pod,) = pods
+        assert pod.admission.refusal("") is None
+        await pods.close()
 
 
 @pytest.mark.parametrize("begun", [False, True])

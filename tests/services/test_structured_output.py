@@ -4,6 +4,7 @@ dies."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import time
@@ -21,6 +22,7 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar, Kind
 from specdec.local import DEMO
+from specdec.serving.errors import GrammarPendingError
 from specdec.serving.grammars import Grammars
 from specdec.v2 import generation_pb2, model_pb2
 from testing.schemas import random_schema
@@ -72,6 +74,15 @@ def check_fits(directories: Directories, grammar: model_pb2.Grammar, completion:
     assert state.permits([], END) or not ended
 
 
+async def compiled(services: Stack, grammar: model_pb2.Grammar) -> None:
+    """Wait until the drafts have compiled a grammar: the first one waits for a trial process to start."""
+    for pod in services.drafts:
+        while True:
+            with contextlib.suppress(GrammarPendingError):
+                await pod.service._grammars.prepare(grammar)
+                break
+
+
 async def all_of(services: Stack, **fields: Any) -> list[generation_pb2.Completion]:
     """A completion for each grammar and sampling, those of a grammar at once."""
     found: list[generation_pb2.Completion] = []
@@ -116,8 +127,10 @@ async def test_texts_fit_and_are_equal_whoever_proposes(directories: Directories
 
 
 async def test_a_draft_proposes_nothing_that_is_forbidden(directories: Directories) -> None:
-    """A draft that agrees with its target as much as any is right nearly always where little is left to choose."""
+    """A draft that agrees with its target as much as any is right nearly always where little is left to choose, once it
+    has compiled the grammar."""
     async with stack(directories.target, directories.target, target_delay=long_steps) as services:
+        await compiled(services, GRAMMARS["regex"])
         completion = await services.generate(PROMPT, grammar=GRAMMARS["regex"], max_tokens=60, speculation=ALWAYS)
         assert services.draft_loop is not None
         assert completion.finish.speculation.accepted > 0

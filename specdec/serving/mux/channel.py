@@ -128,6 +128,7 @@ class MuxConnection:
 
     def __init__(self, call: Any) -> None:
         self.broken = False
+        self.accepted = False  # the service has answered
         self.leaving = False  # takes no new streams, and ends once it carries none
         self.unknown = False  # True: the service does not support connections
         self._call = call
@@ -146,7 +147,7 @@ class MuxConnection:
         if timeout is not None:
             begun.timeout_us = int(1e6 * max(0.0, timeout))
         number = next(self._numbers)
-        call = Call(number, self._sending, timeout, serialize, deserialize, self._ended)
+        call = Call(number, self, self._sending, timeout, serialize, deserialize)
         self._calls[number] = call
         call.send_frame(mux_pb2.Frame(begin=begun))
         return call
@@ -160,7 +161,8 @@ class MuxConnection:
         self._call.cancel()
         await asyncio.wait(self._tasks)
 
-    def _ended(self, call: Call) -> None:
+    def ended(self, call: Call) -> None:
+        """Forget a call that has ended; called at least once."""
         self._calls.pop(call.number, None)
         self._end_if_idle()
 
@@ -176,6 +178,7 @@ class MuxConnection:
         try:
             with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.AioRpcError):
                 await self._call.initial_metadata()
+                self.accepted = True
                 await self._sending.write(lambda frames: self._call.write(mux_pb2.ConnectRequest(frames=frames)))
         finally:
             self._call.cancel()
@@ -219,21 +222,25 @@ class Call(Stream):
     def __init__(
         self,
         number: int,
+        connection: MuxConnection,
         sending: SendQueue,
         timeout: float | None,
         serialize: Callable[[Any], bytes],
         deserialize: Callable[[bytes], Any],
-        ended: Callable[[Call], None],
     ) -> None:
-        """`ended` is told when the call has ended, at least once."""
         super().__init__(number, sending, timeout)
+        self._connection = connection
         self._serialize = serialize
         self._deserialize = deserialize
-        self._ended = ended
         self._cancelled = False  # by `cancel`, at this end
         self._timer = None
         if timeout is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, timeout), self._late)
+
+    @property
+    def reached(self) -> bool:
+        """True if its connection has come about, whatever became of it."""
+        return self._connection.accepted
 
     async def write(self, request: Any) -> None:
         """Send a request; InvalidStateError if the stream has ended."""
@@ -266,7 +273,7 @@ class Call(Stream):
         if self._timer is not None:
             self._timer.cancel()
         super().end(end, at_once=at_once)
-        self._ended(self)
+        self._connection.ended(self)
 
     def _late(self) -> None:
         self._abandon(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")

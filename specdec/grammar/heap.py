@@ -1,0 +1,43 @@
+"""The heap of this process: what malloc has handed out, and what it can give back to the system."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from pathlib import Path
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def allocated_bytes() -> int:
+    """Return the bytes that malloc has handed out and not got back, in its main arena and in mappings of their own.
+    Without glibc 2.33, the bytes of this process that are in memory."""
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):
+        return resident_bytes()
+    mallinfo.restype = _Mallinfo
+    found = mallinfo()
+    return int(found.uordblks + found.hblkhd)
+
+
+def resident_bytes() -> int:
+    """Return the bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def give_back_freed_memory() -> None:
+    """Have malloc give memory that was freed back to the system. Without glibc nothing is done."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,300 @@
+"""Grammar trials: grammars are tried in processes of their own (`specdec.grammar.trial`). One that is too much ends
+such a process and nothing else.
+
+Every service tries a grammar for itself before it compiles it. Owners take turns, and what was found out is remembered
+for each owner by itself: how long an answer takes tells nothing of what others use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from specdec.grammar.grammar import Grammar
+from specdec.grammar.stacks import TRIAL_STACK_BYTES
+from specdec.serving.echo import cut
+from specdec.serving.errors import PROBLEM_BYTES, InternalError, OverloadedError, TenantLimitError
+from specdec.serving.fair_turns import FairTurns
+
+if TYPE_CHECKING:
+    from specdec.grammar.trial import Answer
+
+log = structlog.get_logger()
+
+SECONDS = 1.0
+"""Seconds of a processor that a grammar may take: on a busy machine it is as good as on an idle one."""
+
+PATIENCE = 10.0
+"""Seconds by the clock after which a trial is given up, however little of a processor it got."""
+
+START_SECONDS = 30.0
+"""Seconds that a process may take to start."""
+
+PROCESSES = 2
+"""Grammars that are tried at a time. A named owner has one process at most, so that others wait for none of its
+trials."""
+
+MAX_WAITING = 64
+"""Grammars that may wait to be tried, those included whose requests have left."""
+
+MAX_REPLAYS = 8
+"""Texts of an owner that are followed again at a time, after a pod has died: some 50 ms each."""
+
+TENANT_SHARE = 8
+"""Owners with a name may have one in this many of these places."""
+
+AGAIN_SECONDS = 60.0
+"""Seconds after which a grammar that took too much is tried again: the machine may have been slow, or out of memory,
+for a reason of its own."""
+
+VERDICT_SECONDS = 600.0
+"""Seconds for which a verdict holds: a machine changes, and a verdict that was wrong is not to stand for ever."""
+
+MAX_VERDICTS, MAX_VERDICTS_OF_OWNER = 4096, 512
+"""Verdicts that are remembered, of all and of a named owner."""
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """What a trial has found out: what is wrong with a grammar, if anything is, and the bytes that it takes."""
+
+    problem: str = ""
+    bytes: int = 0
+
+
+Key = tuple[str, bytes]
+"""An owner and the digest of a grammar, whose source may be long."""
+
+
+def key_of(grammar: Grammar, owner: str) -> Key:
+    source = json.dumps({"kind": grammar.kind.value, "source": grammar.source}).encode()
+    return owner, hashlib.sha256(source).digest()
+
+
+class GrammarTrials:
+    """Tries grammars for the model of a directory; each may take `seconds` of a processor, and `patience` in all."""
+
+    def __init__(self, model: Path, seconds: float = SECONDS, patience: float = PATIENCE) -> None:
+        self._model = model
+        self._seconds = seconds
+        self._patience = patience
+        self._turns = FairTurns(PROCESSES, reserve=True)
+        self._idle: list[TrialProcess] = []
+        self._processes: set[TrialProcess] = set()
+        self._under_way: dict[Key, asyncio.Task[TrialResult]] = {}
+        self._replays: dict[asyncio.Task[TrialResult], str] = {}  # under way: whose they are
+        self._known: OrderedDict[Key, tuple[TrialResult, float]] = OrderedDict()
+        """Verdicts, and until when each holds, in monotonic time; the one that was not asked for longest is first."""
+
+    def known(self, grammar: Grammar, owner: str = "") -> TrialResult | None:
+        """Return the verdict on an owner's grammar, if there is one. Any thread may ask."""
+        verdict, until = self._known.get(key_of(grammar, owner), (None, 0.0))
+        return verdict if time.monotonic() < until else None
+
+    async def verdict(self, grammar: Grammar, owner: str = "") -> TrialResult:
+        """Return the verdict on an owner's grammar; TenantLimitError if too many of the owner's wait to be tried,
+        OverloadedError if too many of all do, or if the machine is too busy to try it. A caller that leaves does not
+        end the trial."""
+        key = key_of(grammar, owner)
+        if (verdict := self.known(grammar, owner)) is not None:
+            self._known.move_to_end(key)
+            return verdict
+        if key not in self._under_way:
+            self._check_room(owner)
+            self._under_way[key] = trial = asyncio.create_task(self._try(key, _question(grammar)))
+            trial.add_done_callback(lambda done: self._tried(key, done))
+        return await asyncio.shield(self._under_way[key])
+
+    async def replay(
+        self,
+        grammar: Grammar,
+        owner: str,
+        tokens: Sequence[int],
+        end_tokens: frozenset[int],
+        *,
+        insistent: bool = False,
+    ) -> TrialResult:
+        """Try a grammar again whatever is known of it, along a text that has these tokens. OverloadedError if the
+        machine is too busy or, unless the caller is `insistent`, if the owner has many such trials under way: its texts
+        would stand for too long."""
+        key = key_of(grammar, owner)
+        self._known.pop(key, None)
+        own = sum(owner == other for other in self._replays.values())
+        if own >= MAX_REPLAYS and not insistent:
+            raise OverloadedError(f"{own} texts are followed again already, the limit is reached")
+        replay = asyncio.create_task(self._try(key, _question(grammar, tokens, end_tokens)))
+        self._replays[replay] = owner
+        replay.add_done_callback(self._replayed)
+        return await asyncio.shield(replay)
+
+    async def close(self) -> None:
+        """End the processes."""
+        trials = [*self._under_way.values(), *self._replays]
+        for trial in trials:
+            trial.cancel()
+        await asyncio.gather(*trials, return_exceptions=True)
+        for process in list(self._processes):
+            await self._end(process)
+
+    def _check_room(self, owner: str) -> None:
+        waiting = len(self._under_way)
+        if waiting >= MAX_WAITING:
+            raise OverloadedError(f"{waiting} grammars are waiting already, the limit is reached")
+        own = sum(key[0] == owner for key in self._under_way)
+        if owner and own >= max(1, MAX_WAITING // TENANT_SHARE):
+            problem = f"{own} of its grammars are waiting already, the limit is reached"
+            raise TenantLimitError(owner, problem, retry_after=1.0)
+
+    def _tried(self, key: Key, trial: asyncio.Task[TrialResult]) -> None:
+        del self._under_way[key]
+        if not trial.cancelled():
+            trial.exception()  # all who wanted it may have left
+
+    def _replayed(self, replay: asyncio.Task[TrialResult]) -> None:
+        del self._replays[replay]
+        if not replay.cancelled():
+            replay.exception()
+
+    async def _try(self, key: Key, question: dict[str, Any]) -> TrialResult:
+        """Return the verdict on a grammar, and remember it."""
+        owner, _ = key
+        try:
+            async with asyncio.timeout(self._patience + START_SECONDS):
+                await self._turns.acquire(owner)
+        except TimeoutError:
+            raise OverloadedError("other grammars have to be tried before, which takes too long") from None
+        try:
+            answer = await self._answer(question)
+        finally:
+            self._turns.release(owner)
+        seconds, now = VERDICT_SECONDS, time.monotonic()
+        if isinstance(answer, int):
+            seconds = AGAIN_SECONDS
+            verdict = TrialResult(self._problem(answer))
+        else:
+            verdict = TrialResult(cut(answer["problem"], PROBLEM_BYTES), answer["bytes"])
+        self._remember(key, verdict, now + seconds)
+        return verdict
+
+    def _problem(self, status: int) -> str:
+        """Return what is wrong with a grammar on which a process has ended with this status."""
+        if -status in (signal.SIGSEGV, signal.SIGBUS):
+            return f"nests too deep: to compile or follow it takes more than {TRIAL_STACK_BYTES >> 20} MiB of stack"
+        return f"takes more than {self._seconds:g} s of a processor to compile, or too much memory"
+
+    def _remember(self, key: Key, verdict: TrialResult, until: float) -> None:
+        self._known[key] = verdict, until
+        self._known.move_to_end(key)
+        own = [known for known in self._known if key[0] and known[0] == key[0]]
+        for oldest in own[: max(0, len(own) - MAX_VERDICTS_OF_OWNER)]:
+            del self._known[oldest]
+        while len(self._known) > MAX_VERDICTS:
+            self._known.popitem(last=False)
+
+    async def _answer(self, question: dict[str, Any]) -> Answer | int:
+        """Return a process's answer, or the status with which it has ended instead. OverloadedError if it does
+        neither."""
+        process = await self._process()
+        begin, answer = time.monotonic(), None
+        try:
+            answer = await process.ask(question, self._patience)
+        except TimeoutError:
+            raise OverloadedError(f"a grammar could not be tried within {self._patience:g} s") from None
+        finally:
+            if answer is None:
+                await self._end(process)
+                log.warning("trial_process_ended", seconds=round(time.monotonic() - begin, 3), status=process.status)
+        if answer is None:
+            return process.status
+        if answer["worn"]:
+            await self._end(process)
+        else:
+            self._idle.append(process)
+        return answer
+
+    async def _process(self) -> TrialProcess:
+        """Return a process that has nothing to do."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.process is not None and process.process.returncode is None:
+                return process
+            await self._end(process)  # it has ended meanwhile, of nothing that it was asked
+        process = TrialProcess(self._model, self._seconds)
+        self._processes.add(process)
+        return process
+
+    async def _end(self, process: TrialProcess) -> None:
+        self._processes.discard(process)
+        await process.end()
+
+
+class TrialProcess:
+    """A process that tries one grammar after another. It starts with the first one."""
+
+    def __init__(self, model: Path, seconds: float) -> None:
+        self._command = (sys.executable, "-m", "specdec.grammar.trial", str(model), str(seconds))
+        self.process: Process | None = None
+
+    @property
+    def status(self) -> int:
+        """The status with which it has ended; 0 while it has not."""
+        return 0 if self.process is None else self.process.returncode or 0
+
+    async def ask(self, question: dict[str, Any], patience: float) -> Answer | None:
+        """Return the answer to a question; None if the process ends instead, TimeoutError after `patience` seconds."""
+        process = self.process or await self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        async with asyncio.timeout(patience):
+            with contextlib.suppress(ConnectionError):  # it has ended, as the answer tells
+                process.stdin.write(json.dumps(question).encode() + b"\n")
+                await process.stdin.drain()
+            line = await process.stdout.readline()
+            if not line:
+                await process.wait()
+                return None
+        answer: Answer = json.loads(line)
+        return answer
+
+    async def end(self) -> None:
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+            await self.process.wait()
+
+    async def _start(self) -> Process:
+        self.process = process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE)
+        assert process.stdout is not None
+        ready = b""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_SECONDS):
+                ready = await process.stdout.readline()
+        if not ready:
+            log.error("trial_process_does_not_start")
+            raise InternalError
+        return process
+
+
+def _question(grammar: Grammar, tokens: Sequence[int] = (), end_tokens: frozenset[int] = frozenset()) -> dict[str, Any]:
+    """Return what a trial process is asked about a grammar; see `specdec.grammar.trial`."""
+    return {
+        "kind": grammar.kind.value,
+        "source": grammar.source,
+        "after_token": grammar.after_token,
+        "opening_token": grammar.opening_token,
+        "tokens": list(tokens),
+        "end_tokens": sorted(end_tokens),
+    }
