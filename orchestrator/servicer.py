@@ -19,7 +19,7 @@ from orchestrator.metrics import metrics
 from orchestrator.peers import Peers
 from orchestrator.pods import Pod
 from orchestrator.readiness import VERIFIER
-from orchestrator.request import grammar_field, parse
+from orchestrator.request import MOST_SAMPLES, grammar_field, parse
 from orchestrator.request_timeline import SampleTimeline, operation, record_parsed
 from orchestrator.revision import Revision
 from orchestrator.sample import Request
@@ -262,7 +262,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             with self._catalog.refused.request(account.tenant_class), account.request(), recorded(model=""):
                 raise
         peers = revision.peers
-        with revision.request(account.tenant_class), account.request():
+        samples = max(1, min(request.n, MOST_SAMPLES))  # more are refused with the request's other faults
+        with revision.request(account.tenant_class), account.request(samples):
             peers.check_room(request.tenant if account.tenant is None else account.tenant.name)
             with recorded(model=revision.asked_as or revision.model.name) as timeline:
                 yield revision, peers, timeline

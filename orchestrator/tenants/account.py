@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from orchestrator.tenants.file import Tenant
 from orchestrator.tenants.rate import Rate
-from specdec.serving.errors import TenantLimitError
+from specdec.serving.errors import InvalidRequestError, TenantLimitError
 
 RETRY_SECONDS = 1.0
 """Seconds after which a tenant with too many requests at once is asked to come again: nobody knows when one ends."""
@@ -18,7 +18,7 @@ class Account:
     """The requests and tokens of a tenant; None: of anybody, without limits."""
 
     def __init__(self, tenant: Tenant | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.running = 0  # requests
+        self.running = 0  # texts: each sample of a request is one, since each takes what a request for one takes
         self._clock = clock
         self._rates: dict[str, Rate] = {}  # by the limit's name
         self.change(tenant)
@@ -40,22 +40,27 @@ class Account:
                 self._rates[name] = Rate(limit, self._clock)
 
     @contextmanager
-    def request(self) -> Iterator[None]:
-        """Wrap a request; TenantLimitError if it is one too many."""
+    def request(self, samples: int = 1) -> Iterator[None]:
+        """Wrap a request for `samples` texts. Raise TenantLimitError if they are too many now, InvalidRequestError if
+        they always are."""
         tenant = self.tenant
         if tenant is not None:
             most = tenant.max_concurrent_requests
-            if most is not None and self.running >= most:
-                raise TenantLimitError(tenant.name, f"max_concurrent_requests is {most}, all under way", RETRY_SECONDS)
+            if most is not None and samples > most:  # no retry helps
+                problem = f"is {samples}, must be at most {most}, max_concurrent_requests of tenant {tenant.name!r}"
+                raise InvalidRequestError([("n", problem)])
+            if most is not None and self.running + samples > most:
+                problem = f"max_concurrent_requests is {most}, {self.running} are under way, n is {samples}"
+                raise TenantLimitError(tenant.name, problem, RETRY_SECONDS)
             for name, rate in self._rates.items():
                 if seconds := rate.seconds_until(1):
                     raise TenantLimitError(tenant.name, f"{name} is {rate.per_minute:.0f}, used up", seconds)
         self._spend("requests_per_minute", 1)
-        self.running += 1
+        self.running += samples
         try:
             yield
         finally:
-            self.running -= 1
+            self.running -= samples
 
     def spend_tokens(self, tokens: int) -> None:
         """Count tokens, of a prompt or of a text, as they come."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from orchestrator.tenants.account import Account
 from orchestrator.tenants.file import Tenant
 from orchestrator.tenants.rate import Rate
-from specdec.serving.errors import TenantLimitError
+from specdec.serving.errors import InvalidRequestError, TenantLimitError
 
 
 class Clock:
@@ -61,6 +61,23 @@ def test_requests_at_the_same_time() -> None:
                 running.enter_context(account.request())
             assert refused.value.retry_after == 1
         running.enter_context(account.request())
+    assert account.running == 0
+
+
+def test_each_sample_of_a_request_counts() -> None:
+    account = Account(Tenant("acme", max_concurrent_requests=4))
+    with account.request(3):
+        with pytest.raises(TenantLimitError, match="max_concurrent_requests is 4, 3 are under way, n is 2"):
+            account.request(2).__enter__()
+        with account.request():
+            assert account.running == 4
+    assert account.running == 0
+
+
+def test_more_samples_than_a_tenant_may_have_are_refused_for_good() -> None:
+    account = Account(Tenant("acme", max_concurrent_requests=4))
+    with pytest.raises(InvalidRequestError, match="n: is 5, must be at most 4, max_concurrent_requests of tenant"):
+        account.request(5).__enter__()
     assert account.running == 0
 
 

@@ -189,3 +189,20 @@ async def test_a_limit_is_told_as_google_rpc_has_it(address: str, site: Site) ->
     (violation,) = quota.violations
     assert violation.subject == "tenant:acme"
     assert "requests_per_minute is 1, used up" in violation.description
+
+
+async def test_a_request_for_more_texts_than_its_tenant_may_have_is_refused(tmp_path: Path) -> None:
+    site = Site(tmp_path / "tenants.yaml")
+    site.write(f"acme: {{api_keys: ['{api_keys.hash_of(ACME)}'], max_concurrent_requests: 4}}")
+    accounts = Accounts(TenantsFile(site.path))
+    servicer = GenerationServicer(Catalog.of(MODEL, Peers(Pods())), accounts=accounts)
+    async with served(servicer) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+        request = generation_pb2.GenerateRequest(tokens=generation_pb2.TokenPrompt(ids=[3]), n=5)
+        call = stub.Complete(
+            generation_pb2.CompleteRequest(request=request),
+            metadata=(("authorization", f"Bearer {ACME}"),),
+            timeout=20,
+        )
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "n: is 5, must be at most 4, max_concurrent_requests" in await call.details()
