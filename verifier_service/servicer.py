@@ -37,9 +37,7 @@ from specdec.serving.session_stream import SessionServicer
 from specdec.serving.timeline import Timeline
 from specdec.serving.tracing.servicer import TraceServicer
 from specdec.serving.validation import (
-    LEAST_WEIGHT,
     MAX_NODES_A_MESSAGE,
-    MOST_WEIGHT,
     drafter_violations,
     grammar_violations,
     lookahead_violations,
@@ -47,6 +45,7 @@ from specdec.serving.validation import (
     rule_violations,
     text_violations,
     token_violations,
+    weight_violations,
 )
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from verifier_service.backend.request import Policy, SessionRequest
@@ -329,9 +328,7 @@ class VerifierServicer(
         violations += token_violations("end_tokens", list(message.end_tokens), vocabulary)
         if message.top_logprobs > MOST_LOGPROBS:
             violations.append(("top_logprobs", f"is {message.top_logprobs}, must be at most {MOST_LOGPROBS}"))
-        if message.tenant_weight and not LEAST_WEIGHT <= message.tenant_weight <= MOST_WEIGHT:
-            problem = f"is {message.tenant_weight:g}, must be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
-            violations.append(("tenant_weight", problem))
+        violations += weight_violations(message.tenant_weight)
         violations += self._policy_violations(message.policy)
         if message.HasField("grammar"):
             violations += grammar_violations(message.grammar, end_tokens, vocabulary)

@@ -34,9 +34,10 @@ from verifier_service.proposers.proposer import Phase, ProposalStats, Proposer
 from verifier_service.proposers.windows import observe_windows
 from verifier_service.publishing.commits import CommitPublisher, StepSeconds
 from verifier_service.scheduling.cpu_threads import thread_policy
-from verifier_service.scheduling.planner import Planner
+from verifier_service.scheduling.planner import Planner, StepPlan
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.scheduling.step_delay import StepDelay
+from verifier_service.scheduling.step_shares import Division
 from verifier_service.sessions.draft_gain import DraftGain
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import Session
@@ -147,6 +148,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
     def attach(self, entry: RunningSession) -> None:
         """Queue a session for memory; EngineLostError if nothing can be computed."""
         self.check_works()
+        self._planner.shares.joined(entry)
         self._queue.add(entry)
 
     def detach(self, session: Session) -> None:
@@ -169,6 +171,12 @@ class StepLoop(EngineWorker[Session], SessionBackend):
             self._idle = True
             self.stats.forget_pace()
             return None  # the next action wakes the loop
+        division = None
+        if self._queue.shares.tenants > 1 and not on_trial:
+            division = self._planner.shares.divide(ready, self._threads.latency)
+        if division is not None and division.sitting_out:  # these cost nothing from here on
+            waiting = set(map(id, division.sitting_out))
+            ready = [entry for entry in ready if id(entry) not in waiting]
         sessions = [entry.session for entry in ready]
         for entry in ready:
             if entry.awaiting_draft:
@@ -185,7 +193,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         proposed = self._speculation.propose(Phase.AFTER_DELAY, sessions)
         kept = self._queue.reserve_texts(ready)
         if kept:
-            self._run_step(kept, batches, proposed, waited)
+            self._run_step(kept, batches, proposed, waited, division)
         self.stats.step_begun = 0.0
         return 0.0
 
@@ -209,17 +217,25 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         return self._delay.seconds(sessions, drafted, now, last_step=self._last_step, latency=latency, price=price)
 
     def _run_step(
-        self, ready: list[RunningSession], batches: Sequence[Batch], proposed: ProposalStats, waited: float
+        self,
+        ready: list[RunningSession],
+        batches: Sequence[Batch],
+        proposed: ProposalStats,
+        waited: float,
+        division: Division | None,
     ) -> None:
         # 1. Collect every session's rows.
         start = time.monotonic()
         if batches:
             self.stats.mode = self._speculation.mode.value
-        plan = self._planner.plan(self._engine.packer(), ready, proposed.seconds)
+        plan = self._planner.plan(self._engine.packer(), ready, proposed.seconds, division)
+        if not plan.entries:  # those that the others waited for have lost their memory meanwhile
+            return
         self.stats.step_expected = plan.expected
         self._publisher.send_before(plan.expected, plan.sitting_out)
 
         # 2. Run one forward pass, and verify all trees.
+        grammars = _grammar_seconds(plan)
         try:
             verified = VerifiedStep(plan.entries, plan.packer, self._forward)
             observe_windows(verified.verifications, verified.logits)
@@ -241,10 +257,13 @@ class StepLoop(EngineWorker[Session], SessionBackend):
             self._quarantine(entry, why)
 
         # 4. Learn from the step, and send its results.
-        self._planner.observe(plan, end - start)
+        grammars = _grammar_seconds(plan) - grammars  # which are no cost of rows
+        self._planner.observe(plan, end - start - grammars)
+        self._planner.shares.observe(results)
         added = [result for _, result in results]
         self.stats.observe(plan.rows, end - start, added)
-        self.stats.observe_pace(end - begin, added, sat_out=bool(plan.sitting_out))
+        in_turn = 0 if division is None else len(division.sitting_out)
+        self.stats.observe_pace(end - begin, added, sat_out=len(plan.sitting_out) > in_turn, in_turn=in_turn)
         proposing, self._looked_up = proposed.seconds + self._looked_up, 0.0
         self.stats.observe_parts(forward=verified.forward_seconds, proposing=proposing, delayed=waited)
         self._speculation.observe_drafts(plan, results)
@@ -305,3 +324,8 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self._queue.remove(entry.session, wipe=not finite)
         self._forget(entry.session)
         entry.responses.send(error)
+
+
+def _grammar_seconds(plan: StepPlan) -> float:
+    """Return the seconds that grammars of a step's sessions have taken since their last step."""
+    return sum(entry.session.grammar_seconds for entry, _ in plan.entries)

@@ -71,7 +71,7 @@ def open_size_violations(
         too_many("end_tokens", len(message.end_tokens), MAX_END_TOKENS, "tokens"),
     )
     found = [violation for violation in counts if violation is not None] + size_violations(message.sampling, vocabulary)
-    if isinstance(message, verifier_pb2.VerifyOpen) and len(message.tenant) > LONGEST_NAME:
+    if len(message.tenant) > LONGEST_NAME:
         found.append(("tenant", f"has {len(message.tenant)} characters, must have at most {LONGEST_NAME}"))
     return found
 
@@ -147,6 +147,14 @@ def grammar_violations(
 
 LEAST_WEIGHT, MOST_WEIGHT = 0.01, 100.0
 """Share of a tenant, relative to others."""
+
+
+def weight_violations(weight: float) -> list[tuple[str, str]]:
+    """Return what is wrong with the weight of a session's tenant; 0 means 1."""
+    if not weight or LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+        return []
+    return [("tenant_weight", f"is {weight:g}, must be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")]
+
 
 MAX_CANDIDATES = 128
 MAX_DEPTH = 128

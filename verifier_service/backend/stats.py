@@ -70,15 +70,18 @@ class VerifierStats:
             if result.offered:
                 self.accepted_lengths[min(result.accepted, LONGEST_TOLD)] += 1
 
-    def observe_pace(self, seconds: float, results: Sequence[VerifyResult], *, sat_out: bool) -> None:
-        """Count the seconds from step to step, whatever they went to. Where texts have sat out the step, they wait for
-        the next one as well."""
+    def observe_pace(
+        self, seconds: float, results: Sequence[VerifyResult], *, sat_out: bool = False, in_turn: int = 0
+    ) -> None:
+        """Count the seconds from step to step, whatever they went to. Texts that have `sat_out` the step for a prompt
+        wait for the next one as well; those that take part `in_turn` and are not in this one wait for their turn."""
         self._held_up += seconds
         if sat_out:
             return
         held_up, self._held_up = self._held_up, 0.0
         if results:
-            interval = held_up * len(results) / max(1, sum(len(result.tokens) for result in results))
+            tokens = max(1, sum(len(result.tokens) for result in results))
+            interval = held_up * (len(results) + in_turn) / tokens
             self.interval += INTERVAL_SMOOTHING * (interval - self.interval) if self.interval else interval
 
     def forget_pace(self) -> None:

@@ -29,7 +29,7 @@ class ForcedTokens(Proposer):
             if session.grammar is None or self._proposed.get(session) == session.tree.base:
                 continue
             self._proposed[session] = session.tree.base
-            if not (tokens := session.grammar.forced()[:LONGEST]):
+            if not (tokens := session.forced()[:LONGEST]):
                 continue
             sampled = enumerate(tokens) if session.samples_candidates else ()
             rows = [(place, DraftDistribution.certain(token)) for place, token in sampled]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.tree import Node
 from verifier_service.costs.step_latency import StepLatency
@@ -33,11 +34,7 @@ def open_windows(
     costs = WindowCosts(decoding, latency, decoding + sum(map(len, chosen)), may_explore=may_explore)
     windows: list[LookaheadRows | None] = []
     for session, nodes in zip(sessions, chosen, strict=True):
-        size = None
-        if session.policy.windows and not session.chains_only and eligibility.uses_proposers(session):
-            size = session.policy.lookahead
-            if size is None and not eligibility.uses_local_model(session):  # with a draft a window has little to gain
-                size = costs.affordable(session.ngrams.sizes, session.ngrams.gain)
+        size = _wanted(session, costs, eligibility)
         if size is not None and size.most_rows > free:
             size = None
         window = session.open_window(size)
@@ -48,6 +45,35 @@ def open_windows(
             costs.add(len(window.nodes))
             free -= len(window.nodes)
     return windows
+
+
+def window_rows(
+    sessions: Sequence[Session],
+    chosen: Sequence[list[Node]],
+    decoding: int,
+    free: int,
+    latency: StepLatency,
+    eligibility: Eligibility,
+) -> int:
+    """Return how many rows the windows that `open_windows` would open may have."""
+    costs = WindowCosts(decoding, latency, decoding + sum(map(len, chosen)))
+    rows = 0
+    for session in sessions:
+        size = _wanted(session, costs, eligibility)
+        if size is not None and size.most_rows <= free - rows:
+            rows += size.most_rows
+            costs.add(size.most_rows)
+    return rows
+
+
+def _wanted(session: Session, costs: WindowCosts, eligibility: Eligibility) -> Lookahead | None:
+    """Return the size of the window that a session is to have; None: it is to have none."""
+    if not session.policy.windows or session.chains_only or not eligibility.uses_proposers(session):
+        return None
+    size = session.policy.lookahead
+    if size is None and not eligibility.uses_local_model(session):  # with a draft a window has little to gain
+        size = costs.affordable(session.ngrams.sizes, session.ngrams.gain)
+    return size
 
 
 def observe_windows(verifications: Sequence[TreeVerification], logits: StepLogits) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -56,14 +57,26 @@ class CommitPublisher:
         """Return the function that says whether a session's pending result is to be sent at this time, though nobody
         waits for it."""
         tuning = self._tuning
-        spacing = max(tuning.coalesce_seconds, len(self._queue.running) / tuning.messages_a_second)
-        relaxed = max(tuning.relaxed_coalesce_seconds, spacing)
+        spacing = self._spacing()
 
         def is_due(entry: RunningSession) -> bool:
-            pause = relaxed if entry.session.request.coalesce_commits else spacing
+            pause = max(tuning.coalesce_seconds, spacing.get(entry.tenant, 0.0))
+            if entry.session.request.coalesce_commits:
+                pause = max(tuning.relaxed_coalesce_seconds, pause)
             return when - entry.last_sent_at >= pause
 
         return is_due
+
+    def _spacing(self) -> dict[str, float]:
+        """Return the seconds between two messages of a session, by tenant. They divide the messages a second by their
+        weights, so that many streams of one do not delay another's."""
+        running, a_second = self._queue.running, self._tuning.messages_a_second
+        if self._queue.shares.tenants <= 1:  # as mostly
+            return {entry.tenant: len(running) / a_second for entry in running[:1]}
+        sessions = Counter(entry.tenant for entry in running)
+        weights = {entry.tenant: entry.weight for entry in running}
+        total = sum(weights.values())
+        return {tenant: count * total / (weights[tenant] * a_second) for tenant, count in sessions.items()}
 
     def send_pending(self, entry: RunningSession) -> None:
         """Send what is pending of a session at once, outside of any step."""

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import math
+from collections import defaultdict
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import tee
 
 import numpy as np
 
+from specdec.decoding.tree import Node
 from specdec.engine.batch import Packer
 from specdec.engine.kv.slots import Slots
 from verifier_service.costs.token_budget import select_candidates
-from verifier_service.proposers.windows import open_windows
+from verifier_service.proposers.windows import open_windows, window_rows
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
 from verifier_service.scheduling.prefill import PrefillSlowdown, prefill_chunks
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.scheduling.shares import Urgent, prompt_weights
+from verifier_service.scheduling.step_shares import Division, StepShares
+from verifier_service.sessions.ngram import LookaheadRows
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.step_rows import ScheduledRows
 from verifier_service.settings.tuning import Tuning
@@ -30,6 +36,7 @@ class StepPlan:
     rows: int  # without those that packing adds
     expected: float  # seconds
     sitting_out: list[RunningSession]  # that decode, and have no rows in it
+    division: Division | None = None  # None: it was not divided among tenants
 
     @property
     def slots(self) -> Slots:
@@ -40,6 +47,21 @@ class StepPlan:
     def decodes_only(self) -> bool:
         """True if the step has nothing of a prompt, not even the end of one."""
         return all(rows.root_row is not None and rows.count == 1 for _, rows in self.entries)
+
+
+@dataclass
+class Alone:
+    """The candidates that a tenant would have in a step of its own."""
+
+    places: list[int]  # of its sessions among those that speculate
+    roots: int
+    nodes: list[list[Node]]
+    price: float
+    rows: int = 0  # of lookahead windows
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.nodes))
 
 
 class Planner:
@@ -67,39 +89,34 @@ class Planner:
         self._step_rows = step_rows
         self._prefill_rows = prefill_rows
         self._prefill_slowdown = PrefillSlowdown(tuning.prefill)
+        self.shares = StepShares(prefill_rows)
         self._waited = 0  # steps in a row in which texts have waited for prompts of others
 
-    def plan(self, packer: Packer, ready: Sequence[RunningSession], spent: float) -> StepPlan:
+    def plan(
+        self, packer: Packer, ready: Sequence[RunningSession], spent: float, division: Division | None = None
+    ) -> StepPlan:
         """Add the rows of sessions, all but those that wait for prompts of others, to an empty batch; proposers have
-        `spent` so many seconds for them."""
+        `spent` so many seconds for them. `division` has chosen the sessions, if there are several tenants."""
+        self.shares.begin(division)
         prompts, plain, speculating = self._sorted(ready)
         decoders = [*plain, *speculating]
-        urgent = self._queue.shares.urgent(prompts, decoders)
+        waiting = [] if division is None else division.sitting_out
+        urgent = self._queue.shares.urgent(prompts, [*decoders, *waiting])
         # Whoever comes, texts do not wait for prompts of others without end.
         goes_first = bool(urgent.tenants) and self._waited < self._tuning.prefill.most_waiting_steps
         if decoders:
             self._waited = self._waited + 1 if goes_first else 0
-        sitting_out: list[RunningSession] = []
+        sitting_out = list(waiting)
         if goes_first and self._give_way(prompts, urgent, decoders):
-            sitting_out = [entry for entry in decoders if entry.tenant in urgent.yielding]
+            sitting_out += [entry for entry in decoders if entry.tenant in urgent.yielding]
             prompts = [entry for entry in prompts if entry.tenant in urgent.tenants]
             plain, speculating = (
                 [entry for entry in entries if entry.tenant not in urgent.yielding] for entries in (plain, speculating)
             )
         decoding, latency, tree_slots = len(plain) + len(speculating), self._threads.latency, list(self._tree_slots)
-        offers = [entry.session.candidates() for entry in speculating]
-        # A step with prompts would not show what it explores.
-        chosen, price, exploring = select_candidates(
-            offers, latency, decoding, len(tree_slots), spent, explore=decoding > 0 and not prompts
-        )
-        if exploring is not None:
-            latency.explore(exploring)
+        chosen, windows, price = self._speculate(speculating, decoding, spent, division, may_explore=not prompts)
         if decoding:
             self._eligibility.observe_price(price, self._tuning.price_smoothing)
-        free = len(tree_slots) - sum(map(len, chosen))
-        sessions = [entry.session for entry in speculating]
-        may_explore = exploring is None and not prompts
-        windows = open_windows(sessions, chosen, decoding, free, latency, self._eligibility, may_explore=may_explore)
         entries: list[tuple[RunningSession, ScheduledRows]] = []
         for entry, nodes, window in zip(speculating, chosen, windows, strict=True):
             self._queue.reserve_candidates(entry.session, nodes)
@@ -110,10 +127,14 @@ class Planner:
         for entry in (*plain, *prompts):
             entry.session.ngrams.close_window()
         entries += [(entry, entry.session.plan(packer, 1, [], tree_slots)) for entry in plain]
-        for entry, chunk in self._chunks(prompts, urgent.tenants, goes_first, decoding, len(packer.tokens)):
+        chunks = self._chunks(prompts, urgent.tenants, goes_first, decoding, len(packer.tokens))
+        if division is not None:
+            chunks = self._within_parts(chunks, division, urgent.tenants if goes_first else (), len(packer.tokens))
+        for entry, chunk in chunks:
             entries.append((entry, entry.session.plan(packer, chunk, [], tree_slots)))
         taken = len(packer.tokens)
-        plan = StepPlan(packer, entries, taken, latency.of(taken), sitting_out)
+        expected = latency.of(taken) + sum(entry.beside for entry, _ in entries)
+        plan = StepPlan(packer, entries, taken, expected, sitting_out, division)
         return plan if plan.decodes_only else replace(plan, expected=plan.expected * self._prefill_slowdown.factor)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
@@ -122,6 +143,98 @@ class Planner:
             self._threads.observe(plan.rows, seconds)
         else:
             self._prefill_slowdown.observe(self._threads.latency.of(plan.rows), seconds)
+
+    def _speculate(
+        self,
+        speculating: Sequence[RunningSession],
+        decoding: int,
+        spent: float,
+        division: Division | None,
+        *,
+        may_explore: bool,
+    ) -> tuple[list[list[Node]], list[LookaheadRows | None], float]:
+        """Choose the candidates of sessions in a step of `decoding` ones, and open windows. Return both, and the
+        break-even probability.
+
+        They are chosen for all sessions together, as brings most tokens a second. Where a tenant would get less than
+        its part of what it gets alone, each tenant has those that it would have alone, as far as its part goes. Only a
+        step of one tenant `may_explore` what rows cost, since a prompt or another's text would wait for it."""
+        latency, eligibility, free = self._threads.latency, self._eligibility, len(self._tree_slots)
+        sessions = [entry.session for entry in speculating]
+        if division is None or not sessions:
+            found = select_candidates(
+                [session.candidates() for session in sessions],
+                latency,
+                decoding,
+                free,
+                spent,
+                explore=decoding > 0 and may_explore,
+            )
+            if found.exploring is not None:
+                latency.explore(found.exploring)
+            free -= sum(map(len, found.nodes))
+            may_explore = may_explore and found.exploring is None
+            opened = open_windows(sessions, found.nodes, decoding, free, latency, eligibility, may_explore=may_explore)
+            return found.nodes, opened, found.price
+        offers = [tee(session.candidates(), 3) for session in sessions]
+        together = select_candidates([offer[0] for offer in offers], latency, decoding, free, spent)
+        chosen = together.nodes
+        own: dict[str, Alone] = {}
+        for tenant, places in _places(speculating).items():
+            roots = len(division.tenants[tenant].decoders)
+            found = select_candidates([offers[i][1] for i in places], latency, roots, free, spent)
+            own[tenant] = alone = Alone(places, roots, found.nodes, found.price)
+            some = [sessions[i] for i in places]
+            alone.rows = window_rows(some, alone.nodes, roots, free - alone.count, latency, eligibility)
+        windowed = sum(alone.rows for alone in own.values())
+        rows = sum(map(len, chosen)) + windowed
+        got = {tenant: alone.roots + sum(_tokens(chosen[i]) for i in alone.places) for tenant, alone in own.items()}
+        wanted = {
+            tenant: (alone.count + alone.rows, alone.roots + sum(map(_tokens, alone.nodes)))
+            for tenant, alone in own.items()
+        }
+        if division.is_fair(rows, got, wanted):
+            free = min(free - sum(map(len, chosen)), windowed)
+            return chosen, open_windows(sessions, chosen, decoding, free, latency, eligibility), together.price
+        allowed = division.candidates({tenant: extra for tenant, (extra, _) in wanted.items()})
+        windows: list[LookaheadRows | None] = [None] * len(sessions)
+        for tenant, alone in own.items():
+            most, some, roots = min(free, allowed[tenant]), [sessions[i] for i in alone.places], alone.roots
+            nodes = alone.nodes
+            if most < alone.count:
+                nodes = select_candidates([offers[i][2] for i in alone.places], latency, roots, most, spent).nodes
+            count = sum(map(len, nodes))
+            opened = open_windows(some, nodes, roots, most - count, latency, eligibility)
+            free -= count + sum(len(window.nodes) for window in opened if window is not None)
+            for i, of_session, window in zip(alone.places, nodes, opened, strict=True):
+                chosen[i], windows[i] = of_session, window
+        return chosen, windows, min(alone.price for alone in own.values())
+
+    def _within_parts(
+        self, chunks: Sequence[tuple[RunningSession, int]], division: Division, urgent: Collection[str], rows: int
+    ) -> list[tuple[RunningSession, int]]:
+        """Return the chunks of prompts, cut to what their tenants' parts of the step allow beside so many `rows`; those
+        of `urgent` tenants are not."""
+        kept: list[tuple[RunningSession, int]] = []
+        latency = self._threads.latency
+        of_tenant: defaultdict[str, list[tuple[RunningSession, int]]] = defaultdict(list)
+        for entry, chunk in chunks:
+            of_tenant[entry.tenant].append((entry, chunk))
+        for tenant, own in of_tenant.items():
+            seconds = division.prompt_seconds.get(tenant)
+            count = sum(chunk for _, chunk in own)
+            if seconds is not None and tenant not in urgent:
+                begin = latency.of(rows)
+                fitting = latency.rows_within(begin + seconds / self._prefill_slowdown.factor) - rows
+                least = self._tuning.prefill.min_chunk_tokens if seconds > 0 else 0  # the next steps pay
+                most = max(fitting, least)
+                if count > most:
+                    own = _cut(own, most)
+                    count = sum(chunk for _, chunk in own)
+                self.shares.charge(tenant, (latency.of(rows + count) - begin) * self._prefill_slowdown.factor - seconds)
+            rows += count
+            kept += own
+        return kept
 
     def _chunks(
         self, prompts: Sequence[RunningSession], urgent: Set[str], goes_first: bool, decoding: int, rows: int
@@ -170,3 +283,27 @@ class Planner:
             else:
                 plain.append(entry)
         return prompts, plain, speculating
+
+
+def _places(entries: Sequence[RunningSession]) -> dict[str, list[int]]:
+    """Return the places of each tenant's sessions."""
+    found: defaultdict[str, list[int]] = defaultdict(list)
+    for place, entry in enumerate(entries):
+        found[entry.tenant].append(place)
+    return found
+
+
+def _tokens(nodes: Sequence[Node]) -> float:
+    """Return how many tokens these candidates are expected to bring."""
+    return sum(math.exp(node.path_logprob()) for node in nodes)
+
+
+def _cut(chunks: Sequence[tuple[RunningSession, int]], most: int) -> list[tuple[RunningSession, int]]:
+    """Return chunks of `most` tokens together, the shares of the first ones rounded up."""
+    left, cut = sum(chunk for _, chunk in chunks), []
+    for entry, chunk in chunks:
+        own = math.ceil(most * chunk / left) if left else 0
+        most, left = most - own, left - chunk
+        if own:
+            cut.append((entry, own))
+    return cut

@@ -56,6 +56,11 @@ class Shares:
         self._level = 0.0  # that the counters of all tenants had reached that were in some step or waited
         self._usual = 0.0  # cost of a text, moving average
 
+    @property
+    def tenants(self) -> int:
+        """The number of tenants that have sessions."""
+        return len(self._sessions)
+
     def joined(self, entry: RunningSession, wanting: Collection[str]) -> None:
         """Note that a session has come, which waits for memory as other new ones of the tenants `wanting` it do."""
         tenant = entry.tenant

@@ -4,10 +4,15 @@ A step of T seconds that is started now, w seconds after the last one, brings E 
 message of a session's draft, due in r seconds, will add about A * q tokens and a row that costs p tokens: q is the path
 probability of the best leaf, A the acceptance, p the break-even probability. Waiting pays while (A * q - p) / r, summed
 over the sessions, exceeds the rate: the sessions of a step wait together.
+
+Each tenant decides for its own sessions, and the step waits only if all of them would: nobody waits for candidates of
+another tenant's draft.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 from verifier_service.costs.step_latency import StepLatency
@@ -52,11 +57,17 @@ class StepDelay:
             session.wait_estimate(now, price) if has_draft else WITHOUT_DRAFT
             for session, has_draft in zip(sessions, drafted, strict=True)
         ]
-        until = delay_until(estimates, now, last_step, latency.of(len(sessions)))
-        if until is None:
-            return None
+        of_tenants: defaultdict[str, list[WaitEstimate]] = defaultdict(list)
+        for session, estimate in zip(sessions, estimates, strict=True):
+            of_tenants[session.request.tenant].append(estimate)
+        earliest, step_time = math.inf, latency.of(len(sessions))
+        for own in of_tenants.values():
+            until = delay_until(own, now, last_step, step_time)
+            if until is None:
+                return None
+            earliest = min(earliest, until)
         self._since = self._since or now
-        return until - now
+        return earliest - now
 
     def end(self, now: float) -> float:
         """End the delay: the step begins, or there is none. Return for how long it has lasted."""

@@ -33,6 +33,8 @@ class RunningSession:
     cost: float = 0.0  # tokens that its tenant was charged for it, each at its cost
     awaiting_draft: bool = False  # it has a draft, and its last step is not counted in `draft_ready_steps` yet
     timeline: Timeline = field(default_factory=Timeline)
+    last_step: int = 0  # number of the step that it last took part in; 0: of none
+    beside: float = 0.0  # seconds that its grammar costs in a step besides its rows, moving average
     computing_prompt: bool = False  # it has memory, and no step has chosen a token of it since
 
     def count_draft_ready(self, stats: VerifierStats) -> None:

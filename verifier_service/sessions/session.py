@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 
 import numpy as np
@@ -16,6 +18,7 @@ from specdec.decoding.tree import Node, Paths, TokenTree, expected_tokens
 from specdec.engine.batch import Packer
 from specdec.engine.kv.blocks import BLOCK, BlockPool, BlockTable
 from specdec.engine.kv.slots import Slots
+from specdec.grammar.text_grammar import TextGrammar
 from specdec.serving import checksum
 from verifier_service.backend.request import Policy, SessionRequest
 from verifier_service.backend.result import (
@@ -82,6 +85,7 @@ class Session:
         self.consumed = len(text)  # tokens that the client has read, prompt included
         self.refused_extends = 0  # messages of candidates that were invalid
         self._expected_tokens: tuple[float, float] | None = None  # of the present tree; None: to be computed
+        self.grammar_seconds = 0.0  # that its grammar has taken in the step loop's thread
 
     @property
     def remaining_prompt(self) -> int:
@@ -165,18 +169,41 @@ class Session:
         self.draft_timing.arrived(base, arrived, held)
         self._expected_tokens = None
 
-    def _permits(self, parent: Node, token: int) -> bool:
+    @contextmanager
+    def _asking(self) -> Iterator[TextGrammar]:
+        """Give the grammar, and count what asking it takes: a mask of a costly one takes longer than a step."""
         assert self.grammar is not None
-        return self.grammar.permits([node.token for node in parent.path()], token)
+        begin = time.perf_counter()
+        try:
+            yield self.grammar
+        finally:
+            self.grammar_seconds += time.perf_counter() - begin
+
+    def _permits(self, parent: Node, token: int) -> bool:
+        with self._asking() as grammar:
+            return grammar.permits([node.token for node in parent.path()], token)
 
     def allowed(self, path: Sequence[int]) -> TokenMask | None:
         """Return the tokens that the grammar lets come after the committed text and a path; None: all. GrammarError if
         it is too complex to say."""
-        return None if self.grammar is None else self.grammar.allowed(path)
+        if self.grammar is None:
+            return None
+        with self._asking() as grammar:
+            return grammar.allowed(path)
 
     def hint(self, path: Sequence[int]) -> TokenMask | None:
         """Return the same, None if it cannot be told."""
-        return None if self.grammar is None else self.grammar.hint(path)
+        if self.grammar is None:
+            return None
+        with self._asking() as grammar:
+            return grammar.hint(path)
+
+    def forced(self) -> list[int]:
+        """Return the tokens that the grammar lets come next and no others."""
+        if self.grammar is None:
+            return []
+        with self._asking() as grammar:
+            return grammar.forced()
 
     def usable(self, node: Node) -> bool:
         """True if verifying a candidate can bring anything. Under CONTRASTIVE nothing can be chosen below a candidate
@@ -303,7 +330,8 @@ class Session:
         if self.penalty_state is not None:
             self.penalty_state.extend(result.tokens)
         if self.grammar is not None:
-            self.grammar.commit(result.tokens)
+            with self._asking() as grammar:
+                grammar.commit(result.tokens)
         self._checksum = result.checksum = checksum.extended(self._checksum, result.tokens, result.finish)
 
     def finish(self, token: int, position: int) -> int:

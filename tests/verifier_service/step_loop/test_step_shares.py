@@ -1,0 +1,178 @@
+"""The time of steps is shared by tenants: what rows, candidates, windows, grammars and prompts of one cost another.
+
+Steps take virtual time, as long as their rows say; what a text takes alone and beside others is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from specdec.decoding.lookahead import Lookahead
+from specdec.decoding.speculation import OWN_DRAFTERS, Drafter
+from specdec.decoding.token_mask import TokenMask
+from tests.replay.clock import Clock
+from tests.replay.engines import TimedEngine
+from tests.verifier_service.fakes import Client, ThreadedTextEngine
+from tests.verifier_service.step_loop.helpers import NO_BAD, text, turns
+from verifier_service.backend.request import Policy
+from verifier_service.step_loop import StepLoop
+
+FAIR = 2.2
+"""Times as long as alone that a text may take beside a tenant of equal weight: 2, and what does not come out even."""
+
+PLAIN = Policy(frozenset(), 8, 0.0)
+FORCED = Policy(frozenset({Drafter.REMOTE}), 64, 0.0, forced=True)
+WINDOW = Policy(OWN_DRAFTERS, 64, 0.0, lookahead=Lookahead(15, 5, 15))
+
+TOKENS = 60
+
+
+class SlowGrammar:
+    """Allows everything, and takes its time over it."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self._clock, self._seconds = clock, seconds
+
+    def allowed(self, path: Sequence[int]) -> TokenMask | None:
+        if not path:
+            self._clock.now += self._seconds
+        return None
+
+    def forced(self) -> list[int]:
+        return []
+
+    def permits(self, path: Sequence[int], token: int) -> bool:
+        return True
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        pass
+
+
+class OneThread(ThreadedTextEngine):
+    threads = (1,)
+
+
+class Site:
+    """A step loop on a virtual clock: a pass over n rows takes `base` + `row` n seconds."""
+
+    def __init__(self, clock: Clock, base: float, row: float) -> None:
+        self.clock = clock
+        self.engine = OneThread(1200)
+        self.loop = StepLoop(TimedEngine(self.engine, clock, base, row), max_unread_tokens=10_000)
+        self.others: list[Client] = []
+        self.prompts = 0  # tokens of the prompt that the other tenant always has
+
+    def other(self, seed: int, policy: Policy = PLAIN, grammar: float = 0.0, **fields: Any) -> None:
+        made = Client(self.loop, text(5, seed), 200, tenant="other", policy=policy, sampling=NO_BAD, **fields)
+        if grammar:
+            made.session.grammar = SlowGrammar(self.clock, grammar)  # type: ignore[assignment]
+        self.others.append(made)
+
+    def prompt(self) -> None:
+        """Have the other tenant ask for one token after a long prompt, again and again from now on."""
+        self.prompts += 1
+        self.others.append(Client(self.loop, text(600, self.prompts), 1, tenant="other", policy=PLAIN, sampling=NO_BAD))
+
+    def seconds(self, policy: Policy = PLAIN, tokens: int = TOKENS, draft: int = 0) -> float:
+        """Return what a text of another tenant takes from its first token to its last; `draft`: right candidates that
+        it has in each step."""
+        mine = Client(self.loop, text(5, 7), tokens, tenant="quiet", policy=policy, sampling=NO_BAD)
+        begin: float | None = None
+        while not mine.over:
+            for each in self.others:
+                if each.session.policy is FORCED and not each.over and not each.session.remaining_prompt:
+                    each.offer(4, [2] * 5)
+            if self.prompts and not any(not each.over for each in self.others):
+                self.prompt()
+            if draft and not mine.session.remaining_prompt:
+                mine.offer(draft)
+            assert self.loop.turn() == 0.0
+            if begin is None and mine.tokens:
+                begin = self.clock.now
+        assert mine.tokens == mine.want
+        assert begin is not None
+        return self.clock.now - begin
+
+
+@contextmanager
+def site(base: float, row: float) -> Iterator[Site]:
+    clock = Clock()
+    with clock.rules():
+        yield Site(clock, base, row)
+
+
+def crowd(site: Site, texts: int, policy: Policy = PLAIN, grammar: float = 0.0) -> None:
+    for seed in range(texts):
+        site.other(seed, policy, grammar)
+
+
+CROWDS: Mapping[str, Callable[[Site], None]] = {
+    "16 texts": lambda site: crowd(site, 16),
+    "96 samples": lambda site: crowd(site, 96),
+    "lookahead": lambda site: crowd(site, 16, WINDOW),
+    "drafts": lambda site: crowd(site, 16, FORCED),
+    "two with drafts": lambda site: crowd(site, 2, FORCED),
+    "two with windows": lambda site: crowd(site, 2, WINDOW),
+    "prompts": Site.prompt,
+    "grammars": lambda site: crowd(site, 4, grammar=0.005),
+}
+
+CPU, LINEAR, GPU = (0.001, 0.0003), (0.0, 0.002), (0.010, 0.0)
+"""Seconds of a pass, and of a row: on a CPU, where every row costs as much, and where further ones are free."""
+
+
+@pytest.mark.parametrize("cost", [CPU, LINEAR], ids=["cpu", "linear"])
+@pytest.mark.parametrize("name", CROWDS)
+def test_a_text_takes_twice_as_long_beside_one_tenant(name: str, cost: tuple[float, float]) -> None:
+    with site(*cost) as one:
+        alone = one.seconds()
+        CROWDS[name](one)
+        turns(one.loop, 2 if name == "prompts" else 10)
+        beside = one.seconds()
+    assert beside / alone < FAIR
+
+
+@pytest.mark.parametrize("name", CROWDS)
+def test_a_text_that_speculates_takes_twice_as_long_beside_one_tenant(name: str) -> None:
+    forced = Policy(frozenset({Drafter.REMOTE}), 8, 0.0, forced=True)
+    with site(*CPU) as one:
+        alone = one.seconds(forced, draft=4)
+        CROWDS[name](one)
+        turns(one.loop, 2 if name == "prompts" else 10)
+        beside = one.seconds(forced, draft=4)
+    assert beside / alone < FAIR
+
+
+def test_nobody_sits_out_where_further_rows_are_free() -> None:
+    with site(*GPU) as one:
+        alone = one.seconds()
+        crowd(one, 60)
+        turns(one.loop, 10)
+        before = [each.session.generated for each in one.others]
+        assert one.seconds() < 1.2 * alone
+        assert all(each.session.generated >= count + TOKENS - 1 for each, count in zip(one.others, before, strict=True))
+
+
+def test_a_crowd_gets_what_a_quiet_tenant_leaves() -> None:
+    """Its texts take turns, and have half of the time together."""
+    with site(*LINEAR) as one:
+        crowd(one, 16)
+        turns(one.loop, 10)
+        before = [each.session.generated for each in one.others]
+        one.seconds()
+        got = [each.session.generated - count for each, count in zip(one.others, before, strict=True)]
+    assert max(got) - min(got) <= 1
+    assert sum(got) >= TOKENS - 10
+
+
+def test_a_heavier_tenant_gets_more() -> None:
+    with site(*LINEAR) as one:
+        alone = one.seconds()
+        for seed in range(8):
+            one.other(seed, weight=3.0)
+        turns(one.loop, 10)
+        assert one.seconds() == pytest.approx(4 * alone, rel=0.1)

@@ -1,0 +1,172 @@
+"""The rule by which tenants share the time of steps, over made-up latencies and sessions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verifier_service.costs.step_latency import StepLatency
+from verifier_service.scheduling.step_shares import Division, StepShares
+
+STEPS = 60
+
+
+@dataclass
+class Text:
+    """What the rule sees of a session: it decodes, or has a prompt of `prompt` tokens to read."""
+
+    remaining_prompt: int = 0
+
+    @property
+    def computable(self) -> int:
+        return self.remaining_prompt + 1
+
+
+@dataclass(eq=False)
+class Entry:
+    tenant: str
+    weight: float
+    arrival: int
+    session: Text
+    beside: float = 0.0
+    last_step: int = 0
+
+
+latencies = st.builds(
+    lambda first, slopes: StepLatency(
+        (1, 4, 16, 64, 256),
+        list(
+            itertools.accumulate(
+                (slope * rows for slope, rows in zip(slopes, (3, 12, 48, 192), strict=True)), initial=first
+            )
+        ),
+    ),
+    st.floats(0.1, 10),
+    st.lists(st.sampled_from([0.0, 0.01, 0.1, 1.0]), min_size=4, max_size=4),
+)
+crowds = st.lists(
+    st.tuples(
+        st.sampled_from([0.5, 1.0, 3.0]),  # weight
+        st.lists(st.sampled_from([0.0, 0.0, 0.1, 5.0]), min_size=1, max_size=20),  # seconds beside rows, of each text
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def entries_of(crowd: list[tuple[float, list[float]]]) -> list[Entry]:
+    arrivals = itertools.count()
+    return [
+        Entry(f"tenant {number}", weight, next(arrivals), Text(), beside)
+        for number, (weight, texts) in enumerate(crowd)
+        for beside in texts
+    ]
+
+
+def cost(division: Division, entries: list[Any]) -> float:
+    return division.latency.of(len(entries)) + float(sum(entry.beside for entry in entries))
+
+
+@given(latencies, crowds)
+def test_no_step_is_longer_than_fair_sharing_allows(
+    latency: StepLatency, crowd: list[tuple[float, list[float]]]
+) -> None:
+    """But by what a tenant has left of its parts of the steps before; over all steps, but by a session of each."""
+    entries: Any = entries_of(crowd)
+    shares = StepShares(64)
+    took = allowed = 0.0
+    for _ in range(STEPS):
+        division = shares.divide(entries, latency)
+        if division is None:
+            assert len(crowd) == 1
+            return
+        bound, least = division.bound({})
+        saved = sum(max(0.0, seconds) for seconds in shares.credit.values())
+        seconds = cost(division, division.taking_part)
+        assert seconds <= (bound + saved) * (1 + 1e-6)
+        assert {id(e) for e in entries if e.tenant == least} <= set(map(id, division.taking_part))
+        assert sorted(map(id, division.taking_part + division.sitting_out)) == sorted(map(id, entries))
+        if cost(division, entries) <= bound:
+            assert not division.sitting_out
+        took, allowed = took + seconds, allowed + bound
+        shares.begin(division)
+    assert took <= (allowed + bound) * (1 + 1e-6)
+
+
+@given(latencies, crowds)
+def test_every_session_has_its_turn(latency: StepLatency, crowd: list[tuple[float, list[float]]]) -> None:
+    """After as many steps at most as its tenant's part needs for all of its sessions."""
+    entries: Any = entries_of(crowd)
+    shares = StepShares(64)
+    division = shares.divide(entries, latency)
+    if division is None or not division.sitting_out:
+        return
+    bound, least = division.bound({})
+    others = {e.tenant: e.weight for e in entries if e.tenant != least}
+    left = bound - division.alone(least)
+    steepest = max(latency.of(rows + 1) - latency.of(rows) for rows in range(1, len(entries) + 1))
+    for tenant, weight in others.items():
+        own = [e for e in entries if e.tenant == tenant]
+        whole = len(own) * steepest + sum(e.beside for e in own)
+        steps = math.ceil(whole / (left * weight / sum(others.values())) * (1 + 1e-6)) + 1
+        if steps > 2000:
+            continue
+        shares = StepShares(64)
+        for e in entries:
+            e.last_step = 0
+        for _ in range(steps):
+            division = shares.divide(entries, latency)
+            assert division is not None
+            shares.begin(division)
+        assert all(e.last_step for e in own)
+
+
+@pytest.mark.parametrize(("weight", "turns"), [(1.0, 100), (3.0, 33), (0.5, 200)])
+def test_rows_go_by_weight(weight: float, turns: int) -> None:
+    """Each row takes as long as the first: one text of a tenant of this weight, beside 20 of one of weight 1."""
+    latency = StepLatency((1, 256), [1.0, 256.0])
+    entries: Any = [Entry("one", weight, 0, Text())] + [Entry("many", 1.0, 1 + i, Text()) for i in range(20)]
+    shares, rows = StepShares(64), 0
+    for _ in range(100):
+        division = shares.divide(entries, latency)
+        assert division is not None
+        shares.begin(division)
+        rows += len(division.taking_part) - 1
+    assert rows == pytest.approx(turns, abs=1)
+    counts = [entry.last_step for entry in entries[1:]]
+    assert min(counts) > 0 or turns < 40
+
+
+def test_one_tenant_is_never_divided() -> None:
+    latency = StepLatency((1, 256), [1.0, 256.0])
+    assert StepShares(64).divide([Entry("one", 1.0, i, Text()) for i in range(20)], latency) is None  # type: ignore[misc]
+
+
+def test_nobody_sits_out_where_rows_are_free() -> None:
+    latency = StepLatency((1, 64, 256), [1.0, 1.01, 4.0])
+    entries: Any = [Entry("one", 1.0, 0, Text())] + [Entry("many", 1.0, 1 + i, Text()) for i in range(60)]
+    division = StepShares(64).divide(entries, latency)
+    assert division is not None
+    assert not division.sitting_out
+
+
+def test_a_prompt_has_its_tenants_part_and_a_debt_is_paid() -> None:
+    latency = StepLatency((1, 256), [1.0, 256.0])
+    entries: Any = [Entry("text", 1.0, 0, Text()), Entry("prompt", 1.0, 1, Text(100))]
+    shares, read, seconds = StepShares(64), 0, 0.0
+    for _ in range(100):
+        division = shares.divide(entries, latency)
+        assert division is not None
+        shares.begin(division)
+        part = division.prompt_seconds["prompt"]
+        chunk = 8 if part > 0 else 0  # the least chunk
+        shares.charge("prompt", latency.of(1 + chunk) - latency.of(1) - part)
+        read, seconds = read + chunk, seconds + latency.of(1 + chunk)
+    assert 96 <= read <= 112
+    assert seconds <= 2 * 100 + 8
