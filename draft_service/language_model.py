@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import structlog
 
@@ -11,9 +11,11 @@ from draft_service.drafter import Drafter, ExpansionError
 from draft_service.model_session import ModelSession
 from draft_service.session import RootMove, Session
 from specdec.decoding.sampling import Rule
+from specdec.engine.batch import Packer
 from specdec.engine.engine import Engine
 from specdec.engine.kv.slots import KVPool
 from specdec.engine.probe import EngineProbe
+from specdec.serving.max_min import Pool
 
 log = structlog.get_logger()
 
@@ -46,6 +48,7 @@ class LanguageModelDrafter(Drafter):
         self._rows_per_session = rows_per_session
         self._prompt_budget = prompt_budget
         self._sessions: dict[Session, ModelSession] = {}
+        self._had: dict[str, float] = {}  # rows over weight, of tenants that have sessions
         self._probe = EngineProbe(engine)
 
     @property
@@ -64,6 +67,9 @@ class LanguageModelDrafter(Drafter):
 
     def close(self, session: Session) -> None:
         self._pool.give(self._sessions.pop(session).slots.all)
+        tenant = session.request.tenant
+        if all(other.request.tenant != tenant for other in self._sessions):
+            self._had.pop(tenant, None)
 
     def best_logprob(self, session: Session) -> float:
         """Return what the base class does; 0 if a paused session has fallen too far behind its text, which is read
@@ -77,15 +83,10 @@ class LanguageModelDrafter(Drafter):
         known = [self._sessions[session] for session in sessions]
         expanding = [each for each in known if not each.pending_text]
         reading = [each for each in known if each.pending_text]
-        rows, prompt_rows = self._rows, self._prompt_rows(reading, len(expanding))
-        share = max(1, min(self._rows_per_session, rows // max(1, len(expanding))))
         planned: list[ModelSession] = []
         try:
-            for each in expanding:
-                if rows > 0:
-                    planned.append(each)
-                    rows -= each.plan_nodes(packer, min(share, rows))
-            for each, most in _shared(reading, prompt_rows):
+            self._plan_nodes(packer, expanding, planned)
+            for each, most in _shared_by_tenant(reading, self._prompt_rows(reading, expanding)):
                 planned.append(each)
                 each.plan_text(packer, most)
             logits = self.engine.forward(packer.pack())
@@ -105,18 +106,75 @@ class LanguageModelDrafter(Drafter):
     def recover(self) -> bool:
         return self._probe.recovers()
 
-    def _prompt_rows(self, reading: Sequence[ModelSession], expanding: int) -> int:
-        """Return how many tokens of committed text a pass may compute beside so many sessions that expand nodes.
+    def _plan_nodes(self, packer: Packer, expanding: Sequence[ModelSession], planned: list[ModelSession]) -> None:
+        """Plan the nodes of a pass, and add their sessions to those that are `planned`. Tenants divide its rows by
+        their weights, whatever number of sessions they have; of one tenant the best sessions come first."""
+        tenants = _by_tenant(expanding)
+        weights = {tenant: own[0].session.request.weight for tenant, own in tenants.items()}
+        least = min((self._had[tenant] for tenant in tenants if tenant in self._had), default=0.0)
+        had = {tenant: self._had.get(tenant, least) for tenant in tenants}
+        # Of tenants that want as much, those first that have had least: more than there are rows take turns.
+        wanted = {
+            tenant: float(self._rows_per_session * len(tenants[tenant]))
+            for tenant in sorted(tenants, key=had.__getitem__)
+        }
+        pool, left = Pool(self._rows, weights), self._rows
+        for tenant in pool.order(wanted):
+            own, part = tenants[tenant], min(left, max(1, round(pool.part(tenant))))
+            share, taken = max(1, min(self._rows_per_session, part // len(own))), 0
+            for each in own:
+                if taken < part:
+                    planned.append(each)
+                    taken += each.plan_nodes(packer, min(share, part - taken))
+            pool.take(tenant, taken)
+            left -= taken
+            had[tenant] += taken / weights[tenant]
+        self._had |= had
+
+    def _prompt_rows(self, reading: Sequence[ModelSession], expanding: Sequence[ModelSession]) -> int:
+        """Return how many tokens of committed text a pass may compute beside sessions that expand nodes.
 
         They are few, but more in proportion if more sessions read than expand, and one for each beside them: most lack
-        only the token of a correction. If none expands, the first one that reads waits for nobody, and the others are
-        beside it."""
+        only the token of a correction. Where they are of other tenants, the tenants' weights count instead of their
+        sessions: no crowd makes another's pass longer. If none expands, the first one that reads waits for nobody, and
+        the others are beside it."""
         wanted = sum(not each.session.policy.paused for each in reading)
         beside = PROMPT_WIDTHS * self._rows_per_session
-        rows = wanted + max(beside, beside * wanted // max(1, expanding))
+        readers = {each.session.request.tenant: each.session.request.weight for each in reading}
+        held_up = {each.session.request.tenant: each.session.request.weight for each in expanding}
+        others = [
+            sum(weight for reader, weight in readers.items() if reader != tenant) / own
+            for tenant, own in held_up.items()
+            if readers.keys() - {tenant}
+        ]
+        if others:
+            rows = min(wanted, beside) + max(1, int(beside * min(others)))
+        else:
+            rows = wanted + max(beside, beside * wanted // max(1, len(expanding)))
         if reading and not expanding:
             rows = max(rows, min(map(_reading_order, reading))[1])
         return min(rows, self._prompt_budget)
+
+
+def _by_tenant(sessions: Iterable[ModelSession]) -> dict[str, list[ModelSession]]:
+    """Return the sessions of each tenant, in their order."""
+    found: dict[str, list[ModelSession]] = {}
+    for each in sessions:
+        found.setdefault(each.session.request.tenant, []).append(each)
+    return found
+
+
+def _shared_by_tenant(reading: Sequence[ModelSession], rows: int) -> Iterator[tuple[ModelSession, int]]:
+    """Yield what `_shared` does, of each tenant with its part of the rows."""
+    tenants = _by_tenant(reading)
+    pool = Pool(rows, {tenant: own[0].session.request.weight for tenant, own in tenants.items()})
+    wanted = {tenant: float(sum(each.pending_text for each in own)) for tenant, own in tenants.items()}
+    for tenant in pool.order(wanted):
+        taken = 0
+        for each, most in _shared(tenants[tenant], math.ceil(pool.part(tenant))):
+            taken += min(most, each.pending_text)
+            yield each, most
+        pool.take(tenant, taken)
 
 
 def _reading_order(session: ModelSession) -> tuple[bool, int]:

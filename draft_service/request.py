@@ -56,6 +56,8 @@ class SessionRequest:
     max_tokens: int
     context: int  # most tokens of a text
     grammar: CompiledGrammar | None = None  # what the generated text must look like
+    tenant: str = ""
+    weight: float = 1.0  # share of the tenant, relative to others
 
     @property
     def distributions_required(self) -> bool:

@@ -36,6 +36,7 @@ from specdec.serving.validation import (
     open_size_violations,
     rule_violations,
     text_violations,
+    weight_violations,
 )
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
 
@@ -204,6 +205,7 @@ class DraftServicer(
         violations += rule_violations(message.rule, message.contrast, sampling)
         violations += text_violations(prompt, generated, message.max_tokens, vocabulary=vocabulary, context=context)
         violations += _policy_violations(message.policy)
+        violations += weight_violations(message.tenant_weight)
         end_tokens = frozenset(token for token in message.end_tokens if token < vocabulary)  # others are never proposed
         if message.HasField("grammar"):
             violations += grammar_violations(message.grammar, end_tokens, vocabulary)
@@ -220,6 +222,8 @@ class DraftServicer(
             message.max_tokens,
             context,
             self._grammars.compiled(message.grammar, message.tenant),
+            message.tenant,
+            message.tenant_weight or 1.0,
         )
         policy = self._policy(message.policy, self._limits.max_nodes)
         try:

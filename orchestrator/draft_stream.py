@@ -52,6 +52,7 @@ class DraftStream(PeerStream):
             policy=policy,
             vocabulary_size=self._context.model.vocabulary,
             tenant=sample.tenant,
+            tenant_weight=sample.weight,
         )
         stub = draft_pb2_grpc.DraftServiceStub(self.pod.channel)
         opened: draft_pb2.DraftOpened = await self._begin(stub.Draft, draft_pb2.DraftRequest(open=message))

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specdec.v2 import model_pb2 as specdec_dot_v2_dot_model__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specdec/v2/draft.proto\x12\nspecdec.v2\x1a\x16specdec/v2/model.proto\"\xbd\x01\n\x0c\x44raftRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.specdec.v2.DraftOpenH\x00\x12*\n\tcommitted\x18\x02 \x01(\x0b\x32\x15.specdec.v2.CommittedH\x00\x12)\n\x06policy\x18\x03 \x01(\x0b\x32\x17.specdec.v2.DraftPolicyH\x00\x12$\n\x06resend\x18\x04 \x01(\x0b\x32\x12.specdec.v2.ResendH\x00\x42\t\n\x07message\"\x97\x01\n\rDraftResponse\x12)\n\x06opened\x18\x01 \x01(\x0b\x32\x17.specdec.v2.DraftOpenedH\x00\x12$\n\x06\x65xtend\x18\x02 \x01(\x0b\x32\x12.specdec.v2.ExtendH\x00\x12*\n\theartbeat\x18\x03 \x01(\x0b\x32\x15.specdec.v2.HeartbeatH\x00\x42\t\n\x07message\"\xea\x02\n\tDraftOpen\x12\x15\n\rprompt_tokens\x18\x01 \x03(\r\x12\x18\n\x10generated_tokens\x18\x02 \x03(\r\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.specdec.v2.Sampling\x12(\n\x04rule\x18\x04 \x01(\x0e\x32\x1a.specdec.v2.AcceptanceRule\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x12\n\nend_tokens\x18\x06 \x03(\r\x12\'\n\x06policy\x18\x07 \x01(\x0b\x32\x17.specdec.v2.DraftPolicy\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12&\n\x08\x63ontrast\x18\t \x01(\x0b\x32\x14.specdec.v2.Contrast\x12\x17\n\x0fvocabulary_size\x18\n \x01(\r\x12$\n\x07grammar\x18\x0b \x01(\x0b\x32\x13.specdec.v2.Grammar\x12\x0e\n\x06tenant\x18\x0c \x01(\t\"c\n\x0b\x44raftOpened\x12+\n\x08identity\x18\x01 \x01(\x0b\x32\x19.specdec.v2.ModelIdentity\x12\x11\n\tmax_depth\x18\x02 \x01(\r\x12\x14\n\x0cmax_branches\x18\x03 \x01(\r\"\xaa\x01\n\x0b\x44raftPolicy\x12\x11\n\tmax_nodes\x18\x01 \x01(\r\x12\x11\n\tmax_depth\x18\x02 \x01(\r\x12\x14\n\x0cmax_branches\x18\x03 \x01(\r\x12\x1c\n\x14min_path_probability\x18\x04 \x01(\x02\x12\x1a\n\x12\x65xtend_interval_us\x18\x05 \x01(\r\x12\x15\n\rround_trip_us\x18\x06 \x01(\r\x12\x0e\n\x06paused\x18\x07 \x01(\x08\"\x08\n\x06Resend\"\x1d\n\x1b\x44raftServiceGetStatsRequest\"\xfa\x02\n\x1c\x44raftServiceGetStatsResponse\x12 \n\x03pod\x18\x01 \x01(\x0b\x32\x13.specdec.v2.PodInfo\x12\r\n\x05up_us\x18\x02 \x01(\x04\x12\x16\n\x0e\x66\x61st_paths_off\x18\x03 \x03(\t\x12\x10\n\x08sessions\x18\x04 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x05 \x01(\r\x12\x11\n\tkv_tokens\x18\x06 \x01(\x04\x12\x16\n\x0ekv_held_tokens\x18\x07 \x01(\x04\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x0f\n\x07\x62usy_us\x18\t \x01(\x04\x12\x18\n\x10\x63ommitted_tokens\x18\n \x01(\x04\x12\x16\n\x0eguessed_tokens\x18\x0b \x01(\x04\x12\x17\n\x0fsent_candidates\x18\x0c \x01(\x04\x12\x15\n\rsent_messages\x18\r \x01(\x04\x12+\n\x08identity\x18\x0e \x01(\x0b\x32\x19.specdec.v2.ModelIdentity\x12\x0f\n\x07serving\x18\x0f \x01(\x08\x32\xaf\x01\n\x0c\x44raftService\x12@\n\x05\x44raft\x12\x18.specdec.v2.DraftRequest\x1a\x19.specdec.v2.DraftResponse(\x01\x30\x01\x12]\n\x08GetStats\x12\'.specdec.v2.DraftServiceGetStatsRequest\x1a(.specdec.v2.DraftServiceGetStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specdec/v2/draft.proto\x12\nspecdec.v2\x1a\x16specdec/v2/model.proto\"\xbd\x01\n\x0c\x44raftRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.specdec.v2.DraftOpenH\x00\x12*\n\tcommitted\x18\x02 \x01(\x0b\x32\x15.specdec.v2.CommittedH\x00\x12)\n\x06policy\x18\x03 \x01(\x0b\x32\x17.specdec.v2.DraftPolicyH\x00\x12$\n\x06resend\x18\x04 \x01(\x0b\x32\x12.specdec.v2.ResendH\x00\x42\t\n\x07message\"\x97\x01\n\rDraftResponse\x12)\n\x06opened\x18\x01 \x01(\x0b\x32\x17.specdec.v2.DraftOpenedH\x00\x12$\n\x06\x65xtend\x18\x02 \x01(\x0b\x32\x12.specdec.v2.ExtendH\x00\x12*\n\theartbeat\x18\x03 \x01(\x0b\x32\x15.specdec.v2.HeartbeatH\x00\x42\t\n\x07message\"\x81\x03\n\tDraftOpen\x12\x15\n\rprompt_tokens\x18\x01 \x03(\r\x12\x18\n\x10generated_tokens\x18\x02 \x03(\r\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.specdec.v2.Sampling\x12(\n\x04rule\x18\x04 \x01(\x0e\x32\x1a.specdec.v2.AcceptanceRule\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x12\n\nend_tokens\x18\x06 \x03(\r\x12\'\n\x06policy\x18\x07 \x01(\x0b\x32\x17.specdec.v2.DraftPolicy\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12&\n\x08\x63ontrast\x18\t \x01(\x0b\x32\x14.specdec.v2.Contrast\x12\x17\n\x0fvocabulary_size\x18\n \x01(\r\x12$\n\x07grammar\x18\x0b \x01(\x0b\x32\x13.specdec.v2.Grammar\x12\x0e\n\x06tenant\x18\x0c \x01(\t\x12\x15\n\rtenant_weight\x18\r \x01(\x01\"c\n\x0b\x44raftOpened\x12+\n\x08identity\x18\x01 \x01(\x0b\x32\x19.specdec.v2.ModelIdentity\x12\x11\n\tmax_depth\x18\x02 \x01(\r\x12\x14\n\x0cmax_branches\x18\x03 \x01(\r\"\xaa\x01\n\x0b\x44raftPolicy\x12\x11\n\tmax_nodes\x18\x01 \x01(\r\x12\x11\n\tmax_depth\x18\x02 \x01(\r\x12\x14\n\x0cmax_branches\x18\x03 \x01(\r\x12\x1c\n\x14min_path_probability\x18\x04 \x01(\x02\x12\x1a\n\x12\x65xtend_interval_us\x18\x05 \x01(\r\x12\x15\n\rround_trip_us\x18\x06 \x01(\r\x12\x0e\n\x06paused\x18\x07 \x01(\x08\"\x08\n\x06Resend\"\x1d\n\x1b\x44raftServiceGetStatsRequest\"\xfa\x02\n\x1c\x44raftServiceGetStatsResponse\x12 \n\x03pod\x18\x01 \x01(\x0b\x32\x13.specdec.v2.PodInfo\x12\r\n\x05up_us\x18\x02 \x01(\x04\x12\x16\n\x0e\x66\x61st_paths_off\x18\x03 \x03(\t\x12\x10\n\x08sessions\x18\x04 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x05 \x01(\r\x12\x11\n\tkv_tokens\x18\x06 \x01(\x04\x12\x16\n\x0ekv_held_tokens\x18\x07 \x01(\x04\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x0f\n\x07\x62usy_us\x18\t \x01(\x04\x12\x18\n\x10\x63ommitted_tokens\x18\n \x01(\x04\x12\x16\n\x0eguessed_tokens\x18\x0b \x01(\x04\x12\x17\n\x0fsent_candidates\x18\x0c \x01(\x04\x12\x15\n\rsent_messages\x18\r \x01(\x04\x12+\n\x08identity\x18\x0e \x01(\x0b\x32\x19.specdec.v2.ModelIdentity\x12\x0f\n\x07serving\x18\x0f \x01(\x08\x32\xaf\x01\n\x0c\x44raftService\x12@\n\x05\x44raft\x12\x18.specdec.v2.DraftRequest\x1a\x19.specdec.v2.DraftResponse(\x01\x30\x01\x12]\n\x08GetStats\x12\'.specdec.v2.DraftServiceGetStatsRequest\x1a(.specdec.v2.DraftServiceGetStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,17 +37,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTRESPONSE']._serialized_start=255
   _globals['_DRAFTRESPONSE']._serialized_end=406
   _globals['_DRAFTOPEN']._serialized_start=409
-  _globals['_DRAFTOPEN']._serialized_end=771
-  _globals['_DRAFTOPENED']._serialized_start=773
-  _globals['_DRAFTOPENED']._serialized_end=872
-  _globals['_DRAFTPOLICY']._serialized_start=875
-  _globals['_DRAFTPOLICY']._serialized_end=1045
-  _globals['_RESEND']._serialized_start=1047
-  _globals['_RESEND']._serialized_end=1055
-  _globals['_DRAFTSERVICEGETSTATSREQUEST']._serialized_start=1057
-  _globals['_DRAFTSERVICEGETSTATSREQUEST']._serialized_end=1086
-  _globals['_DRAFTSERVICEGETSTATSRESPONSE']._serialized_start=1089
-  _globals['_DRAFTSERVICEGETSTATSRESPONSE']._serialized_end=1467
-  _globals['_DRAFTSERVICE']._serialized_start=1470
-  _globals['_DRAFTSERVICE']._serialized_end=1645
+  _globals['_DRAFTOPEN']._serialized_end=794
+  _globals['_DRAFTOPENED']._serialized_start=796
+  _globals['_DRAFTOPENED']._serialized_end=895
+  _globals['_DRAFTPOLICY']._serialized_start=898
+  _globals['_DRAFTPOLICY']._serialized_end=1068
+  _globals['_RESEND']._serialized_start=1070
+  _globals['_RESEND']._serialized_end=1078
+  _globals['_DRAFTSERVICEGETSTATSREQUEST']._serialized_start=1080
+  _globals['_DRAFTSERVICEGETSTATSREQUEST']._serialized_end=1109
+  _globals['_DRAFTSERVICEGETSTATSRESPONSE']._serialized_start=1112
+  _globals['_DRAFTSERVICEGETSTATSRESPONSE']._serialized_end=1490
+  _globals['_DRAFTSERVICE']._serialized_start=1493
+  _globals['_DRAFTSERVICE']._serialized_end=1668
 # @@protoc_insertion_point(module_scope)

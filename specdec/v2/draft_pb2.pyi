@@ -105,6 +105,7 @@ class DraftOpen(google.protobuf.message.Message):
     VOCABULARY_SIZE_FIELD_NUMBER: builtins.int
     GRAMMAR_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
+    TENANT_WEIGHT_FIELD_NUMBER: builtins.int
     rule: specdec.v2.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule of the request."""
     max_tokens: builtins.int
@@ -116,6 +117,10 @@ class DraftOpen(google.protobuf.message.Message):
     tenant: builtins.str
     """On whose behalf the text is made: what is learned of how often candidates are right, and compiled grammars, are a
     tenant's own. At most 256 characters; empty is one of the tenants.
+    """
+    tenant_weight: builtins.float
+    """Share of the tenant in this pod's passes, relative to others that want them at the same time, from 0.01 to 100; 0
+    means 1.
     """
     @property
     def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -160,9 +165,10 @@ class DraftOpen(google.protobuf.message.Message):
         vocabulary_size: builtins.int = ...,
         grammar: specdec.v2.model_pb2.Grammar | None = ...,
         tenant: builtins.str = ...,
+        tenant_weight: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["contrast", b"contrast", "grammar", b"grammar", "policy", b"policy", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "tenant", b"tenant", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___DraftOpen = DraftOpen
 

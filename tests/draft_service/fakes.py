@@ -49,8 +49,11 @@ class Engine:
         assert not source.any()
 
 
-def session(tokens: int = 200, prompt: Sequence[int] = (1, 2, 3), **policy: Any) -> Session:
-    request = SessionRequest(list(prompt), [], RequestSampler(Sampling()), frozenset(), tokens, 10_000)
+def session(
+    tokens: int = 200, prompt: Sequence[int] = (1, 2, 3), tenant: str = "", weight: float = 1.0, **policy: Any
+) -> Session:
+    sampler = RequestSampler(Sampling())
+    request = SessionRequest(list(prompt), [], sampler, frozenset(), tokens, 10_000, tenant=tenant, weight=weight)
     return Session(request, ExpansionPolicy(**policy), VOCABULARY, Calibration())
 
 
