@@ -6,16 +6,19 @@ asking it. While the number is unknown, one request goes ahead and finds out; it
 no answer, the requests behind it need not find that out one after another.
 
 Sessions that are being opened count against that number, but only for tenants that open some: where there is room at
-all, the first one of a tenant asks for it, however many another tenant opens.
+all, the first one of a tenant asks for it, however many another tenant opens. A tenant that cancels what it opens waits
+for places that its cancelled openings still have (`cancelled_openings.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
+from orchestrator.cancelled_openings import CancelledOpenings
 from orchestrator.pod_capacity import PodCapacity
 from specdec.serving.errors import GrammarPendingError, OverloadedError, TenantLimitError, TooLateError
 from specdec.serving.pods.breaker import Breaker
@@ -24,6 +27,10 @@ from specdec.v2 import model_pb2
 MAX_OPENINGS = 64
 """Sessions that may be in the course of being opened at a verifier: its answers wait for no step, so that more at once
 would only queue there instead of here. Twice as many may, if the others are the only ones of their tenants."""
+
+MAX_WAITING = 16
+"""Requests of a tenant that may wait for places of those that it has cancelled; more are refused before anything of
+them is parsed."""
 
 REFUSED_SECONDS = 0.05
 """Seconds in which other requests are refused as well after the verifier has refused one. Every text that ends makes
@@ -37,11 +44,13 @@ class LeftAloneError(Exception):
 class Admission:
     """Admission to one verifier."""
 
-    def __init__(self, load: PodCapacity, breaker: Breaker) -> None:
+    def __init__(self, load: PodCapacity, breaker: Breaker, clock: Callable[[], float] = time.monotonic) -> None:
         self._load = load
         self._breaker = breaker
         self._changed = asyncio.Event()  # an opening is over
         self._openings: Counter[str] = Counter()  # of each tenant that has some
+        self._waiting: Counter[str] = Counter()  # likewise, for a place
+        self.cancelled = CancelledOpenings(clock)
 
     @asynccontextmanager
     async def opening(self, tenant: str = "", *, again: bool = False) -> AsyncIterator[None]:
@@ -51,9 +60,18 @@ class Admission:
         load.coming += 1
         try:
             while not (again or self._go_ahead(tenant)):
-                await self._changed.wait()
+                self._waiting[tenant] += 1
+                try:
+                    async with asyncio.timeout(self.cancelled.wait(tenant, self._openings[tenant]) or None):
+                        await self._changed.wait()
+                except TimeoutError:
+                    pass  # a place of a cancelled opening is free
+                finally:
+                    self._waiting[tenant] -= 1
+                    self._waiting += Counter()
                 if self._breaker.state == "open":
                     raise LeftAloneError("its circuit breaker is open")
+            self.cancelled.opening(tenant)
             load.opening += 1
             self._openings[tenant] += 1
             try:
@@ -73,8 +91,20 @@ class Admission:
         finally:
             load.coming -= 1
 
+    @contextmanager
+    def session(self, tenant: str) -> Iterator[None]:
+        """Wrap a session that is open."""
+        self.cancelled.begun(tenant)
+        try:
+            yield
+        finally:
+            self.cancelled.ended(tenant)
+
     def refusal(self, tenant: str) -> OverloadedError | None:
         """Return the error for a request of a tenant that comes now, if asking the verifier is of no use; else None."""
+        if self._waiting[tenant] >= MAX_WAITING and (seconds := self.cancelled.wait(tenant, self._openings[tenant])):
+            problem = f"{self._waiting[tenant]} of its requests wait for places of those that it has cancelled"
+            return TenantLimitError(tenant, problem, seconds)
         told = self._load.reported
         if told is None or told.room > (self._load.opening if self._openings[tenant] else 0):
             return None
@@ -86,6 +116,8 @@ class Admission:
         refusal = self.refusal(tenant)
         if refusal is not None:
             raise refusal
+        if self.cancelled.wait(tenant, self._openings[tenant]):
+            return False
         if self._load.reported is None:
             return self._load.opening < 1
         return self._load.opening < (MAX_OPENINGS if self._openings[tenant] else 2 * MAX_OPENINGS)

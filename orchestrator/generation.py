@@ -6,8 +6,9 @@ at a draft, and neither knows of the other. `Transcript` makes responses of comm
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 
 from orchestrator.committed_text import CommittedText
 from orchestrator.drafting import Drafting
@@ -67,7 +68,7 @@ class Generation:
         first = True
         await self._transcript.resume(self._resuming)
         timeline = self._context.timeline
-        with self._stats.sample(self._transcript) as came, timeline.figures(self._transcript):
+        with self._stats.sample(self._transcript) as came, timeline.figures(self._transcript), self._leaving():
             async with self._drafting, aclosing(self._verification.messages()) as messages:
                 async for message in messages:
                     if isinstance(message, verifier_pb2.VerifyOpened):
@@ -95,6 +96,15 @@ class Generation:
                         return
                     yield response
                     await self._verification.consumed(len(self._context.text.generated))
+
+    @contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """Note if the caller leaves meanwhile."""
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            self._verification.cancelled()
+            raise
 
     # --- what drafting has for the verifier (`CandidateSink`) ---------------------------------------
 

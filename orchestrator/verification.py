@@ -6,6 +6,7 @@ when it comes back. Tokens are a function of the text and its sampling, so the c
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
@@ -43,6 +44,7 @@ class Verification:
         self._choice = VerifierChoice(context)
         self._stream: VerifierStream | None = None  # of the verifier that has the text; None while none has it
         self._not_opened: dict[Pod, str] = {}  # why a verifier does not take the text, as last logged
+        self._asked: tuple[Pod, float] | None = None  # the verifier that was asked last, and when
         self._begun = False  # a verifier has found the text valid, and committed tokens
         self._preemptions: list[int] = []  # in each session at a verifier so far
         self.identity = model_pb2.ModelIdentity()  # of the last one
@@ -66,7 +68,7 @@ class Verification:
             async with VerifierStream(pod, context, partial(choice.longest_step, pod)) as stream:
                 try:
                     opened = await self._open(stream)
-                    with pod.load.session():
+                    with pod.load.session(), pod.admission.session(context.sample.tenant):
                         yield opened
                         check = CommitCheck(context.sample, context.model, opened.identity.context_tokens)
                         async with aclosing(stream.messages()) as messages:
@@ -91,6 +93,12 @@ class Verification:
                     self._note_failed(pod, error)
                 finally:
                     self._stream = None
+
+    def cancelled(self) -> None:
+        """Note that the caller has left before the text was complete."""
+        if self._asked is not None:
+            pod, since = self._asked
+            pod.admission.cancelled.add(self._context.sample.tenant, since)
 
     # --- for whichever verifier has the text; nothing happens while none has it ---------------------
 
@@ -136,6 +144,7 @@ class Verification:
         pod = stream.pod
         async with pod.admission.opening(self._context.sample.tenant, again=self._resumed):
             pod.breaker.attempt()
+            self._asked = pod, time.monotonic()
             opened = await stream.open(self._policy, attempt=self._attempt, revision=self._pinned)
         before = self.identity.numerics_fingerprint if self._context.text.generated else ""
         self.identity = opened.identity

@@ -1,0 +1,131 @@
+"""A tenant that cancels what it opens pays for it with places, while others are there."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.admission import MAX_WAITING, Admission
+from orchestrator.cancelled_openings import CANCELLED_SECONDS, MAX_CANCELLED, PRESENT_SECONDS, CancelledOpenings
+from orchestrator.pod_capacity import PodCapacity
+from specdec.serving.errors import TenantLimitError
+from specdec.serving.pods.breaker import Breaker
+from specdec.v2 import model_pb2
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def storm(cancelled: CancelledOpenings, clock: Clock, seconds: float, a_second: int) -> int:
+    """Open and cancel at once, as often as it is let; return how often."""
+    opened = 0
+    for _ in range(int(seconds * a_second)):
+        clock.now += 1 / a_second
+        if not cancelled.wait("storm", 0):
+            cancelled.opening("storm")
+            cancelled.add("storm", clock.now)
+            opened += 1
+    return opened
+
+
+@given(st.integers(20, 2000), st.floats(0.5, 5))
+def test_a_storm_of_cancelled_requests_opens_a_few_sessions(a_second: int, seconds: float) -> None:
+    clock = Clock()
+    cancelled = CancelledOpenings(clock)
+    cancelled.begun("other")
+    assert storm(cancelled, clock, seconds, a_second) <= MAX_CANCELLED * (1 + seconds / CANCELLED_SECONDS)
+    assert cancelled.wait("other", 0) == 0
+    assert cancelled.wait("third", 0) == 0
+
+
+def test_nobody_waits_where_there_is_nobody_else() -> None:
+    clock = Clock()
+    cancelled = CancelledOpenings(clock)
+    assert storm(cancelled, clock, 1.0, 500) == 500
+    cancelled.opening("other")
+    assert cancelled.wait("storm", 0) > 0
+    clock.now += PRESENT_SECONDS + 1
+    assert storm(cancelled, clock, 1.0, 500) == 500
+
+
+def test_a_wait_is_as_long_as_it_says() -> None:
+    clock = Clock()
+    cancelled = CancelledOpenings(clock)
+    cancelled.begun("other")
+    storm(cancelled, clock, 0.5, 200)
+    wait = cancelled.wait("storm", 0)
+    assert 0 < wait <= CANCELLED_SECONDS
+    clock.now += wait - 1e-6
+    assert cancelled.wait("storm", 0) > 0
+    clock.now += 2e-6
+    assert cancelled.wait("storm", 0) == 0
+
+
+def test_who_cancels_late_or_never_does_not_wait() -> None:
+    clock = Clock()
+    cancelled = CancelledOpenings(clock)
+    cancelled.begun("other")
+    for _ in range(100):
+        cancelled.opening("own")
+        cancelled.add("own", clock.now - CANCELLED_SECONDS)
+        assert cancelled.wait("own", 60) == 0
+    cancelled.ended("other")
+    assert not cancelled._sessions
+    assert not cancelled._kept
+
+
+def site() -> tuple[Clock, Admission]:
+    clock = Clock()
+    load = PodCapacity(clock)
+    load.report(model_pb2.PodCapacity(room=1000))
+    return clock, Admission(load, Breaker(clock=clock), clock)
+
+
+async def test_requests_wait_for_a_place_and_those_of_others_do_not() -> None:
+    clock, admission = site()
+    with admission.session("other"):
+        for _ in range(MAX_CANCELLED):
+            async with admission.opening("storm"):
+                pass
+            admission.cancelled.add("storm", clock.now)
+
+        async def enter(tenant: str) -> None:
+            async with admission.opening(tenant):
+                pass
+
+        waiting = [asyncio.create_task(enter("storm")) for _ in range(MAX_WAITING)]
+        await asyncio.sleep(0)
+        await enter("other")
+        assert not any(task.done() for task in waiting)
+        assert isinstance(admission.refusal("storm"), TenantLimitError)
+        assert admission.refusal("other") is None
+        clock.now += CANCELLED_SECONDS
+        await enter("other")  # its end lets those that wait look again
+        await asyncio.gather(*waiting)
+    assert not admission._waiting
+
+
+async def test_a_request_that_is_cancelled_while_it_waits_has_had_no_place() -> None:
+    clock, admission = site()
+    with admission.session("other"):
+        for _ in range(MAX_CANCELLED):
+            admission.cancelled.add("storm", clock.now)
+
+        async def enter() -> None:
+            async with admission.opening("storm"):
+                raise AssertionError("it has a place")
+
+        waiting = asyncio.create_task(enter())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    assert not admission._waiting
+    assert not admission._openings

@@ -1,0 +1,39 @@
+"""A tenant that cancels what it asks, again and again, opens few sessions beside a text of another."""
+
+from __future__ import annotations
+
+import time
+
+from orchestrator.cancelled_openings import CANCELLED_SECONDS, MAX_CANCELLED
+from tests.services.conftest import Directories
+from tests.stack import Stack, request_of, stack, until
+
+PROMPT = [50, 60, 70, 80, 90]
+
+
+async def ask_and_leave(services: Stack) -> None:
+    """Ask for a text, and leave with its first token."""
+    call = services.stub.Generate(request_of(PROMPT, max_tokens=250, ignore_end_token=True, tenant="storm"))
+    assert await call.read()
+    call.cancel()
+
+
+async def test_openings_that_are_cancelled_keep_their_places_for_a_while(directories: Directories) -> None:
+    async with stack(directories.target, None, target_delay=lambda: time.sleep(0.005)) as services:
+        (pod,) = services.peers.verifiers
+        quiet = services.stub.Generate(request_of(PROMPT, max_tokens=250, ignore_end_token=True, tenant="quiet"))
+        assert await quiet.read()
+        begin = time.monotonic()
+        for _ in range(MAX_CANCELLED + 1):
+            await ask_and_leave(services)
+        assert time.monotonic() - begin >= CANCELLED_SECONDS  # the last one has waited for the place of the first
+        quiet.cancel()
+        await until(lambda: services.idle and not pod.admission.cancelled._sessions)
+
+
+async def test_a_text_that_is_read_to_its_end_keeps_nothing(directories: Directories) -> None:
+    async with stack(directories.target, None) as services:
+        (pod,) = services.peers.verifiers
+        for stop in ((), ("a", "e", "i", "o", "u", " ")):
+            await services.generate(PROMPT, max_tokens=40, ignore_end_token=True, tenant="one", stop=stop)
+        assert not pod.admission.cancelled._kept
