@@ -32,6 +32,7 @@ ROOMS = {
         "chunking": "what a long prompt costs the other streams",
         "drain": "what ending a pod takes, and what clients notice of it",
         "fairness": "what a tenant notices of another that floods the verifier",
+        "shares": "what a text takes beside texts of another tenant, by what those ask for",
         "goodput": "requests complete before their deadline, by how many come",
         "restarts": "what users notice while servers are killed and started again, beside vLLM's",
         "overload": "who is served and who is refused under ten times the load",

@@ -1,0 +1,164 @@
+"""Measure what a text takes beside another tenant's texts, by what those ask for.
+
+    python -m bench shares [--rounds 3 --texts 6 --kinds plain samples]
+
+Two tenants of equal weight. In turns a quiet one asks alone, text after text, and beside another tenant, which has
+`REQUESTS` requests under way at any time, from a process of its own. The ratio of the medians is what counts: by fair
+sharing it is at most 2. The kind `cancels` opens and cancels requests instead, some 490 a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Sequence
+from itertools import count
+from multiprocessing.synchronize import Event
+from statistics import median
+from typing import Any, NamedTuple
+
+from bench.arguments import parser_of
+from demo.prompts import held_out
+from specdec.client import AsyncClient, SpecdecError
+from specdec.local import Stack
+
+QUIET, OTHER = "quiet", "other"
+
+PROMPT_TOKENS = 64
+TOKENS = 48
+"""Tokens of a prompt and of a text."""
+
+REQUESTS = 16
+"""Requests of the other tenant under way at any time."""
+
+CANCELS_A_SECOND = 490
+
+GRAMMAR = r"([a-zA-Z0-9 ,.;:!?'-]{1,40}\n?){1,400}"
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "samples": {"n": 15, "temperature": 1.0},  # a verifier has 256 sessions
+    "lookahead": {"lookahead": (15, 5, 15)},
+    "drafts": {"speculation": "always"},
+    "grammar": {"regex": GRAMMAR, "temperature": 1.0},
+    "cancels": {},
+}
+"""What the other tenant's requests ask for."""
+
+
+class Taken(NamedTuple):
+    """What a text of the quiet tenant took, in seconds."""
+
+    first: float  # to its first token
+    whole: float
+
+
+async def ask(client: AsyncClient, prompt: list[int]) -> Taken:
+    begin, first = time.perf_counter(), 0.0
+    async with client.generate(
+        tokens=prompt, max_tokens=TOKENS, ignore_end_token=True, tenant=QUIET, speculation="off"
+    ) as chunks:
+        async for _ in chunks:
+            first = first or time.perf_counter() - begin
+    return Taken(first, time.perf_counter() - begin)
+
+
+def crowd(address: str, kind: str, seed: int, running: Event, over: Event) -> None:
+    """Keep the other tenant's requests under way until it is `over`; a process of its own."""
+    outcomes: Counter[str] = Counter()
+
+    async def texts(client: AsyncClient, prompts: list[list[int]]) -> None:
+        for place in count():
+            try:
+                async with client.generate(
+                    tokens=prompts[place % len(prompts)], max_tokens=256, tenant=OTHER, **KINDS[kind]
+                ) as chunks:
+                    async for _ in chunks:
+                        running.set()
+                        if over.is_set():
+                            return
+                outcomes["complete"] += 1
+            except SpecdecError as error:
+                outcomes[type(error).__name__] += 1
+                await asyncio.sleep(0.02)
+            if over.is_set():
+                return
+
+    async def cancelled(client: AsyncClient, prompt: list[int]) -> None:
+        async def one() -> None:
+            async with client.generate(tokens=prompt, max_tokens=256, tenant=OTHER) as chunks:
+                async for _ in chunks:
+                    return
+
+        task = asyncio.create_task(one())
+        await asyncio.wait({task}, timeout=0.01)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, SpecdecError):
+            await task
+        outcomes["cancelled"] += 1
+
+    async def run() -> None:
+        async with AsyncClient(address) as client:
+            prompts = held_out(64, tokens=PROMPT_TOKENS, seed=seed)
+            if kind != "cancels":
+                own = [prompts[4 * index : 4 * index + 4] for index in range(REQUESTS)]
+                await asyncio.gather(*(texts(client, some) for some in own))
+                return
+            tasks: set[asyncio.Task[None]] = set()
+            begin = time.perf_counter()
+            for place in count():
+                if over.is_set():
+                    break
+                await asyncio.sleep(max(0.0, begin + place / CANCELS_A_SECOND - time.perf_counter()))
+                if len(tasks) < 256:
+                    tasks.add(task := asyncio.create_task(cancelled(client, prompts[place % len(prompts)])))
+                    task.add_done_callback(tasks.discard)
+                if place == 50:
+                    running.set()
+            await asyncio.gather(*tasks)
+
+    begin = time.perf_counter()
+    asyncio.run(run())
+    done = {name: round(number / (time.perf_counter() - begin), 1) for name, number in outcomes.items()}
+    print(f"  {kind}: the other tenant, a second: {done}", flush=True)
+
+
+async def measure(address: str, kinds: Sequence[str], rounds: int, texts: int) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    async with AsyncClient(address) as client:
+        prompts = iter(held_out(len(kinds) * rounds * texts * 2 + texts, tokens=PROMPT_TOKENS, seed=7))
+        for _ in range(texts):
+            await ask(client, next(prompts))
+        for kind in kinds:
+            alone: list[Taken] = []
+            beside: list[Taken] = []
+            for number in range(rounds):
+                alone += [await ask(client, next(prompts)) for _ in range(texts)]
+                running, over = spawn.Event(), spawn.Event()
+                process = spawn.Process(target=crowd, args=(address, kind, 100 + number, running, over))
+                process.start()
+                try:
+                    await asyncio.to_thread(running.wait, 60)
+                    await asyncio.sleep(1.0)
+                    beside += [await ask(client, next(prompts)) for _ in range(texts)]
+                finally:
+                    over.set()
+                    await asyncio.to_thread(process.join)
+            told = []
+            for name, of in (("first token", lambda taken: taken.first), ("text", lambda taken: taken.whole)):
+                one, other = median(map(of, alone)), median(map(of, beside))
+                told.append(f"{name} {other / one:5.1f} times ({1e3 * one:.0f} -> {1e3 * other:.0f} ms)")
+            print(f"{kind:10} {'; '.join(told)}; longest first token {max(t.first for t in beside):.2f} s", flush=True)
+
+
+def main(given: Sequence[str]) -> None:
+    parser = parser_of("shares", __doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--texts", type=int, default=6)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    args = parser.parse_args(given)
+    with Stack.start(dtype="float32") as stack:
+        asyncio.run(measure(stack.address, args.kinds, args.rounds, args.texts))
