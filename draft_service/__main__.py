@@ -90,7 +90,7 @@ def main(
     set_memory_policy()
 
     def start() -> DraftServicer:
-        (directory,) = check(Wanted(model, Placement(engine, dtype, device, kv_tokens)))
+        (directory,) = check(Wanted(model, Placement(engine, dtype, device, kv_tokens, sessions=max_sessions)))
         count = threads or threads_for(device)
         loaded = load_engine(engine, directory, capacity=kv_tokens, threads=(count,), dtype=dtype, device=device)
         fast_paths.log_off()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -195,9 +196,9 @@ def main(
         return load_engine(engine, directory, exact=exact, compiled=compile, ranks=ranks, **of_vllm, **options(ranks))
 
     def checked(share: float = 1.0) -> list[ModelDirectory]:
-        placement = Placement(engine, dtype, device, kv_tokens, share, compile)
-        models = [model] if draft_model is None else [model, draft_model]
-        return check(*(Wanted(each, placement) for each in models))
+        placement = Placement(engine, dtype, device, kv_tokens, share, compile, max_sessions)
+        drafts = [] if draft_model is None else [Wanted(draft_model, replace(placement, beside=True))]
+        return check(Wanted(model, placement), *drafts)
 
     def start(ranks: Ranks | None = None) -> VerifierServicer:
         if ranks is None:

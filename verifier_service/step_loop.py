@@ -18,6 +18,7 @@ from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.kv.slots import PADDING_SLOT
 from specdec.engine.probe import EngineProbe
 from specdec.engine.start_phases import phase
+from specdec.engine.working_memory import STEP_CANDIDATES
 from specdec.serving.engine_worker import EngineWorker
 from specdec.serving.errors import GrammarFailureError
 from specdec.serving.response_queue import ResponseQueue
@@ -49,7 +50,7 @@ from verifier_service.verification.verify_trees import warm_up
 
 log = structlog.get_logger()
 
-MOST_CANDIDATES = 256
+MOST_CANDIDATES = STEP_CANDIDATES
 """Most candidates of all sessions in one step; as many slots are set aside as tree slots, unless chains are taken
 alone."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from specdec.engine.memory import free_bytes
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.check import Wanted, check
@@ -23,7 +24,8 @@ class Found(NamedTuple):
     context: int  # tokens
     dtype: str
     device: str
-    memory: int  # bytes at least
+    memory: int  # bytes, with the KV cache that it makes and the most sessions that it serves
+    memory_at_least: int  # bytes that a start takes
 
 
 class Models(NamedTuple):
@@ -64,5 +66,6 @@ def _found(role: str, placement: Placement, directory: ModelDirectory) -> Found:
         directory.context,
         dtype_of(directory, placement),
         placement.device,
+        memory_needed(directory, placement, free_bytes(placement.device)).total,
         memory_needed(directory, placement).total,
     )

@@ -35,7 +35,7 @@ def lines(report: Report) -> Iterator[str]:
             yield _line(
                 f"{each.role} ({each.architecture})",
                 f"{each.dtype} on {each.device}, {each.context} tokens of context, at least "
-                f"{each.memory / 1e9:.3g} GB: can be served",
+                f"{each.memory_at_least / 1e9:.3g} GB, at most {each.memory / 1e9:.3g} GB: can be served",
             )
         if report.problem:
             yield _line("cannot be served", report.problem, marked=True)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from specdec.decoding.block_hashes import HASHED_TOKENS
 from specdec.engine.cgroups import MEMBERSHIP, MOUNT, Cgroup, cgroups
 from specdec.engine.unsupported import UnsupportedModelError
 
@@ -31,18 +32,35 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # malloc.h
 MOST_KEPT = 1 << 30
 
 
-def slots_for(slot_bytes: int, context: int, device: str, sharers: int = 1, promised: int = 0) -> int:
+def slots_for(
+    slot_bytes: int,
+    context: int,
+    device: str,
+    sharers: int = 1,
+    promised: int = 0,
+    working: int = 0,
+    row_bytes: int = 0,
+) -> int:
     """Return the number of slots of `slot_bytes` each for a model of `context` tokens, on a device that `sharers`
     processes share evenly, and of which `promised` bytes belong to another model of this process although the system
-    has not handed them out; UnsupportedModelError if fewer than LEAST_SLOTS fit."""
-    free = max(0, free_bytes(device) - promised)
-    slots = min(max(LEAST_SLOTS, TEXTS * context), int(SHARE * free) // sharers // slot_bytes)
+    has not handed them out; UnsupportedModelError if fewer than LEAST_SLOTS fit. `working` and `row_bytes` are of
+    `slots_within`."""
+    free = max(0, free_bytes(device) - promised) // sharers
+    slots = slots_within(free, slot_bytes, context, working, row_bytes)
     if slots < LEAST_SLOTS:
         raise UnsupportedModelError(
             f"free memory has room for {slots} tokens of keys and values, at least {LEAST_SLOTS} are needed: "
             "make room, or say --kv-tokens"
         )
     return slots
+
+
+def slots_within(free: int, slot_bytes: int, context: int, working: int, row_bytes: int) -> int:
+    """Return the number of slots that `free` bytes have room for beside `working` bytes that steps compute in: SHARE of
+    them at most. Each block more is a session more, whose logits take `row_bytes`."""
+    rest = max(0, free - working)
+    with_rows = slot_bytes + -(-row_bytes // HASHED_TOKENS)
+    return min(max(LEAST_SLOTS, TEXTS * context), int(SHARE * rest) // slot_bytes, rest // with_rows)
 
 
 def free_bytes(device: str) -> int:
@@ -113,6 +131,28 @@ def touch(address: int, size: int) -> None:
             length = min(TOUCHED_AT_ONCE, (end - start) // mmap.PAGESIZE * mmap.PAGESIZE)
             if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_POPULATE_WRITE):
                 return
+
+
+def give_freed_memory_back() -> None:
+    """Have malloc give the system what is free now. Without glibc nothing is done."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def drop_file_pages(suffix: str, maps: Path = Path("/proc/self/smaps")) -> None:
+    """Take the pages of mapped files whose names end so out of this process: what is read once more comes from the
+    system's cache. Pages that the process has written to exist nowhere else, and their mapping is left as it is."""
+    libc = ctypes.CDLL(None)
+    first = length = 0
+    with contextlib.suppress(OSError, AttributeError):
+        for line in maps.read_text().splitlines():
+            words = line.split(maxsplit=5)
+            if "-" in words[0] and not words[0].endswith(":"):  # a mapping; the lines below it are its numbers
+                start, end = (int(address, 16) for address in words[0].split("-"))
+                wanted = len(words) == 6 and words[5].endswith(suffix)
+                first, length = (start, end - start) if wanted else (0, 0)
+            elif words[0] == "Anonymous:" and words[1] == "0" and length:
+                libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
 def keep_freed_memory() -> None:

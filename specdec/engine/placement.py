@@ -35,3 +35,7 @@ class Placement:
     """The part of the model that this device holds: less than 1 where the model is cut into parts."""
     compiled: bool = False
     """Whether torch compiles the model's own layers."""
+    sessions: int | None = None
+    """Sessions of a step; None: as a service has by default."""
+    beside: bool = False
+    """Whether it runs in another model's process."""

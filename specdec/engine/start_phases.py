@@ -10,6 +10,8 @@ from contextlib import contextmanager
 
 import structlog
 
+from specdec.engine.memory import give_freed_memory_back
+
 log = structlog.get_logger()
 
 ON_STDOUT = "SPECDEC_PHASES_ON_STDOUT"
@@ -21,7 +23,8 @@ _seconds: dict[str, float] = {}
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Log that a phase begins, and note its seconds when it ends. Phases of one name add up."""
+    """Log that a phase begins, and note its seconds when it ends. Phases of one name add up. What a phase has freed is
+    given back to the system, lest the next one's comes on top of it."""
     log.info("starting", phase=name)
     if os.environ.get(ON_STDOUT):
         sys.stdout.write(f"starting {name}\n")
@@ -30,6 +33,7 @@ def phase(name: str) -> Iterator[None]:
     try:
         yield
     finally:
+        give_freed_memory_back()
         _seconds[name] = _seconds.get(name, 0.0) + time.monotonic() - begin
 
 

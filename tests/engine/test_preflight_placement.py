@@ -21,6 +21,7 @@ from specdec.engine.preflight import architectures
 from specdec.engine.preflight.check import Wanted, check, check_memory
 from specdec.engine.preflight.memory_needed import memory_needed
 from specdec.engine.preflight.quantisation import METHODS
+from tests.models import make
 
 ROOT = Path(__file__).parent.parent.parent
 DEMO = ROOT / "demo"
@@ -107,12 +108,36 @@ def test_the_demo_pair_passes_on_one_machine() -> None:
 
 
 def test_memory_is_that_of_the_weights_in_the_dtype_and_of_the_tokens() -> None:
+    """And of the output head in float32: the demo's is its table of embeddings, so that it is a copy."""
     directory = ModelDirectory(DEMO / "target")
     wide, narrow = (memory_needed(directory, Placement(dtype=dtype)) for dtype in ("float32", "bfloat16"))
     more = memory_needed(directory, Placement(dtype="float32", kv_tokens=1024))
-    assert wide.weights == 2 * narrow.weights > 0
+    head = directory.vocabulary * directory.config["hidden_size"] * 4
+    assert wide.weights - head == 2 * (narrow.weights - head) > 0
     assert wide.kv == 2 * narrow.kv == more.kv // 2 > 0
-    assert memory_needed(directory, Placement(dtype="float32", share=0.5)).total == wide.total // 2
+    assert wide.total == wide.process + wide.weights + wide.working + wide.kv
+    assert abs(2 * memory_needed(directory, Placement(dtype="float32", share=0.5)).weights - wide.weights) <= 1
+    beside = memory_needed(directory, Placement(dtype="float32", beside=True))
+    assert beside.total == wide.total - wide.process
+
+
+def test_a_head_of_its_own_takes_what_float32_is_more(tmp_path: Path) -> None:
+    fields = {"vocab_size": 1000, "tie_word_embeddings": False}
+    directory = ModelDirectory(make("llama", tmp_path / "untied", **fields))
+    wide, narrow = (memory_needed(directory, Placement(dtype=dtype)).weights for dtype in ("float32", "bfloat16"))
+    table = 1000 * directory.config["hidden_size"]
+    assert narrow == wide // 2 + 2 * table
+
+
+def test_more_memory_is_told_as_more_keys_values_and_sessions(tmp_path: Path) -> None:
+    """And never more than is free, where the least fits."""
+    directory = ModelDirectory(make("llama", tmp_path / "wide", vocab_size=100_000, max_position_embeddings=4096))
+    least = memory_needed(directory, Placement()).total
+    told = [memory_needed(directory, Placement(), free) for free in range(2 * least, 20 * least, least)]
+    assert [each.total for each in told] == sorted(each.total for each in told)
+    assert all(each.total <= free for each, free in zip(told, range(2 * least, 20 * least, least), strict=True))
+    few, many = (memory_needed(directory, Placement(sessions=count), 20 * least) for count in (1, 512))
+    assert few.working < many.working
 
 
 def test_what_vllm_puts_on_gpus_is_its_own_affair(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from specdec.engine.batch_independence import rows_are_independent
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.hf.attention_hook import PackedAttention
-from specdec.engine.hf.linear import lay_out
+from specdec.engine.hf.linear import Float32Head, Head, lay_out
 from specdec.engine.hf.reference_check import ReferenceCheck
 from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts
 from specdec.engine.start_phases import phase
@@ -110,6 +110,7 @@ class CompiledEngine(CpuEngine):
     """An engine on the CPU whose layers, the model's own, are compiled."""
 
     _compiled: CompiledModel | None = None
+    float32_head: Head = Float32Head  # one product: the compiler makes one kernel of each
 
     forward_hidden = None  # type: ignore[assignment]  # so that it is no `HiddenStates`: the head is compiled with the layers
 

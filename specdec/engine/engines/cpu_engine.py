@@ -20,7 +20,8 @@ from specdec.engine.hf import llama_like
 from specdec.engine.hf.attention_backend import AttentionBackend
 from specdec.engine.hf.attention_hook import PackedAttention
 from specdec.engine.hf.batch_invariance import tile
-from specdec.engine.hf.linear import PackedLinear, can_pack, lay_out
+from specdec.engine.hf.linear import Head, PackedLinear, SlicedHead, can_pack, lay_out
+from specdec.engine.memory import drop_file_pages
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.row_counts import CANDIDATES, Shape, ShapeRowCounts
 
@@ -31,6 +32,8 @@ class CpuEngine(TorchEngine):
 
     In ragged batches layers of the Llama kind run in `cpu/decoder.py`; all others are the model's own code.
     """
+
+    float32_head: Head = SlicedHead
 
     def __init__(
         self,
@@ -79,6 +82,8 @@ class CpuEngine(TorchEngine):
             llama_like.join_products(self.model)
         self._packed = can_pack(dtype)
         lay_out(self.model, packed=self._packed)
+        if self._packed:  # what was prepacked is read no more
+            drop_file_pages(".safetensors")
 
     @cached_property
     def _largest_tiles(self) -> dict[Shape, int]:

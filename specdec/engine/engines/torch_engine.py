@@ -17,7 +17,7 @@ from specdec.engine.hf.attention_hook import PackedAttention
 from specdec.engine.hf.batch_invariance import make_exact, tile, untile
 from specdec.engine.hf.fingerprint import device_kind
 from specdec.engine.hf.hidden_states import with_hidden_states
-from specdec.engine.hf.linear import Float32Head, lay_out
+from specdec.engine.hf.linear import Float32Head, Head, lay_out
 from specdec.engine.hf.pretrained import DTYPES, attention_of, load
 from specdec.engine.hf.reference_check import ReferenceCheck
 from specdec.engine.kv.slots import Slots
@@ -26,6 +26,7 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.padded.backend import PaddedBackend
 from specdec.engine.row_counts import InvariantRowCounts, ShapeRowCounts
 from specdec.engine.start_phases import phase
+from specdec.engine.working_memory import logits_bytes, row_bytes
 
 
 class TorchEngine:
@@ -38,6 +39,7 @@ class TorchEngine:
     """
 
     threads: tuple[int, ...] = ()
+    float32_head: Head = Float32Head
 
     def __init__(
         self,
@@ -55,17 +57,17 @@ class TorchEngine:
             self.model = load(directory, DTYPES[dtype], device, ranks)
             self.hidden_size: int = self.model.get_output_embeddings().in_features
             if ranks is None:
-                self.model.set_output_embeddings(Float32Head(self.model.get_output_embeddings()))
+                self.model.set_output_embeddings(self.float32_head(self.model.get_output_embeddings()))
             reference = ReferenceCheck.of(self.model, directory.vocabulary)
             if ranks is not None:
-                shards.settle(self.model, ranks)
+                shards.settle(self.model, ranks, self.float32_head)
             self._lay_out(DTYPES[dtype])
         self.vocabulary = directory.vocabulary
         self.device, self.dtype = device, dtype
         self._device = torch.device(device)
         self._layers = layers = attention_of(self.model)
         slot_bytes = DTYPES[dtype].itemsize * sum(each.kv_heads * (each.width + each.value_width) for each in layers)
-        self.capacity = capacity or self._room(slot_bytes, directory.context, device, ranks, promised)
+        self.capacity = capacity or self._room(slot_bytes, directory, device, ranks, promised)
         self._kv_bytes = self.capacity * slot_bytes
         with phase("kv_cache"):
             self._backend = backend(layers, self.capacity, DTYPES[dtype], self._device)
@@ -115,12 +117,19 @@ class TorchEngine:
             tile(self.model, classes)
 
     @staticmethod
-    def _room(slot_bytes: int, context: int, device: str, ranks: Ranks | None, promised: int) -> int:
+    def _room(slot_bytes: int, directory: ModelDirectory, device: str, ranks: Ranks | None, promised: int) -> int:
         """Return the number of slots that memory has room for, on every rank."""
-        if ranks is None:
-            return slots_for(slot_bytes, context, device, promised=promised)
-        sharers = ranks.local_degree if device == "cpu" else 1
-        return min(ranks.all(ranks.together(lambda: slots_for(slot_bytes, context, device, sharers))))
+        sharers = ranks.local_degree if ranks is not None and device == "cpu" else 1
+        beside = (
+            {}
+            if device != "cpu"
+            else {"working": logits_bytes(directory.vocabulary), "row_bytes": row_bytes(directory.vocabulary)}
+        )
+
+        def slots() -> int:
+            return slots_for(slot_bytes, directory.context, device, sharers, promised, **beside)
+
+        return slots() if ranks is None else min(ranks.all(ranks.together(slots)))
 
     def _lay_out(self, dtype: torch.dtype) -> None:
         """Prepare the model's linear layers, before it is first run in a packed batch."""

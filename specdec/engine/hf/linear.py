@@ -7,12 +7,15 @@ the time, in float32 and bfloat16 (`docs/decisions/2026-11-21-packed-weights.md`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
+
+from specdec.engine.working_memory import MAX_SLICE_IDS
 
 TYPICAL_ROWS = 8
 """The number of rows that the weight layout is chosen for; any other number works too."""
@@ -55,6 +58,51 @@ class Float32Head(torch.nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.linear(hidden.float())
         return logits
+
+
+class SlicedHead(torch.nn.Module):
+    """A `Float32Head` of several products, each over a slice of the vocabulary.
+
+    Weights are laid out, and row counts compared, a slice at a time: what that takes beside the head itself no longer
+    grows with the vocabulary. A token's logit is the same sum as in a single product.
+    """
+
+    def __init__(self, head: torch.nn.Linear) -> None:
+        super().__init__()
+        self.in_features = head.in_features
+        self.out_features = head.out_features
+        bias = None if head.bias is None else head.bias.detach().float()
+        self.bias = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)  # some models ask for it
+        count = -(-head.out_features // MAX_SLICE_IDS)
+        bounds = [number * head.out_features // count for number in range(count + 1)]
+        self._places = [slice(*pair) for pair in itertools.pairwise(bounds)]
+        self.slices = torch.nn.ModuleList(
+            _linear(head.weight.detach()[place].float(), None if bias is None else bias[place])
+            for place in self._places
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden.float()
+        if len(self.slices) == 1:
+            whole: Tensor = self.slices[0](hidden)
+            return whole
+        logits = hidden.new_empty(*hidden.shape[:-1], self.out_features)
+        for part, place in zip(self.slices, self._places, strict=True):
+            logits[..., place] = part(hidden)
+        return logits
+
+
+Head = Callable[[torch.nn.Linear], torch.nn.Module]
+"""Makes a head with float32 logits of a model's own."""
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> torch.nn.Linear:
+    """Return a linear layer of this weight, which is not copied."""
+    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = torch.nn.Parameter(bias, requires_grad=False)
+    return linear
 
 
 class Joined(torch.nn.Module):
@@ -130,9 +178,13 @@ def is_plain(layer: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
 
 def lay_out(model: torch.nn.Module, *, packed: bool) -> None:
     """Make every linear layer of a model a Linear, or a PackedLinear if `packed`; leave quantised ones. The model can
-    then be run but not trained."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
+    then be run but not trained.
+
+    No layer is referred to once it is replaced, so that its weights are freed before those of the next are made.
+    """
+    for module in [module for module in model.modules() if next(module.children(), None) is not None]:
+        for name in [name for name, _ in module.named_children()]:
+            child = getattr(module, name)
             layer = as_linear(child) if isinstance(child, Conv1D) else child
             if is_plain(layer):
                 setattr(module, name, PackedLinear(layer) if packed else layer)

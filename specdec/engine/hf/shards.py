@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from specdec.engine.distributed.ranks import Ranks
 from specdec.engine.engine import UnsupportedModelError
-from specdec.engine.hf.linear import Float32Head
+from specdec.engine.hf.linear import Head
 
 BY_OUTPUTS, BY_INPUTS = "colwise", "rowwise"
 STYLES = {BY_OUTPUTS, BY_INPUTS, "replicated_with_grad_allreduce"}
@@ -102,7 +102,7 @@ class Gathered(torch.nn.Module):
         return torch.cat(parts, dim=-1)[..., : self._vocabulary]
 
 
-def settle(model: PreTrainedModel, ranks: Ranks) -> None:
+def settle(model: PreTrainedModel, ranks: Ranks, float32_head: Head) -> None:
     """Make ordinary linear layers of the parts that transformers has cut a model into, and a float32 head of its head.
 
     Token embeddings stay as transformers cuts them: one sum a step, in which all terms but one are zero.
@@ -110,7 +110,7 @@ def settle(model: PreTrainedModel, ranks: Ranks) -> None:
     head = model.get_output_embeddings()
     whole = head.out_features
     cut = isinstance(head.weight, DTensor)
-    own_head = Float32Head(_own_part(head) if cut else head)
+    own_head = float32_head(_own_part(head) if cut else head)
     model.set_output_embeddings(Gathered(own_head, whole, ranks) if cut else own_head)
     plan = model.tp_plan
     for path, module in list(model.named_modules()):

@@ -22,6 +22,7 @@ from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, Model
 from specdec.engine.model_file import in_one_line, opened, read_fields
 from specdec.engine.onnx.providers import CPU, check_started, place_of, providers
 from specdec.engine.padded.layout import PaddedBatch, PaddedPacker
+from specdec.engine.working_memory import logits_bytes, row_bytes
 
 
 class OnnxEngine:
@@ -75,7 +76,7 @@ class OnnxEngine:
             f"onnxruntime-{ort.__version__}/{provider}/{platform.machine()}/{of_pools.name}/threads-{threads}"
         )
         slot_bytes = of_pools.itemsize * sum(heads * (key + value) for heads, key, value in shapes)
-        self.capacity = capacity = capacity or slots_for(slot_bytes, directory.context, device)
+        self.capacity = capacity = capacity or self._room(slot_bytes, directory)
         self._pools: dict[str, ort.OrtValue] = {}
         for layer, (heads, key_width, value_width) in enumerate(shapes):
             for kind, width in (("key", key_width), ("value", value_width)):
@@ -86,6 +87,13 @@ class OnnxEngine:
         self._takes_window = "windowed" in taken
         for name, pool in self._pools.items():
             self._binding.bind_ortvalue_input(name, pool)
+
+    def _room(self, slot_bytes: int, directory: ModelDirectory) -> int:
+        """Return the number of slots that memory has room for."""
+        if self._place.kind != "cpu":
+            return slots_for(slot_bytes, directory.context, self.device)
+        working, row = logits_bytes(self.vocabulary), row_bytes(self.vocabulary)
+        return slots_for(slot_bytes, directory.context, self.device, working=working, row_bytes=row)
 
     def packer(self) -> PaddedPacker:
         return PaddedPacker(window=self.window, one_group=True)

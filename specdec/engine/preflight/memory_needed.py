@@ -1,36 +1,63 @@
-"""How much memory a model takes at least: its weights, by the headers of their files, and the least KV memory.
+"""How much memory a model takes: its weights, by the headers of their files, its keys and values, and on a CPU the
+process around them with what its checks and steps compute in.
 
-What cannot be told from headers and configuration is left out, so that no start is refused that would succeed.
+Counted is memory of the process's own. Files of weights are mapped: their pages are the system's cache, which it takes
+back when it needs them. What cannot be told from headers and configuration is left out, so that no start is refused
+that would succeed.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from specdec.engine.memory import LEAST_SLOTS
+from specdec.engine.kv.blocks import BLOCK
+from specdec.engine.memory import LEAST_SLOTS, slots_within
 from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory
 from specdec.engine.model_file import Fields, is_integer, read_fields
 from specdec.engine.placement import BYTES, Placement
 from specdec.engine.preflight.dtype import dtype_of
-from specdec.engine.preflight.weights import bytes_of
+from specdec.engine.preflight.weights import USUAL, Tensor, bytes_of, tensors
+from specdec.engine.working_memory import MAX_SESSIONS, logits_bytes, row_bytes, start_bytes
 
 LARGEST_SIZE = 1 << 20
 """The largest number of layers, heads or widths that is believed."""
 
+TORCH_PROCESS = 600_000_000
+"""Bytes of a process that has imported torch, transformers and Numba, has compiled its loops and serves."""
+
+ONNX_PROCESS = 200_000_000
+"""Bytes of a process that runs an exported model, without torch."""
+
+EXPORTING_PROCESS = 500_000_000
+"""Bytes of a process that has exported a model: torch and the exporter stay loaded."""
+
+
+GRAPH_COPIES = 2
+"""Copies of a graph's weights: its own, and those that ONNX Runtime lays out for its products."""
+
+EXPORT_COPIES = 3
+"""Copies of the weights that there are at once while a model is exported: the model's, the graph's, the file's."""
+
 
 @dataclass(frozen=True)
 class MemoryNeeded:
-    """The least memory that a model takes on its device."""
+    """The memory, in bytes, that a model takes on its device."""
 
     name: str
     dtype: str
-    weights: int  # bytes
+    process: int
+    weights: int  # as they are laid out, with copies of the output head
+    working: int  # what the checks at start, and the largest step, compute in
     tokens: int
-    kv: int  # bytes
+    kv: int
+    export: int = 0  # beside the process, while the model is exported, before anything else is there
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv
+        return self.process + max(self.export, self.weights + self.working + self.kv)
 
     @property
     def remedy(self) -> str:
@@ -40,9 +67,16 @@ class MemoryNeeded:
         return "say --dtype bfloat16" if self.dtype == "float32" else "take a smaller model"
 
     def __str__(self) -> str:
+        beside = [
+            f"{in_gigabytes(count)} for {what}"
+            for count, what in ((self.working, "checks and steps"), (self.process, "the process"))
+            if count
+        ]
+        exported = f", {in_gigabytes(self.export)} while it is exported" if self.export else ""
         return (
-            f"{self.name} needs {in_gigabytes(self.weights)} for weights in {self.dtype} and {in_gigabytes(self.kv)} "
-            f"for {self.tokens} tokens of keys and values"
+            f"{self.name} needs {in_gigabytes(self.weights)} for weights in {self.dtype}, "
+            f"{in_gigabytes(self.kv)} for {self.tokens} tokens of keys and values"
+            f"{''.join(f', {each}' for each in beside)}{exported}"
         )
 
 
@@ -50,18 +84,89 @@ def in_gigabytes(count: int) -> str:
     return f"{count / 1e9:.3g} GB"
 
 
-def memory_needed(directory: ModelDirectory, placement: Placement) -> MemoryNeeded:
-    """Return the least memory that a model takes as it is placed."""
-    tokens = placement.kv_tokens or LEAST_SLOTS
+def memory_needed(directory: ModelDirectory, placement: Placement, free: int | None = None) -> MemoryNeeded:
+    """Return the memory that a model takes as it is placed: the least with which it starts, or, on a device that has
+    `free` bytes, all that it takes when it has as many keys and values as it makes by default and serves as many
+    sessions as it may."""
     dtype = dtype_of(directory, placement)
-    if placement.kind == "onnx" and (directory.path / GRAPH).is_file():
-        weights = sum(file.stat().st_size for file in directory.weights() if ".onnx" in file.name)
-        numbers = _numbers_of_an_export(directory)
-    else:
-        weights = bytes_of(directory, BYTES[dtype] if directory.quantisation is None else None)
-        numbers = numbers_of_a_token(directory)
-    kv = tokens * numbers * BYTES[dtype]
-    return MemoryNeeded(directory.name, dtype, int(weights * placement.share), tokens, int(kv * placement.share))
+    exported = placement.kind == "onnx" and (directory.path / GRAPH).is_file()
+    numbers = _numbers_of_an_export(directory) if exported else numbers_of_a_token(directory)
+    slot = int(numbers * BYTES[dtype] * placement.share)
+    parts = _parts(directory, placement, BYTES[dtype], exported=exported)
+    tokens, sessions = placement.kv_tokens or LEAST_SLOTS, 0
+    if free is not None:
+        if placement.kv_tokens is None and slot:
+            rest = free - parts.process - parts.weights
+            tokens = max(LEAST_SLOTS, slots_within(rest, slot, directory.context, parts.working(0), parts.row))
+        sessions = min(placement.sessions or MAX_SESSIONS, tokens // BLOCK)
+    return MemoryNeeded(
+        directory.name,
+        dtype,
+        0 if placement.beside else parts.process,
+        parts.weights,
+        parts.working(sessions),
+        tokens,
+        tokens * slot,
+        parts.export,
+    )
+
+
+class _Parts(NamedTuple):
+    """Bytes that do not depend on how many tokens and sessions there are."""
+
+    weights: int
+    process: int = 0
+    start: int = 0
+    export: int = 0
+    vocabulary: int = 0  # of logits that are in the process's memory
+
+    @property
+    def row(self) -> int:
+        return row_bytes(self.vocabulary)
+
+    def working(self, sessions: int) -> int:
+        return max(self.start, logits_bytes(self.vocabulary, sessions))
+
+
+def _parts(directory: ModelDirectory, placement: Placement, width: int, *, exported: bool) -> _Parts:
+    vocabulary, share, on_cpu = directory.vocabulary, placement.share, placement.device == "cpu"
+    if exported:
+        graph = sum(file.stat().st_size for file in directory.weights() if ".onnx" in file.name)
+        return _Parts(GRAPH_COPIES * graph, ONNX_PROCESS, vocabulary=vocabulary) if on_cpu else _Parts(graph)
+    plain = directory.quantisation is None
+    weights = bytes_of(directory, width if plain else None)
+    if not on_cpu or placement.kind == "vllm":
+        return _Parts(int(weights * share))
+    if placement.kind == "onnx":
+        return _Parts(GRAPH_COPIES * weights, EXPORTING_PROCESS, export=EXPORT_COPIES * weights, vocabulary=vocabulary)
+    found = [each for file in directory.weights() for each in tensors(file).values() if each["dtype"] in USUAL]
+    laid_out = weights + _head(found, vocabulary, width) + (weights if placement.compiled else 0)
+    start = start_bytes(vocabulary, *_largest(found, vocabulary, width)) if plain else 0
+    return _Parts(int(laid_out * share), TORCH_PROCESS, int(start * share), vocabulary=vocabulary)
+
+
+def _head(found: Iterable[Tensor], vocabulary: int, width: int) -> int:
+    """Return the bytes that an output head in float32 takes beside the weights as they are stored: a copy where the
+    token embeddings are the head too, else what float32 takes more."""
+    tables = [math.prod(each["shape"]) for each in found if _is_of_vocabulary(each, vocabulary)]
+    if not tables:
+        return 0
+    return tables[0] * BYTES["float32"] if len(tables) == 1 else tables[0] * (BYTES["float32"] - width)
+
+
+def _largest(found: Iterable[Tensor], vocabulary: int, width: int) -> tuple[int, int, int]:
+    """Return the inputs of an output head, and of the layer with the most weights its bytes and its outputs."""
+    hidden = next((each["shape"][1] for each in found if _is_of_vocabulary(each, vocabulary)), 0)
+    layers = [each["shape"] for each in found if len(each["shape"]) == 2 and not _is_of_vocabulary(each, vocabulary)]
+    return (
+        hidden,
+        max((math.prod(shape) * width for shape in layers), default=0),
+        max((max(shape) for shape in layers), default=0),
+    )
+
+
+def _is_of_vocabulary(tensor: Tensor, vocabulary: int) -> bool:
+    return len(tensor["shape"]) == 2 and tensor["shape"][0] == vocabulary
 
 
 def _numbers_of_an_export(directory: ModelDirectory) -> int:

@@ -11,6 +11,9 @@ from typing import Any
 from specdec.engine.model_directory import GRAPH, INDEX, WEIGHTS, WEIGHTS_FIELD, ModelDirectory, ModelDirectoryError
 from specdec.engine.model_file import in_one_line, opened
 
+Tensor = dict[str, Any]
+"""What a header tells of a tensor: `dtype`, `shape`, `data_offsets`."""
+
 MOST_HEADER_BYTES = 100_000_000
 """Bytes of the largest header that the format allows."""
 
@@ -34,11 +37,11 @@ def check_weights(directory: ModelDirectory, *, by_transformers: bool = False) -
         )
     for file in files:
         if file.suffix == ".safetensors":
-            for name, tensor in _tensors(file).items():
+            for name, tensor in tensors(file).items():
                 _check_vocabulary(directory, file, name, tensor)
 
 
-def _check_vocabulary(directory: ModelDirectory, file: Path, name: str, tensor: dict[str, Any]) -> None:
+def _check_vocabulary(directory: ModelDirectory, file: Path, name: str, tensor: Tensor) -> None:
     if name.endswith(EMBEDDINGS) and tensor["dtype"] in USUAL and len(tensor["shape"]) == 2:
         rows = tensor["shape"][0]
         if rows != directory.vocabulary:
@@ -53,7 +56,7 @@ def bytes_of(directory: ModelDirectory, width: int | None) -> int:
     total = 0
     for file in directory.weights():
         if file.suffix == ".safetensors":
-            for tensor in _tensors(file).values():
+            for tensor in tensors(file).values():
                 start, end = tensor["data_offsets"]
                 if width is not None and tensor["dtype"] in USUAL:
                     total += math.prod(tensor["shape"]) * width
@@ -62,7 +65,7 @@ def bytes_of(directory: ModelDirectory, width: int | None) -> int:
     return total
 
 
-def _tensors(file: Path) -> dict[str, dict[str, Any]]:
+def tensors(file: Path) -> dict[str, Tensor]:
     """Return what the header of a safetensors file tells of each tensor: `dtype`, `shape`, `data_offsets`.
     ModelDirectoryError unless the file has all the bytes that it tells of."""
     with opened(file) as stream:

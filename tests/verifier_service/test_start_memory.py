@@ -1,0 +1,135 @@
+"""Memory of a verifier: a start without a cache, and texts, stay within what the preflight tells before it loads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.client import Client
+from specdec.engine.memory import free_bytes
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.placement import Placement, WantedDtype
+from specdec.engine.preflight.memory_needed import memory_needed
+from specdec.local.child import Child, stop
+from tests import models
+
+HIDDEN = 640
+"""Width of Gemma 3 270M: beside a large vocabulary, the output head is nearly all of such a model."""
+
+KV_TOKENS = 4096
+
+TOLERANCE = 1.1
+"""What the process takes, in multiples of what is told before."""
+
+READY_SECONDS = 300.0
+
+CGROUPS = Path("/sys/fs/cgroup/memory")
+
+
+def model(folder: Path, vocabulary: int, dtype: torch.dtype, *, tied: bool) -> Path:
+    """A model of two layers whose weights are stored in `dtype`."""
+    fields = {"hidden_size": HIDDEN, "intermediate_size": 1024, "max_position_embeddings": 2048}
+    made = models.ARCHITECTURES["llama"](vocab_size=vocabulary, tie_word_embeddings=tied, **fields)
+    return models.save(made.to(dtype), folder / "model")
+
+
+class Watch:
+    """Watches how much memory of its own a process has: files that it maps are the system's cache."""
+
+    def __init__(self, process: int) -> None:
+        self.peak = 0
+        self._file = Path(f"/proc/{process}/status")
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError, KeyError, IndexError):  # it has ended
+            while not self._over.wait(0.005):
+                numbers = dict(line.split(":", 1) for line in self._file.read_text().splitlines())
+                self.peak = max(self.peak, 1024 * int(numbers["RssAnon"].split()[0]))
+
+
+@contextlib.contextmanager
+def limited(process: int, size: int) -> Iterator[None]:
+    """Let a process have so many bytes, with its share of the system's cache, if this one may set such limits."""
+    group = CGROUPS / f"specdec-test-{os.getpid()}"
+    with contextlib.suppress(OSError):
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(size))
+        (group / "cgroup.procs").write_text(str(process))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+
+
+def address_of(child: Child) -> str:
+    """Wait until a service is ready."""
+    deadline = time.monotonic() + READY_SECONDS
+    while (address := child.ready_at()) is None:
+        assert child.ending() is None, child.ending()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return address
+
+
+def told(path: Path, dtype: WantedDtype) -> int:
+    return memory_needed(ModelDirectory(path), Placement(dtype=dtype, kv_tokens=KV_TOKENS), free_bytes("cpu")).total
+
+
+def peak_of(path: Path, dtype: WantedDtype) -> int:
+    """Start a verifier within the memory that is told, have texts of it, and return the most that it took."""
+    options = ("--dtype", dtype, "--threads", "1", "--kv-tokens", str(KV_TOKENS))
+    common = ("--port", "0", "--stop-with-stdin", "--model", str(path))
+    verifier = Child.start("verifier", "-m", "verifier_service", *common, *options)
+    children = [verifier]
+    process = verifier.process.pid
+    with limited(process, int(TOLERANCE * told(path, dtype))), Watch(process) as watch:
+        try:
+            peers = ("--verifier", address_of(verifier))
+            children.append(Child.start("orchestrator", "-m", "orchestrator", *common, *peers))
+            with Client(address_of(children[1])) as client:
+                for prompt, sampling in (("def main(", {}), ("a" * 500, {"temperature": 1.0, "logprobs": 5})):
+                    result = client.complete(prompt, max_tokens=20, n=4, ignore_end_token=True, **sampling)
+                    assert [len(each.tokens) for each in result.completions] == [20] * 4
+        finally:
+            stop(children)
+    assert watch.peak > 0
+    return watch.peak
+
+
+def test_a_large_vocabulary_starts_and_serves_within_what_is_told(tmp_path: Path) -> None:
+    """Its check of exactness is a new one: nothing is kept of this model."""
+    path = model(tmp_path, 151_936, torch.float32, tied=True)
+    assert peak_of(path, "auto") < TOLERANCE * told(path, "auto")
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("vocabulary", [32_000, 50_257, 151_936, 262_144])
+def test_a_first_start_and_its_texts_take_what_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocabulary: int, stored: torch.dtype, tied: bool
+) -> None:
+    """With weights stored in each dtype: float16 is computed in float32 on CPUs."""
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    path = model(tmp_path, vocabulary, stored, tied=tied)
+    assert peak_of(path, "auto") < TOLERANCE * told(path, "auto")
