@@ -145,7 +145,7 @@ import json
 import sys
 from pathlib import Path
 import numpy as np
-from specdec.engine.cpu.attention import EVERYTHING, kernel
+from specdec.engine.cpu.attention import EVERYTHING, Scratch, kernel
 from specdec.engine.cpu.layers import compiled
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.model_directory import ModelDirectory
@@ -156,7 +156,7 @@ def attention(width, cuts):
     keys, values = (random.standard_normal((2, 8, width), np.float32) for _ in range(2))
     out = np.zeros_like(query)
     kernel(width, width)(query, keys, values, np.arange(8), np.zeros(4, int), np.arange(4, 8), np.arange(5), EVERYTHING,
-                         np.float32(0.5), np.float32(0), out, np.asarray(cuts))
+                         np.float32(0.5), np.float32(0), out, *Scratch.of(2, 8, width, width), np.asarray(cuts))
     assert out.any()
     return sum(kernel(width, width).outside._cache_hits.values()), out.tobytes().hex()
 

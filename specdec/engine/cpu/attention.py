@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +33,33 @@ PIECE = 32
 SHARED_FROM = 1 << 16
 """Numbers in the keys of all rows from which sharing them among threads pays: about ten microseconds' work."""
 
+CACHE_LINE = 64
+"""Bytes of a cache line."""
+
 EVERYTHING = np.iinfo(np.int64).max
 """Tokens of a window that hides nothing: a layer without a sliding window."""
+
+
+class Scratch(NamedTuple):
+    """Memory that the loop computes in: a row for each thread."""
+
+    integers: NDArray[np.int64]
+    floats: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, threads: int, longest: int, width: int, value_width: int) -> Scratch:
+        """Return memory for texts of at most `longest` tokens."""
+        integers, floats = 2 * GROUP + 2 * longest, GROUP * (width + value_width + longest)
+        return cls(
+            np.empty((threads, _whole_lines(integers, 8)), np.int64),
+            np.empty((threads, _whole_lines(floats, 4)), np.float32),
+        )
+
+
+def _whole_lines(numbers: int, width: int) -> int:
+    """Return as many numbers of `width` bytes, or a few more, as fill cache lines: no two threads write to the same."""
+    in_a_line = CACHE_LINE // width
+    return -(-numbers // in_a_line) * in_a_line
 
 
 @dataclass
@@ -62,6 +87,7 @@ class RaggedAttention:
         self.memory = memory
         self.pieces = pieces(batch.first, memory.threads)
         self._cuts: dict[tuple[int, int], openmp.Cuts] = {}  # by key heads and width of a key
+        self._scratch: dict[tuple[int, int], Scratch] = {}  # by widths of keys and values
 
     def attend(
         self,
@@ -90,6 +116,7 @@ class RaggedAttention:
             np.float32(scale),
             np.float32(softcap or 0.0),
             array_of(out),
+            *self.scratch(key.shape[2], value.shape[2]),
             self.shares_of(*key.shape[1:]),
         )
         return out
@@ -98,6 +125,14 @@ class RaggedAttention:
     def threads(self) -> int:
         """The number of threads that compute."""
         return self.memory.threads
+
+    def scratch(self, width: int, value_width: int) -> Scratch:
+        """Return the memory that the threads compute in for heads of these widths; it is allocated once."""
+        made = self._scratch.get((width, value_width))
+        if made is None:
+            longest = int(self.batch.positions.max()) + 1
+            made = self._scratch[width, value_width] = Scratch.of(self.threads, longest, width, value_width)
+        return made
 
     def shares_of(self, kv_heads: int, width: int) -> openmp.Cuts:
         """Return the `shares` of the batch for keys of this shape; they are computed once."""
@@ -165,6 +200,8 @@ def kernel(width: int, value_width: int) -> openmp.SharedLoop:
         scale: Any,
         softcap: Any,  # 0: none
         out: Any,  # as stored [t, heads, value_width]
+        integers: Any,  # to compute in, as are these
+        floats: Any,  # (`Scratch`)
         cuts: Any,  # [2] the first key head and the end, counted piece by piece
     ) -> None:
         kv_heads, slots = keys.shape[:2]
@@ -174,11 +211,14 @@ def kernel(width: int, value_width: int) -> openmp.SharedLoop:
         for r in range(pieces[cuts[0] // kv_heads], pieces[-(-cuts[1] // kv_heads)]):
             longest = max(longest, positions[r] + 1)
         # These arrays hold one group of queries: a query is a row and one of its heads.
-        queries = np.empty((GROUP, width), np.float32)
-        begins, ends = np.empty(GROUP, np.int64), np.empty(GROUP, np.int64)  # the keys that each query sees
-        weights = np.empty((GROUP, longest), np.float32)
-        sums = np.empty((GROUP, value_width), np.float32)
-        key_at, value_at = np.empty(longest, np.int64), np.empty(longest, np.int64)
+        begins, ends = integers[:GROUP], integers[GROUP : 2 * GROUP]  # the keys that each query sees
+        places = integers[2 * GROUP :]
+        key_at, value_at = places[:longest], places[longest : 2 * longest]
+        queries = floats[: GROUP * width].reshape(GROUP, width)
+        behind = floats[GROUP * width :]
+        sums = behind[: GROUP * value_width].reshape(GROUP, value_width)
+        rest = behind[GROUP * value_width :]
+        weights = rest[: GROUP * longest].reshape(GROUP, longest)
         for unit in range(cuts[0], cuts[1]):
             piece, kv_head = unit // kv_heads, unit % kv_heads
             row = pieces[piece]
@@ -230,7 +270,7 @@ def kernel(width: int, value_width: int) -> openmp.SharedLoop:
                         out[r, head, d] = narrowed(sums[i, d], out[r, head, d])
 
     attend.__qualname__ = f"attend_{width}_{value_width}"  # symbols are made of it (`cpu/openmp.py`)
-    return openmp.shared(error_model="numpy")(attend)
+    return openmp.shared(scratch=2, error_model="numpy")(attend)
 
 
 @part(loop=True, fastmath=REORDERED, error_model="numpy")

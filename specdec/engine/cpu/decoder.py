@@ -81,7 +81,14 @@ class Decoder:
         layers(
             products,
             self._weights,
-            StepRows(batch.positions, batch.slots, batch.keys, batch.first, attention.pieces),
+            StepRows(
+                batch.positions,
+                batch.slots,
+                batch.keys,
+                batch.first,
+                attention.pieces,
+                *attention.scratch(self._width, self._width),
+            ),
             keys,
             values,
             work.buffers,

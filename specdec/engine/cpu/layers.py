@@ -47,6 +47,8 @@ class StepRows(NamedTuple):
     path: Array  # slots of all paths
     first: Array  # [t] where a row's path begins
     pieces: Array  # [p + 1] rows at which pieces of paths begin
+    integers: Array  # [threads, ...] that loops compute in (`cpu/attention.py`: `Scratch`)
+    floats: Array
 
 
 class Buffers(NamedTuple):
@@ -113,6 +115,7 @@ def sequence(loops: Loops, multiply: Callable[[Any, int], Array]) -> Callable[..
                 buffers.query,
                 keys[layer],
                 values[layer],
+                rows.floats,
                 shares.heads,
             )
             attend(
@@ -127,6 +130,8 @@ def sequence(loops: Loops, multiply: Callable[[Any, int], Array]) -> Callable[..
                 weights.scales[layer],
                 NO_SOFTCAP,
                 buffers.attended,
+                rows.integers,
+                rows.floats,
                 shares.attention,
             )
             update = multiply(products, own + BACK)

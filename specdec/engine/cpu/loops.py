@@ -37,7 +37,7 @@ def add_and_normalise(
             y[d] = narrowed(widened(x[d]) * scale * widened(weight[d]), y[d])
 
 
-@openmp.shared(fastmath=REORDERED, error_model="numpy")
+@openmp.shared(scratch=1, fastmath=REORDERED, error_model="numpy")
 def rotate(
     projected: Any,  # [t, (heads + 2 * kv_heads) * width]: queries, keys, values
     norms: Any,  # [2, width] weights of the RMS norm of query and key heads, or [0, width]
@@ -49,13 +49,13 @@ def rotate(
     query: Any,  # float32 [t, heads, width], written
     keys: Any,  # [kv_heads, slots, width], written
     values: Any,
+    turned: Any,  # float32 [width or more] to compute in
     cuts: Any,  # [2] the first row and the end
 ) -> None:
     """Split a row into heads, rotate queries and keys by their position (Su et al. 2021, "RoFormer", eq. 34, with the
     halves of a head as pairs instead of neighbours), and store keys and values."""
     heads, width = query.shape[1:]
     kv_heads = len(keys)
-    turned = np.empty(width, np.float32)
     for r in range(cuts[0], cuts[1]):
         row, c, s = projected[r], cos[positions[r]], sin[positions[r]]
         for head in range(heads + kv_heads):

@@ -65,22 +65,37 @@ class SharedLoop:
         self.outside(*arguments)
 
 
-def shared(**options: Any) -> Callable[[Callable[..., None]], SharedLoop]:
+def shared(*, scratch: int = 0, **options: Any) -> Callable[[Callable[..., None]], SharedLoop]:
     """Return a decorator that makes a shared loop of a loop(*arguments, cuts), which runs from cuts[0] to cuts[1];
     `options` are those of `numba.njit`.
 
     The shared one takes any number of cuts, and each thread runs one share, or several if the team has fewer threads
     than shares. All threads see the same arrays. Where there is no team its caller runs all of it.
+
+    A loop must not allocate memory: nobody hears of a thread of the team that gets none, and what it had to write would
+    be missing. The last arguments before `cuts`, `scratch` many and two at most, are there to compute in: they have a
+    row for each share, and the loop gets its own.
     """
 
     def decorate(function: Callable[..., None]) -> SharedLoop:
-        loop = part(loop=True, **options)(function)
+        plain = part(loop=True, **options)(function)
+
+        def without(given: Any, _: Any, cuts: Any) -> None:
+            plain(*given[:-1], cuts)
+
+        def with_one(given: Any, number: Any, cuts: Any) -> None:
+            plain(*given[:-2], given[-2][number], cuts)
+
+        def with_two(given: Any, number: Any, cuts: Any) -> None:
+            plain(*given[:-3], given[-3][number], given[-2][number], cuts)
+
+        loop = part()((without, with_one, with_two)[scratch])
 
         def share(given: Any) -> None:
             """Run the calling thread's shares."""
             cuts = given[-1]
             for number in range(_thread(), len(cuts) - 1, _team()):
-                loop(*given[:-1], cuts[number : number + 2])
+                loop(given, number, cuts[number : number + 2])
 
         @intrinsic  # type: ignore[untyped-decorator]
         def share_of(_context: Any, arguments: Any) -> Any:
@@ -103,12 +118,12 @@ def shared(**options: Any) -> Callable[[Callable[..., None]], SharedLoop]:
         def run(*arguments: Any) -> None:
             shares = len(arguments[-1]) - 1
             if shares == 1:
-                loop(*arguments)
+                loop(arguments, 0, arguments[-1])
             else:
                 _parallel(share_of(arguments), _address(arguments), np.uint32(shares), np.uint32(0))
 
         def alone(*arguments: Any) -> None:
-            loop(*arguments)
+            loop(arguments, 0, arguments[-1])
 
         # Symbols are made of these names: no two loops share one.
         whole = run if AVAILABLE else alone

@@ -11,10 +11,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numba.core.runtime import rtsys
+from numba.core.runtime._nrt_python import memsys_enable_stats
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.engine.cpu.attention import GROUP, PIECE, SHARED_FROM, RaggedAttention, RaggedMemory, pieces, shares
+from specdec.engine.cpu.attention import (
+    EVERYTHING,
+    GROUP,
+    PIECE,
+    SHARED_FROM,
+    RaggedAttention,
+    RaggedMemory,
+    Scratch,
+    kernel,
+    pieces,
+    shares,
+)
 from specdec.engine.cpu.layout import RaggedBatch, RaggedPacker
 from tests.engine.written_out import attention
 
@@ -249,3 +262,22 @@ def test_threads_that_share_the_rows_of_a_prompt_change_no_bit(shape: Shape, win
 
 def test_few_keys_are_not_shared() -> None:
     assert shares(np.asarray([10, 20]), np.asarray([0, 1, 2]), 3, 64, 16).tolist() == [0, 6]
+
+
+def test_no_share_allocates_memory() -> None:
+    """A thread of the team that got none would leave out what it had to write, and nobody would hear of it."""
+    memsys_enable_stats()
+    random = np.random.default_rng(0)
+    query, out = (random.standard_normal((8, 2, 16), np.float32) for _ in range(2))
+    keys, values = (random.standard_normal((2, 8, 16), np.float32) for _ in range(2))
+    rows = np.arange(8)
+
+    def allocations(cuts: list[int]) -> int:
+        scratch, cut = Scratch.of(len(cuts), 8, 16, 16), np.asarray(cuts)
+        arguments = (query, keys, values, rows, np.zeros(8, int), rows, np.arange(9), EVERYTHING)
+        kernel(16, 16)(*arguments, np.float32(0.5), np.float32(0), out, *scratch, cut)  # compiled
+        before = rtsys.get_allocation_stats().alloc
+        kernel(16, 16)(*arguments, np.float32(0.5), np.float32(0), out, *scratch, cut)
+        return int(rtsys.get_allocation_stats().alloc - before)
+
+    assert allocations([0, 4, 8, 12, 16]) == allocations([0, 16])  # those of the arguments

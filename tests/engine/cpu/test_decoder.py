@@ -197,7 +197,7 @@ class TestLoops:
         keys, values = (torch.zeros(kv_heads, 10, width, dtype=dtype) for _ in range(2))
         rotate(
             array_of(projected), array_of(norms), EPSILON, angles.cos().numpy(), angles.sin().numpy(),
-            positions, slots, query, array_of(keys), array_of(values), shares(rows),
+            positions, slots, query, array_of(keys), array_of(values), np.empty((3, width), np.float32), shares(rows),
         )  # fmt: skip
 
         split = projected.view(rows, -1, width)
