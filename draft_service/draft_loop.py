@@ -111,6 +111,7 @@ class DraftLoop(EngineWorker[Session]):
             self.step_failed(asked, error)
             return
         self.steps += 1
+        self.step_succeeded()
         if retried is not None:
             self._retry.forget(retried)
         for session, why in failed.items():

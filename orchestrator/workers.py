@@ -21,6 +21,7 @@ from dataclasses import replace
 
 import structlog
 
+from specdec.exit_status import how_it_ended
 from specdec.serving.process import logs
 from specdec.serving.process.listening import bound
 from specdec.serving.process.restarts import Restarts
@@ -128,7 +129,9 @@ class Workers:
             self._processes.remove(process)
             if not self._ending.is_set():
                 log.warning("worker_died", pid=process.pid, status=status)
-                await self._died(number, f"status {status}")
+                how = how_it_ended(status)
+                at_first = "(its own message is above)" if status > 0 else f"({how})"
+                await self._died(number, how, f"a worker did not start {at_first}")
 
     def _is_ready(self, number: int) -> None:
         self._restarts[number].ready()
@@ -137,16 +140,14 @@ class Workers:
             if not self._awaited:
                 self._all_ready()
 
-    async def _died(
-        self, number: int, why: str, at_first: str = "a worker did not start (its own message is above)"
-    ) -> None:
+    async def _died(self, number: int, why: str, at_first: str) -> None:
         """Wait until the next start of a worker, or give all of them up: `at_first`, if it was never ready."""
         restarts = self._restarts[number]
         pause = restarts.died()
         if number in self._awaited:
             self._give_up(at_first)
         elif pause is None:
-            self._give_up(f"a worker died {restarts.deaths} times in a row, the last time with {why}")
+            self._give_up(f"a worker died {restarts.deaths} times in a row, the last time: {why}")
         else:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), pause)

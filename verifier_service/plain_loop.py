@@ -62,6 +62,7 @@ class PlainLoop(EngineWorker[Session]):
             self._probe.pass_failed(packer.slots)
             self.step_failed([entry.session for entry in ready], error)
             return 0.0
+        self.step_succeeded()
         now = time.monotonic()
         results = verified.apply(now)
         for entry, why in verified.failed:

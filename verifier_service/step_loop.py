@@ -246,6 +246,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
             return
 
         # 3. Commit what was accepted.
+        self.step_succeeded()
         for entry, _ in plan.entries:
             self._retry.forget(entry.session)
         self._queue.copy_rows(verified.kv_copies)

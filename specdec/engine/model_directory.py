@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import stat
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -48,6 +50,11 @@ MOST_ID = (1 << 32) - 1
 """Largest token id in tokenizer.json, whose ids may lie beyond the model's vocabulary."""
 
 
+NO_GGUF = "GGUF is not read: take the model's safetensors, which its publisher has beside it"
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+"""How models are called at Hugging Face's hub: owner and name."""
+
 LEFT_OUT: dict[str, dict[str, Any]] = {
     "gemma3": {
         "vocab_size": 262_208,
@@ -82,11 +89,11 @@ class ModelDirectory:
         try:
             is_directory = stat.S_ISDIR(self.path.stat().st_mode)
         except FileNotFoundError:
-            is_directory = False
+            raise ModelDirectoryError(f"{self.path}: {_missing(self.path)}") from None
         except OSError as error:
             raise unreadable(self.path, error) from error
         if not is_directory:
-            raise ModelDirectoryError(f"{self.path}: no such directory")
+            raise ModelDirectoryError(f"{self.path}: is a file, not a model's directory: {_instead_of(self.path)}")
         _ = self.name, self.vocabulary, self.context, self._named_end_tokens
         text = self._text_config
         for each in (text, self._whole_config):
@@ -100,8 +107,15 @@ class ModelDirectory:
         """Read a file that every model has."""
         found = read_fields(self.path / name)
         if found is None:
-            raise ModelDirectoryError(f"{self.path}: no {name}")
+            raise ModelDirectoryError(f"{self.path}: no {name}{self._of_gguf()}")
         return found
+
+    def _of_gguf(self) -> str:
+        """Return what to say of a directory that holds a model as GGUF, as the end of a message."""
+        with contextlib.suppress(OSError):
+            for file in sorted(self.path.glob("*.gguf")):
+                return f"; {file.name}: {NO_GGUF}"
+        return ""
 
     def _optional(self, name: str) -> Fields:
         """Read a file that may be missing; it then has no fields."""
@@ -153,7 +167,9 @@ class ModelDirectory:
 
     @cached_property
     def name(self) -> str:
-        name = self.path.resolve().name
+        """What the model is served as: the name that its path ends with. Where that is a link, it is the link's, which
+        people chose; what it leads to may be called by a hash."""
+        name = os.path.basename(os.path.abspath(self.path))
         try:
             name.encode()  # messages carry it
         except UnicodeEncodeError as error:
@@ -309,6 +325,24 @@ class ModelDirectory:
 def _is_plain(name: str) -> bool:
     """Return whether a name is one of a file in the directory itself."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
+
+
+def _missing(path: Path) -> str:
+    """Return what to say of a path where nothing is."""
+    if path.is_symlink():
+        return f"a link to {os.readlink(path)}, which is not there"
+    if HUB_NAME.fullmatch(str(path)) and not path.parent.exists():
+        return f"no such directory; models are not downloaded: `hf download {path} --local-dir DIR` does that"
+    return "no such directory"
+
+
+def _instead_of(file: Path) -> str:
+    """Return what to give instead of a file."""
+    if file.suffix.lower() == ".gguf":
+        return NO_GGUF
+    if file.suffix in (".safetensors", ".bin", ".json", ".onnx", ".pt", ".pth"):
+        return f"give {file.parent}, which holds it, if its config.json is there too"
+    return "give the directory that holds config.json, tokenizer.json and *.safetensors"
 
 
 def _pieces(tokenizer: Fields) -> dict[str, int]:

@@ -11,6 +11,8 @@ from specdec.decoding.processing import MAX_ABS_LOGIT
 from specdec.engine.engine import Engine
 from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
+from specdec.engine.model_file import in_one_line
+from specdec.engine.shortage import is_shortage
 
 log = structlog.get_logger()
 
@@ -45,7 +47,10 @@ class EngineProbe:
             packer.want(row)
             logits = engine.forward(packer.pack())
         except Exception as error:
-            log.error("engine_fails", exc_info=error)
+            if is_shortage(error):
+                log.error("engine_fails", error=in_one_line(error))
+            else:
+                log.error("engine_fails", exc_info=error)
             return False
         self._written = np.arange(0)
         return bool(abs(logits.max()) < MAX_ABS_LOGIT)

@@ -42,4 +42,5 @@ def start_bytes(vocabulary: int, hidden: int, layer: int, outputs: int) -> int:
     and `outputs` columns; an output head has `hidden` inputs."""
     ids = min(vocabulary, MAX_SLICE_IDS)
     laid_out = LAID_OUT_AT_ONCE * max(layer, ids * hidden * NUMBER)
-    return laid_out + COMPARED_AT_ONCE * CANDIDATES[-1] * max(outputs, ids) * NUMBER
+    compared: int = COMPARED_AT_ONCE * CANDIDATES[-1] * max(outputs, ids) * NUMBER
+    return laid_out + compared

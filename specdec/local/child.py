@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from specdec.engine.start_phases import ON_STDOUT
+from specdec.exit_status import how_it_ended
 from specdec.roles import environment
 
 DRAIN_SECONDS = 2.0
@@ -80,9 +80,12 @@ class Child:
     def ending(self) -> str | None:
         """Return how the process ended; None while it runs."""
         status = self.process.poll()
-        if status is None:
-            return None
-        return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
+        return None if status is None else how_it_ended(status)
+
+    @property
+    def told_why(self) -> bool:
+        """Whether the process has ended by itself: then it has said why on stderr."""
+        return (self.process.poll() or 0) > 0
 
 
 def stop(

@@ -14,7 +14,12 @@ from functools import partial
 from pathlib import Path
 
 from specdec.engine.cpu_count import cores_given
-from specdec.engine.placement import WantedDtype
+from specdec.engine.memory import free_bytes
+from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.placement import Placement, WantedDtype
+from specdec.engine.preflight.check import Wanted
+from specdec.engine.preflight.memory_needed import in_gigabytes, memory_needed
+from specdec.engine.unsupported import UnsupportedModelError
 from specdec.local.child import DRAIN_SECONDS, Child, LocalError, stop
 from specdec.local.models import Models
 
@@ -90,14 +95,22 @@ class Stack:
         def starts(role: str, phase: str) -> None:
             say(f"{role} starts: {phase.replace('_', ' ')}")
 
+        def why(role: str, how: str) -> str:
+            if children[role].told_why:
+                return f" ({how}; its own message is above)"
+            wanted = {"verifier": Wanted(models.target, Placement("torch", dtype, device))}
+            if models.draft is not None:
+                wanted["draft"] = Wanted(models.draft, Placement("onnx"))
+            return f": {how}{_memory_of(wanted[role])}" if role in wanted else f": {how}"
+
         def await_ready(*roles: str) -> None:
             while waiting := [role for role in roles if role not in addresses]:
                 for role in waiting:
                     if address := children[role].ready_at(partial(starts, role)):
                         addresses[role] = address
                         say(f"{role} is ready at {address} after {time.monotonic() - begin:.1f} s")
-                    elif children[role].ending() is not None:
-                        raise LocalError(f"{role} did not start (its own message is above)")
+                    elif (how := children[role].ending()) is not None:
+                        raise LocalError(f"{role} did not start{why(role, how)}")
                 if stopped():
                     raise LocalError("interrupted")
                 if time.monotonic() - begin > START_SECONDS:
@@ -124,6 +137,18 @@ class Stack:
             yield cls(addresses["orchestrator"], children, addresses)
         finally:
             stop(children.values(), drain_seconds, forced)
+
+
+def _memory_of(wanted: Wanted) -> str:
+    """Return what a model takes at least, and what is free, as the end of a message."""
+    path, placement = wanted
+    with contextlib.suppress(ModelDirectoryError, UnsupportedModelError, OSError):
+        needed, free = memory_needed(ModelDirectory(path), placement), free_bytes(placement.device)
+        return (
+            f"; {needed}, together {in_gigabytes(needed.total)} at least, and {placement.device} has "
+            f"{in_gigabytes(free)} free"
+        )
+    return ""
 
 
 def _threads(device: str, *, drafted: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:

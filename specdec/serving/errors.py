@@ -15,6 +15,7 @@ ServiceError
 ├── PeerLostError            UNAVAILABLE           another service is gone
 ├── DeadlineError            DEADLINE_EXCEEDED     the caller's time is over
 ├── EngineLostError          UNAVAILABLE           the engine of this pod does not work
+├── ShortOfMemoryError       UNAVAILABLE           this process got no memory; another one may
 ├── ProtocolError            FAILED_PRECONDITION   a peer broke the session's protocol
 ├── PromptChangedError       FAILED_PRECONDITION   a text to resume has another prompt here
 ├── GrammarFailureError      INVALID_ARGUMENT      the text's grammar is too complex to go on
@@ -38,6 +39,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from specdec.engine.shortage import is_shortage
 from specdec.serving.echo import cut, echo
 from specdec.v2 import model_pb2
 
@@ -186,6 +188,15 @@ class EngineLostError(ServiceError):
         super().__init__("every forward pass of this pod fails")
 
 
+class ShortOfMemoryError(ServiceError):
+    """This process got no memory, whatever the request was: it can go on at another one."""
+
+    reason = "SHORT_OF_MEMORY"
+
+    def __init__(self) -> None:
+        super().__init__("this process is short of memory")
+
+
 class DeadlineError(ServiceError):
     reason = "DEADLINE"
 
@@ -236,6 +247,7 @@ STATUS: dict[type[ServiceError], grpc.StatusCode] = {
     ProtocolError: grpc.StatusCode.FAILED_PRECONDITION,
     PromptChangedError: grpc.StatusCode.FAILED_PRECONDITION,
     EngineLostError: grpc.StatusCode.UNAVAILABLE,
+    ShortOfMemoryError: grpc.StatusCode.UNAVAILABLE,
     GrammarFailureError: grpc.StatusCode.INVALID_ARGUMENT,
     ModelFailureError: grpc.StatusCode.INTERNAL,
     InternalError: grpc.StatusCode.INTERNAL,
@@ -248,6 +260,8 @@ def as_service_error(error: Exception) -> ServiceError:
     match error:
         case ServiceError():
             return error
+        case _ if is_shortage(error):
+            return ShortOfMemoryError()
         case ExceptionGroup():
             return as_service_error(error.exceptions[0])
         case DecodeError():

@@ -12,14 +12,14 @@ from typing import TypeVar
 
 import structlog
 
+from specdec.engine.model_file import in_one_line
+from specdec.engine.shortage import is_shortage
+from specdec.exit_status import ExitStatus
 from specdec.grammar.stacks import SERVICE_STACK_BYTES, stack_of
 
 log = structlog.get_logger()
 
 T = TypeVar("T")
-
-EX_SOFTWARE = 70
-"""Exit status of a process that ends because of a mistake in it (sysexits.h)."""
 
 
 class Worker(ABC):
@@ -87,10 +87,15 @@ class Worker(ABC):
         except BaseException as error:
             # A process whose worker is gone would answer health checks and nothing else; peers of a dead one
             # go elsewhere at once. It ends whether or not that can be logged.
+            status = ExitStatus.INTERNAL
             try:
-                log.critical("worker_died", worker=self._thread.name, exc_info=error)
+                if is_shortage(error):
+                    status = ExitStatus.SHORT_OF_MEMORY
+                    log.critical("memory_short", worker=self._thread.name, ends=True, error=in_one_line(error))
+                else:
+                    log.critical("worker_died", worker=self._thread.name, exc_info=error)
             finally:
-                os._exit(EX_SOFTWARE)
+                os._exit(status)
 
     def _receive(self, wait: float | None) -> bool:
         """Run the actions that are in the inbox, waiting for the first; return False if it is time to end.

@@ -24,7 +24,10 @@ from specdec import cli
 from specdec.cli.running import lines
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.onnx.export import export
-from specdec.exit_status import ExitStatus
+from specdec.engine.placement import Placement
+from specdec.engine.preflight.memory_needed import in_gigabytes, memory_needed
+from specdec.exit_status import ExitStatus, how_it_ended
+from specdec.local import PROGRAMS, LocalError, Stack
 from testing.processes import alive, children_of
 from tests.models import make, near
 from verifier_service.__main__ import main as verifier
@@ -213,6 +216,24 @@ def test_a_start_that_fails_is_one_line(pair: Pair, cache: dict[str, str], tmp_p
         assert message in done.stderr
         assert "Traceback" not in done.stderr
         assert done.stdout == ""
+
+
+def test_a_start_that_is_killed_is_told_with_the_memory_that_it_needs(pair: Pair) -> None:
+    """Such a process has no message of its own."""
+    programs = PROGRAMS | {"verifier": ("tests.cli.killed",)}
+    with pytest.raises(LocalError) as told, Stack.start(pair.target, "none", programs=programs):
+        pass
+    needed = memory_needed(ModelDirectory(pair.target), Placement())
+    how = "verifier did not start: killed by SIGKILL, as the system does where memory is short"
+    assert str(told.value).startswith(f"{how}; {needed}, together {in_gigabytes(needed.total)} at least")
+    assert str(told.value).endswith("free")
+
+
+def test_how_a_process_ended_is_told() -> None:
+    assert how_it_ended(1) == "exit status 1"
+    assert how_it_ended(ExitStatus.SHORT_OF_MEMORY) == "exit status 71: memory was short"
+    assert how_it_ended(-signal.SIGTERM) == "killed by SIGTERM"
+    assert how_it_ended(-63) == "killed by signal 63"
 
 
 def test_children_end_with_a_killed_parent(pair: Pair, cache: dict[str, str]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from specdec.client import Client
+from specdec.exit_status import how_it_ended
 from specdec.serving.process.restarts import DEATHS
 from testing.processes import alive, children_of
 from tests.models import make, near
@@ -93,7 +94,7 @@ def test_a_client_sees_only_a_pause(running: Up) -> None:
             ("orchestrator", "orchestrator"),
         ):
             assert text(module) == whole, role
-            assert running.until_said(f"{role} died (killed by SIGKILL): it starts again in 0.25 s")
+            assert running.until_said(f"{role} died ({how_it_ended(-signal.SIGKILL)}): it starts again in 0.25 s")
             assert running.until_said(f"{role} is back at ")
         assert text() == whole
 
@@ -105,6 +106,8 @@ def test_what_dies_in_a_row_ends_all_with_the_reason(running: Up) -> None:
         os.kill(running.pid_of("orchestrator"), signal.SIGKILL)
         line = running.until_said("orchestrator is back at ", "in a row")
         kills += 1
-    assert line == f"specdec: orchestrator died {DEATHS} times in a row, the last time: killed by SIGKILL\n"
+    assert (
+        line == f"specdec: orchestrator died {DEATHS} times in a row, the last time: {how_it_ended(-signal.SIGKILL)}\n"
+    )
     assert kills in (DEATHS - 1, DEATHS)
     assert running.process.wait(20) not in (0, None)

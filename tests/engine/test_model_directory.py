@@ -261,6 +261,44 @@ def test_a_name_that_no_file_has(tmp_path: Path) -> None:
     assert line.endswith("cannot be read: File name too long")
 
 
+def test_a_link_is_served_by_its_own_name(directory: Path, tmp_path: Path) -> None:
+    """What it leads to may be called by a hash."""
+    store = directory.rename(tmp_path / "5f3a9c")
+    for link in (tmp_path / "big", tmp_path / "bigger"):
+        link.symlink_to(store)
+        assert ModelDirectory(link).name == link.name
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("model.gguf", "is a file, not a model's directory: GGUF is not read: take the model's safetensors"),
+        ("model.safetensors", "is a file, not a model's directory: give {folder}, which holds it"),
+        ("notes", "is a file, not a model's directory: give the directory that holds config.json"),
+    ],
+)
+def test_a_file_is_told_with_what_to_give_instead(tmp_path: Path, name: str, said: str) -> None:
+    file = tmp_path / name
+    file.write_bytes(b"GGUF")
+    assert refused(lambda: ModelDirectory(file)).startswith(f"{file}: {said.format(folder=tmp_path)}")
+
+
+def test_a_directory_of_gguf_is_told(tmp_path: Path) -> None:
+    (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
+    assert refused(lambda: ModelDirectory(tmp_path)).startswith(f"{tmp_path}: no config.json; model-q4.gguf: GGUF is")
+
+
+def test_a_link_to_nothing_is_told(tmp_path: Path) -> None:
+    (tmp_path / "big").symlink_to(tmp_path / "gone")
+    said = refused(lambda: ModelDirectory(tmp_path / "big"))
+    assert said == f"{tmp_path / 'big'}: a link to {tmp_path / 'gone'}, which is not there"
+
+
+def test_a_name_of_the_hub_is_told() -> None:
+    said = refused(lambda: ModelDirectory(Path("owner/model-1b")))
+    assert said.startswith("owner/model-1b: no such directory; models are not downloaded: `hf download owner/model-1b")
+
+
 def test_a_name_that_no_message_can_carry(directory: Path) -> None:
     odd = directory.rename(os.fsdecode(os.fsencode(directory.parent) + b"/\xff"))
     assert refused(lambda: ModelDirectory(odd)).endswith("the directory's name is not UTF-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from specdec.serving.worker import EX_SOFTWARE
+from specdec.exit_status import ExitStatus
 
 SCRIPT = """
 import sys, threading
@@ -14,7 +14,7 @@ from specdec.serving.process import logs
 
 class Doomed(worker.Worker):
     def turn(self):
-        raise RuntimeError("a mistake")
+        raise {error}
 
 {log}
 Doomed("doomed").start()
@@ -22,9 +22,12 @@ threading.Event().wait(60)
 """
 
 
-def exit_status(log: str, stderr: str | int) -> int:
-    """Of a process whose worker dies, with its logging set up so."""
-    command = [sys.executable, "-c", SCRIPT.format(log=log)]
+MISTAKE = "RuntimeError('a mistake')"
+
+
+def exit_status(log: str, stderr: str | int, error: str = MISTAKE) -> int:
+    """Of a process whose worker dies of this error, with its logging set up so."""
+    command = [sys.executable, "-c", SCRIPT.format(log=log, error=error)]
     if isinstance(stderr, int):
         return subprocess.run(command, stderr=stderr, timeout=60, check=False).returncode
     with open(stderr, "w") as sink:
@@ -32,13 +35,19 @@ def exit_status(log: str, stderr: str | int) -> int:
 
 
 def test_a_dead_worker_ends_its_process() -> None:
-    assert exit_status("logs.configure('test')", subprocess.DEVNULL) == EX_SOFTWARE
+    assert exit_status("logs.configure('test')", subprocess.DEVNULL) == ExitStatus.INTERNAL
 
 
 def test_it_ends_where_nothing_can_be_logged() -> None:
-    assert exit_status("logs.configure('test')", "/dev/full") == EX_SOFTWARE
+    assert exit_status("logs.configure('test')", "/dev/full") == ExitStatus.INTERNAL
 
 
 def test_it_ends_where_logging_raises() -> None:
     """As another logger than ours may."""
-    assert exit_status("worker.log = None", subprocess.DEVNULL) == EX_SOFTWARE
+    assert exit_status("worker.log = None", subprocess.DEVNULL) == ExitStatus.INTERNAL
+
+
+def test_a_shortage_of_memory_has_a_status_of_its_own() -> None:
+    """Whether or not it can be logged: it is a fact of the machine, no mistake."""
+    for log in ("logs.configure('test')", "worker.log = None"):
+        assert exit_status(log, subprocess.DEVNULL, "MemoryError('of a step')") == ExitStatus.SHORT_OF_MEMORY

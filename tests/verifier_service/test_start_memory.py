@@ -29,6 +29,8 @@ KV_TOKENS = 4096
 TOLERANCE = 1.1
 """What the process takes, in multiples of what is told before."""
 
+DRAFT_KV_TOKENS = 2048
+
 READY_SECONDS = 300.0
 
 CGROUPS = Path("/sys/fs/cgroup/memory")
@@ -106,13 +108,35 @@ def peak_of(path: Path, dtype: WantedDtype) -> int:
             peers = ("--verifier", address_of(verifier))
             children.append(Child.start("orchestrator", "-m", "orchestrator", *common, *peers))
             with Client(address_of(children[1])) as client:
-                for prompt, sampling in (("def main(", {}), ("a" * 500, {"temperature": 1.0, "logprobs": 5})):
-                    result = client.complete(prompt, max_tokens=20, n=4, ignore_end_token=True, **sampling)
+                for prompt, temperature in (("def main(", 0.0), ("a" * 500, 1.0)):
+                    result = client.complete(
+                        prompt, temperature=temperature, logprobs=5, max_tokens=20, n=4, ignore_end_token=True
+                    )
                     assert [len(each.tokens) for each in result.completions] == [20] * 4
         finally:
             stop(children)
     assert watch.peak > 0
     return watch.peak
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_draft_is_exported_and_served_within_what_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = model(tmp_path, 151_936, torch.bfloat16, tied=tied)
+    placement = Placement("onnx", kv_tokens=DRAFT_KV_TOKENS)
+    most = int(TOLERANCE * memory_needed(ModelDirectory(path), placement, free_bytes("cpu")).total)
+    options = ("--port", "0", "--stop-with-stdin", "--model", str(path), "--kv-tokens", str(DRAFT_KV_TOKENS))
+    draft = Child.start("draft", "-m", "draft_service", *options)
+    with limited(draft.process.pid, most), Watch(draft.process.pid) as watch:
+        try:
+            address_of(draft)
+        finally:
+            stop([draft])
+    assert 0 < watch.peak < most
 
 
 def test_a_large_vocabulary_starts_and_serves_within_what_is_told(tmp_path: Path) -> None:

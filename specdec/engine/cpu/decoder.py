@@ -133,8 +133,8 @@ class Decoder:
     def _make_room(self, rows: int) -> None:
         self._workspaces.clear()
         widths = (self._hidden, self._hidden, self._heads * self._width, self._inner)
-        self._largest = [torch.zeros(rows, width, dtype=self._dtype) for width in widths]
-        self._largest.append(torch.zeros(rows, self._heads, self._width))
+        stored = [torch.zeros(rows, width, dtype=self._dtype) for width in widths]
+        self._largest = [*stored, torch.zeros(rows, self._heads, self._width)]  # all of them, or memory was short
 
     def _know_angles(self, last: int) -> None:
         """Compute the cosines and sines of all positions up to `last`, and beyond, unless they are there."""

@@ -31,6 +31,12 @@ from specdec.engine.hf.linear import PackedLinear
 
 Handles = NDArray[np.int64]
 
+RESULTS = 2
+"""Times that a step's results are reserved: oneDNN's scratch memory is at most as large as what a product writes."""
+
+BESIDE_RESULTS = 1 << 20
+"""Bytes that are reserved beside them, for handles and what torch needs to run a product."""
+
 FUNCTIONS = ("aoti_torch_cpu__linear_pointwise", "aoti_torch_get_data_ptr", "aoti_torch_delete_tensor_object")
 
 
@@ -132,6 +138,7 @@ class PackedGemm:
     def of(self, inputs: TiledInputs, like: Array) -> Products:
         """Return the products of these inputs, with as many rows as `like` and its stored dtype. They are valid only
         while this object and the inputs exist: compiled code keeps no references."""
+        _reserve(RESULTS * len(like) * int(self._outputs.sum()) * like.itemsize + BESIDE_RESULTS)
         numbers = 0 if inputs.whole else len(like) * int(self._outputs.max())
         if len(self._together) < numbers or self._together.dtype != like.dtype:
             self._together = np.empty(numbers, like.dtype)
@@ -147,6 +154,13 @@ class PackedGemm:
             _NOTHING_AFTER,
             self._together,
         )
+
+
+def _reserve(size: int) -> None:
+    """Have malloc get so many bytes from the system, and keep them free (`memory.py`: `keep_freed_memory`); MemoryError
+    if they cannot be had. Where a product gets no memory, torch describes its error in more of it, and the process ends
+    by SIGSEGV: here a shortage is an error like any other."""
+    np.empty(size, np.uint8)
 
 
 def _give_back_after(owner: object, handles: Handles) -> None:
@@ -213,7 +227,7 @@ def _tile(products: Any, number: Any, kind: Any, tile: Any) -> Any:
         np.uintp(result.ctypes.data),
     )
     if failed or _data(np.uintp(result[0]), np.uintp(products.address.ctypes.data)):
-        raise RuntimeError("a matrix product has failed: its input does not fit, or memory is short")
+        raise RuntimeError("a matrix product has failed: memory is short")
     return numba.carray(
         _pointer_to(products.address[0]), (products.rows[tile], products.outputs[kind]), products.together.dtype
     )

@@ -38,8 +38,8 @@ EXPORTING_PROCESS = 500_000_000
 GRAPH_COPIES = 2
 """Copies of a graph's weights: its own, and those that ONNX Runtime lays out for its products."""
 
-EXPORT_COPIES = 3
-"""Copies of the weights that there are at once while a model is exported: the model's, the graph's, the file's."""
+EXPORT_COPIES = 2
+"""Copies of the weights that there are at once while a model is exported: the model's and the graph's."""
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from specdec.decoding.query import SamplingQuery
 from specdec.decoding.sampling import Sampling
@@ -16,8 +18,8 @@ from specdec.engine.batch import PackedBatch
 from specdec.engine.gpu.sampler import GpuLogits
 from specdec.engine.kv.blocks import BLOCK
 from specdec.grammar.grammar import GrammarTooComplexError
-from specdec.serving.engine_worker import CHECK_SECONDS, LOST_SECONDS
-from specdec.serving.errors import EngineLostError, GrammarFailureError, ModelFailureError
+from specdec.serving.engine_worker import CHECK_SECONDS, LOST_SECONDS, SHORTAGE_PAUSES
+from specdec.serving.errors import EngineLostError, GrammarFailureError, ModelFailureError, ShortOfMemoryError
 from tests.verifier_service.fakes import (
     BAD,
     VOCABULARY,
@@ -29,6 +31,7 @@ from tests.verifier_service.fakes import (
 )
 from tests.verifier_service.step_loop.helpers import NO_BAD, check_over, client, text, turns
 from verifier_service.backend.result import REMOTE_DRAFT
+from verifier_service.step_loop import StepLoop
 
 
 class Fails:
@@ -75,6 +78,32 @@ class OnDemand(TextEngine):
         return GpuLogits(torch.from_numpy(self.forward(batch)), asked())
 
 
+SHORTAGES = [
+    MemoryError(),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate"
+    ),
+    RuntimeError("a matrix product has failed: memory is short"),
+]
+
+
+class OutOfMemory(TextEngine):
+    """No pass gets its memory while it is `short`."""
+
+    short = False
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        if self.short:
+            raise MemoryError
+        return super().forward(batch)
+
+
+def turns_until(loop: StepLoop, condition: Callable[[], bool]) -> None:
+    """Let the loop take turns, and wait for as long as it says."""
+    while not condition():
+        time.sleep(loop.turn() or 0.0)
+
+
 class TestFailures:
     @pytest.mark.parametrize("steps", [0, 1, 4])
     def test_a_pass_that_fails_costs_nobody_a_token(self, steps: int) -> None:
@@ -89,6 +118,58 @@ class TestFailures:
         assert all(each.mail.error is None for each in several)
         run(loop, *several)
         check_over(loop, engine, *several)
+
+    @pytest.mark.parametrize("shortage", SHORTAGES, ids=lambda error: type(error).__name__)
+    def test_no_text_is_blamed_for_a_shortage_of_memory(self, shortage: Exception) -> None:
+        """However often a step over it alone got none."""
+        engine = TextEngine(20)
+        loop = step_loop(engine)
+        reader = client(loop, 30, 1, 20)
+        for _ in SHORTAGE_PAUSES:
+            engine.failure = shortage
+            turns_until(loop, lambda: engine.failure is None)
+        assert reader.mail.error is None
+        turns_until(loop, lambda: reader.session.generated > 0)
+        run(loop, reader)
+        check_over(loop, engine, reader)
+
+    def test_a_step_that_gets_its_memory_ends_a_shortage(self) -> None:
+        engine = TextEngine(20)
+        loop = step_loop(engine)
+        reader = client(loop, 30, 1, 20)
+        for _ in range(2 * len(SHORTAGE_PAUSES)):
+            engine.failure = MemoryError()
+            turns_until(loop, lambda: engine.failure is None)
+            done = len(engine.steps) + 2  # the engine is tried, then there is a step
+            turns_until(loop, lambda done=done: len(engine.steps) >= done)  # type: ignore[misc]
+        run(loop, reader)
+        check_over(loop, engine, reader)
+
+    def test_a_shortage_that_lasts_ends_the_loop(self) -> None:
+        engine = TextEngine(20)
+        loop = step_loop(engine)
+        client(loop, 30, 1, 20)
+
+        def fail() -> bool:
+            engine.failure = engine.failure or MemoryError()
+            return False
+
+        with pytest.raises(MemoryError, match="6 steps in a row got no memory"):
+            turns_until(loop, fail)
+
+    def test_an_engine_without_memory_sends_its_texts_elsewhere(self) -> None:
+        engine = OutOfMemory(20)
+        loop = step_loop(engine)
+        reader = client(loop, 30, 1, 20)
+        engine.short = True
+        turns(loop, 1)
+        assert isinstance(reader.mail.error, ShortOfMemoryError)
+        assert not loop.works
+        engine.short = False
+        turns_until(loop, lambda: loop.works)
+        again = client(loop, 30, 1, 20)
+        run(loop, again)
+        check_over(loop, engine, again)
 
     def test_what_no_pass_takes_is_ended_alone(self) -> None:
         """And nothing of it stays."""
@@ -197,7 +278,7 @@ class TestFailures:
         engine, loop = paged.inner, step_loop(paged)
         lost = client(loop, 100, 2, 30)
         turns(loop, 3)
-        engine.failure = MemoryError()
+        engine.failure = RuntimeError("a device error")
         turns(loop, 1)
         assert isinstance(lost.mail.error, EngineLostError)
         assert loop.turn() is None

@@ -1,0 +1,48 @@
+"""Shortage of memory, however it is told: each library has an exception of its own for it, or a message."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+
+MESSAGES = (
+    "can't allocate memory",  # torch
+    "not enough memory",
+    "out of memory",  # CUDA
+    "out_of_memory",  # oneDNN
+    "could not create a primitive",
+    "could not create a memory object",
+    "bad_alloc",  # C++
+    "bad allocation",
+    "failed to allocate memory",  # ONNX Runtime
+    "available memory of",  # the same, of its arena
+    "memory is short",  # our products (`cpu/packed_gemm.py`)
+    "can't start new thread",
+)
+"""Parts of messages, in lower case, by which libraries tell that they got no memory. Their exceptions are RuntimeErrors
+otherwise."""
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Return whether an exception, or one that led to it, tells that memory is short."""
+    return any(map(_tells, _whole(error, set())))
+
+
+def _tells(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    # A message about a text may quote anything, but is no RuntimeError. ONNX Runtime's errors have no base of its own.
+    of_library = isinstance(error, RuntimeError) or type(error).__module__.startswith("onnxruntime")
+    return of_library and any(part in str(error).lower() for part in MESSAGES)
+
+
+def _whole(error: BaseException, seen: set[int]) -> Iterator[BaseException]:
+    """Yield an exception, those of a group, and the ones that they were raised from or beside."""
+    if id(error) in seen:
+        return
+    seen.add(id(error))
+    yield error
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    for other in (*inner, error.__cause__, None if error.__suppress_context__ else error.__context__):
+        if other is not None:
+            yield from _whole(other, seen)
