@@ -58,6 +58,11 @@ MISTAKES = (
     Mistake("specdec export target notes", USAGE, "notes: holds something else than an exported model"),
     Mistake("specdec verifier", USAGE, "Missing option '--model'."),
     Mistake("specdec verifier --model target-1", CANNOT, "target-1: no such directory"),
+    Mistake(
+        "specdec verifier --model big.gguf", CANNOT, "big.gguf: is a file, not a model's directory: GGUF is not read"
+    ),
+    Mistake("specdec verifier --model dangling", CANNOT, "dangling: a link to gone, which is not there"),
+    Mistake("specdec verifier --model owner/big", CANNOT, "owner/big: no such directory; models are not downloaded"),
     Mistake("specdec verifier --model empty", CANNOT, "empty: no config.json"),
     Mistake(
         "specdec verifier --model half-a-config", CANNOT, "half-a-config/config.json: not JSON: Expecting property"
