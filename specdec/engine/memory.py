@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from specdec.decoding.block_hashes import HASHED_TOKENS
 from specdec.engine.cgroups import MEMBERSHIP, MOUNT, Cgroup, cgroups
 from specdec.engine.unsupported import UnsupportedModelError
 
@@ -20,6 +19,9 @@ TEXTS = 64
 memory: more would take long to allocate, and serve prefix caching only."""
 
 LEAST_SLOTS = 512
+
+BLOCK_TOKENS = 64
+"""Tokens of a block of the KV cache (`kv/blocks.py`, which brings NumPy): a session has one at least."""
 
 LIMIT_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
 """Version of cgroups to the files that hold a group's limit and use, in bytes."""
@@ -59,7 +61,7 @@ def slots_within(free: int, slot_bytes: int, context: int, working: int, row_byt
     """Return the number of slots that `free` bytes have room for beside `working` bytes that steps compute in: SHARE of
     them at most. Each block more is a session more, whose logits take `row_bytes`."""
     rest = max(0, free - working)
-    with_rows = slot_bytes + -(-row_bytes // HASHED_TOKENS)
+    with_rows = slot_bytes + -(-row_bytes // BLOCK_TOKENS)
     return min(max(LEAST_SLOTS, TEXTS * context), int(SHARE * rest) // slot_bytes, rest // with_rows)
 
 

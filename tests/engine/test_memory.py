@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from specdec.engine.engine import UnsupportedModelError
-from specdec.engine.memory import SHARE, TEXTS, free_bytes, slots_for
+from specdec.engine.kv.blocks import BLOCK
+from specdec.engine.memory import BLOCK_TOKENS, SHARE, TEXTS, free_bytes, slots_for, slots_within
 
 
 def machine() -> int:
@@ -33,6 +34,14 @@ def test_slots_take_their_share() -> None:
     with pytest.raises(UnsupportedModelError, match="--kv-tokens"):
         slots_for(machine() // 100, 1 << 20, "cpu")
     assert slots_for(1, 1000, "cpu") == TEXTS * 1000  # more is of little use
+
+
+def test_each_block_leaves_room_for_a_row_of_logits() -> None:
+    assert BLOCK_TOKENS == BLOCK
+    slot, row = 1000, 64 * 9000
+    assert slots_within(10**9, slot, 1 << 20, working=0, row_bytes=0) == 10**9 // 2 // slot
+    assert slots_within(10**9, slot, 1 << 20, working=10**9 // 2, row_bytes=row) == 10**9 // 2 // (slot + 9000)
+    assert slots_within(10**9, slot, 1 << 20, working=2 * 10**9, row_bytes=row) == 0
 
 
 def test_what_is_promised_to_another_model_is_not_given_again() -> None:

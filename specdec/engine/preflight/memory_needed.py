@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from specdec.engine.kv.blocks import BLOCK
-from specdec.engine.memory import LEAST_SLOTS, slots_within
+from specdec.engine.memory import BLOCK_TOKENS, LEAST_SLOTS, slots_within
 from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory
 from specdec.engine.model_file import Fields, is_integer, read_fields
 from specdec.engine.placement import BYTES, Placement
@@ -98,7 +97,7 @@ def memory_needed(directory: ModelDirectory, placement: Placement, free: int | N
         if placement.kv_tokens is None and slot:
             rest = free - parts.process - parts.weights
             tokens = max(LEAST_SLOTS, slots_within(rest, slot, directory.context, parts.working(0), parts.row))
-        sessions = min(placement.sessions or MAX_SESSIONS, tokens // BLOCK)
+        sessions = min(placement.sessions or MAX_SESSIONS, tokens // BLOCK_TOKENS)
     return MemoryNeeded(
         directory.name,
         dtype,
