@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from orchestrator.tenants.file import Tenant
-from orchestrator.tenants.rate import Rate
+from specdec.serving.callers.token_bucket import TokenBucket
 from specdec.serving.errors import InvalidRequestError, TenantLimitError
 
 RETRY_SECONDS = 1.0
@@ -20,7 +20,7 @@ class Account:
     def __init__(self, tenant: Tenant | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.running = 0  # texts: each sample of a request is one, since each takes what a request for one takes
         self._clock = clock
-        self._rates: dict[str, Rate] = {}  # by the limit's name
+        self._rates: dict[str, TokenBucket] = {}  # by the limit's name
         self.change(tenant)
 
     @property
@@ -35,9 +35,9 @@ class Account:
             if limit is None:
                 self._rates.pop(name, None)
             elif name in self._rates:
-                self._rates[name].change(limit)
+                self._rates[name].change(limit / 60.0, limit)
             else:
-                self._rates[name] = Rate(limit, self._clock)
+                self._rates[name] = TokenBucket(limit / 60.0, limit, clock=self._clock)  # a minute's worth at once
 
     @contextmanager
     def request(self, samples: int = 1) -> Iterator[None]:
@@ -54,7 +54,7 @@ class Account:
                 raise TenantLimitError(tenant.name, problem, RETRY_SECONDS)
             for name, rate in self._rates.items():
                 if seconds := rate.seconds_until(1):
-                    raise TenantLimitError(tenant.name, f"{name} is {rate.per_minute:.0f}, used up", seconds)
+                    raise TenantLimitError(tenant.name, f"{name} is {rate.burst:.0f}, used up", seconds)
         self._spend("requests_per_minute", 1)
         self.running += samples
         try:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Self
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
+from specdec.engine.memory import give_freed_memory_back
 from specdec.grammar.grammar import LONGEST_PROBLEM, Grammar, GrammarError, Kind, lark_string
-from specdec.grammar.heap import give_back_freed_memory
 from specdec.grammar.text_grammar import TextGrammar
 from specdec.grammar.weight import growth_bytes, lexer_states
 from specdec.text.added_tokens import add
@@ -251,7 +251,7 @@ class GrammarCompiler:
             if self._untrimmed < GIVEN_BACK_BYTES:
                 return
             self._untrimmed = 0
-        give_back_freed_memory()
+        give_freed_memory_back()
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         limits = LLParserLimits(

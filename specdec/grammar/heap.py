@@ -1,8 +1,7 @@
-"""The heap of this process: what malloc has handed out, and what it can give back to the system."""
+"""The heap of this process: what malloc has handed out."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 from pathlib import Path
@@ -35,9 +34,3 @@ def allocated_bytes() -> int:
 def resident_bytes() -> int:
     """Return the bytes of this process that are in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
-
-def give_back_freed_memory() -> None:
-    """Have malloc give memory that was freed back to the system. Without glibc nothing is done."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)

@@ -20,11 +20,11 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from specdec.engine.memory import set_memory_policy
+from specdec.engine.memory import give_freed_memory_back, set_memory_policy
 from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar, GrammarError, Kind
-from specdec.grammar.heap import allocated_bytes, give_back_freed_memory, resident_bytes
+from specdec.grammar.heap import allocated_bytes, resident_bytes
 from specdec.grammar.stacks import TRIAL_STACK_BYTES, stack_of
 from specdec.grammar.text_grammar import TextGrammar
 
@@ -135,7 +135,7 @@ def _answer(compiler: GrammarCompiler, seconds: float) -> None:
         # SIGPROF ends the process, whatever it is in the middle of.
         signal.setitimer(signal.ITIMER_PROF, seconds + TOKEN_SECONDS * len(question["tokens"]))
         answer = answer_of(question, compiler)
-        give_back_freed_memory()
+        give_freed_memory_back()
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         answer["worn"] = resident_bytes() > ready + WORN_BYTES
         _say(answer)

@@ -20,6 +20,7 @@ from starlette.types import Scope
 
 from specdec.openai_api.bodies import EVICTABLE
 from specdec.openai_api.errors import ApiError, too_many
+from specdec.serving.callers.token_bucket import TokenBuckets
 
 ACCEPTED_SECONDS = 60.0
 """Seconds for which an accepted key is not asked about again, nor whether requests need one."""
@@ -68,30 +69,6 @@ def network_of(host: str) -> str:
     return host
 
 
-class Rates:
-    """Token buckets (Turner 1986) by a name."""
-
-    def __init__(self, rate: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Each name may have `rate` units a second, and `burst` at once after a rest."""
-        self._rate = rate
-        self._burst = burst
-        self._clock = clock
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # units left at a time
-
-    def wait(self, name: str) -> float:
-        """Take a unit and return 0.0 if there is one, else take none and return the seconds until there is."""
-        now = self._clock()
-        left, at = self._buckets.get(name, (self._burst, now))
-        left = min(self._burst, left + (now - at) * self._rate)
-        if left < 1.0:
-            return (1.0 - left) / self._rate
-        self._buckets[name] = left - 1.0, now
-        self._buckets.move_to_end(name)
-        if len(self._buckets) > MAX_NETWORKS:
-            self._buckets.popitem(last=False)
-        return 0.0
-
-
 class Keys:
     """What orchestrators said of keys."""
 
@@ -100,8 +77,8 @@ class Keys:
         self._accepted: OrderedDict[bytes, float] = OrderedDict()  # to the time until which that holds
         self._refused: OrderedDict[bytes, tuple[ApiError, float]] = OrderedDict()
         self._checks: dict[bytes, asyncio.Task[ApiError | None]] = {}  # under way
-        self._unknown = Rates(UNKNOWN_RATE, UNKNOWN_BURST)
-        self._all_unknown = Rates(ALL_UNKNOWN_RATE, ALL_UNKNOWN_BURST)
+        self._unknown = TokenBuckets(UNKNOWN_RATE, UNKNOWN_BURST, MAX_NETWORKS)
+        self._all_unknown = TokenBuckets(ALL_UNKNOWN_RATE, ALL_UNKNOWN_BURST, 1)
 
     async def refusal(self, authorization: str, network: str) -> ApiError | None:
         """Return the error with which orchestrators refuse a key, None if they accept it; ApiError if none can say."""
@@ -163,8 +140,8 @@ class Callers:
         self._keys = Keys(check)
         self._most = most_requests
         self._running: Counter[str] = Counter()  # requests by caller
-        self._rates = Rates(REQUEST_RATE, REQUEST_BURST)
-        self._refusals = Rates(REFUSAL_RATE, REFUSAL_BURST)
+        self._rates = TokenBuckets(REQUEST_RATE, REQUEST_BURST, MAX_NETWORKS)
+        self._refusals = TokenBuckets(REFUSAL_RATE, REFUSAL_BURST, MAX_NETWORKS)
         self._delayed = 0  # requests
 
     @asynccontextmanager

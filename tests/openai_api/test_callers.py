@@ -11,7 +11,6 @@ import grpc
 import pytest
 
 from specdec.openai_api import bodies, callers
-from specdec.openai_api.callers import Rates
 from tests.client.fake_server import Act, FakeServer
 from tests.hostile.keyless_http import KeylessHttp
 from tests.openai_api.front import front
@@ -227,12 +226,3 @@ async def test_refusals_of_one_network_are_slowed(monkeypatch: pytest.MonkeyPatc
         await until(lambda: http.app.running == 2)
         assert status_of(await told(http.address, post(ASKED, headers=KEY + CLOSE))) == 200
         assert b"" in await asyncio.gather(*slowed)  # it gave way
-
-
-def test_a_rate_has_units_again_after_a_while() -> None:
-    now = 0.0
-    rates = Rates(2.0, 3.0, lambda: now)
-    assert [rates.wait("a") for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
-    assert rates.wait("b") == 0.0
-    now = 1.0
-    assert [rates.wait("a") for _ in range(3)] == [0.0, 0.0, 0.5]

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from specdec.serving.callers.sockets import Address, Peer, close_connections, parse_peer
+from specdec.serving.callers.token_bucket import TokenBucket, TokenBuckets
 
 log = structlog.get_logger()
 
@@ -65,32 +66,13 @@ IPV6_HOST_BITS = 64
 """Bits of an IPv6 address that its owner chooses: an address is all of its /64."""
 
 
-@dataclass(slots=True)
-class Budget:
-    """A token bucket of calls that may be wasted."""
-
-    burst: float
-    rate: float  # tokens a second
-    min_tokens: float
-    tokens: float
-    filled_at: float
-
-    def spend(self, now: float) -> bool:
-        """Take a token; return False if there was none."""
-        self.tokens = min(self.burst, self.tokens + self.rate * (now - self.filled_at))
-        self.filled_at = now
-        had = self.tokens >= 1
-        self.tokens = max(self.min_tokens, self.tokens - 1)
-        return had
-
-
 @dataclass(slots=True, eq=False)
 class Connection:
     """A caller's connection."""
 
     name: str  # gRPC's
     peer: Peer
-    budget: Budget
+    budget: TokenBucket  # of calls that it may waste
     wasted: int = 0
     served_at: float | None = None  # a call was served, or lasted
     closed: bool = False
@@ -125,7 +107,7 @@ class ConnectionGuard:
         self._close_connections = close
         self._clock = clock
         self._connections: OrderedDict[str, Connection] = OrderedDict()  # by gRPC's name, the latest last
-        self._addresses: OrderedDict[int, Budget] = OrderedDict()
+        self._addresses = TokenBuckets(ADDRESS_RATE, ADDRESS_BURST, MAX_ADDRESSES, MAX_DEBT, clock)
         self._closing: dict[Peer, None] = {}
         self._muting: dict[Peer, None] = {}
         self._muted: OrderedDict[Peer, float] = OrderedDict()  # since when, the oldest first
@@ -175,12 +157,11 @@ class ConnectionGuard:
 
     def _spend(self, connection: Connection) -> None:
         """Take a wasted call out of the budgets; close the connection if there is nothing left."""
-        now = self._clock()
-        if connection.is_trusted(now):
+        if connection.is_trusted(self._clock()):
             return
         connection.wasted += 1
-        address = self._budget_of(connection.peer[0], now)
-        address_has, connection_has = address.spend(now), connection.budget.spend(now)
+        address_has = self._addresses.of(_network(connection.peer[0])).spend()
+        connection_has = connection.budget.spend()
         if not address_has and connection.wasted > MIN_WASTED:
             self._end(connection, self._muting)
         elif not connection_has or connection.closed:
@@ -209,23 +190,12 @@ class ConnectionGuard:
         parsed = parse_peer(peer)
         if parsed is None:
             return None
-        budget = Budget(CONNECTION_BURST, CONNECTION_RATE, 0.0, CONNECTION_BURST, self._clock())
+        budget = TokenBucket(CONNECTION_RATE, CONNECTION_BURST, 0.0, self._clock)
         self._connections[peer] = found = Connection(peer, parsed, budget)
         for _ in range(max(0, len(self._connections) - MAX_CONNECTIONS)):
             name, oldest = self._connections.popitem(last=False)
             if oldest.calls:
                 self._connections[name] = oldest
-        return found
-
-    def _budget_of(self, address: Address, now: float) -> Budget:
-        key = int(address) >> IPV6_HOST_BITS if address.version == 6 else -int(address)
-        found = self._addresses.get(key)
-        if found is None:
-            found = self._addresses[key] = Budget(ADDRESS_BURST, ADDRESS_RATE, -MAX_DEBT, ADDRESS_BURST, now)
-            if len(self._addresses) > MAX_ADDRESSES:
-                self._addresses.popitem(last=False)
-        else:
-            self._addresses.move_to_end(key)
         return found
 
     def _end(self, connection: Connection, manner: dict[Peer, None]) -> None:
@@ -258,3 +228,8 @@ class ConnectionGuard:
             if closing or muting:
                 await asyncio.to_thread(self._close_connections, closing, muting)
             await asyncio.sleep(SWEEP_SECONDS)
+
+
+def _network(address: Address) -> int:
+    """Return a number for all addresses that share a budget."""
+    return int(address) >> IPV6_HOST_BITS if address.version == 6 else -int(address)

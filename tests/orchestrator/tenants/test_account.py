@@ -6,12 +6,9 @@ import dataclasses
 from contextlib import ExitStack
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from orchestrator.tenants.account import Account
 from orchestrator.tenants.file import Tenant
-from orchestrator.tenants.rate import Rate
 from specdec.serving.errors import InvalidRequestError, TenantLimitError
 
 
@@ -21,35 +18,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-spends = st.lists(st.tuples(st.floats(0, 30), st.integers(1, 200)), max_size=40)
-
-
-@given(st.integers(1, 1000), spends)
-def test_a_rate_lets_a_minutes_worth_through_at_once(per_minute: int, asked: list[tuple[float, int]]) -> None:
-    """And what time brings besides: no more was spent before anything that is let through."""
-    clock = Clock()
-    rate = Rate(per_minute, clock)
-    begin, spent = clock.now, 0
-    for pause, units in asked:
-        clock.now += pause
-        if rate.seconds_until(1) == 0:
-            assert spent <= per_minute * (1 + (clock.now - begin) / 60) + 1e-6
-            rate.spend(units)
-            spent += units
-
-
-@given(st.integers(1, 1000), st.integers(1, 5000))
-def test_who_waits_as_long_as_told_is_let_through(per_minute: int, units: int) -> None:
-    clock = Clock()
-    rate = Rate(per_minute, clock)
-    rate.spend(units)
-    if seconds := rate.seconds_until(1):
-        clock.now += seconds * 0.99
-        assert rate.seconds_until(1) > 0
-        clock.now += seconds * 0.01 + 1e-6
-    assert rate.seconds_until(1) == pytest.approx(0, abs=1e-6)
 
 
 def test_requests_at_the_same_time() -> None:
