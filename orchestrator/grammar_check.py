@@ -27,9 +27,12 @@ from specdec.serving.messages import grammar_from
 log = structlog.get_logger()
 
 MAX_DEATHS = 3
-"""Deaths of pods under a grammar after which it is refused: in a row under one text that has not grown, or in all
-within DEATH_SECONDS. One under a text that has lost no pod before counts as one shared with all texts at the pod: a
-grammar that many use is open whatever a pod dies of."""
+"""Deaths of pods in a row, under one text that has not grown between them, after which its grammar is refused."""
+
+MAX_BLAME = 6.0
+"""Blame within DEATH_SECONDS after which a grammar is refused, whichever texts it was open for. A death's blame is 1
+shared by all texts at the pod: a grammar that many use is open whatever a pod dies of. Pods are killed for reasons of
+their own, several within a minute in a drain of nodes, so this takes twice as much as one text alone."""
 
 DEATH_SECONDS = 60.0
 """Seconds for which a death is remembered."""
@@ -75,7 +78,9 @@ class GrammarCheck:
         key = key_of(grammar, tenant)
         left = self._refused_until.get(key, 0.0) - time.monotonic()
         if left > 0:
-            raise OverloadedError(f"{field}: {MAX_DEATHS} pods have ended under this grammar, it is refused now", left)
+            raise OverloadedError(
+                f"{field}: pods have ended again and again under this grammar, it is refused now", left
+            )
         self._refused_until.pop(key, None)
 
     def watch(self, sample: Sample, text: CommittedText) -> GrammarWatch | None:
@@ -92,13 +97,13 @@ class GrammarCheck:
             self._deaths.popitem(last=False)
         while deaths and deaths[0].at < now - DEATH_SECONDS:
             deaths.popleft()
-        blame = 1.0 if in_a_row > 1 else 1 / (1 + pod.load.crowd)
+        blame = 1 / (1 + pod.load.crowd)
         same = [death for death in deaths if death.pod == str(pod) and death.at > now - SAME_DEATH_SECONDS]
         for death in same:
             deaths.remove(death)
             blame = max(blame, death.blame)
         deaths.append(Death(now, str(pod), blame))
-        if in_a_row >= MAX_DEATHS or sum(death.blame for death in deaths) >= MAX_DEATHS:
+        if in_a_row >= MAX_DEATHS or sum(death.blame for death in deaths) >= MAX_BLAME:
             self._refused_until[key] = now + QUARANTINE_SECONDS
             for other, until in list(self._refused_until.items()):
                 if until < now:
@@ -120,6 +125,7 @@ class GrammarWatch:
         self._text = text
         self._field = f"grammar.{grammar.kind.value}"
         self._suspect = False  # a pod has died since the last trial
+        self._counted = False  # a death, since a pod last got the text: its draft may die with its verifier
         self._in_a_row = 0  # pods that died since the text has grown
         self._length = -1  # of the text, when the last one died
         self._trying = asyncio.Lock()
@@ -128,10 +134,13 @@ class GrammarWatch:
         """Note that a session with the grammar was lost, and whether the pod has died with it."""
         if not lost.died:
             return
+        self._suspect = True
+        if self._counted:
+            return
+        self._counted = True
         length = len(self._text.generated)
         self._in_a_row = self._in_a_row + 1 if length == self._length else 1
         self._length = length
-        self._suspect = True
         self._check.died(self._grammar, self._sample.tenant, pod, self._in_a_row)
 
     async def clear(self) -> None:
@@ -143,6 +152,7 @@ class GrammarWatch:
             self._check.check_quarantine(self._grammar, self._field, self._sample.tenant)
             if not self._suspect:
                 return
+            self._counted = False
             try:
                 verdict = await self._check.trials.replay(
                     self._grammar,

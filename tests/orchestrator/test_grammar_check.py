@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from orchestrator import grammar_check
-from orchestrator.grammar_check import MAX_DEATHS, GrammarCheck, GrammarWatch
+from orchestrator.grammar_check import MAX_BLAME, MAX_DEATHS, GrammarCheck, GrammarWatch
 from orchestrator.peers import Peers
 from orchestrator.pod_errors import LostError
 from orchestrator.pods import Pod, Pods
@@ -136,7 +136,7 @@ async def test_a_grammar_that_passes_again_and_again_is_refused_in_the_end() -> 
     assert isinstance(error, OverloadedError)
     assert 0 < error.retry_after <= grammar_check.QUARANTINE_SECONDS
     assert trials.insistent == [False, True]
-    with pytest.raises(OverloadedError, match=r"grammar.regex: 3 pods have ended under this grammar"):
+    with pytest.raises(OverloadedError, match=r"grammar.regex: pods have ended again and again under this grammar"):
         await check.check(GRAMMAR, "grammar.regex")
     await check.check(GRAMMAR, "grammar.regex", "another tenant")
     await check.check(Grammar(Kind.REGEX, ("b+",)), "grammar.regex")
@@ -187,7 +187,7 @@ async def test_a_text_that_grows_is_not_blamed_for_one_pod_after_another() -> No
 
 
 async def test_pods_that_die_under_one_text_after_another_are_its_grammars_fault() -> None:
-    """Each text is a new request; where it is the only one, it counts half, and the second time in a row as a whole."""
+    """Each text is a new request; beside another one at its pod it counts half."""
     check, _ = checking("")
     deaths = 0
     while True:
@@ -198,7 +198,17 @@ async def test_pods_that_die_under_one_text_after_another_are_its_grammars_fault
         given = watched(check)
         watch_of(given).lost(pod(f"pod {deaths}", sessions=1), DIED)
         deaths += 1
-    assert deaths == 2 * MAX_DEATHS
+    assert deaths == 2 * MAX_BLAME
+
+
+async def test_a_verifier_and_a_draft_that_die_together_are_one_death() -> None:
+    check, _ = checking("")
+    given = watched(check)
+    for _ in range(MAX_DEATHS - 1):
+        for name in ("verifier", "draft", "another draft"):
+            watch_of(given).lost(pod(name, sessions=20), DIED)
+        await watch_of(given).clear()
+    await check.check(GRAMMAR, "grammar.regex")
 
 
 def test_texts_lost_with_the_same_pod_count_once() -> None:
