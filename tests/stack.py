@@ -48,6 +48,7 @@ from verifier_service.costs.step_latency import StepLatency
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.servicer import Limits as VerifierLimits
 from verifier_service.servicer import VerifierServicer
+from verifier_service.settings.tuning import DEFAULTS, Tuning
 from verifier_service.speculation.controller import SpeculationController
 from verifier_service.step_loop import StepLoop
 
@@ -227,11 +228,12 @@ def torch_engine(directory: Path, **options: Any) -> Iterator[CpuEngine]:
         idle.append(engine)
 
 
-def cost_of(engine: Engine, *made_with: Any) -> StepLatency:
+def cost_of(engine: Engine, tuning: Tuning, *made_with: Any) -> StepLatency:
     """Measured once for all engines that are alike."""
-    if made_with not in _costs:
-        _costs[made_with] = StepLatency.measure(engine, engine.capacity)
-    return copy.deepcopy(_costs[made_with])
+    key = tuning, *made_with
+    if key not in _costs:
+        _costs[key] = StepLatency.measure(engine, engine.capacity, tuning.latency)
+    return copy.deepcopy(_costs[key])
 
 
 @asynccontextmanager
@@ -259,6 +261,7 @@ async def stack(
     controller: SpeculationController | None = None,
     draft_model: Path | None = None,
     paged: bool = False,
+    tuning: Tuning = DEFAULTS,
 ) -> AsyncIterator[Stack]:
     """Verifiers, an orchestrator and, unless `draft` is None, drafts; `delay` slows a draft's engine, `target_delay`
     the target's. Verifiers may have an `draft_model`; if they are `paged`, they take chains of candidates alone. Other
@@ -276,8 +279,8 @@ async def stack(
             if draft_model is not None:
                 small = exits.enter_context(torch_engine(draft_model, capacity=capacity, exact=False))
                 own = DraftModelProposer(small, ModelDirectory(draft_model).context)
-            cost = cost_of(engine, target, capacity, dtype, exact, target_delay, paged)
-            loop = StepLoop(engine, latency=cost, controller=controller, draft_model=own)
+            cost = cost_of(engine, tuning, target, capacity, dtype, exact, target_delay, paged)
+            loop = StepLoop(engine, latency=cost, controller=controller, draft_model=own, tuning=tuning)
             loop.start()
             identity = identity_of(ModelDirectory(target), engine, loop.context)
             disguise(number, identity)

@@ -56,6 +56,31 @@ class Spelling:
     def piece(self, token: int) -> bytes:
         return self.decode([token]).encode()
 
+    def characters(self) -> Letters:
+        return Letters()
+
+    def is_spelt(self, token: int) -> bool:
+        return True
+
+    def added_token(self, text: str) -> None:
+        return None
+
+    def names_special_token(self, text: str) -> bool:
+        return False
+
+
+class Letters:
+    """The characters of a text, each of which is one token."""
+
+    def whole_after(self, token: int) -> bool:
+        return True
+
+    def is_byte(self, token: int) -> bool:
+        return False
+
+    def left_open(self, run: list[int]) -> tuple[list[int], int]:
+        return [], 0
+
 
 @dataclass(frozen=True)
 class Totals:

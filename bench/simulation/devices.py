@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from specdec.engine.batch import PackedBatch
 from specdec.engine.cpu.layout import RaggedBatch, RaggedPacker
 from specdec.engine.kv.slots import Slots
 from verifier_service.costs.step_latency import MEASURED_ROWS, StepLatency
+from verifier_service.settings.tuning import DEFAULTS
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,9 @@ class Device:
         return self.base + self.row * rows + self.beyond * max(0.0, rows - self.flat)
 
     def latency(self) -> StepLatency:
-        """Return the step latency as if it had been measured."""
-        return StepLatency(MEASURED_ROWS, [self.seconds(rows) for rows in MEASURED_ROWS])
+        """Return the step latency, which is certain: no step explores."""
+        tuning = replace(DEFAULTS.latency, certain_error=math.inf)
+        return StepLatency(MEASURED_ROWS, [self.seconds(rows) for rows in MEASURED_ROWS], tuning)
 
     @property
     def most_rows_a_second(self) -> float:

@@ -30,6 +30,7 @@ from specdec.serving.process.server import ServerSettings, Service, in_a_thread_
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.servicer import Limits as VerifierLimits
 from verifier_service.servicer import VerifierServicer
+from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.step_loop import StepLoop
 
 
@@ -53,7 +54,8 @@ def verifier(args: argparse.Namespace) -> Service:
     if args.draft_model is not None:
         small = ModelDirectory(args.draft_model)
         local = DraftModelProposer(_paced(loaded(small, exact=False), args, "local draft"), small.context)
-    loop = StepLoop(_paced(engine, args, "target"), draft_model=local)
+    tuning = synchronous.TUNING if args.synchronous else DEFAULTS
+    loop = StepLoop(_paced(engine, args, "target"), draft_model=local, tuning=tuning)
     loop.start()
     kind = synchronous.VerifierServicer if args.synchronous else VerifierServicer
     limits = VerifierLimits(max_candidates=args.max_candidates)

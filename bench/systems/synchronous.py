@@ -32,6 +32,10 @@ from verifier_service.backend.request import Policy
 from verifier_service.backend.result import StepTimes, VerifyResult
 from verifier_service.backend.session_backend import BackendSession
 from verifier_service.servicer import response
+from verifier_service.settings.tuning import DEFAULTS
+
+TUNING = replace(DEFAULTS, latency=replace(DEFAULTS.latency, certain_error=math.inf))
+"""A step has the whole answer of the draft: none leaves candidates out to learn what fewer rows cost."""
 
 
 class AllAtOnce(SendQueue):

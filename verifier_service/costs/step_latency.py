@@ -58,6 +58,9 @@ MATERIAL = 0.01
 """Change of the logarithm of a point, relative to the others, from which on the table is made again: that takes longer
 than all else in a step's lesson."""
 
+UNPAID_STEPS = 8
+"""Steps between two that take fewer rows than pay though there is no budget to explore."""
+
 LEAST_VARIANCE = 1e-6
 """Least variance that a point is weighed by."""
 
@@ -86,7 +89,7 @@ class StepLatency:
         self._drift = tuning.speed_drift**2 + tuning.shape_drift**2 * np.eye(count)  # what a second adds to it
         self._budget = tuning.first_exploration_seconds
         self._exploring: float | None = None  # seconds that the coming step is worth, which explores
-        self._explored = True  # the last step explored: the next one shows what it is compared with
+        self._steps_since = 0  # since one that explored: the first of them shows what that is compared with
         self._tabulate()
 
     @classmethod
@@ -126,7 +129,7 @@ class StepLatency:
     @property
     def may_explore(self) -> bool:
         """True if the coming step may explore more rows than pay."""
-        return self._budget > 0.0 and not self._explored
+        return self._budget > 0.0 and self._steps_since > 0
 
     def next_point(self, rows: int) -> int:
         """Return the first measured point above `rows`; one row more if there is none."""
@@ -147,8 +150,10 @@ class StepLatency:
 
     def uncertain_below(self, rows: int, least: int) -> int:
         """Return the last measured point below `rows`, at least `least`, if it is uncertain how much less it takes and
-        the coming step may try; else `rows`. It costs few tokens, seldom, so it needs no budget."""
-        if rows == least or rows > self._points[-1] or self._explored:
+        the coming step may try; else `rows`. It costs few tokens, so now and then it is tried without a budget too: if
+        fewer rows are better, exploring further costs nothing."""
+        due = self.may_explore or self._steps_since >= UNPAID_STEPS
+        if rows == least or rows > self._points[-1] or not due:
             return rows
         point = max(least, self._points[bisect_left(self._points, rows) - 1])
         return point if self._error(rows, point) > self._tuning.certain_error else rows
@@ -205,10 +210,11 @@ class StepLatency:
         """Charge the budget for what a step took beyond its worth if it explored; a delay is not its fault."""
         tuning = self._tuning
         self._budget = min(self._budget + tuning.exploration_share * seconds, tuning.first_exploration_seconds)
-        self._explored = self._exploring is not None
-        if self._exploring is not None:
+        if self._exploring is None:
+            self._steps_since += 1
+        else:
             self._budget -= max(0.0, min(seconds, self.of(rows)) - self._exploring)
-            self._exploring = None
+            self._exploring, self._steps_since = None, 0
 
     def _place(self, rows: int) -> tuple[int, int, float]:
         """Return the points around a number of rows, up to the last point, and the weight of the right one."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench.systems.synchronous import DraftServicer, VerifierServicer
+from bench.systems.synchronous import TUNING, DraftServicer, VerifierServicer
 from specdec.v2 import generation_pb2
 from tests.services.conftest import Directories
 from tests.stack import REMOTE, Stack, stack, until
@@ -23,7 +23,7 @@ SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 3}, {"temper
 
 @asynccontextmanager
 async def synchronous(directories: Directories, target_delay: Callable[[], None] | None = None) -> AsyncIterator[Stack]:
-    kinds: Any = {"verifier_kind": VerifierServicer, "draft_kind": DraftServicer}
+    kinds: Any = {"verifier_kind": VerifierServicer, "draft_kind": DraftServicer, "tuning": TUNING}
     async with stack(directories.target, directories.near, target_delay=target_delay, **kinds) as services:
         yield services
 
