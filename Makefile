@@ -61,7 +61,7 @@ vllm: build/vllm/.specdec  ## An environment for `--engine vllm` and for our dra
 	@echo "Now: build/vllm/bin/python -m verifier_service --engine vllm --model demo/target"
 
 build/vllm/.specdec: build/vllm/.done pyproject.toml
-	build/vllm/bin/pip install --quiet $(shell sed -n 's/^\(grpcio-[a-z-]*\|structlog\|llguidance\)==.*/&/p' constraints.txt)
+	build/vllm/bin/pip install --quiet $(shell sed -n 's/^\(cryptography\|grpcio-[a-z-]*\|structlog\|llguidance\)==.*/&/p' constraints.txt)
 	touch $@
 
 bench-llama: build/llama/.done  ## llama.cpp's server, compiled for this machine, and the demo pair in its format.

@@ -16,6 +16,7 @@ SERVICE = (
     "grpc_health",
     "grpc_reflection",
     "grpc_status",
+    "cryptography",
     "structlog",
     "yaml",
     "prometheus_client",

@@ -30,6 +30,7 @@ MODULES = {
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
     "grpc_status": "grpcio-status",
+    "cryptography": "cryptography",
     "structlog": "structlog",
     "yaml": "pyyaml",
     "prometheus_client": "prometheus-client",

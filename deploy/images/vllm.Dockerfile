@@ -33,7 +33,7 @@ COPY verifier_service verifier_service
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     mkdir /wheel \
     && python3 requirements.py pyproject.toml "${EXTRAS}" > /wheel/requirements.txt \
-    && grep -E '^(grpcio|llguidance|opentelemetry|structlog)[a-z_-]*==' constraints.txt > /wheel/constraints.txt \
+    && grep -E '^(cryptography|grpcio|llguidance|opentelemetry|structlog)[a-z_-]*==' constraints.txt > /wheel/constraints.txt \
     && /opt/tools/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /wheel .
 
 # 3. What runs: vLLM's environment, with ours in it. pip tells that vLLM asks for an older llguidance, for its own
