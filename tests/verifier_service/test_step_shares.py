@@ -170,3 +170,23 @@ def test_a_prompt_has_its_tenants_part_and_a_debt_is_paid() -> None:
         read, seconds = read + chunk, seconds + latency.of(1 + chunk)
     assert 96 <= read <= 112
     assert seconds <= 2 * 100 + 8
+
+
+@pytest.mark.parametrize(("prompts", "beside"), [(8, 0.0), (1, 0.012)])
+def test_a_text_takes_part_beside_prompts_of_its_own_tenant(prompts: int, beside: float) -> None:
+    """Though its row, or its grammar, costs more than its part of one step, and the prompts take more than theirs."""
+    latency = StepLatency((1, 256), [0.008, 0.518])
+    text: Any = Entry("both", 1.0, 2, Text(), beside)
+    entries: Any = [Entry("other", 1.0, 0, Text()), Entry("other", 1.0, 1, Text()), text]
+    entries += [Entry("both", 1.0, 3 + number, Text(1000)) for number in range(prompts)]
+    shares, steps = StepShares(64), 0
+    for _ in range(200):
+        division = shares.divide(entries, latency)
+        assert division is not None
+        shares.begin(division)
+        rows = len(division.taking_part)
+        steps += text in division.taking_part
+        for tenant, part in division.prompt_seconds.items():
+            chunk = 8 if part > 0 else 0  # the least chunk
+            shares.charge(tenant, latency.of(rows + chunk) - latency.of(rows) - part)
+    assert steps >= 40

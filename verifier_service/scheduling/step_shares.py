@@ -62,7 +62,8 @@ class Division:
 
     latency: StepLatency
     tenants: dict[str, Presence]
-    credit: dict[str, float]  # seconds that each tenant has for the next step
+    credit: dict[str, float]  # seconds that each tenant's texts have for the next step
+    prompt_debt: dict[str, float] = field(default_factory=dict)  # seconds that its prompts have had too much
     taking_part: list[RunningSession] = field(default_factory=list)  # that decode
     sitting_out: list[RunningSession] = field(default_factory=list)
     prompt_seconds: dict[str, float] = field(default_factory=dict)
@@ -146,7 +147,8 @@ class StepShares:
         self._steps = 0
         self._usual: OrderedDict[str, float] = OrderedDict()  # seconds that a grammar costs in a step, by tenant
         self.credit: dict[str, float] = {}
-        """Seconds that a tenant has left of its parts of the last steps, or has had too much (negative)."""
+        """Seconds that a tenant's texts have left of its parts of the last steps, or have had too much (negative)."""
+        self._prompt_debt: dict[str, float] = {}  # apart: texts do not wait for what their tenant's prompts owe
 
     def divide(self, ready: Sequence[RunningSession], latency: StepLatency) -> Division | None:
         """Return who takes part in the coming step, which changes nothing until `begin`. None: all do, since only one
@@ -182,7 +184,7 @@ class StepShares:
     def begin(self, division: Division | None) -> None:
         """Note that the step of this division begins."""
         self._steps += 1
-        self.credit = {} if division is None else division.credit
+        self.credit, self._prompt_debt = ({}, {}) if division is None else (division.credit, division.prompt_debt)
         if division is not None:
             for entry in division.taking_part:
                 entry.last_step = self._steps
@@ -204,9 +206,9 @@ class StepShares:
                 self._usual.popitem(last=False)
 
     def charge(self, tenant: str, seconds: float) -> None:
-        """Have a tenant pay for what chunks of its prompts take beyond its part; what they leave is lost."""
+        """Have a tenant's prompts pay for what their chunks take beyond their part; what they leave is lost."""
         if seconds > 0:
-            self.credit[tenant] = self.credit.get(tenant, 0.0) - seconds
+            self._prompt_debt[tenant] = self._prompt_debt.get(tenant, 0.0) + seconds
 
     def joined(self, entry: RunningSession) -> None:
         """Assume of a session that comes what its tenant's grammars usually cost."""
@@ -231,12 +233,12 @@ class StepShares:
         pool = Pool(bound - division.alone(least), {tenant: tenants[tenant].weight for tenant in wanted})
         for tenant in pool.order(wanted):
             presence, part = tenants[tenant], pool.part(tenant)
-            seconds = part + self.credit.get(tenant, 0.0)
             count = len(presence.prompts) + len(presence.decoders)
-            of_prompts = seconds * len(presence.prompts) / count
-            left, waiting = _take(presence.decoders, seconds - of_prompts, taken, beside, latency)
+            of_texts = part * len(presence.decoders) / count
+            of_prompts = part - of_texts - self._prompt_debt.get(tenant, 0.0)
+            left, waiting = _take(presence.decoders, of_texts + self.credit.get(tenant, 0.0), taken, beside, latency)
             division.sitting_out += waiting
-            if wanted[tenant] <= part:
+            if wanted[tenant] <= part and not waiting:  # rows may cost more behind those of tenants before it
                 division.credit[tenant] = 0.0  # it has all that it wants, and saves nothing up
                 pool.take(tenant, max(0.0, wanted[tenant]))
                 continue
