@@ -113,20 +113,19 @@ class LanguageModelDrafter(Drafter):
         weights = {tenant: own[0].session.request.weight for tenant, own in tenants.items()}
         least = min((self._had[tenant] for tenant in tenants if tenant in self._had), default=0.0)
         had = {tenant: self._had.get(tenant, least) for tenant in tenants}
-        # Of tenants that want as much, those first that have had least: more than there are rows take turns.
-        wanted = {
-            tenant: float(self._rows_per_session * len(tenants[tenant]))
-            for tenant in sorted(tenants, key=had.__getitem__)
-        }
-        pool, left = Pool(self._rows, weights), self._rows
+        wanted = {tenant: float(self._rows_per_session * len(own)) for tenant, own in tenants.items()}
+        pool, parts, left = Pool(self._rows, weights), dict[str, float](), self._rows
         for tenant in pool.order(wanted):
-            own, part = tenants[tenant], min(left, max(1, round(pool.part(tenant))))
+            parts[tenant] = pool.part(tenant)
+            pool.take(tenant, min(parts[tenant], wanted[tenant]))
+        # Parts are rounded to rows, so there may be too few for all: tenants that have had least come first.
+        for tenant in sorted(tenants, key=had.__getitem__):
+            own, part = tenants[tenant], min(left, max(1, round(parts[tenant])))
             share, taken = max(1, min(self._rows_per_session, part // len(own))), 0
             for each in own:
                 if taken < part:
                     planned.append(each)
                     taken += each.plan_nodes(packer, min(share, part - taken))
-            pool.take(tenant, taken)
             left -= taken
             had[tenant] += taken / weights[tenant]
         self._had |= had
