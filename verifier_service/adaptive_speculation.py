@@ -106,20 +106,22 @@ class AdaptiveSpeculation:
         all: a share by rows would charge a candidate as much as a root, which costs far more. So the bound of plain
         decoding is that of a step in which the other sessions have their rows.
         """
-        uses_draft = self.eligibility.uses_remote_draft
+        rows_of = {entry.session: rows.rows for entry, rows in plan.entries}
+        tokens_of = {entry.session: len(result.tokens) for entry, result in results}
+        all_rows, drafted = sum(rows_of.values()), set[Session]()
+        if self._threads.yielding:
+            drafted = {session for session in rows_of if self.eligibility.uses_remote_draft(session)}
         for controller, batch, led in batches:
             before, sessions = controller.mode, batch.sessions
-            other_rows, others, yielding = 0, results, self._threads.yielding
+            other_rows, yielding = 0, self._threads.yielding
             if batch.exempt:
-                beside = [(entry.session, rows) for entry, rows in plan.entries if entry.session not in led]
-                other_rows = sum(rows.rows for _, rows in beside)
-                others = [(entry, result) for entry, result in results if entry.session in led]
-                yielding = yielding and not any(uses_draft(session) for session, _ in beside)
+                other_rows = all_rows - sum(rows_of[session] for session in led)
+                yielding = yielding and drafted <= led
             proposed_for = proposed.sessions > 0 and before is Mode.LOCAL_DRAFT
             controller.update(
                 batch,
                 speculated=plan.rows - other_rows > sessions or yielding or proposed_for,
-                tokens=sum(len(result.tokens) for _, result in others),
+                tokens=sum(tokens_of[session] for session in led) if batch.exempt else sum(tokens_of.values()),
                 seconds=seconds,
                 plain_rate=sessions / self._threads.plain_latency.of(sessions + other_rows),
             )
