@@ -10,6 +10,7 @@ machines", fits two offline).
 from __future__ import annotations
 
 import math
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 
@@ -74,15 +75,17 @@ class Calibrations:
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, dict[tuple[Rule, float], Calibration]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def of(self, sampler: RequestSampler, tenant: str) -> Calibration:
-        """Return the calibration of a new text."""
-        known = self._known.setdefault(tenant, {})
-        self._known.move_to_end(tenant)
-        if len(self._known) > MAX_TENANTS:
-            self._known.popitem(last=False)
+        """Return the calibration of a new text. Any thread may ask."""
         kind = sampler.rule, round(min(sampler.sampling.temperature, HOTTEST), 1)
-        return Calibration(known.setdefault(kind, Calibration()))
+        with self._lock:
+            known = self._known.setdefault(tenant, {})
+            self._known.move_to_end(tenant)
+            if len(self._known) > MAX_TENANTS:
+                self._known.popitem(last=False)
+            return Calibration(known.setdefault(kind, Calibration()))
 
 
 def _log_odds(probability: float) -> float:
