@@ -60,7 +60,11 @@ class BoundedThreads:
             if not work.cancelled():
                 work.exception()  # nobody else may ask
 
-        work = asyncio.get_running_loop().run_in_executor(self._executor, action)
+        try:
+            work = asyncio.get_running_loop().run_in_executor(self._executor, action)
+        except BaseException:  # no thread can be started
+            self._turns.release(owner)
+            raise
         work.add_done_callback(done)
         return await asyncio.shield(work)  # who leaves does not end it: the thread is free only when it is done
 
