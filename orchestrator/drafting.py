@@ -197,6 +197,9 @@ class Drafting:
             try:
                 await self._context.grammar_watch.clear()
             except ServiceError as error:
+                if isinstance(error, OverloadedError) and not self._context.sample.needs_draft:
+                    self._last_failure = "no_draft", str(error)
+                    return False
                 self._given_up = error
                 self._sink.abort(error)
                 return False

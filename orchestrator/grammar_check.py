@@ -152,7 +152,6 @@ class GrammarWatch:
             self._check.check_quarantine(self._grammar, self._field, self._sample.tenant)
             if not self._suspect:
                 return
-            self._counted = False
             try:
                 verdict = await self._check.trials.replay(
                     self._grammar,
@@ -165,6 +164,8 @@ class GrammarWatch:
                 # The text goes on: it is most likely as innocent as the others that were lost. Deaths are counted.
                 log.warning("grammar_not_tried_again", why=str(error))
                 return
+            finally:
+                self._counted = False
             log.info("grammar_tried_again", tokens=len(self._text.generated), problem=verdict.problem)
             if verdict.problem:
                 raise InvalidRequestError([(self._field, verdict.problem)])

@@ -63,6 +63,9 @@ for a reason of its own."""
 VERDICT_SECONDS = 600.0
 """Seconds for which a verdict holds: a machine changes, and a verdict that was wrong is not to stand for ever."""
 
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
+"""Signals that no grammar brings about: the machine is short of memory, or the service is ending."""
+
 MAX_VERDICTS, MAX_VERDICTS_OF_OWNER = 4096, 512
 """Verdicts that are remembered, of all and of a named owner."""
 
@@ -109,13 +112,23 @@ class GrammarTrials:
         OverloadedError if too many of all do, or if the machine is too busy to try it. A caller that leaves does not
         end the trial."""
         key = key_of(grammar, owner)
-        if (verdict := self.known(grammar, owner)) is not None:
+        verdict, until = self._known.get(key, (None, 0.0))
+        if verdict is not None:
             self._known.move_to_end(key)
-            return verdict
+            if time.monotonic() < until:
+                return verdict
+        outdated = None if verdict is None or verdict.problem else verdict
         if key not in self._under_way:
-            self._check_room(owner)
+            try:
+                self._check_room(owner)
+            except OverloadedError:
+                if outdated is not None:
+                    return outdated
+                raise
             self._under_way[key] = trial = asyncio.create_task(self._try(key, _question(grammar)))
             trial.add_done_callback(lambda done: self._tried(key, done))
+        if outdated is not None:  # texts do not wait while a grammar that passed is tried again
+            return outdated
         return await asyncio.shield(self._under_way[key])
 
     async def replay(
@@ -131,10 +144,10 @@ class GrammarTrials:
         machine is too busy or, unless the caller is `insistent`, if the owner has many such trials under way: its texts
         would stand for too long."""
         key = key_of(grammar, owner)
-        self._known.pop(key, None)
         own = sum(owner == other for other in self._replays.values())
         if own >= MAX_REPLAYS and not insistent:
             raise OverloadedError(f"{own} texts are followed again already, the limit is reached")
+        self._known.pop(key, None)
         replay = asyncio.create_task(self._try(key, _question(grammar, tokens, end_tokens)))
         self._replays[replay] = owner
         replay.add_done_callback(self._replayed)
@@ -181,6 +194,8 @@ class GrammarTrials:
         finally:
             self._turns.release(owner)
         seconds, now = VERDICT_SECONDS, time.monotonic()
+        if isinstance(answer, int) and -answer in FROM_OUTSIDE:
+            raise OverloadedError("the process that tried a grammar was ended from outside")
         if isinstance(answer, int):
             seconds = AGAIN_SECONDS
             verdict = TrialResult(self._problem(answer))
@@ -276,7 +291,11 @@ class TrialProcess:
             await self.process.wait()
 
     async def _start(self) -> Process:
-        self.process = process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE)
+        try:
+            self.process = process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE)
+        except OSError as error:  # too many processes or files, or no memory
+            log.error("trial_process_does_not_start", why=str(error))
+            raise InternalError from error
         assert process.stdout is not None
         ready = b""
         with contextlib.suppress(TimeoutError):

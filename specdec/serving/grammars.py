@@ -11,6 +11,7 @@ from specdec.grammar.stacks import ServiceThreads
 from specdec.serving.bounded_threads import BoundedThreads
 from specdec.serving.errors import (
     GrammarPendingError,
+    InternalError,
     InvalidRequestError,
     NotBuiltError,
     OverloadedError,
@@ -84,7 +85,10 @@ class Grammars:
         assert self._compiler is not None
         verdict = TrialResult()
         if self._trials is not None:
-            verdict = await self._trials.verdict(grammar, owner)
+            try:
+                verdict = await self._trials.verdict(grammar, owner)
+            except (TenantLimitError, InternalError) as error:  # not for good: a pod that starts tries many at once
+                raise GrammarPendingError(str(error), PENDING_SECONDS) from None
             if verdict.problem:
                 raise GrammarError(verdict.problem)
         work = partial(self._compiler.compile, grammar, owner, verdict.bytes)

@@ -157,14 +157,28 @@ async def test_what_cannot_be_tried_in_time_may_come_again() -> None:
 
 
 async def test_a_process_that_dies_takes_one_grammar_with_it() -> None:
-    """It dies of memory; here it is killed while it works on the grammar."""
+    """It aborts for want of memory; here it is told to while it works on the grammar."""
     async with trying() as trials:
         process = (await stopped(trials)).process
         assert process is not None
         asked = asyncio.create_task(trials.verdict(WRONG))
         await until(lambda: trials._turns.taken == 1)
-        process.kill()
+        process.send_signal(signal.SIGABRT)
+        process.send_signal(signal.SIGCONT)
         assert "or too much memory" in (await asked).problem
+        assert (await trials.verdict(OTHER)).problem == ""
+
+
+async def test_a_process_that_is_killed_says_nothing_of_its_grammar() -> None:
+    """As by the kernel of a machine without memory."""
+    async with trying() as trials:
+        process = (await stopped(trials)).process
+        assert process is not None
+        asked = asyncio.create_task(trials.verdict(OTHER))
+        await until(lambda: trials._turns.taken == 1)
+        process.kill()
+        with pytest.raises(OverloadedError, match="was ended from outside"):
+            await asked
         assert (await trials.verdict(OTHER)).problem == ""
 
 
@@ -202,6 +216,7 @@ async def test_an_owner_has_a_share_of_the_places(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(TenantLimitError, match=r"tenant 'greedy': 2 of its grammars are waiting already"):
             await trials.verdict(WRONG, "greedy")
         assert await trials.verdict(GOOD, "another") != TrialResult()
+        await until(lambda: not trials._under_way)
         assert (await trials.verdict(GOOD, "greedy")).problem == ""
 
 

@@ -166,7 +166,7 @@ async def test_a_pod_says_in_time_that_it_is_not_done_and_is_done_later(monkeypa
     ("source", "owner", "result", "refusal"),
     [
         ("a", "", OverloadedError("64 grammars are waiting already"), GrammarPendingError),
-        ("a", "me", TenantLimitError("me", "8 are waiting", 1.0), TenantLimitError),
+        ("a", "me", TenantLimitError("me", "8 are waiting", 1.0), GrammarPendingError),
         ("full", "", TrialResult(), GrammarPendingError),
         ("full of its own", "me", TrialResult(), TenantLimitError),
     ],
