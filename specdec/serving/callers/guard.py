@@ -108,6 +108,8 @@ class ConnectionGuard:
         self._clock = clock
         self._connections: OrderedDict[str, Connection] = OrderedDict()  # by gRPC's name, the latest last
         self._addresses = TokenBuckets(ADDRESS_RATE, ADDRESS_BURST, MAX_ADDRESSES, MAX_DEBT, clock)
+        # Health checks have budgets of their own: others of an address must not mute the probes of a balancer.
+        self._open_addresses = TokenBuckets(ADDRESS_RATE, ADDRESS_BURST, MAX_ADDRESSES, MAX_DEBT, clock)
         self._closing: dict[Peer, None] = {}
         self._muting: dict[Peer, None] = {}
         self._muted: OrderedDict[Peer, float] = OrderedDict()  # since when, the oldest first
@@ -124,13 +126,11 @@ class ConnectionGuard:
     def refuse(self, peer: str, why: str) -> None:
         """Count a call that was refused."""
         self._count(peer, why)
-        self.answer_anybody(peer)
+        self._waste(peer, self._addresses)
 
     def answer_anybody(self, peer: str) -> None:
         """Take a call that says nothing for its caller out of its budgets."""
-        connection = self._connection(peer)
-        if connection is not None and not connection.calls:  # who may call is not cut off for others' calls
-            self._spend(connection)
+        self._waste(peer, self._open_addresses)
 
     def begin(self, peer: str) -> Call:
         """Count a call of a caller who may call; it is ended by `serve` or `reset`."""
@@ -153,17 +153,22 @@ class ConnectionGuard:
                 return
             del connection.calls[call]
             self._count(connection.name, "RESET")
-            self._spend(connection)
+            self._spend(connection, self._addresses, mutes=False)  # its caller has a key
 
-    def _spend(self, connection: Connection) -> None:
+    def _waste(self, peer: str, addresses: TokenBuckets) -> None:
+        connection = self._connection(peer)
+        if connection is not None and not connection.calls:  # who may call is not cut off for others' calls
+            self._spend(connection, addresses)
+
+    def _spend(self, connection: Connection, addresses: TokenBuckets, *, mutes: bool = True) -> None:
         """Take a wasted call out of the budgets; close the connection if there is nothing left."""
         if connection.is_trusted(self._clock()):
             return
         connection.wasted += 1
-        address_has = self._addresses.of(_network(connection.peer[0])).spend()
+        address_has = addresses.of(_network(connection.peer[0])).spend()
         connection_has = connection.budget.spend()
         if not address_has and connection.wasted > MIN_WASTED:
-            self._end(connection, self._muting)
+            self._end(connection, self._muting if mutes else self._closing)
         elif not connection_has or connection.closed:
             self._end(connection, self._closing)
 
