@@ -36,7 +36,10 @@ CHECK_SECONDS = 15.0
 """Seconds after which a check is given up: longer than the client waits for an orchestrator that starts again."""
 
 UNKNOWN_RATE, UNKNOWN_BURST = 5.0, 20.0
-"""Keys a second, and at once, that one network may bring and that were never accepted. Each costs a call."""
+"""Keys a second, and at once, that one network may bring and that are refused. Each costs a call."""
+
+MAX_CHECKS = 64
+"""Keys that are checked at a time."""
 
 ALL_UNKNOWN_RATE, ALL_UNKNOWN_BURST = 50.0, 100.0
 """The same for all networks together."""
@@ -90,15 +93,16 @@ class Keys:
             return error
         if key not in self._checks:
             if authorization and key not in self._accepted:  # known ones are as few as there are tenants
-                wait = self._unknown.wait(network) or self._all_unknown.wait("")
-                if wait:
+                if wait := self._unknown.of(network).seconds_until():
                     raise too_many("too many unknown API keys come from your network", wait)
-            self._checks[key] = check = asyncio.create_task(self._ask(key, authorization))
+                if len(self._checks) >= MAX_CHECKS or (wait := self._all_unknown.of("").seconds_until()):
+                    raise too_many("too many API keys have to be checked", wait or 1.0)
+            self._checks[key] = check = asyncio.create_task(self._ask(key, authorization, network))
             check.add_done_callback(_seen)
         # A request that is cancelled does not end the check, which others may wait for.
         return await asyncio.shield(self._checks[key])
 
-    async def _ask(self, key: bytes, authorization: str) -> ApiError | None:
+    async def _ask(self, key: bytes, authorization: str, network: str) -> ApiError | None:
         try:
             async with asyncio.timeout(CHECK_SECONDS):
                 await self._check(authorization)
@@ -109,6 +113,9 @@ class Keys:
             if error.status != 401:
                 raise
             self._accepted.pop(key, None)
+            if authorization:  # a server that starts knows no key: those of tenants are no reason to refuse others
+                self._unknown.of(network).spend()
+                self._all_unknown.of("").spend()
             seconds = REFUSED_SECONDS if authorization else ACCEPTED_SECONDS
             self._refused[key] = error, time.monotonic() + seconds
             self._refused.move_to_end(key)
