@@ -153,6 +153,7 @@ class _Outermost:
         async def naming(message: Message) -> None:
             nonlocal begun, closes
             if message["type"] == "http.response.start":
+                await body.skip_if_small()
                 begun, closes = True, body.left
                 MutableHeaders(scope=message)[REQUEST_ID] = request_id
                 if closes:  # the rest of the body would be in the way of a next request

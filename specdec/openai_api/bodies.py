@@ -41,6 +41,10 @@ LINGER_BYTES = 256 << 10
 LINGER_PAUSE_SECONDS = 0.1
 """Bytes of it that are read at once, and the pause after as many: reading costs the event loop 4 ms a MiB."""
 
+SMALL_BODY_BYTES = 64 << 10
+SMALL_BODY_SECONDS = 0.05
+"""Bytes of an unwanted body that is read to its end, and how long it may take to come."""
+
 EVICTABLE = "specdec.evictable"
 """Key of the scope of a request that was refused: its connection gives way to others."""
 
@@ -131,7 +135,9 @@ class Unread:
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         headers = Headers(scope=scope)
-        self.left = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        declared = headers.get("content-length", "0")
+        self.left = declared != "0" or "transfer-encoding" in headers
+        self._is_small = 0 < int(declared) <= SMALL_BODY_BYTES  # h11 has checked the number
         self._scope = scope
         self._receive = receive
 
@@ -140,6 +146,13 @@ class Unread:
         if not message.get("more_body"):  # a disconnect has none either
             self.left = False
         return message
+
+    async def skip_if_small(self) -> None:
+        """Read the body if it is small and there already, so that an early answer need not close the connection."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SMALL_BODY_SECONDS):
+                while self.left and self._is_small:
+                    await self.receive()
 
     async def discard(self) -> None:
         """Read the body for a while, so that the caller can read its answer; then the connection is closed."""
