@@ -48,6 +48,9 @@ GRACE_SECONDS = 1.0
 SHORT_GRACE_SECONDS = 0.1
 """The same for an address that has more than half of all connections."""
 
+FLUSH_SECONDS = 10.0
+"""Seconds that a caller has to read the rest of an answer before its connection may be evicted."""
+
 MAX_HEALTH_ONLY = 64
 """Connections above the limit whose request is read; further ones are refused unread."""
 
@@ -185,6 +188,8 @@ class Connection(H11Protocol):
     def gives_way(self, grace: float) -> bool:
         """Return True if no request is in progress here: there was none yet for `grace` seconds, or it is answered, or
         refused."""
+        if self._is_idle and self.transport.get_write_buffer_size():  # the end of an answer is on its way
+            return self.loop.time() - self._since >= FLUSH_SECONDS
         if self._is_idle and (self.cycle is None or self._ahead):
             return self.loop.time() - self._since >= grace
         return self._is_idle or self._refused or EVICTABLE in self.cycle.scope
