@@ -79,7 +79,7 @@ OF_CHAT = frozenset(
 )
 OF_COMPLETIONS = frozenset({"prompt"})
 
-LONG = frozenset({"messages", "prompt", "response_format", "structured_outputs", "tools"})
+LONG = frozenset({"messages", "prompt", "response_format", "specdec", "structured_outputs", "tools"})
 """Fields that may have more than MAX_ENTRIES values; the whole body has its own limits (`structure.py`)."""
 
 OWN = frozenset(
@@ -199,6 +199,8 @@ def parse(body: bytes, *, chat: bool) -> Asked:
     _check_names(given, chat=chat)
     for name in given.keys() - LONG:
         _check_entries(name, given[name])
+    if isinstance(own := given.get("specdec"), dict):  # all of a vocabulary may be banned
+        _check_entries("specdec", {name: value for name, value in own.items() if name != "banned_tokens"})
     options = {name: value for name, value in given.items() if name in SAME}
     options |= {RENAMED[name]: value for name, value in given.items() if name in RENAMED}
     for name, value in options.items():

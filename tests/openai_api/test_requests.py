@@ -94,7 +94,7 @@ def completion(**fields: Any) -> Asked:
             "has 4097 values or more, must have at most 4096",
         ),
         ({"stop": ["a"] * 4097}, "stop", "must have at most 4096"),
-        ({"specdec": {"banned_tokens": [1] * 4097}}, "specdec", "must have at most 4096"),
+        ({"specdec": {"drafters": ["ngram"] * 4097}}, "specdec", "must have at most 4096"),
         ({"metadata": {"a": [[0] * 4000, {"b": [0] * 200}]}}, "metadata", "must have at most 4096"),
         ({"logprobs": 5}, "logprobs", "must be true or false"),
         ({"top_logprobs": 5}, "top_logprobs", "needs logprobs"),
