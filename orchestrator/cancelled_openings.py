@@ -8,7 +8,8 @@ a while.
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict, deque
+from bisect import bisect_right, insort
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 CANCELLED_SECONDS = 1.0
@@ -27,7 +28,7 @@ class CancelledOpenings:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._kept: dict[str, deque[float]] = {}  # when each place is free, by tenant
+        self._kept: dict[str, list[float]] = {}  # when each place is free, by tenant
         self._sessions: Counter[str] = Counter()
         self._seen: OrderedDict[str, float] = OrderedDict()  # when a tenant last opened a session, the latest last
 
@@ -42,8 +43,10 @@ class CancelledOpenings:
     def add(self, tenant: str, since: float) -> None:
         """Note that a request was cancelled whose opening began at that time."""
         free = since + CANCELLED_SECONDS
-        if free > self._clock():
-            self._kept.setdefault(tenant, deque()).append(free)
+        if free > (now := self._clock()):
+            insort(self._kept.setdefault(tenant, []), free)  # requests are not cancelled in the order of their openings
+            for other in [other for other, kept in self._kept.items() if kept[-1] <= now]:
+                del self._kept[other]
 
     def begun(self, tenant: str) -> None:
         self._sessions[tenant] += 1
@@ -56,8 +59,8 @@ class CancelledOpenings:
     def wait(self, tenant: str, openings: int) -> float:
         """Return the seconds until a tenant with so many openings under way has a place; 0: it has one."""
         kept, now = self._kept.get(tenant), self._clock()
-        while kept and kept[0] <= now:
-            kept.popleft()
+        if kept:
+            del kept[: bisect_right(kept, now)]
         if not kept:
             self._kept.pop(tenant, None)
             return 0.0
