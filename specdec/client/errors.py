@@ -159,6 +159,8 @@ def from_rpc(error: grpc.RpcError) -> SpecdecError:
         if error.code() in _BROKEN and not _REFUSED.search(message):
             kind = Unavailable
         message = _in_other_words(error.code(), message)
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # in one word, whichever end notices it first
+        message = "the timeout has passed"
     return kind(
         message,
         code=error.code(),
@@ -176,8 +178,6 @@ def _in_other_words(code: grpc.StatusCode, details: str) -> str:
             "no orchestrator answers here, but another service, or one that speaks another version of the protocol "
             f"than this client, {PACKAGE}"
         )
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return "the timeout has passed"
     if code is grpc.StatusCode.UNAVAILABLE and "last error: " in details:
         why = re.sub("^[A-Z_]+: (ipv[46]:)?", "", details.rpartition("last error: ")[2])
         return f"no server answers: {unquote(why)}"
