@@ -45,6 +45,29 @@ def test_a_storm_of_cancelled_requests_opens_a_few_sessions(a_second: int, secon
     assert cancelled.wait("third", 0) == 0
 
 
+def test_tenants_that_are_gone_are_forgotten() -> None:
+    """Anybody may name a tenant where there are no keys."""
+    clock = Clock()
+    cancelled = CancelledOpenings(clock)
+    for number in range(100):
+        cancelled.add(f"tenant {number}", clock.now)
+        clock.now += CANCELLED_SECONDS / 4
+    assert len(cancelled._kept) <= 5
+
+
+def test_places_are_free_in_the_order_of_their_openings() -> None:
+    clock = Clock()
+    cancelled = CancelledOpenings(clock)
+    cancelled.begun("other")
+    begin = clock.now
+    clock.now += 0.5
+    for number in reversed(range(MAX_CANCELLED)):
+        cancelled.add("storm", begin + number / 100)
+    assert cancelled.wait("storm", 0) == pytest.approx(CANCELLED_SECONDS - 0.5)
+    clock.now = begin + CANCELLED_SECONDS
+    assert cancelled.wait("storm", 0) == 0
+
+
 def test_nobody_waits_where_there_is_nobody_else() -> None:
     clock = Clock()
     cancelled = CancelledOpenings(clock)

@@ -272,6 +272,27 @@ async def test_connections_of_such_an_address_are_muted_before_they_are_closed()
     await closing.until(lambda: last in closing.closed)
 
 
+async def test_probes_of_such_an_address_are_not_muted() -> None:
+    """A balancer checks health over a connection that lasts, and its address may be everybody's."""
+    guard = ConnectionGuard(Closing(), Clock())
+    for port in range(1, 9):
+        await wasted_until_closed(guard, named(port))
+    before = guard.closed_connections
+    for _ in range(int(guards.CONNECTION_BURST)):
+        guard.answer_anybody(named(9))
+    assert guard.closed_connections == before
+
+
+async def test_resets_of_callers_with_a_key_mute_nobody() -> None:
+    closing = Closing()
+    guard = ConnectionGuard(closing, Clock())
+    for port in range(1, 10):
+        while guard.closed_connections < port:
+            guard.reset(guard.begin(named(port)))
+    await closing.until(lambda: len(closing.closed) == 9)
+    assert not closing.muted
+
+
 async def test_muted_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guards, "MAX_MUTED", 4)
     closing = Closing()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from specdec.grammar.grammar import Grammar, Kind
 from specdec.grammar.heap import resident_bytes
 from specdec.local import DEMO
 from specdec.serving import grammar_trials as module
-from specdec.serving.errors import OverloadedError, TenantLimitError
+from specdec.serving.errors import InternalError, OverloadedError, TenantLimitError
 from specdec.serving.grammar_trials import GrammarTrials, TrialProcess, TrialResult
 from specdec.text.tokenizer import Tokenizer
 from tests.stack import until
@@ -89,6 +90,30 @@ async def test_verdicts_expire(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "VERDICT_SECONDS", 0.0)
         await trials.verdict(GOOD)
         assert trials.known(GOOD) is None
+
+
+async def test_texts_do_not_wait_while_a_grammar_that_passed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are they refused if there is no room to try it; one that did not pass is tried before it is used."""
+    async with trying() as trials:
+        monkeypatch.setattr(module, "VERDICT_SECONDS", 0.0)
+        good, wrong = await trials.verdict(GOOD), await trials.verdict(WRONG)
+        await stopped(trials)
+        trials._patience = 0.2
+        assert await trials.verdict(GOOD) == good
+        monkeypatch.setattr(module, "MAX_WAITING", 0)
+        assert await trials.verdict(GOOD) == good
+        with pytest.raises(OverloadedError):
+            await trials.verdict(WRONG)
+        assert wrong.problem
+
+
+async def test_a_process_that_cannot_be_started_is_no_fault_of_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with trying() as trials:
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+        with pytest.raises(InternalError):
+            await trials.verdict(GOOD)
+        monkeypatch.undo()
+        assert (await trials.verdict(GOOD)).problem == ""
 
 
 async def test_an_owner_has_its_own_limit_of_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
