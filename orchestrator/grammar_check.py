@@ -8,6 +8,7 @@ although its trials pass.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict, deque
 from pathlib import Path
@@ -126,6 +127,7 @@ class GrammarWatch:
         self._field = f"grammar.{grammar.kind.value}"
         self._suspect = False  # a pod has died since the last trial
         self._counted = False  # a death, since a pod last got the text: its draft may die with its verifier
+        self._died_at: dict[Pod, float] = {}  # monotonic times
         self._in_a_row = 0  # pods that died since the text has grown
         self._length = -1  # of the text, when the last one died
         self._trying = asyncio.Lock()
@@ -135,9 +137,13 @@ class GrammarWatch:
         if not lost.died:
             return
         self._suspect = True
-        if self._counted:
+        now = time.monotonic()
+        # A session that is opened on the broken connection, before that is known, is lost by the same death.
+        same_death = self._died_at.get(pod, -math.inf) > now - SAME_DEATH_SECONDS
+        if self._counted or same_death:
             return
         self._counted = True
+        self._died_at[pod] = now
         length = len(self._text.generated)
         self._in_a_row = self._in_a_row + 1 if length == self._length else 1
         self._length = length

@@ -129,7 +129,8 @@ async def test_a_grammar_that_does_not_pass_again_ends_its_text_and_kills_no_oth
     assert trials.replayed == [[5, 6]]  # and no other pod has died of it
 
 
-async def test_a_grammar_that_passes_again_and_again_is_refused_in_the_end() -> None:
+async def test_a_grammar_that_passes_again_and_again_is_refused_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_check, "SAME_DEATH_SECONDS", 0.0)  # its pod starts again at once
     check, trials = checking("")
     verifier = Dying(None)
     error = await end_of(verifier, check)
@@ -199,6 +200,15 @@ async def test_pods_that_die_under_one_text_after_another_are_its_grammars_fault
         watch_of(given).lost(pod(f"pod {deaths}", sessions=1), DIED)
         deaths += 1
     assert deaths == 2 * MAX_BLAME
+
+
+async def test_sessions_that_are_opened_at_a_dead_pod_are_lost_by_the_same_death() -> None:
+    check, _ = checking("")
+    given, dead = watched(check), pod("dead", sessions=20)
+    for _ in range(2 * MAX_DEATHS):
+        watch_of(given).lost(dead, DIED)
+        await watch_of(given).clear()
+    await check.check(GRAMMAR, "grammar.regex")
 
 
 async def test_a_verifier_and_a_draft_that_die_together_are_one_death() -> None:
