@@ -36,7 +36,7 @@ REQUESTS = 16
 
 CANCELS_A_SECOND = 490
 
-GRAMMAR = r"([a-zA-Z0-9 ,.;:!?'-]{1,40}\n?){1,400}"
+GRAMMAR = r"([a-zA-Z0-9 ,.;:!?'-]{1,40}\n)*"
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -46,11 +46,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "grammar": {"regex": GRAMMAR, "temperature": 1.0},
     "cancels": {},
 }
-"""What the other tenant's requests ask for."""
+"""Options of the other tenant's requests."""
 
 
 class Taken(NamedTuple):
-    """What a text of the quiet tenant took, in seconds."""
+    """Times of a text of the quiet tenant, in seconds."""
 
     first: float  # to its first token
     whole: float

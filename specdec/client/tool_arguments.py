@@ -1,4 +1,4 @@
-"""What the schema of a function says about arguments that are written as plain text, between tags."""
+"""Arguments that models write as plain text between tags, read by the schema of their function."""
 
 from __future__ import annotations
 

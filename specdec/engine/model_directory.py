@@ -167,8 +167,8 @@ class ModelDirectory:
 
     @cached_property
     def name(self) -> str:
-        """What the model is served as: the name that its path ends with. Where that is a link, it is the link's, which
-        people chose; what it leads to may be called by a hash."""
+        """The name that the model is served by: the last part of its path. A link keeps its own name, since the
+        directory behind it may be named by a hash."""
         name = os.path.basename(os.path.abspath(self.path))
         try:
             name.encode()  # messages carry it

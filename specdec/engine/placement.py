@@ -38,4 +38,4 @@ class Placement:
     sessions: int | None = None
     """Sessions of a step; None: as a service has by default."""
     beside: bool = False
-    """Whether it runs in another model's process."""
+    """True if the model runs in another model's process."""

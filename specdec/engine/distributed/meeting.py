@@ -1,5 +1,4 @@
-"""Where ranks meet: the connections between rank 0 and the others, and the store by which torch.distributed finds who
-is where.
+"""The meeting of ranks: connections between rank 0 and the others, and the store of torch.distributed over them.
 
 torch's own store listens on all interfaces and takes anybody's word for the address of a rank; and what ranks tell each
 other is executed. So ranks do not use it. Those of one machine meet at a socket in a folder that no other user can
@@ -44,13 +43,13 @@ says nothing keeps nobody from joining."""
 
 NONCE_BYTES = 32
 COMMANDS, STORE = 0, 1
-"""What a connection is for."""
+"""Purposes of a connection."""
 
 _HELLO = struct.Struct("<BI")  # what it is for, and the rank
 
 
 class Met(NamedTuple):
-    """What a rank has of the others."""
+    """A rank's connections to the other ranks."""
 
     connections: dict[Connection, int]
     """Each with the rank at its other end: of rank 0 all others, of these rank 0."""

@@ -64,7 +64,7 @@ class Values:
 
 
 class RemoteValues:
-    """Those of rank 0, as another rank has them."""
+    """The values of rank 0, reached from another rank."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -77,7 +77,7 @@ class RemoteValues:
 
 
 class RankStore(Store):
-    """What torch.distributed asks of a store."""
+    """The store of torch.distributed, over the values of rank 0."""
 
     def __init__(self, values: Values | RemoteValues, patience: timedelta) -> None:
         super().__init__()

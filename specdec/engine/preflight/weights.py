@@ -12,7 +12,7 @@ from specdec.engine.model_directory import GRAPH, INDEX, WEIGHTS, WEIGHTS_FIELD,
 from specdec.engine.model_file import in_one_line, opened
 
 Tensor = dict[str, Any]
-"""What a header tells of a tensor: `dtype`, `shape`, `data_offsets`."""
+"""A tensor's entry in a header: `dtype`, `shape`, `data_offsets`."""
 
 MOST_HEADER_BYTES = 100_000_000
 """Bytes of the largest header that the format allows."""
