@@ -5,11 +5,22 @@ from __future__ import annotations
 from specdec.decoding.speculation import Drafter
 from tests.verifier_service.fakes import Client, Decided, TextEngine, step_loop
 from verifier_service.backend.request import Policy
+from verifier_service.sessions.session import Session
 from verifier_service.speculation.controller import Mode
 from verifier_service.speculation.controllers import Controllers
 from verifier_service.speculation.eligibility import Eligibility
 
 REMOTE = frozenset({Drafter.REMOTE})
+LOCAL = frozenset({Drafter.LOCAL_MODEL})
+
+
+class Serving:
+    """A local model that may propose for every session."""
+
+    works = True
+
+    def serves(self, session: Session) -> bool:
+        return True
 
 
 def test_no_draft_is_used_while_no_candidate_pays() -> None:
@@ -27,3 +38,13 @@ def test_no_draft_is_used_while_no_candidate_pays() -> None:
     assert eligibility.uses_remote_draft(forced)
     eligibility.observe_price(0.5, smoothing=0.2)
     assert eligibility.uses_remote_draft(drafted)
+
+
+def test_a_forced_session_has_its_local_model_whatever_the_mode_is() -> None:
+    loop = step_loop(TextEngine(40))
+    eligibility = Eligibility(Controllers(shared=Decided(Mode.OFF)), Serving())
+    adaptive, forced = (
+        Client(loop, [3, 4], policy=Policy(LOCAL, 8, 0.0, forced=each)).session for each in (False, True)
+    )
+    plain = Client(loop, [3, 4], policy=Policy(REMOTE, 8, 0.0, forced=True)).session
+    assert [eligibility.uses_local_model(session) for session in (adaptive, forced, plain)] == [False, True, False]

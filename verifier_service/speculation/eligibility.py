@@ -62,13 +62,12 @@ class Eligibility:
     def uses_local_model(self, session: Session) -> bool:
         """Return True if the local model proposes for the session. One whose request asks for a window has only
         that."""
-        wanted = (
-            session.takes_own_candidates
-            and session.policy.local_model
-            and session.policy.lookahead is None
-            and self._controllers.of(session).mode is Mode.LOCAL_DRAFT
-        )
-        return wanted and self._local_model is not None and self._local_model.serves(session)
+        policy = session.policy
+        if not (session.takes_own_candidates and policy.local_model and policy.lookahead is None):
+            return False
+        if not policy.forced and self._controllers.of(session).mode is not Mode.LOCAL_DRAFT:
+            return False
+        return self._local_model is not None and self._local_model.serves(session)
 
     def profile(self, sessions: Sequence[Session], beside: int = 0) -> BatchProfile | None:
         """Return the batch profile of the sessions of a step that have one mode, with so many others `beside` them;
