@@ -24,6 +24,7 @@ from specdec.serving.errors import UnauthenticatedError
 from specdec.serving.interceptor import CallInterceptor, Metadata
 from specdec.serving.process.health import HealthServicer
 from specdec.serving.process.server import MAX_STREAMS, OPEN_SERVICES, SERVER_OPTIONS
+from tests.captured_logs import captured_logs
 from tests.hostile.keyless_grpc import ACK, RawConnection
 from tests.hostile.raw_bytes import HELLO, PREFACE, SETTINGS, frame
 
@@ -321,6 +322,19 @@ def test_a_muted_connection_hears_nothing_until_it_is_closed() -> None:
         assert peer.recv(1) == b"3"
         assert close_connections({name}, ()) == 1
         assert peer.recv(1) == b""
+
+
+@pytest.mark.parametrize(("calls", "logged"), [(49, []), (51, [(51, 0, 10.0)])])
+async def test_a_few_wasted_calls_are_not_logged(calls: int, logged: list[tuple[int, int, float]]) -> None:
+    """Callers change their minds now and then."""
+    now = 0.0
+    guard = ConnectionGuard(close=lambda closing, muting: 0, clock=lambda: now)
+    with captured_logs() as lines:
+        for number in range(calls):
+            now = guards.LOG_SECONDS * (number + 1) / calls
+            guard.refuse(named(number), "UNAUTHENTICATED")
+    found = [(line["calls"], line["closed_connections"], line["seconds"]) for line in lines]
+    assert found == logged
 
 
 async def test_addresses_of_ipv6_are_networks() -> None:

@@ -60,7 +60,11 @@ LOOK_SECONDS = 1.0
 """Seconds between two looks at whether muted connections are to be closed."""
 
 LOG_SECONDS = 10.0
-"""Seconds between two lines of the log about wasted calls, whatever their number."""
+"""Seconds between two lines of the log about wasted calls at least."""
+
+LOGGED_RATE = 5.0
+"""Wasted calls a second from which on they are logged: below it are callers who change their minds, or retry with an
+old key."""
 
 IPV6_HOST_BITS = 64
 """Bits of an IPv6 address that its owner chooses: an address is all of its /64."""
@@ -115,8 +119,8 @@ class ConnectionGuard:
         self._muted: OrderedDict[Peer, float] = OrderedDict()  # since when, the oldest first
         self._wanted = asyncio.Event()  # set when there is something to close or to mute
         self._sweep: asyncio.Task[None] | None = None
-        self._logged_at = -LOG_SECONDS
-        self._logged = (0, 0)
+        self._counted_from = clock()
+        self._counted = (0, 0)  # wasted calls and closed connections up to then
 
     @property
     def remembered(self) -> tuple[int, int]:
@@ -173,18 +177,22 @@ class ConnectionGuard:
             self._end(connection, self._closing)
 
     def _count(self, peer: str, why: str) -> None:
-        """Count a wasted call, and log what has been wasted since the last line."""
+        """Count a wasted call. Every `LOG_SECONDS`, log what has been wasted since the last look, if it was much."""
         self.wasted_calls += 1
         now = self._clock()
-        if now - self._logged_at >= LOG_SECONDS:
-            calls, closed = self._logged
-            self._logged_at, self._logged = now, (self.wasted_calls, self.closed_connections)
+        seconds = now - self._counted_from
+        if seconds < LOG_SECONDS:
+            return
+        calls, closed = (self.wasted_calls - self._counted[0], self.closed_connections - self._counted[1])
+        self._counted_from, self._counted = now, (self.wasted_calls, self.closed_connections)
+        if closed or calls >= LOGGED_RATE * seconds:
             log.warning(
                 "calls_wasted",
                 peer=peer,  # the latest, and why its call was wasted
                 why=why,
-                calls=self.wasted_calls - calls,
-                closed_connections=self.closed_connections - closed,
+                calls=calls,
+                closed_connections=closed,
+                seconds=round(seconds, 1),
             )
 
     def _connection(self, peer: str) -> Connection | None:
