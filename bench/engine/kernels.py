@@ -1,7 +1,8 @@
 """Measures where the time of a step on a GPU goes: `python -m bench.engine.kernels --steps 32x8x1024`.
 
-A step is written as sessions x new tokens x context. For each: the time that the host takes to pack it, the time until
-the GPU has finished it, and the kernels that take longest, by torch's profiler. Weights are random.
+A step is written as sessions x new tokens x context. For each: the time of the first, which records its CUDA graph and
+may compile kernels; the time that the host takes to pack it; the time until the GPU has finished it; and the kernels
+that take longest, by torch's profiler. Weights are random.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def step_size(text: str) -> Combination:
 
 
 def measured(engine: GpuEngine, what: Combination, times: int) -> dict[str, Any]:
-    """Return milliseconds of packing and of the rest, of the GPU's kernels together, and of those that take longest."""
+    """Return milliseconds of the first step, of packing and of the rest, of the GPU's kernels together, and of those
+    that take longest."""
     step = step_of(engine)
     queries = dict.fromkeys(range(what.rows), GREEDY)
 
@@ -51,8 +53,8 @@ def measured(engine: GpuEngine, what: Combination, times: int) -> dict[str, Any]
             torch.cuda.synchronize()
         return 1e3 * (between - begin), 1e3 * (time.perf_counter() - between)
 
-    for _ in range(2):  # compiles and records
-        run()
+    _, first = run()
+    run()
     packing, rest = zip(*(run() for _ in range(times)), strict=True)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with profile(activities=activities) as seen:
@@ -65,6 +67,7 @@ def measured(engine: GpuEngine, what: Combination, times: int) -> dict[str, Any]
     }
     longest = sorted(kernels, key=lambda name: -kernels[name])[:KERNELS]
     return {
+        "first_ms": round(first, 1),
         "pack_ms": round(statistics.median(packing), 3),
         "step_ms": round(statistics.median(rest), 3),
         "kernels_ms": round(sum(kernels.values()), 3),

@@ -82,8 +82,20 @@ def torch_drafting(at: Place) -> list[Command]:
     return [["-m", "bench.gpu.drafting", "--device", at.device, "--engine", "torch", *size, "--out", str(at.folder)]]
 
 
+def sampling(at: Place) -> list[Command]:
+    size = ["--rows", "1,2", "--vocabulary", "4096", "--times", "1"] if at.small else []
+    return [["-m", "bench.gpu.sampling", "--device", at.device, *size, "--out", str(at.folder)]]
+
+
 def kernels(at: Place) -> list[Command]:
-    shape, steps = ("tiny", "1x1x64") if at.small else ("llama-3.1-8b", "1x1x1024,8x8x1024,32x8x1024,8x64x1024")
+    shape, steps = (
+        ("tiny", "1x1x64")
+        if at.small
+        else (
+            "llama-3.1-8b",
+            "1x1x1024,8x1x1024,32x1x1024,8x8x1024,32x8x1024,8x64x1024,1x1x2048,8x1x2048,32x1x2048",
+        )
+    )
     chosen = ["--shape", shape, "--device", at.device, "--steps", steps]
     return [["-m", "bench.engine.kernels", *chosen, "--out", str(at.folder)]]
 
@@ -147,6 +159,7 @@ STEPS = (
         (*_SERVICES, modules(("onnxruntime",))),
         torch_drafting,
     ),
+    Step("sampling", "the time to choose tokens, by sampling parameters", 40, _ENGINE, sampling),
     Step("engine", "step times over the memory's roofline, 1B", 100, (*_ENGINE, memory(8)), engine),
     Step(
         "speed",

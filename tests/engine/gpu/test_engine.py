@@ -4,12 +4,14 @@ Triton's interpreter, without graphs; that rows do not depend on their batch is 
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from specdec.decoding.query import RequestSampler, SamplingQuery
@@ -21,6 +23,7 @@ from specdec.engine.gpu import engine as gpu_engine
 from specdec.engine.gpu.engine import GpuEngine
 from specdec.engine.gpu.linear import SplitKLinear, split_k
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.shortage import is_shortage
 from tests.models import VOCABULARY, make
 
 ON_GPU = torch.cuda.is_available()
@@ -151,6 +154,31 @@ def test_steps_as_graphs_are_steps_kernel_by_kernel(tmp_path: Path) -> None:
             got, want = (getattr(each, run)(branched(each, text, [7, 9])[0].pack()) for each in (graphed, eager))
             for a, b in zip(got, want, strict=True):
                 assert np.array_equal(a, b), (seed, run)
+
+
+@pytest.mark.gpu
+def test_a_step_that_finds_no_memory_is_a_shortage_and_harms_no_other(tmp_path: Path) -> None:
+    """One of a size that is new, so its graph is being recorded when memory ends."""
+    engine = Subject("llama", tmp_path).engine
+    text = np.random.default_rng(5).integers(3, VOCABULARY, 200).tolist()
+
+    def logits(length: int) -> NDArray[np.float32]:
+        return engine.forward(branched(engine, text[:length], [6, 8])[0].pack())
+
+    want = logits(3)
+    filler = []
+    for size in (1 << 30, 1 << 20, 1 << 12, 1 << 9):  # down to the pieces that torch hands out
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while True:
+                filler.append(torch.empty(size, dtype=torch.uint8, device=DEVICE))
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        logits(200)
+    assert is_shortage(error.value)
+    filler.clear()
+    torch.cuda.empty_cache()
+    assert np.array_equal(logits(3), want)
+    own = Subject("llama", tmp_path).own_logits(text)
+    assert np.abs(logits(200)[1] - own).max() < 1e-4 * np.abs(own).max()
 
 
 @pytest.mark.gpu
