@@ -33,6 +33,7 @@ ROOMS = {
         "drain": "what ending a pod takes, and what clients notice of it",
         "fairness": "what a tenant notices of another that floods the verifier",
         "shares": "what a text takes beside texts of another tenant, by what those ask for",
+        "step-shares": "the same in processor time, with a step loop turned by hand",
         "goodput": "requests complete before their deadline, by how many come",
         "restarts": "what users notice while servers are killed and started again, beside vLLM's",
         "overload": "who is served and who is refused under ten times the load",

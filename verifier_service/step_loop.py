@@ -261,12 +261,16 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         # 4. Learn from the step, and send its results.
         grammars = _grammar_seconds(plan) - grammars  # which are no cost of rows
         self._planner.observe(plan, end - start - grammars)
-        self._planner.shares.observe(results)
+        proposing, self._looked_up = proposed.seconds + self._looked_up, 0.0
+        self._planner.shares.observe_grammars(results)
+        if division is not None:
+            uses = self._speculation.eligibility.uses_proposers
+            decoding = [(entry, uses(entry.session)) for entry, rows in plan.entries if rows.root_row is not None]
+            self._planner.shares.observe_proposers(decoding, proposing)
         added = [result for _, result in results]
         self.stats.observe(plan.rows, end - start, added)
         in_turn = 0 if division is None else len(division.sitting_out)
         self.stats.observe_pace(end - begin, added, sat_out=len(plan.sitting_out) > in_turn, in_turn=in_turn)
-        proposing, self._looked_up = proposed.seconds + self._looked_up, 0.0
         self.stats.observe_parts(forward=verified.forward_seconds, proposing=proposing, delayed=waited)
         self._speculation.observe_drafts(plan, results)
         if batches and plan.decodes_only and batches[0].profile.of_step == len(results):

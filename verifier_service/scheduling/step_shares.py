@@ -7,15 +7,19 @@ sum of all weights. A step keeps that promise to every tenant if it takes at mos
 
     B = min over tenants i of  (W / w_i) * A_i,      A_i = T_v(rows of i) + what they cost besides
 
-since A_i is what the step would take with the rows of i alone. The tenant v at which the minimum is taken has all its
-rows in the step. The others divide what is left, B - A_v = (sum of their weights / w_v) * A_v, by their weights, and
-what one does not want of its part goes to the others (max-min). Each takes in its sessions in turn, those first that
-have waited longest, while their cost fits; the rest sit the step out. What is left of a tenant's part is its credit
-in the next step (deficit round robin, Shreedhar and Varghese 1995), so a session whose rows cost more than a whole part
-takes part every few steps. None starves, and the promise holds on average, up to one such session.
+since A_i is what the step would take with the rows of i alone. Besides rows cost grammars and proposers. The tenant v
+at which the minimum is taken has all its rows in the step. The others divide what is left, B - A_v = (sum of their
+weights / w_v) * A_v, by their weights, and what one does not want of its part goes to the others (max-min). Each takes
+in its sessions in turn, those first that have waited longest, while their cost fits; the rest sit the step out. What is
+left of a tenant's part is its credit in the next step (deficit round robin, Shreedhar and Varghese 1995), so a session
+whose rows cost more than a whole part takes part every few steps. None starves, and the promise holds on average, up to
+one such session.
 
 The same holds for what goes beyond roots: candidates, lookahead windows and chunks of prompts have what the tenant's
 roots leave of its part. Where further rows are free, or only one tenant is present, nobody sits out.
+
+The bound is as good as what is known of A_v, and while tenants share steps, no step has the rows of v alone. So where
+that could break the promise, some steps have only these: they measure A_v, and the others have their part in the next.
 """
 
 from __future__ import annotations
@@ -36,6 +40,12 @@ TOLERANCE = 1e-9
 
 BESIDE_SMOOTHING = 0.2
 """Weight of the latest step in the moving average of what a session costs besides rows."""
+
+DOUBTS = 2.0
+"""Errors of T_v by which a step must be shorter than its bound, to be taken for fair without measuring."""
+
+MEASURED_EVERY = 4
+"""Steps of which at most one has the rows of one tenant alone to measure what they take."""
 
 REMEMBERED = 1024
 """Tenants for which the usual cost of a grammar is kept."""
@@ -63,13 +73,16 @@ class Division:
     latency: StepLatency
     tenants: dict[str, Presence]
     credit: dict[str, float]  # seconds that each tenant's texts have for the next step
-    prompt_debt: dict[str, float] = field(default_factory=dict)  # seconds that its prompts have had too much
+    prompt_debt: dict[str, float] = field(
+        default_factory=dict
+    )  # seconds that its prompts have had too much, or too few
     taking_part: list[RunningSession] = field(default_factory=list)  # that decode
     sitting_out: list[RunningSession] = field(default_factory=list)
     prompt_seconds: dict[str, float] = field(default_factory=dict)
     """How long chunks of its prompts may make the step, by tenant; tenants without an entry are not limited."""
 
     used: float = 0.0  # seconds of the step that roots and prompts have, or that tenants keep as credit
+    measures: bool = False  # what one tenant's rows take alone
 
     def alone(self, tenant: str, extra: int = 0) -> float:
         """Return the seconds of a step with the rows of one tenant, `extra` candidates included."""
@@ -145,6 +158,7 @@ class StepShares:
         """`prefill_rows`: most rows of prompts in a step."""
         self._prefill_rows = prefill_rows
         self._steps = 0
+        self._measured = -MEASURED_EVERY  # the last step that measured what rows of one tenant take
         self._usual: OrderedDict[str, float] = OrderedDict()  # seconds that a grammar costs in a step, by tenant
         self.credit: dict[str, float] = {}
         """Seconds that a tenant's texts have left of its parts of the last steps, or have had too much (negative)."""
@@ -175,7 +189,9 @@ class StepShares:
         bound, least = division.bound({})
         rows = len(decoders) + sum(presence.prompt_rows for presence in tenants.values())
         division.used = latency.of(rows) + sum(presence.beside for presence in tenants.values())
-        if division.used <= bound * (1 + TOLERANCE):
+        if self._is_doubtful(division, bound, least, rows):
+            self._measure(division, bound, least)
+        elif division.used <= bound * (1 + TOLERANCE):
             division.taking_part = decoders
         else:
             self._choose(division, bound, least)
@@ -186,10 +202,12 @@ class StepShares:
         self._steps += 1
         self.credit, self._prompt_debt = ({}, {}) if division is None else (division.credit, division.prompt_debt)
         if division is not None:
+            if division.measures:
+                self._measured = self._steps
             for entry in division.taking_part:
                 entry.last_step = self._steps
 
-    def observe(self, results: Iterable[tuple[RunningSession, VerifyResult]]) -> None:
+    def observe_grammars(self, results: Iterable[tuple[RunningSession, VerifyResult]]) -> None:
         """Learn what the grammars of a step's sessions have cost. What one took beyond what was expected, its tenant
         pays for in the next steps."""
         for entry, _ in results:
@@ -197,13 +215,27 @@ class StepShares:
             if session.grammar is None:
                 continue
             seconds, session.grammar_seconds = session.grammar_seconds, 0.0
-            if entry.tenant in self.credit:
-                self.credit[entry.tenant] -= seconds - entry.beside
-            entry.beside += BESIDE_SMOOTHING * (seconds - entry.beside) if entry.beside else seconds
-            usual = self._usual.setdefault(entry.tenant, seconds)
-            self._usual[entry.tenant] += BESIDE_SMOOTHING * (seconds - usual)
+            self._pay(entry, seconds - entry.grammar)
+            entry.grammar = _average(entry.grammar, seconds)
+            self._usual[entry.tenant] = _average(self._usual.get(entry.tenant, 0.0), seconds)
             if len(self._usual) > REMEMBERED:
                 self._usual.popitem(last=False)
+
+    def observe_proposers(self, decoding: Sequence[tuple[RunningSession, bool]], seconds: float) -> None:
+        """Learn what proposers have cost before a step, by the `decoding` sessions in it, and whether they proposed for
+        each: such sessions have cost the same."""
+        count = sum(proposed for _, proposed in decoding)
+        for entry, proposed in decoding:
+            if not proposed:
+                entry.proposing = 0.0
+                continue
+            self._pay(entry, seconds / count - entry.proposing)
+            entry.proposing = _average(entry.proposing, seconds / count)
+
+    def _pay(self, entry: RunningSession, seconds: float) -> None:
+        """Take what a session has cost beyond what was expected out of its tenant's credit."""
+        if entry.tenant in self.credit:
+            self.credit[entry.tenant] -= seconds
 
     def charge(self, tenant: str, seconds: float) -> None:
         """Have a tenant's prompts pay for what their chunks take beyond their part; what they leave is lost."""
@@ -213,7 +245,40 @@ class StepShares:
     def joined(self, entry: RunningSession) -> None:
         """Assume of a session that comes what its tenant's grammars usually cost."""
         if entry.session.grammar is not None:
-            entry.beside = self._usual.get(entry.tenant, 0.0)
+            entry.grammar = self._usual.get(entry.tenant, 0.0)
+
+    def _is_doubtful(self, division: Division, bound: float, least: str, rows: int) -> bool:
+        """Return whether a step with all `rows` might be longer than its bound, though it is not as far as is known, or
+        the other way round, because it is not certain what those of the tenant at the minimum take alone."""
+        presence = division.tenants[least]
+        if not presence.decoders or presence.prompts or self._steps + 1 < self._measured + MEASURED_EVERY:
+            return False
+        doubt = division.latency.doubt(presence.rows, rows)
+        return doubt > 0 and division.used * math.exp(DOUBTS * doubt) > bound
+
+    def _measure(self, division: Division, bound: float, least: str) -> None:
+        """Have the step take the rows of one tenant alone. What it would have left of the bound is the others' credit,
+        as far as they want it."""
+        division.measures, division.used = True, bound
+        division.taking_part = division.tenants[least].decoders
+        own = division.tenants[least].rows
+        wanted = {
+            tenant: division.latency.of(own + presence.rows) - division.latency.of(own) + presence.beside
+            for tenant, presence in division.tenants.items()
+            if tenant != least
+        }
+        pool = Pool(bound - division.alone(least), {tenant: division.tenants[tenant].weight for tenant in wanted})
+        for tenant in pool.order(wanted):
+            presence = division.tenants[tenant]
+            part = min(pool.part(tenant), wanted[tenant])
+            pool.take(tenant, part)
+            division.sitting_out += presence.decoders
+            of_texts = part * len(presence.decoders) / (len(presence.prompts) + len(presence.decoders))
+            if presence.decoders:
+                division.credit[tenant] = self.credit.get(tenant, 0.0) + of_texts
+            if presence.prompts:
+                division.prompt_seconds[tenant] = 0.0
+                division.prompt_debt[tenant] = self._prompt_debt.get(tenant, 0.0) - (part - of_texts)
 
     def _choose(self, division: Division, bound: float, least: str) -> None:
         """Choose the sessions for a step that would be longer than its bound with all of them."""
@@ -246,6 +311,11 @@ class StepShares:
             if presence.prompts:
                 division.prompt_seconds[tenant] = of_prompts if waiting else of_prompts + left
             pool.take(tenant, part)
+
+
+def _average(before: float, latest: float) -> float:
+    """Return a moving average of seconds; the first one is taken as it is."""
+    return before + BESIDE_SMOOTHING * (latest - before) if before else latest
 
 
 def _take(

@@ -34,7 +34,8 @@ class RunningSession:
     awaiting_draft: bool = False  # it has a draft, and its last step is not counted in `draft_ready_steps` yet
     timeline: Timeline = field(default_factory=Timeline)
     last_step: int = 0  # number of the step that it last took part in; 0: of none
-    beside: float = 0.0  # seconds that its grammar costs in a step besides its rows, moving average
+    grammar: float = 0.0  # seconds that its grammar takes in a step, moving average
+    proposing: float = 0.0  # seconds that proposers take for it before a step, moving average
     computing_prompt: bool = False  # it has memory, and no step has chosen a token of it since
 
     def count_draft_ready(self, stats: VerifierStats) -> None:
@@ -47,6 +48,11 @@ class RunningSession:
     @property
     def tenant(self) -> str:
         return self.session.request.tenant
+
+    @property
+    def beside(self) -> float:
+        """Seconds that it costs a step besides its rows."""
+        return self.grammar + self.proposing
 
     @property
     def weight(self) -> float:

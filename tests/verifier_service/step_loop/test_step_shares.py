@@ -19,6 +19,8 @@ from tests.replay.engines import TimedEngine
 from tests.verifier_service.fakes import Client, ThreadedTextEngine
 from tests.verifier_service.step_loop.helpers import NO_BAD, text, turns
 from verifier_service.backend.request import Policy
+from verifier_service.costs.step_latency import MEASURED_ROWS, StepLatency
+from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, ProposalStats, Proposer
 from verifier_service.step_loop import StepLoop
 
 FAIR = 2.2
@@ -26,6 +28,7 @@ FAIR = 2.2
 
 PLAIN = Policy(frozenset(), 8, 0.0)
 FORCED = Policy(frozenset({Drafter.REMOTE}), 64, 0.0, forced=True)
+LOOKUPS = Policy(frozenset({Drafter.NGRAM}), 8, 0.0, forced=True)
 WINDOW = Policy(OWN_DRAFTERS, 64, 0.0, lookahead=Lookahead(15, 5, 15))
 
 TOKENS = 60
@@ -52,6 +55,17 @@ class SlowGrammar:
         pass
 
 
+class SlowProposer(Proposer):
+    """Proposes nothing, and takes its time over it."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self._clock, self._seconds = clock, seconds
+
+    def propose(self, step: ComingStep) -> ProposalStats:
+        self._clock.now += self._seconds * sum(1 for _ in step.proposed_for())
+        return NO_PROPOSALS
+
+
 class OneThread(ThreadedTextEngine):
     threads = (1,)
 
@@ -59,10 +73,15 @@ class OneThread(ThreadedTextEngine):
 class Site:
     """A step loop on a virtual clock: a pass over n rows takes `base` + `row` n seconds."""
 
-    def __init__(self, clock: Clock, base: float, row: float) -> None:
+    def __init__(self, clock: Clock, base: float, row: float, proposing: float, latency: StepLatency | None) -> None:
         self.clock = clock
         self.engine = OneThread(1200)
-        self.loop = StepLoop(TimedEngine(self.engine, clock, base, row), max_unread_tokens=10_000)
+        self.loop = StepLoop(
+            TimedEngine(self.engine, clock, base, row),
+            max_unread_tokens=10_000,
+            latency=latency,
+            proposers=[SlowProposer(clock, proposing)],
+        )
         self.others: list[Client] = []
         self.prompts = 0  # tokens of the prompt that the other tenant always has
 
@@ -99,10 +118,12 @@ class Site:
 
 
 @contextmanager
-def site(base: float, row: float) -> Iterator[Site]:
+def site(base: float, row: float, *, proposing: float = 0.0, latency: StepLatency | None = None) -> Iterator[Site]:
+    """`proposing`: seconds that a proposer takes for each session; `latency`: what the loop begins with, if it is not
+    to measure."""
     clock = Clock()
     with clock.rules():
-        yield Site(clock, base, row)
+        yield Site(clock, base, row, proposing, latency)
 
 
 def crowd(site: Site, texts: int, policy: Policy = PLAIN, grammar: float = 0.0) -> None:
@@ -145,6 +166,31 @@ def test_a_text_that_speculates_takes_twice_as_long_beside_one_tenant(name: str)
         turns(one.loop, 2 if name == "prompts" else 10)
         beside = one.seconds(forced, draft=4)
     assert beside / alone < FAIR
+
+
+def test_what_proposers_cost_is_shared_too() -> None:
+    """A row takes little beside what is looked up for it."""
+    with site(*CPU, proposing=0.002) as one:
+        alone = one.seconds()
+        crowd(one, 16, LOOKUPS)
+        turns(one.loop, 10)
+        beside = one.seconds()
+        assert beside / alone < FAIR
+        assert all(each.session.generated > 10 for each in one.others)
+
+
+@pytest.mark.parametrize("name", ["16 texts", "96 samples", "lookahead"])
+@pytest.mark.parametrize("slope", [0.1, 3.0])
+def test_what_was_measured_at_start_may_be_wrong(name: str, slope: float) -> None:
+    """While both are there no step has the quiet tenant's row alone, but now and then to measure what it takes."""
+    base, row = CPU
+    begun = [(base + row) * (1 + slope * row / base * (count - 1)) for count in MEASURED_ROWS]
+    with site(base, row, latency=StepLatency(MEASURED_ROWS, begun)) as one:
+        alone = (base + row) * (TOKENS - 1)
+        CROWDS[name](one)
+        turns(one.loop, 50)
+        one.seconds()
+        assert one.seconds() / alone < FAIR
 
 
 def test_nobody_sits_out_where_further_rows_are_free() -> None:

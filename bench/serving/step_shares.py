@@ -1,0 +1,153 @@
+"""Measure what a text takes beside another tenant's in a verifier's step loop, in processor time.
+
+    python -m bench step-shares [--kinds texts lookahead --texts 8 --rounds 1]
+
+The loop is turned by hand in one thread, without messages, drafts or processes, and its clock is processor time too. So
+the ratios hold on a busy machine better than those of `bench shares`. A quiet tenant decodes text after text alone,
+then beside another tenant of equal weight that always has as many sessions as its kind says. By fair sharing the ratio
+is at most 2.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from statistics import median
+from typing import Any
+
+import torch
+
+from bench.arguments import parser_of
+from demo.prompts import held_out
+from specdec.decoding.lookahead import Lookahead
+from specdec.decoding.query import RequestSampler
+from specdec.decoding.sampling import Sampling
+from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS
+from specdec.engine.engines.loading import load_engine
+from specdec.engine.model_directory import ModelDirectory
+from specdec.local import DEMO
+from testing.mailbox import Mailbox
+from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.sessions.running_session import RunningSession
+from verifier_service.step_loop import StepLoop
+
+PROMPT_TOKENS, TOKENS = 64, 48
+CAPACITY = 1 << 16
+MAX_CANDIDATES = 64
+TARGET = ModelDirectory(DEMO / "target")
+PLAIN = Policy(NO_DRAFTERS, 0, 0.0)
+PROPOSERS = Policy(OWN_DRAFTERS, MAX_CANDIDATES, 0.0)
+WINDOW = Policy(OWN_DRAFTERS, MAX_CANDIDATES, 0.0, lookahead=Lookahead(15, 5, 15))
+
+KINDS: dict[str, tuple[int, Policy, int]] = {
+    "texts": (16, PLAIN, 256),
+    "proposers": (16, PROPOSERS, 256),
+    "lookahead": (16, WINDOW, 256),
+    "samples": (240, PLAIN, 256),
+    "prompts": (1, PLAIN, 1),
+}
+"""Sessions of the other tenant at any time, what they ask for, and their tokens."""
+
+
+class Stream:
+    """A session of the step loop."""
+
+    def __init__(self, loop: StepLoop, tenant: str, prompt: list[int], tokens: int, policy: Policy) -> None:
+        sampler = RequestSampler(Sampling(), frozenset())
+        request = SessionRequest(prompt, [], sampler, frozenset(), tokens, None, loop.context, tenant=tenant)
+        self.session = loop.session(request, policy, MAX_CANDIDATES, TARGET.vocabulary)
+        self.mail = Mailbox()
+        loop.attach(RunningSession(self.session, self.mail, lambda result, times: (result, times)))
+
+    @property
+    def over(self) -> bool:
+        if self.mail.error is not None:
+            raise self.mail.error
+        self.session.consumed = self.session.tree.base  # what is there is read
+        return bool(self.mail.finish)
+
+
+class Site:
+    """A step loop, and the other tenant's sessions."""
+
+    def __init__(self) -> None:
+        engine = load_engine("torch", TARGET, capacity=CAPACITY, dtype="float32", threads=(1,))
+        self.loop = StepLoop(engine, max_unread_tokens=1 << 20)
+        self._prompts = prompts()
+        self._others: list[Stream] = []
+        self._more: Callable[[], Stream] | None = None
+        self._sessions = 0
+
+    def crowd(self, kind: str) -> None:
+        """Have the other tenant keep up the sessions of a kind from now on."""
+        sessions, policy, tokens = KINDS[kind]
+        self._sessions = sessions
+        self._more = lambda: Stream(self.loop, "other", next(self._prompts), tokens, policy)
+
+    def leave(self) -> None:
+        """End the other tenant's sessions."""
+        for stream in self._others:
+            self.loop.detach(stream.session)
+        self._others, self._more = [], None
+
+    def turn(self) -> None:
+        if self._more is not None:
+            self._others = [stream for stream in self._others if not stream.over]
+            self._others += [self._more() for _ in range(self._sessions - len(self._others))]
+        if self.loop.turn() is None:
+            raise RuntimeError("some are not over, and nothing moves")
+
+    def text(self) -> tuple[float, float]:
+        """Return the processor seconds until a quiet tenant's first token, and from there to its last."""
+        begin = time.process_time()
+        stream = Stream(self.loop, "quiet", next(self._prompts), TOKENS, PLAIN)
+        first: float | None = None
+        while not stream.over:
+            self.turn()
+            if first is None and stream.mail.results:
+                first = time.process_time()
+        assert first is not None
+        return first - begin, time.process_time() - first
+
+
+def prompts() -> Iterator[list[int]]:
+    """Yield prompts without end, another each time for as long as there are any."""
+    for seed in count():
+        yield from held_out(64, tokens=PROMPT_TOKENS, seed=seed)
+
+
+def measured(site: Site, kind: str, texts: int, warm_up: int) -> dict[str, Any]:
+    """Return what a quiet text takes beside this kind, in multiples of what it takes alone, by medians."""
+    alone = [site.text() for _ in range(texts)]
+    site.crowd(kind)
+    for _ in range(warm_up):
+        site.turn()
+    beside = [site.text() for _ in range(texts)]
+    site.leave()
+    of_first, of_rest = (median(each) for each in zip(*alone, strict=True))
+    first, rest = (median(each) for each in zip(*beside, strict=True))
+    return {
+        "kind": kind,
+        "alone_ms": round(1e3 * of_rest, 1),
+        "first": round(first / of_first, 2),
+        "rest": round(rest / of_rest, 2),
+    }
+
+
+def main(given: list[str]) -> None:
+    parser = parser_of("step-shares", __doc__)
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--texts", type=int, default=8, help="of the quiet tenant, alone and beside (default: 8)")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--warm-up", type=int, default=50, help="steps of the other tenant alone (default: 50)")
+    args = parser.parse_args(given)
+    torch.set_num_threads(1)
+    time.monotonic = time.process_time  # what the loop learns of its steps
+    site = Site()
+    for _ in range(args.texts):  # what is learned at first
+        site.text()
+    for _ in range(args.rounds):
+        for kind in args.kinds:
+            print(json.dumps(measured(site, kind, args.texts, args.warm_up)), flush=True)
