@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,8 @@ from specdec.decoding.sampling import Sampling
 from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory
+from specdec.grammar.compiler import GrammarCompiler
+from specdec.grammar.grammar import Grammar, Kind
 from specdec.local import DEMO
 from testing.mailbox import Mailbox
 from verifier_service.backend.request import Policy, SessionRequest
@@ -37,27 +39,53 @@ PROMPT_TOKENS, TOKENS = 64, 48
 CAPACITY = 1 << 16
 MAX_CANDIDATES = 64
 TARGET = ModelDirectory(DEMO / "target")
+GRAMMARS = GrammarCompiler.of(TARGET)
 PLAIN = Policy(NO_DRAFTERS, 0, 0.0)
 PROPOSERS = Policy(OWN_DRAFTERS, MAX_CANDIDATES, 0.0)
 WINDOW = Policy(OWN_DRAFTERS, MAX_CANDIDATES, 0.0, lookahead=Lookahead(15, 5, 15))
 
-KINDS: dict[str, tuple[int, Policy, int]] = {
-    "texts": (16, PLAIN, 256),
-    "proposers": (16, PROPOSERS, 256),
-    "lookahead": (16, WINDOW, 256),
-    "samples": (240, PLAIN, 256),
-    "prompts": (1, PLAIN, 1),
+GREEDY = Sampling()
+REGEX = Grammar(Kind.REGEX, (r"([a-zA-Z0-9 ,.;:!?'-]{1,40}\n)*",))
+
+
+class Asked(NamedTuple):
+    """What the other tenant asks for."""
+
+    sessions: int  # at any time
+    policy: Policy = PLAIN
+    tokens: int = 256
+    sampling: Sampling = GREEDY
+    grammar: Grammar | None = None
+
+
+KINDS = {
+    "texts": Asked(16),
+    "proposers": Asked(16, PROPOSERS),
+    "lookahead": Asked(16, WINDOW),
+    "samples": Asked(240),
+    "grammar": Asked(16, PROPOSERS, sampling=Sampling(temperature=1.0), grammar=REGEX),
+    "prompts": Asked(1, tokens=1),
 }
-"""Sessions of the other tenant at any time, what they ask for, and their tokens."""
+QUIET = Asked(1, tokens=TOKENS)
 
 
 class Stream:
     """A session of the step loop."""
 
-    def __init__(self, loop: StepLoop, tenant: str, prompt: list[int], tokens: int, policy: Policy) -> None:
-        sampler = RequestSampler(Sampling(), frozenset())
-        request = SessionRequest(prompt, [], sampler, frozenset(), tokens, None, loop.context, tenant=tenant)
-        self.session = loop.session(request, policy, MAX_CANDIDATES, TARGET.vocabulary)
+    def __init__(self, loop: StepLoop, tenant: str, prompt: list[int], asked: Asked) -> None:
+        grammar = None if asked.grammar is None else GRAMMARS.compile(asked.grammar, tenant)
+        request = SessionRequest(
+            prompt=prompt,
+            generated=[],
+            sampler=RequestSampler(asked.sampling),
+            end_tokens=frozenset(),
+            max_tokens=asked.tokens,
+            top_logprobs=None,
+            context=loop.context,
+            tenant=tenant,
+            grammar=grammar,
+        )
+        self.session = loop.session(request, asked.policy, MAX_CANDIDATES, TARGET.vocabulary)
         self.mail = Mailbox()
         loop.attach(RunningSession(self.session, self.mail, lambda result, times: (result, times)))
 
@@ -82,9 +110,9 @@ class Site:
 
     def crowd(self, kind: str) -> None:
         """Have the other tenant keep up the sessions of a kind from now on."""
-        sessions, policy, tokens = KINDS[kind]
-        self._sessions = sessions
-        self._more = lambda: Stream(self.loop, "other", next(self._prompts), tokens, policy)
+        asked = KINDS[kind]
+        self._sessions = asked.sessions
+        self._more = lambda: Stream(self.loop, "other", next(self._prompts), asked)
 
     def leave(self) -> None:
         """End the other tenant's sessions."""
@@ -102,7 +130,7 @@ class Site:
     def text(self) -> tuple[float, float]:
         """Return the processor seconds until a quiet tenant's first token, and from there to its last."""
         begin = time.process_time()
-        stream = Stream(self.loop, "quiet", next(self._prompts), TOKENS, PLAIN)
+        stream = Stream(self.loop, "quiet", next(self._prompts), QUIET)
         first: float | None = None
         while not stream.over:
             self.turn()
