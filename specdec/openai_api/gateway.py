@@ -22,6 +22,8 @@ from specdec.serving.interleaved import interleaved
 PROMPTS_AT_ONCE = 8
 """Prompts of one request that are asked at the same time: a tenant's limits count each."""
 
+Lend = Callable[[], AbstractAsyncContextManager[AsyncClient]]
+
 Chunks = AsyncGenerator[tuple[int, Chunk], None]
 """Chunks with the number of their prompt."""
 
@@ -37,14 +39,16 @@ class Caller:
 class Gateway:
     """The way to orchestrators. What fails is an ApiError."""
 
-    def __init__(self, client: Callable[[], AbstractAsyncContextManager[AsyncClient]]) -> None:
-        """`client` lends the one by which a request goes, for as long as it takes."""
+    def __init__(self, client: Lend, questions: Lend) -> None:
+        """`client` lends the client by which a completion goes, for as long as it takes; `questions` one whose calls do
+        not wait for completions."""
         self._client = client
+        self._questions = questions
 
     async def models(self, caller: Caller) -> list[Model]:
         """Return what is served, to a caller who may know it."""
         try:
-            async with self._client() as client:
+            async with self._questions() as client:
                 return await client.models(metadata=caller.metadata)
         except SpecdecError as error:
             raise from_specdec(error) from error

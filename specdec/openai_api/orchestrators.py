@@ -37,6 +37,10 @@ ANSWER_SECONDS = 1.0
 CHECKS = 4
 """Checks at a time of an address that may stand for several orchestrators, which take turns."""
 
+OWN_CONNECTIONS = (("grpc.use_local_subchannel_pool", 1),)
+"""Option of channels that share no connection with others of the process. An orchestrator takes a bounded number of
+calls on a connection, and gRPC opens a bounded number of them: completions must not keep questions waiting."""
+
 SILENCE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Statuses that no orchestrator gives."""
 
@@ -57,8 +61,12 @@ class Orchestrators:
         self._asking = asyncio.Lock()
 
     def client(self) -> AbstractAsyncContextManager[AsyncClient]:
-        """Lend a request the client by which it goes."""
+        """Lend a completion the client by which it goes."""
         return self._current.client()
+
+    def questions(self) -> AbstractAsyncContextManager[AsyncClient]:
+        """Lend a client for what is answered at once: which models there are, and whether a key is known."""
+        return self._current.questions()
 
     async def serve(self) -> bool:
         """Return True if one of them takes requests."""
@@ -109,9 +117,11 @@ class Channels:
     ) -> None:
         """`before` are the channels that these replace: an orchestrator that has answered there may come back."""
         options = (*PEER_OPTIONS, ROUND_ROBIN)
-        self._client: AsyncClient = (
-            AsyncClient(targets, credentials=credentials) if before is None else before._client.renewed(credentials)
-        )
+        if before is None:
+            self._client = AsyncClient(targets, credentials=credentials)
+            self._questions = AsyncClient(targets, credentials=credentials, options=OWN_CONNECTIONS)
+        else:
+            self._client, self._questions = (each.renewed(credentials) for each in (before._client, before._questions))
         self._checks = [CHECKS if may_be_several(each) else 1 for each in targets]
         self._channels = [
             grpc.aio.insecure_channel(each, options)
@@ -122,12 +132,18 @@ class Channels:
         self._requests = 0
         self._left = False
 
+    def client(self) -> AbstractAsyncContextManager[AsyncClient]:
+        return self._lent(self._client)
+
+    def questions(self) -> AbstractAsyncContextManager[AsyncClient]:
+        return self._lent(self._questions)
+
     @asynccontextmanager
-    async def client(self) -> AsyncIterator[AsyncClient]:
-        """Lend the client to a request: it is not closed meanwhile, even if other channels replace it."""
+    async def _lent(self, client: AsyncClient) -> AsyncIterator[AsyncClient]:
+        """Lend a client to a request: it is not closed meanwhile, even if other channels replace it."""
         self._requests += 1
         try:
-            yield self._client
+            yield client
         finally:
             self._requests -= 1
             await self._close_unused()
@@ -145,6 +161,7 @@ class Channels:
 
     async def close(self) -> None:
         await self._client.close()
+        await self._questions.close()
         for each in self._channels:
             await each.close()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -60,7 +60,8 @@ class Call:
 
 class FakeServer(GenerationServiceServicer):
     """Serves on a free port, or on this one, while its context lasts. Calls past the end of the script complete. Those
-    of ListModels have a script of their own. With `keys` it refuses calls that bring none of them."""
+    of ListModels have a script of their own. With `keys` it refuses calls that bring none of them; `options`
+    are gRPC's."""
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class FakeServer(GenerationServiceServicer):
         listing: Iterable[Act] = (),
         port: int = 0,
         keys: Collection[str] | None = None,
+        options: Sequence[tuple[str, int]] = (),
     ) -> None:
         self._script = iter(acts or script)
         self._listing = iter(listing)
@@ -80,7 +82,7 @@ class FakeServer(GenerationServiceServicer):
         self.held = asyncio.Event()  # a call has sent its tokens and waits
         self.freed = asyncio.Event()  # a request's handler is gone; one that holds goes by cancellation only
         self.port = port
-        self.server = grpc.aio.server()
+        self.server = grpc.aio.server(options=options)
 
     async def __aenter__(self) -> Self:
         add_GenerationServiceServicer_to_server(self, self.server)

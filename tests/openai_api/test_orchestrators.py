@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -139,3 +139,18 @@ async def test_connections_that_were_left_are_closed_with_their_last_request() -
             await connections.leave()
             assert client._channels
         assert not client._channels
+
+
+async def test_questions_do_not_wait_for_completions() -> None:
+    """Completions have all calls that their connections carry: one each, and ten connections."""
+    most = 10
+    hold = [Act(tokens=CHUNK, then="hold")] * most
+    async with FakeServer(*hold, options=[("grpc.max_concurrent_streams", 1)]) as server:
+        orchestrators = Orchestrators([server.address])
+        async with AsyncExitStack() as running:
+            running.push_async_callback(orchestrators.close)
+            client = await running.enter_async_context(orchestrators.client())
+            for _ in range(most):
+                await anext(await running.enter_async_context(client.generate("hi")))
+            async with orchestrators.questions() as questions, asyncio.timeout(30):
+                assert await questions.models()
