@@ -7,6 +7,7 @@ give one number: how many survive. Only plausible ids are ranked, and only by va
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,19 +37,38 @@ def survivors(z: Logits, sampling: Sampling) -> Ids:
     return ids[_leading(values, ranked[size - 1], size)]
 
 
-def leading(z: Logits, ids: Ids, total: float, vocabulary: int, sampling: Sampling) -> Ids | None:
-    """Return the survivors of a row of which only the largest logits are known, as indices into z, by ascending id.
+def leading(
+    z: Logits, ids: Ids, totals: NDArray[np.float64], vocabulary: int, samplings: Sequence[Sampling]
+) -> NDArray[np.bool_]:
+    """Return which of the largest logits of n rows survive: a mask [n, k], all False where that cannot be told.
 
-    Known are z, descending, their ids, and the sum of all weights, in float64. None if that is too little to tell."""
-    count = int(np.count_nonzero(z > -np.inf))
-    known, all_known = z[:count], count < len(z) or len(z) == vocabulary
-    if sampling.top_k > count and not all_known:
-        return None
-    size = _surviving(known, None if 0 < sampling.top_k < vocabulary else total, sampling)
-    if not all_known and not known[size - 1] > known[-1]:
-        return None  # an unknown id may survive as well, or come before one of these among equals
-    best = np.lexsort((ids[:count], -known))[:size]
-    return np.asarray(best[np.argsort(ids[best])])
+    Known are the k largest logits z [n, k] of each row, descending, their ids, and the sum of all weights of a row, in
+    float64 [n]. The result is that of `survivors` of the whole row, bit by bit, if the total is."""
+    most = z.shape[1]
+    count = np.count_nonzero(z > -np.inf, axis=1)
+    all_known = (count < most) | (most == vocabulary)
+    top_k = np.array([each.top_k for each in samplings])
+    size = np.where(top_k > 0, np.minimum(top_k, count), count)
+    top_p = np.array([each.top_p for each in samplings])
+    if (top_p < 1.0).any():
+        reached = np.cumsum(np.exp(z - z[:, :1]), axis=1, dtype=np.float64)
+        of = np.where((top_k > 0) & (top_k < vocabulary), reached[np.arange(len(z)), size - 1], totals)
+        wanted = np.where(top_p < 1.0, top_p * of, np.inf)
+        size = np.minimum(size, np.count_nonzero(reached < wanted[:, None], axis=1) + 1)
+    if any(each.min_p > 0.0 for each in samplings):
+        peaks = zip(z[:, 0], samplings, strict=True)
+        least = [_least(peak, each.min_p) if each.min_p > 0.0 else -np.inf for peak, each in peaks]
+        size = np.minimum(size, np.count_nonzero(z >= np.array(least)[:, None], axis=1))
+    last = z[np.arange(len(z)), size - 1]
+    # An unknown id may survive as well, or come before the last known ones among equals.
+    unknown = ~all_known & ((top_k > count) | ~(last > z[:, -1]))
+    size[unknown] = 0
+    kept: NDArray[np.bool_] = np.arange(most) < size[:, None]
+    for row in np.flatnonzero((size > 0) & (size < count)):
+        if z[row, size[row]] == last[row]:  # among equals the lowest ids survive
+            order = np.argsort(ids[row, : count[row]])
+            kept[row, order] = _leading(z[row, order], last[row], int(size[row]))
+    return kept
 
 
 def _surviving(ranked: Logits, total: float | None, sampling: Sampling) -> int:

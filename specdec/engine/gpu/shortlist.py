@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.decoding.choice import Tokens, streams_of
+from specdec.decoding.gumbel_max import winners
 from specdec.decoding.noise import token_words, word_gumbel
 from specdec.decoding.processing import MAX_ABS_LOGIT
 from specdec.decoding.query import SamplingQuery
@@ -33,6 +34,9 @@ ids would be enough."""
 RANKED = 1024
 """Ids of a row that are fetched, those with the largest logits: top-k, top-p and min-p nearly always cut among
 these."""
+
+AT_ONCE = 64
+"""Rows whose survivors are found at once: few enough that intermediate results stay in a core's cache."""
 
 BLOCK = 1 << 22
 """Scores, about, that are computed at once: each takes about thirty bytes meanwhile."""
@@ -117,14 +121,32 @@ class Ranked:
 
     def decided(self, parts: Arrays) -> Tokens:
         tokens = np.full(len(self._asks), UNDECIDED, dtype=np.int64)
-        streams = streams_of(self._asks)
-        for row, (query, peak, z, ids, total) in enumerate(zip(self._asks, *parts, strict=True)):
-            if not abs(peak) < MAX_ABS_LOGIT:
-                continue
-            kept = leading(z, ids, float(total), self._vocabulary, query.sampler.sampling)
-            if kept is not None:
-                tokens[row] = _best(ids[None, kept], z[None, kept], streams[row : row + 1])[0]
+        for begin in range(0, len(tokens), AT_ONCE):
+            rows = slice(begin, begin + AT_ONCE)
+            self._decide(tokens[rows], self._asks[rows], *(part[rows] for part in parts))
         return tokens
+
+    def _decide(
+        self,
+        tokens: Tokens,
+        asks: Sequence[SamplingQuery],
+        peaks: NDArray[np.float32],
+        z: NDArray[np.float32],
+        ids: NDArray[np.int64],
+        totals: NDArray[np.float64],
+    ) -> None:
+        """Put the choices of some rows into `tokens`."""
+        with np.errstate(invalid="ignore"):  # of rows that are not sound
+            kept = leading(z, ids, totals, self._vocabulary, [query.sampler.sampling for query in asks])
+        kept &= (np.abs(peaks) < MAX_ABS_LOGIT)[:, None]
+        known = kept.any(axis=1)
+        if not known.any():
+            return
+        begins = self._vocabulary * (np.cumsum(known) - 1)  # of each known row, in all of them together
+        possible, values = (begins[:, None] + ids)[kept], z[kept]
+        order = np.argsort(possible)
+        streams = streams_of([asks[row] for row in np.flatnonzero(known).tolist()])
+        tokens[known] = winners(values[order], possible[order], self._vocabulary, streams)
 
 
 def _best(ids: NDArray[np.int64], z: NDArray[np.float32], streams: NDArray[np.uint64]) -> Tokens:

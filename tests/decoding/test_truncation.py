@@ -1,0 +1,50 @@
+"""Survivors of a row are found from its largest logits alone, many rows at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.decoding.sampling import Sampling
+from specdec.decoding.truncation import leading, survivors
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.just(1.0),
+    top_k=st.sampled_from([0, 0, 1, 3, 20, 100]),
+    top_p=st.sampled_from([1.0, 0.1, 0.5, 0.9, 0.999]),
+    min_p=st.sampled_from([0.0, 0.0, 0.01, 0.5]),
+)
+
+
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([1, 7, 50]),
+    st.sampled_from([1, 4, 16, 50]),
+    st.lists(st.tuples(samplings, st.booleans(), st.booleans()), min_size=1, max_size=8),
+)
+def test_the_leading_logits_tell_who_survives(
+    seed: int, vocabulary: int, known: int, rows: list[tuple[Sampling, bool, bool]]
+) -> None:
+    """Or that they are too few to tell. Rounded rows have equal logits, banned ids some of -inf."""
+    random, known = np.random.default_rng(seed), min(known, vocabulary)
+    logits = 3 * random.normal(size=(len(rows), vocabulary)).astype(np.float32)
+    for row, (_, rounded, banned) in enumerate(rows):
+        if rounded:
+            logits[row] = np.round(logits[row])
+        if banned:
+            logits[row, random.permutation(vocabulary)[1:][: vocabulary // 2]] = -np.inf
+    shuffled = random.permutation(vocabulary)  # equal ones come in any order
+    order = shuffled[np.argsort(-logits[:, shuffled], axis=1, kind="stable")][:, :known]
+    z = np.take_along_axis(logits, order, axis=1)
+    totals = np.array([np.exp(row - row.max()).sum(dtype=np.float64) for row in logits])
+    kept = leading(z, order, totals, vocabulary, [sampling for sampling, _, _ in rows])
+    for row, (sampling, _, _) in enumerate(rows):
+        want: Any = survivors(logits[row], sampling)
+        if kept[row].any():
+            assert sorted(order[row, kept[row]]) == want.tolist()
+        else:  # one that is not known may survive, or is as large as one that does
+            assert len(want) >= known or logits[row, want].min() <= z[row, -1]
