@@ -485,9 +485,11 @@ class TestDraftCandidates:
         tokens, _ = case.draft_candidates(width)
         assert not banned & set(tokens)
 
+    @pytest.mark.parametrize("vocabulary", [1000, 50_001])
     @pytest.mark.parametrize("temperature", [0.0, 0.8])
-    def test_of_a_large_vocabulary_the_256_best_are_looked_at(self, temperature: float) -> None:
-        row = np.random.default_rng(5).normal(0, 3, 1000).astype(np.float32)
+    def test_of_a_large_vocabulary_the_256_best_are_looked_at(self, temperature: float, vocabulary: int) -> None:
+        row = np.random.default_rng(5).normal(0, 3, vocabulary).astype(np.float32)
+        row[-1] = 40.0  # beyond the last whole column
         best = np.argsort(-row, kind="stable")[:256]
         alone = np.full_like(row, -np.inf)
         alone[best] = row[best]
