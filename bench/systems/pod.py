@@ -1,10 +1,11 @@
 """Run a verifier or a draft as a process, in the variants that benchmarks compare.
 
-    python -m bench.systems.pod verifier --model demo/target [--synchronous] [--step-ms 30 | --devices FILE]
+    python -m bench.systems.pod verifier --model demo/target [--synchronous] [--step-ms 30]
 
 takes the place of `python -m verifier_service` in a Stack; `draft` likewise. `--synchronous` serves the baseline of
 `bench.systems.synchronous`. `--step-ms` makes every forward pass as long as a larger model's, `--devices` as long as on
-the devices of a file (`bench.systems.devices`), which has a `target`, a `draft` and a `local draft`.
+the devices of a file (`bench.systems.devices`), which has a `target`, a `draft` and a `local draft`. With `--profile`
+nothing is computed: the device is simulated (`bench.systems.simulated_gpu`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import get_args
 from bench.systems import synchronous
 from bench.systems.devices import read_device
 from bench.systems.long_steps import at_least, with_long_steps
+from bench.systems.profiles import PROFILES
+from bench.systems.simulated_gpu import SimulatedGpu
 from draft_service import expansion_width
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
@@ -33,6 +36,9 @@ from verifier_service.servicer import VerifierServicer
 from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.step_loop import StepLoop
 
+WRONG = 4
+"""A simulated draft errs at one position in so many."""
+
 
 def verifier(args: argparse.Namespace) -> Service:
     directory = ModelDirectory(args.model)
@@ -49,7 +55,7 @@ def verifier(args: argparse.Namespace) -> Service:
             exact=exact,
         )
 
-    engine = loaded(directory, exact=True)
+    engine = loaded(directory, exact=True) if args.profile is None else _simulated(directory, args)
     local = None
     if args.draft_model is not None:
         small = ModelDirectory(args.draft_model)
@@ -64,7 +70,10 @@ def verifier(args: argparse.Namespace) -> Service:
 
 def draft(args: argparse.Namespace) -> Service:
     directory = ModelDirectory(args.model)
-    engine = load_engine("onnx", directory, capacity=args.kv_tokens, threads=(args.threads,))
+    if args.profile is None:
+        engine = load_engine("onnx", directory, capacity=args.kv_tokens, threads=(args.threads,))
+    else:
+        engine = _simulated(directory, args)
     limits = DraftLimits()
     paced = _paced(engine, args, "draft")
     width = expansion_width.measured(paced, limits.defaults.max_branches)
@@ -72,6 +81,18 @@ def draft(args: argparse.Namespace) -> Service:
     loop.start()
     kind = synchronous.DraftServicer if args.synchronous else DraftServicer
     return kind(loop, identity_of(directory, engine, args.kv_tokens - 1 - limits.max_nodes), limits)
+
+
+def _simulated(directory: ModelDirectory, args: argparse.Namespace) -> Engine:
+    """Return an engine that only takes time; a draft's is wrong at one position in four."""
+    profile, drafts = PROFILES[args.profile], args.role == "draft"
+    return SimulatedGpu(
+        directory.vocabulary,
+        args.kv_tokens,
+        (profile.draft if drafts else profile.target).seconds,
+        end_token=min(directory.end_tokens, default=0),
+        wrong=WRONG if drafts else 0,
+    )
 
 
 def _paced(engine: Engine, args: argparse.Namespace, device: str) -> Engine:
@@ -87,6 +108,7 @@ def main() -> None:
     pace = parser.add_mutually_exclusive_group()
     pace.add_argument("--step-ms", type=float, default=0.0)
     pace.add_argument("--devices", type=Path)
+    pace.add_argument("--profile", choices=list(PROFILES))
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--draft-model", type=Path, help="a verifier's local draft")
     parser.add_argument("--dtype", choices=get_args(WantedDtype), default="auto", help="of a verifier")

@@ -40,7 +40,8 @@ def survivors(z: Logits, sampling: Sampling) -> Ids:
 def leading(
     z: Logits, ids: Ids, totals: NDArray[np.float64], vocabulary: int, samplings: Sequence[Sampling]
 ) -> NDArray[np.bool_]:
-    """Return which of the largest logits of n rows survive: a mask [n, k], all False where that cannot be told.
+    """Return which of the largest logits of n rows survive: a mask [n, k], all False where that cannot be told, and in
+    rows whose largest logit is not finite.
 
     Known are the k largest logits z [n, k] of each row, descending, their ids, and the sum of all weights of a row, in
     float64 [n]. The result is that of `survivors` of the whole row, bit by bit, if the total is."""
@@ -56,13 +57,13 @@ def leading(
         wanted = np.where(top_p < 1.0, top_p * of, np.inf)
         size = np.minimum(size, np.count_nonzero(reached < wanted[:, None], axis=1) + 1)
     if any(each.min_p > 0.0 for each in samplings):
-        peaks = zip(z[:, 0], samplings, strict=True)
-        least = [_least(peak, each.min_p) if each.min_p > 0.0 else -np.inf for peak, each in peaks]
+        of_rows = zip(z[:, 0], samplings, strict=True)
+        least = [_least(peak, each.min_p) if each.min_p > 0.0 else -np.inf for peak, each in of_rows]
         size = np.minimum(size, np.count_nonzero(z >= np.array(least)[:, None], axis=1))
     last = z[np.arange(len(z)), size - 1]
     # An unknown id may survive as well, or come before the last known ones among equals.
     unknown = ~all_known & ((top_k > count) | ~(last > z[:, -1]))
-    size[unknown] = 0
+    size[unknown | ~np.isfinite(z[:, 0])] = 0
     kept: NDArray[np.bool_] = np.arange(most) < size[:, None]
     for row in np.flatnonzero((size > 0) & (size < count)):
         if z[row, size[row]] == last[row]:  # among equals the lowest ids survive

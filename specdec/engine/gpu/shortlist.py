@@ -120,33 +120,34 @@ class Ranked:
         self.parts = [peaks, *z.topk(min(RANKED, self._vocabulary)), totals]
 
     def decided(self, parts: Arrays) -> Tokens:
-        tokens = np.full(len(self._asks), UNDECIDED, dtype=np.int64)
-        for begin in range(0, len(tokens), AT_ONCE):
-            rows = slice(begin, begin + AT_ONCE)
-            self._decide(tokens[rows], self._asks[rows], *(part[rows] for part in parts))
-        return tokens
+        peaks, *largest = parts
+        return _where_sound(peaks, of_largest(self._asks, self._vocabulary, *largest))
 
-    def _decide(
-        self,
-        tokens: Tokens,
-        asks: Sequence[SamplingQuery],
-        peaks: NDArray[np.float32],
-        z: NDArray[np.float32],
-        ids: NDArray[np.int64],
-        totals: NDArray[np.float64],
-    ) -> None:
-        """Put the choices of some rows into `tokens`."""
+
+def of_largest(
+    queries: Sequence[SamplingQuery],
+    vocabulary: int,
+    z: NDArray[np.float32],
+    ids: NDArray[np.int64],
+    totals: NDArray[np.float64],
+) -> Tokens:
+    """Return the choices by truncated sampling, int64 [n], or UNDECIDED, from the largest logits z [n, k] of each row,
+    descending and divided by T, their ids, and the weight of the whole row relative to its first."""
+    tokens = np.full(len(queries), UNDECIDED, dtype=np.int64)
+    for begin in range(0, len(tokens), AT_ONCE):
+        some = slice(begin, begin + AT_ONCE)
+        asks = queries[some]
         with np.errstate(invalid="ignore"):  # of rows that are not sound
-            kept = leading(z, ids, totals, self._vocabulary, [query.sampler.sampling for query in asks])
-        kept &= (np.abs(peaks) < MAX_ABS_LOGIT)[:, None]
+            kept = leading(z[some], ids[some], totals[some], vocabulary, [query.sampler.sampling for query in asks])
         known = kept.any(axis=1)
         if not known.any():
-            return
-        begins = self._vocabulary * (np.cumsum(known) - 1)  # of each known row, in all of them together
-        possible, values = (begins[:, None] + ids)[kept], z[kept]
+            continue
+        begins = vocabulary * (np.cumsum(known) - 1)  # of each known row, in all of them together
+        possible, values = (begins[:, None] + ids[some])[kept], z[some][kept]
         order = np.argsort(possible)
         streams = streams_of([asks[row] for row in np.flatnonzero(known).tolist()])
-        tokens[known] = winners(values[order], possible[order], self._vocabulary, streams)
+        tokens[some][known] = winners(values[order], possible[order], vocabulary, streams)
+    return tokens
 
 
 def _best(ids: NDArray[np.int64], z: NDArray[np.float32], streams: NDArray[np.uint64]) -> Tokens:

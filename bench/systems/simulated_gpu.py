@@ -1,0 +1,149 @@
+"""A simulated GPU: passes take the time of a profile, without using this machine's cores meanwhile.
+
+Nothing is computed. What a row chooses depends on its position alone: one of `PERIOD` rows of made-up logits, which
+fall with their rank as a language model's do. All that the host does for a pass is real: packing, sampling queries, the
+choice from the shortlist that a GPU would have sent, and for a draft its rows of logits in host memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.decoding.choice import Tokens, choose
+from specdec.decoding.logprobs import Logprobs, logprobs
+from specdec.decoding.processing import temperatures
+from specdec.decoding.query import SamplingQuery
+from specdec.engine.batch import PackedBatch
+from specdec.engine.gpu.layout import SplitKvPacker, tile_rows_for
+from specdec.engine.gpu.shortlist import RANKED, UNDECIDED, Greedy, Narrowing, Ranked, narrowing, of_largest
+from specdec.engine.kv.slots import Slots
+
+PERIOD = 16
+"""Positions after which the made-up logits repeat."""
+
+SLOPE, NOISE, LEAD = 1.1, 0.35, 0.5
+"""How fast logits fall with the logarithm of their rank, the deviation of what is added to each, and by how much the
+first one leads."""
+
+SHARED_HEADS = 4
+"""Query heads for each head of keys, for the packer."""
+
+NEVER = -50.0
+"""Logit of the end token."""
+
+
+class SimulatedGpu:
+    """An engine (`Engine`, `GpuSampling`) whose passes over n rows take seconds(n). It errs at one position in `wrong`
+    as compared with another one; 0: at none."""
+
+    exact = True
+    numerics = "simulated"
+    device = "simulated"
+    dtype = "bfloat16"
+    threads: tuple[int, ...] = ()
+
+    def __init__(
+        self, vocabulary: int, capacity: int, seconds: Callable[[int], float], *, end_token: int = 0, wrong: int = 0
+    ) -> None:
+        self.vocabulary = vocabulary
+        self.capacity = capacity
+        self.table = _table(vocabulary, end_token)
+        self._seconds = seconds
+        self._wrong = wrong
+        ranking = np.argsort(-self.table, axis=1, kind="stable")[:, :RANKED]
+        self.ids = ranking.astype(np.int64)
+        self.leading = np.take_along_axis(self.table, ranking, axis=1)
+
+    def packer(self) -> SplitKvPacker:
+        return SplitKvPacker(tile_rows=tile_rows_for(SHARED_HEADS))
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        end = self._end(batch)
+        logits = self.table[self._places(batch)]
+        _sleep_until(end)
+        return logits
+
+    def step(self, batch: PackedBatch, asked: Callable[[], Mapping[int, SamplingQuery]]) -> SimulatedLogits:
+        end = self._end(batch)
+        queries, places = asked(), self._places(batch)
+        _sleep_until(end)
+        return SimulatedLogits(self, places, queries)
+
+    def copy(self, source: Slots, target: Slots) -> None:
+        pass  # rows depend on nothing that was computed
+
+    def _end(self, batch: PackedBatch) -> float:
+        return time.perf_counter() + self._seconds(len(batch.tokens))
+
+    def _places(self, batch: PackedBatch) -> NDArray[np.int64]:
+        """Return which row of the table each wanted row is."""
+        positions = batch.positions[batch.wanted]
+        places = positions % PERIOD
+        if self._wrong:
+            places = np.where(positions % self._wrong == self._wrong - 1, (places + 1) % PERIOD, places)
+        return np.asarray(places, dtype=np.int64)
+
+
+class SimulatedLogits:
+    """Step logits of a simulated GPU, which answer as `GpuLogits` does."""
+
+    def __init__(self, engine: SimulatedGpu, places: NDArray[np.int64], asked: Mapping[int, SamplingQuery]) -> None:
+        self._engine = engine
+        self._places = places
+        self._known: dict[int, int] = {}
+        self._decide(asked)
+
+    def choose(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> tuple[Tokens, NDArray[np.bool_]]:
+        self._decide({row: query for row, query in zip(rows, queries, strict=True) if row not in self._known})
+        return np.array([self._known[row] for row in rows], dtype=np.int64), np.ones(len(rows), dtype=bool)
+
+    def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[Logprobs]:
+        return logprobs(self._whole(rows), tokens, tops)
+
+    def _decide(self, asked: Mapping[int, SamplingQuery]) -> None:
+        groups: dict[type[Narrowing] | None, list[int]] = defaultdict(list)
+        for row, query in asked.items():
+            groups[narrowing(query)].append(row)
+        for kind, rows in groups.items():
+            queries, places = [asked[row] for row in rows], self._places[np.asarray(rows)]
+            if kind is Greedy:
+                tokens = self._engine.ids[places, 0]
+            elif kind is Ranked:
+                tokens = self._of_largest(places, queries)
+            else:
+                tokens = np.full(len(rows), UNDECIDED)
+            if open_rows := np.flatnonzero(tokens == UNDECIDED).tolist():
+                whole = self._whole([rows[each] for each in open_rows])
+                tokens[open_rows] = choose(whole, [queries[each] for each in open_rows])
+            self._known.update(zip(rows, tokens.tolist(), strict=True))
+
+    def _of_largest(self, places: NDArray[np.int64], queries: Sequence[SamplingQuery]) -> Tokens:
+        """Choose as from the shortlist that a GPU would have sent."""
+        engine = self._engine
+        z = engine.leading[places] / temperatures([query.sampler.sampling for query in queries])[:, None]
+        totals = np.exp((z - z[:, :1]).astype(np.float64)).sum(axis=1)
+        return of_largest(queries, engine.vocabulary, z, engine.ids[places], totals)
+
+    def _whole(self, rows: Sequence[int]) -> NDArray[np.float32]:
+        whole: NDArray[np.float32] = self._engine.table[self._places[np.asarray(rows)]]
+        return whole
+
+
+def _table(vocabulary: int, end_token: int) -> NDArray[np.float32]:
+    """Return logits [PERIOD, vocabulary], the same in every process."""
+    random = np.random.default_rng(0)
+    of_rank = -SLOPE * np.log(np.arange(1, vocabulary + 1)) + NOISE * random.normal(size=vocabulary)
+    of_rank[0] += LEAD
+    rows = [of_rank[random.permutation(vocabulary)] for _ in range(PERIOD)]
+    table = np.stack(rows).astype(np.float32)
+    table[:, end_token] = NEVER
+    return table
+
+
+def _sleep_until(end: float) -> None:
+    time.sleep(max(0.0, end - time.perf_counter()))

@@ -1,0 +1,68 @@
+"""Simulated devices: how long passes take, and that the host chooses from them as from a GPU's logits."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from bench.systems.profiles import PROFILES, Times
+from bench.systems.simulated_gpu import PERIOD, SimulatedGpu
+from specdec.decoding.query import RequestSampler, SamplingQuery
+from specdec.decoding.sampling import Sampling
+from specdec.engine.batch import PackedBatch
+
+VOCABULARY = 3000
+
+
+def chain(engine: SimulatedGpu, tokens: int) -> PackedBatch:
+    """A step of a text's first tokens, all of which are wanted."""
+    packer, slots = engine.packer(), np.arange(1, 1 + tokens)
+    rows = packer.add_rows([5] * tokens, 0, slots)
+    packer.add_path(slots, rows)
+    for row in rows:
+        packer.want(row)
+    return packer.pack()
+
+
+def test_times_are_lines_between_what_was_measured() -> None:
+    times = Times((1, 64, 256), (6.0, 8.0, 14.0))
+    assert [times.seconds(rows) for rows in (1, 64, 160, 256, 352)] == pytest.approx([6e-3, 8e-3, 11e-3, 14e-3, 17e-3])
+
+
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=list(PROFILES))
+def test_profiles_never_get_faster_with_rows(profile: object) -> None:
+    for times in (profile.target, profile.draft):  # type: ignore[attr-defined]
+        assert list(times.rows) == sorted(set(times.rows))
+        assert list(times.ms) == sorted(times.ms)
+
+
+def test_a_pass_takes_its_time() -> None:
+    engine = SimulatedGpu(VOCABULARY, 100, lambda rows: 0.01 * rows)
+    begin = time.perf_counter()
+    engine.forward(chain(engine, 3))
+    assert time.perf_counter() - begin >= 0.03
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=1.0, top_k=5, seed=3), Sampling(temperature=0.8)]
+)
+def test_choices_are_those_of_the_rows(sampling: Sampling) -> None:
+    """Top-p alone may differ: the weight of a row is that of its shortlist."""
+    engine = SimulatedGpu(VOCABULARY, 100, lambda rows: 0.0)
+    sampler = RequestSampler(sampling)
+    queries = {row: SamplingQuery(sampler, row + 1) for row in range(20)}
+    known = engine.step(chain(engine, 20), lambda: queries)
+    late = engine.step(chain(engine, 20), dict)
+    rows, asked = list(queries), list(queries.values())
+    assert known.choose(rows, asked)[0].tolist() == late.choose(rows, asked)[0].tolist()
+    if sampling.greedy:
+        want = [int(engine.table[row % PERIOD].argmax()) for row in rows]
+        assert known.choose(rows, asked)[0].tolist() == want
+
+
+def test_a_draft_errs_at_one_position_in_four() -> None:
+    target, draft = (SimulatedGpu(VOCABULARY, 100, lambda rows: 0.0, wrong=wrong) for wrong in (0, 4))
+    right = target.forward(chain(target, 40)).argmax(axis=1) == draft.forward(chain(draft, 40)).argmax(axis=1)
+    assert right.tolist() == [position % 4 != 3 for position in range(40)]
