@@ -60,7 +60,7 @@ def widest(seconds: Callable[[int], float]) -> int:
 
 def siblings(packer: Packer, rows: int, slots: Slots) -> None:
     """Pack `rows` sibling nodes below one text and want their logits; the text has the other slots."""
-    text, places = slots[: len(slots) - rows].tolist(), slots[len(slots) - rows :].tolist()
+    text, places = slots[: len(slots) - rows], slots[len(slots) - rows :].tolist()
     root = Node(0, len(text) - 1, None, 0.0, 0)
     nodes = [Node(1 + row, len(text), root, 0.0, 0) for row in range(rows)]
     for row in add_nodes(packer, text, dict(zip(nodes, places, strict=True)), nodes):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import numpy as np
+
 from specdec.decoding.tree import Node
 from specdec.engine.kv.slots import Slots
 
@@ -17,15 +19,20 @@ class SessionSlots:
 
     def __init__(self, slots: Slots) -> None:
         self.all = slots
-        self.text: list[int] = []
         self.nodes: dict[Node, int] = {}
+        self._text, self._computed = np.empty(len(slots), dtype=np.int64), 0
         self._free = slots[::-1].tolist()  # so that a text lies in ascending slots, which are read without a copy
 
-    def add_text(self, count: int) -> list[int]:
+    @property
+    def text(self) -> Slots:
+        """A view: every pass reads the whole text's slots, and long texts have many."""
+        return self._text[: self._computed]
+
+    def add_text(self, count: int) -> Slots:
         """Take slots for the next `count` tokens of the text, and return them."""
-        taken = [self._free.pop() for _ in range(count)]
-        self.text += taken
-        return taken
+        begin, self._computed = self._computed, self._computed + count
+        self._text[begin : self._computed] = [self._free.pop() for _ in range(count)]
+        return self._text[begin : self._computed]
 
     def add_node(self, node: Node) -> int:
         """Take a slot for a node, and return it."""
@@ -36,8 +43,8 @@ class SessionSlots:
     def remove(self, text: int, nodes: Sequence[Node]) -> None:
         """Free the slots of the last `text` tokens, and of these nodes: they were not computed after all."""
         if text:
-            self._free += self.text[-text:]
-            del self.text[-text:]
+            self._free += self.text[-text:].tolist()
+            self._computed -= text
         self._free += [self.nodes.pop(node) for node in nodes if node in self.nodes]
 
     def follow_root(self, followed: Sequence[Node], alive: Collection[Node]) -> None:
@@ -46,5 +53,6 @@ class SessionSlots:
         for node in followed:
             if node not in self.nodes:
                 break
-            self.text.append(self.nodes.pop(node))
+            self._text[self._computed] = self.nodes.pop(node)
+            self._computed += 1
         self._free += [self.nodes.pop(node) for node in [node for node in self.nodes if node not in alive]]

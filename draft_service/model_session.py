@@ -46,7 +46,7 @@ class ModelSession:
         text = self.session.tree.committed[start : start + budget]
         self._planned_text = len(text)
         rows = packer.add_rows(text, start, self.slots.add_text(len(text)))
-        packer.add_path(np.asarray(self.slots.text), list(rows))
+        packer.add_path(self.slots.text, rows)
         if not self.pending_text:
             self._planned.append(self.session.take_best())
             self._wanted.append(packer.want(rows[-1]))

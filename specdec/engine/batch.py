@@ -9,7 +9,7 @@ a *block batch* (`vllm/layout.py`) has a block table for each text. A packer kno
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,3 +84,13 @@ class Packer(ABC):
             self.add_path(np.asarray([PADDING_SLOT]), [self.add_row(0, 0, PADDING_SLOT) for _ in range(missing)])
         wanted = self.wanted or [0]  # a compiler would treat an empty selection as a case of its own
         self.wanted = wanted + wanted[:1] * (self.rows.padded(len(wanted)) - len(wanted))
+
+
+def tree_paths(keys: Slots, key_positions: NDArray[np.int64], visible: Mask) -> Iterator[Slots]:
+    """Yield the keys that each row of a tree sees, by position (`Packer.add_tree`). What all see at the beginning, a
+    text, is in order as it is."""
+    common = visible.all(axis=0) & (key_positions == np.arange(len(keys)))
+    text = len(keys) if common.all() else int(common.argmin())
+    for seen in visible[:, text:]:
+        own = text + np.flatnonzero(seen)
+        yield np.concatenate([keys[:text], keys[own[np.argsort(key_positions[own], kind="stable")]]])
