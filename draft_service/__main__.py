@@ -97,9 +97,9 @@ def main(
         limits = Limits(max_sessions=max_sessions, max_sessions_per_client=max_sessions_per_client)
         # A session's slots hold its text and its nodes.
         identity = identity_of(directory, loaded, loaded.capacity - 1 - limits.max_nodes)
-        nodes = expansion_width.measured(loaded, limits.defaults.max_branches)
-        log.info("expansion_width", nodes_of_a_session_in_a_step=nodes)
-        loop = DraftLoop(LanguageModelDrafter(loaded, rows_per_session=nodes))
+        width = expansion_width.measured(loaded, limits.defaults.max_branches)
+        log.info("expansion_width", nodes_of_a_session_in_a_step=width.of_session, nodes_in_a_step=width.of_all)
+        loop = DraftLoop(LanguageModelDrafter(loaded, rows=width.of_all, rows_per_session=width.of_session))
         loop.start()
         grammars = GrammarCompiler.of(directory)
         grammars.prepare()

@@ -1,14 +1,17 @@
-"""Expansion width: the number of nodes of a session that are worth computing together, measured at start.
+"""Expansion width: the number of nodes that are worth computing together, of a session and of all, measured at start.
 
 A draft that computes only the best node before it looks again computes the fewest nodes. One that computes many at once
 has a deeper and wider tree sooner, since an accelerator's step over a few rows takes about as long as over
-one. So the width is measured.
+one. So the width is measured. So is how many nodes of all sessions a pass takes: where more rows cost little, nobody
+should wait for others' passes.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,16 +30,34 @@ WIDTHS = (4, 8, 16)
 MAX_SLOWDOWN = 1.25
 """Most time that a step over a larger width may take, in multiples of a step over the least width."""
 
+ROWS = (16, 32, 64, 128, 256)
+"""Numbers of nodes of all sessions that are tried, ascending; the first is allowed however long its pass takes."""
+
+MAX_CROWDED = 2.0
+"""Most time that a pass over the nodes of all sessions may take, in multiples of a step over the least width. If passes
+over n rows take a + b n seconds, its nodes are done sooner on average than in passes over the first of ROWS."""
+
+MAX_LOGITS_BYTES = 64 << 20
+"""Most memory of a pass's logits."""
+
 TEXT = 32
 """Number of text tokens that every measured row sees."""
 
 REPEATS = 10
+CROWDED_REPEATS = 3
 
 SAMPLED = SamplingQuery(RequestSampler(Sampling(temperature=1.0)), TEXT)
 """The query of the measurement: it costs more per row than a greedy one."""
 
 
-def measured(engine: Engine, branches: int) -> int:
+class Width(NamedTuple):
+    """Nodes that a pass computes at most."""
+
+    of_session: int
+    of_all: int
+
+
+def measured(engine: Engine, branches: int) -> Width:
     """Return the measured width. The measurement runs the engine over its first slots, which no session may have yet,
     and picks `branches` children of every row."""
 
@@ -49,13 +70,23 @@ def measured(engine: Engine, branches: int) -> int:
         return time.perf_counter() - start
 
     rounds = [[seconds(rows) for rows in WIDTHS] for _ in range(REPEATS)]  # interleaved: a slow spell hits all alike
-    return widest(dict(zip(WIDTHS, map(min, *rounds), strict=True)).__getitem__)
+    of_widths = dict(zip(WIDTHS, map(min, *rounds), strict=True))
+    room = min(engine.capacity - 1 - TEXT, MAX_LOGITS_BYTES // (4 * engine.vocabulary))
+    crowded = most(lambda rows: min(seconds(rows) for _ in range(CROWDED_REPEATS)), of_widths[WIDTHS[0]], room)
+    return Width(widest(of_widths.__getitem__), crowded)
 
 
 def widest(seconds: Callable[[int], float]) -> int:
     """Return the largest of WIDTHS within MAX_SLOWDOWN; `seconds` gives the time of a step over so many rows."""
     limit = MAX_SLOWDOWN * seconds(WIDTHS[0])
     return max(width for width in WIDTHS if seconds(width) <= limit)
+
+
+def most(seconds: Callable[[int], float], least_width: float, room: int) -> int:
+    """Return the largest of ROWS within MAX_CROWDED and `room`, where a step over the least width takes `least_width`
+    seconds. The first that takes longer is the last that is tried."""
+    within = itertools.takewhile(lambda rows: rows <= room and seconds(rows) <= MAX_CROWDED * least_width, ROWS[1:])
+    return max(within, default=ROWS[0])
 
 
 def siblings(packer: Packer, rows: int, slots: Slots) -> None:

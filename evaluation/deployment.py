@@ -134,7 +134,8 @@ class Deployment:
 
     def _draft(self) -> DraftServicer:
         draft, limits = self._pair.draft, DraftLimits()
-        drafter = LanguageModelDrafter(self.draft, rows_per_session=self._pair.width)
+        width = self._pair.width
+        drafter = LanguageModelDrafter(self.draft, rows=width.of_all, rows_per_session=width.of_session)
         loop = VirtualDraftLoop(drafter, inbox=self._inbox)
         self._loops.append(loop)
         identity = identity_of(draft.directory, draft.engine, draft.engine.capacity - 1 - limits.max_nodes)

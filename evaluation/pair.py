@@ -78,6 +78,6 @@ class Pair:
         return LoadedModel(self.draft.directory, self._target_place, self._kv_tokens)
 
     @cached_property
-    def width(self) -> int:
-        """Nodes of a session that a draft service computes together."""
+    def width(self) -> expansion_width.Width:
+        """Nodes that a draft service computes together."""
         return expansion_width.measured(self.draft.engine, ExpansionPolicy().max_branches)

@@ -15,7 +15,7 @@ from bench.simulation.devices import SharedDevice, SimulatedEngine
 from bench.simulation.lockstep import LockstepLoop
 from bench.simulation.scenario import Outcome, Scenario
 from bench.systems import synchronous
-from draft_service.expansion_width import widest
+from draft_service.expansion_width import ROWS, WIDTHS, most, widest
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
@@ -207,8 +207,9 @@ class Deployment:
             vocabulary=language.vocabulary,
             occupy=self._occupy,
         )
-        width = widest(self._scenario.hardware.draft.seconds)
-        return VirtualDraftLoop(LanguageModelDrafter(engine, rows_per_session=width))
+        seconds = self._scenario.hardware.draft.seconds
+        rows = most(seconds, seconds(WIDTHS[0]), ROWS[-1])
+        return VirtualDraftLoop(LanguageModelDrafter(engine, rows=rows, rows_per_session=widest(seconds)))
 
     def _verifier_servicer(self) -> VerifierServicer:
         kind = synchronous.VerifierServicer if self._scenario.synchronous else VerifierServicer

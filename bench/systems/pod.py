@@ -77,7 +77,7 @@ def draft(args: argparse.Namespace) -> Service:
     limits = DraftLimits()
     paced = _paced(engine, args, "draft")
     width = expansion_width.measured(paced, limits.defaults.max_branches)
-    loop = DraftLoop(LanguageModelDrafter(paced, rows_per_session=width))
+    loop = DraftLoop(LanguageModelDrafter(paced, rows=width.of_all, rows_per_session=width.of_session))
     loop.start()
     kind = synchronous.DraftServicer if args.synchronous else DraftServicer
     return kind(loop, identity_of(directory, engine, args.kv_tokens - 1 - limits.max_nodes), limits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draft_service.expansion_width import WIDTHS, measured, widest
+from draft_service.expansion_width import ROWS, WIDTHS, measured, most, widest
 from tests.draft_service.fakes import Engine
 
 
@@ -14,7 +14,25 @@ def test_as_many_as_cost_hardly_more_than_four(a_row: float, width: int) -> None
     assert widest(lambda rows: 1.0 + a_row * (rows - 4)) == width
 
 
+@pytest.mark.parametrize(
+    ("a_row", "room", "rows"),
+    [(0.0, 1000, 256), (0.0, 100, 64), (0.0, 10, 16), (0.015, 1000, 64), (0.03, 1000, 32), (0.04, 1000, 16)],
+)
+def test_as_many_of_all_as_take_twice_as_long_as_four(a_row: float, room: int, rows: int) -> None:
+    tried = []
+
+    def seconds(count: int) -> float:
+        tried.append(count)
+        return 1.0 + a_row * (count - 4)
+
+    assert most(seconds, 1.0, room) == rows
+    assert tried == [count for count in ROWS[1:] if count <= min(room, 2 * rows)]  # no larger one than is too long
+
+
 def test_it_is_measured_before_anybody_has_memory() -> None:
     engine = Engine()
-    assert measured(engine, 5) in WIDTHS
-    assert {len(tokens) for tokens in engine.read} == set(WIDTHS)
+    width = measured(engine, 5)
+    assert width.of_session in WIDTHS
+    assert width.of_all in ROWS
+    assert {len(tokens) for tokens in engine.read} - set(ROWS) <= set(WIDTHS)
+    assert set(WIDTHS) <= {len(tokens) for tokens in engine.read}
