@@ -35,6 +35,9 @@ RANKED = 1024
 """Ids of a row that are fetched, those with the largest logits: top-k, top-p and min-p nearly always cut among
 these."""
 
+FEW = 64
+"""Ids of a row among which survivors are looked for first."""
+
 AT_ONCE = 64
 """Rows whose survivors are found at once: few enough that intermediate results stay in a core's cache."""
 
@@ -134,19 +137,33 @@ def of_largest(
     """Return the choices by truncated sampling, int64 [n], or UNDECIDED, from the largest logits z [n, k] of each row,
     descending and divided by T, their ids, and the weight of the whole row relative to its first."""
     tokens = np.full(len(queries), UNDECIDED, dtype=np.int64)
-    for begin in range(0, len(tokens), AT_ONCE):
-        some = slice(begin, begin + AT_ONCE)
-        asks = queries[some]
-        with np.errstate(invalid="ignore"):  # of rows that are not sound
-            kept = leading(z[some], ids[some], totals[some], vocabulary, [query.sampler.sampling for query in asks])
-        known = kept.any(axis=1)
-        if not known.any():
-            continue
+    for width in (FEW, z.shape[1]):  # few survive in most rows
+        undecided = np.flatnonzero(tokens == UNDECIDED)
+        for begin in range(0, len(undecided), AT_ONCE):
+            rows = undecided[begin : begin + AT_ONCE]
+            asks = [queries[row] for row in rows.tolist()]
+            tokens[rows] = _of_leading(asks, vocabulary, z[rows, :width], ids[rows, :width], totals[rows])
+    return tokens
+
+
+def _of_leading(
+    queries: Sequence[SamplingQuery],
+    vocabulary: int,
+    z: NDArray[np.float32],
+    ids: NDArray[np.int64],
+    totals: NDArray[np.float64],
+) -> Tokens:
+    """Do what `of_largest` does, with all that is given of each row at once."""
+    with np.errstate(invalid="ignore"):  # of rows that are not sound
+        kept = leading(z, ids, totals, vocabulary, [query.sampler.sampling for query in queries])
+    known = kept.any(axis=1)
+    tokens = np.full(len(queries), UNDECIDED, dtype=np.int64)
+    if known.any():
         begins = vocabulary * (np.cumsum(known) - 1)  # of each known row, in all of them together
-        possible, values = (begins[:, None] + ids[some])[kept], z[some][kept]
+        possible, values = (begins[:, None] + ids)[kept], z[kept]
         order = np.argsort(possible)
-        streams = streams_of([asks[row] for row in np.flatnonzero(known).tolist()])
-        tokens[some][known] = winners(values[order], possible[order], vocabulary, streams)
+        streams = streams_of([queries[row] for row in np.flatnonzero(known).tolist()])
+        tokens[known] = winners(values[order], possible[order], vocabulary, streams)
     return tokens
 
 
