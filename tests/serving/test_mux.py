@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from specdec.client.request_id import REQUEST_ID
 from specdec.serving.errors import OverloadedError, ProtocolError, from_rpc
-from specdec.serving.mux.channel import MuxChannel
+from specdec.serving.mux.channel import MuxChannel, MuxConnection
 from specdec.serving.mux.send_queue import MAX_UNSENT_FRAMES, SendQueue
 from specdec.serving.mux.stream import MOST_BYTES, OVERHEAD, WINDOW, Stream, Traffic
 from specdec.serving.process.server import CHANNEL_OPTIONS
@@ -730,3 +730,36 @@ async def test_a_stream_that_fails_ends_though_that_cannot_be_logged(monkeypatch
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await to.begin("vanish", timeout=20.0).read()
         assert ended.value.code() is grpc.StatusCode.INTERNAL
+
+
+class Refused:
+    """A gRPC call that has failed to connect, of which its reader has not heard yet."""
+
+    def __init__(self) -> None:
+        self.cancelled = asyncio.Event()
+
+    async def initial_metadata(self) -> tuple[()]:
+        return ()
+
+    def done(self) -> bool:
+        return True
+
+    async def write(self, request: Any) -> None:
+        raise asyncio.InvalidStateError
+
+    async def read(self) -> Any:
+        await self.cancelled.wait()
+        return grpc.aio.EOF
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+async def test_a_connection_that_does_not_come_about_has_reached_nobody() -> None:
+    """gRPC gives a call that has failed to connect initial metadata all the same."""
+    refused = Refused()
+    connection = MuxConnection(refused)
+    call = connection.begin(mux_pb2.Begin(method="/tests.Methods/echo"), None, bytes, bytes)
+    await asyncio.wait_for(refused.cancelled.wait(), 30)
+    assert not call.reached
+    await connection.close()

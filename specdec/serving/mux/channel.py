@@ -178,7 +178,7 @@ class MuxConnection:
         try:
             with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.AioRpcError):
                 await self._call.initial_metadata()
-                self.accepted = True
+                self.accepted = not self._call.done()  # gRPC gives a call that has failed to connect empty ones
                 await self._sending.write(lambda frames: self._call.write(mux_pb2.ConnectRequest(frames=frames)))
         finally:
             self._call.cancel()
