@@ -47,6 +47,10 @@ class Refusing(verifier_pb2_grpc.VerifierServiceServicer):
         raise NotImplementedError
 
 
+LIVES_SECONDS = 0.1
+"""Seconds for which a session lives once it is open: gRPC drops a message that its stream's end follows at once."""
+
+
 class Changing(Refusing):
     """A verifier that opens each session with another identity, and is gone before it has committed a token."""
 
@@ -56,8 +60,10 @@ class Changing(Refusing):
 
     async def Verify(self, requests: Any, context: Any) -> None:  # type: ignore[override]
         opened = verifier_pb2.VerifyOpened(identity=self.identities[min(self.asked, len(self.identities) - 1)])
+        self.asked += 1
         await context.write(verifier_pb2.VerifyResponse(opened=opened))
-        await super().Verify(requests, context)
+        await asyncio.sleep(LIVES_SECONDS)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
 
 
 def identity(**fields: Any) -> model_pb2.ModelIdentity:
