@@ -41,11 +41,13 @@ class TreeVerification:
         the root, of all candidates, and of the window, of rows that are none of these. A row whose grammar does not say
         what may follow is left out: if it is reached, it is asked then."""
         tree = self.planned.tree
-        nodes = {self.row: self._node}
+        nodes, paths = {self.row: self._node}, {id(self._node): self._path}
         if tree is not None:
-            nodes |= {tree.results[id(node)]: node for node in tree.candidates}
+            for node in tree.candidates:  # parents come before their children
+                nodes[tree.results[id(node)]] = node
+                paths[id(node)] = [*paths[id(node.parent)], node.token]
         for row, node in nodes.items():
-            path = [step.token for step in node.path()]
+            path = paths[id(node)]
             try:
                 allowed = self.session.allowed(path)
             except GrammarError:
