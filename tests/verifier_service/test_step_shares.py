@@ -157,6 +157,25 @@ def test_one_tenant_is_never_divided() -> None:
     assert StepShares(64).divide([Entry("one", 1.0, i, Text()) for i in range(20)], latency) is None  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("candidates", [0, 8])
+def test_once_rows_are_known_they_are_measured_now_and_then(candidates: int) -> None:
+    """Of the tenant at the minimum, with the candidates that it usually has."""
+    points = (1, 4, 16, 64, 256)
+    latency = StepLatency(points, [1e-3 * (4 + rows) for rows in points])
+    entries: Any = [Entry("quiet", 1.0, 0, Text())] + [Entry("crowd", 1.0, 1 + i, Text()) for i in range(20)]
+    shares, measured = StepShares(64), []
+    for _ in range(1000):
+        division = shares.divide(entries, latency)
+        assert division is not None
+        shares.begin(division)
+        rows = len(division.taking_part) + candidates
+        shares.planned(division, rows)
+        latency.observe(rows, 1e-3 * (4 + rows))
+        measured.append(division.measures)
+    assert any(measured[:10])
+    assert sum(measured[100:]) < 90
+
+
 def test_nobody_sits_out_where_rows_are_free() -> None:
     latency = StepLatency((1, 64, 256), [1.0, 1.01, 4.0], CERTAIN)
     entries: Any = [Entry("one", 1.0, 0, Text())] + [Entry("many", 1.0, 1 + i, Text()) for i in range(60)]

@@ -133,6 +133,8 @@ class Planner:
         for entry, chunk in chunks:
             entries.append((entry, entry.session.plan(packer, chunk, [], tree_slots)))
         taken = len(packer.tokens)
+        if division is not None:
+            self.shares.planned(division, taken)
         expected = latency.of(taken) + sum(entry.grammar for entry, _ in entries)
         plan = StepPlan(packer, entries, taken, expected, sitting_out, division)
         return plan if plan.decodes_only else replace(plan, expected=plan.expected * self._prefill_slowdown.factor)

@@ -159,6 +159,7 @@ class StepShares:
         self._prefill_rows = prefill_rows
         self._steps = 0
         self._measured = -MEASURED_EVERY  # the last step that measured what rows of one tenant take
+        self._alone = ("", 0)  # that tenant, and its rows in that step, candidates included
         self._usual: OrderedDict[str, float] = OrderedDict()  # seconds that a grammar costs in a step, by tenant
         self.credit: dict[str, float] = {}
         """Seconds that a tenant's texts have left of its parts of the last steps, or have had too much (negative)."""
@@ -207,6 +208,11 @@ class StepShares:
             for entry in division.taking_part:
                 entry.last_step = self._steps
 
+    def planned(self, division: Division, rows: int) -> None:
+        """Note that the step of this division has so many rows."""
+        if division.measures:
+            self._alone = division.taking_part[0].tenant, rows
+
     def observe_grammars(self, results: Iterable[tuple[RunningSession, VerifyResult]]) -> None:
         """Learn what the grammars of a step's sessions have cost. What one took beyond what was expected, its tenant
         pays for in the next steps."""
@@ -250,10 +256,11 @@ class StepShares:
     def _is_doubtful(self, division: Division, bound: float, least: str, rows: int) -> bool:
         """Return whether a step with all `rows` might be longer than its bound, though it is not as far as is known, or
         the other way round, because it is not certain what those of the tenant at the minimum take alone."""
-        presence = division.tenants[least]
+        presence, (tenant, alone) = division.tenants[least], self._alone
         if not presence.decoders or presence.prompts or self._steps + 1 < self._measured + MEASURED_EVERY:
             return False
-        doubt = division.latency.doubt(presence.rows, rows)
+        latency = division.latency
+        doubt = latency.doubt(alone if tenant == least else presence.rows, min(rows, latency.rows_within(bound)))
         return doubt > 0 and division.used * math.exp(DOUBTS * doubt) > bound
 
     def _measure(self, division: Division, bound: float, least: str) -> None:
