@@ -96,6 +96,19 @@ class AdaptiveSpeculation:
                 seconds, count = seconds + done.seconds, count + done.sessions
         return ProposalStats(seconds, count)
 
+    def shared_out(
+        self, decoding: Sequence[RunningSession], before_delay: float, after_delay: float
+    ) -> dict[RunningSession, float]:
+        """Return the seconds that proposers have taken for each session of a step: the local model, which acts after
+        the delay, for those that use it, the others for all that use proposers."""
+        found = dict.fromkeys(decoding, 0.0)
+        users = [entry for entry in decoding if self.eligibility.uses_proposers(entry.session)]
+        local = [entry for entry in users if self.eligibility.uses_local_model(entry.session)]
+        for entries, seconds in ((users, before_delay), (local or users, after_delay)):
+            for entry in entries:
+                found[entry] += seconds / len(entries)
+        return found
+
     def update(
         self, batches: Sequence[Batch], plan: StepPlan, results: Results, *, seconds: float, proposed: ProposalStats
     ) -> None:

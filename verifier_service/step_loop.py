@@ -169,7 +169,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         ready, on_trial = self._ready()
         if not ready:
             self._delay.end(time.monotonic())
-            self._idle = True
+            self._idle, self._looked_up = True, 0.0
             self.stats.forget_pace()
             return None  # the next action wakes the loop
         division = None
@@ -241,6 +241,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
             verified = VerifiedStep(plan.entries, plan.packer, self._forward)
             observe_windows(verified.verifications, verified.logits)
         except Exception as error:  # nothing of the step counts; its sessions are tried again
+            self._looked_up = 0.0
             self._probe.pass_failed(plan.slots)
             self.step_failed([entry.session for entry, _ in plan.entries], error)
             return
@@ -261,17 +262,18 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         # 4. Learn from the step, and send its results.
         grammars = _grammar_seconds(plan) - grammars  # which are no cost of rows
         self._planner.observe(plan, end - start - grammars)
-        proposing, self._looked_up = proposed.seconds + self._looked_up, 0.0
+        looked_up, self._looked_up = self._looked_up, 0.0
         self._planner.shares.observe_grammars(results)
-        if division is not None:
-            uses = self._speculation.eligibility.uses_proposers
-            decoding = [(entry, uses(entry.session)) for entry, rows in plan.entries if rows.root_row is not None]
-            self._planner.shares.observe_proposers(decoding, proposing)
+        if self._queue.shares.tenants > 1:
+            decoding = [entry for entry, rows in plan.entries if rows.root_row is not None and rows.count == 1]
+            self._planner.shares.observe_proposers(self._speculation.shared_out(decoding, looked_up, proposed.seconds))
         added = [result for _, result in results]
         self.stats.observe(plan.rows, end - start, added)
         in_turn = 0 if division is None else len(division.sitting_out)
         self.stats.observe_pace(end - begin, added, sat_out=len(plan.sitting_out) > in_turn, in_turn=in_turn)
-        self.stats.observe_parts(forward=verified.forward_seconds, proposing=proposing, delayed=waited)
+        self.stats.observe_parts(
+            forward=verified.forward_seconds, proposing=proposed.seconds + looked_up, delayed=waited
+        )
         self._speculation.observe_drafts(plan, results)
         if batches and plan.decodes_only and batches[0].profile.of_step == len(results):
             self._speculation.update(batches, plan, results, seconds=end - begin, proposed=proposed)

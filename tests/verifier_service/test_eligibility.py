@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from specdec.decoding.speculation import Drafter
 from tests.verifier_service.fakes import Client, Decided, TextEngine, step_loop
+from verifier_service.adaptive_speculation import AdaptiveSpeculation
 from verifier_service.backend.request import Policy
 from verifier_service.sessions.session import Session
+from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.speculation.controller import Mode
 from verifier_service.speculation.controllers import Controllers
 from verifier_service.speculation.eligibility import Eligibility
@@ -48,3 +52,16 @@ def test_a_forced_session_has_its_local_model_whatever_the_mode_is() -> None:
     )
     plain = Client(loop, [3, 4], policy=Policy(REMOTE, 8, 0.0, forced=True)).session
     assert [eligibility.uses_local_model(session) for session in (adaptive, forced, plain)] == [False, True, False]
+
+
+def test_what_a_local_draft_takes_is_charged_to_its_users() -> None:
+    """What is looked up before the delay, to all that use proposers."""
+    loop = step_loop(TextEngine(40))
+    controllers: Any = Controllers(shared=Decided(Mode.OFF))
+    speculation = AdaptiveSpeculation(controllers, Serving(), [], Any, DEFAULTS.draft_gain)  # type: ignore[arg-type]
+    ngrams = frozenset({Drafter.NGRAM})
+    policies = [Policy(drafters, 8, 0.0, forced=True) for drafters in (LOCAL, ngrams)] + [Policy(frozenset(), 8, 0.0)]
+    entries = [Client(loop, [3, 4], policy=policy).running for policy in policies]
+    assert list(speculation.shared_out(entries, 0.2, 3.0).values()) == [3.1, 0.1, 0.0]
+    assert list(speculation.shared_out(entries[1:], 0.2, 3.0).values()) == [3.2, 0.0]
+    assert list(speculation.shared_out(entries[2:], 0.2, 3.0).values()) == [0.0]

@@ -158,12 +158,6 @@ class StepLatency:
         point = max(least, self._points[bisect_left(self._points, rows) - 1])
         return point if self._error(rows, point) > self._tuning.certain_error else rows
 
-    def doubt(self, rows: int, other: int) -> float:
-        """Return by how much T_v(other) / T_v(rows) may be wrong, as an error of its logarithm; 0 if it is certain."""
-        most = self._points[-1]
-        error = self._error(min(rows, most), min(other, most))
-        return error if error > self._tuning.certain_error else 0.0
-
     def explore(self, worth: float) -> None:
         """Note that the coming step explores, and is worth so many seconds: the budget pays for all beyond."""
         self._exploring = worth

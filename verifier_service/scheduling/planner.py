@@ -113,6 +113,8 @@ class Planner:
             plain, speculating = (
                 [entry for entry in entries if entry.tenant not in urgent.yielding] for entries in (plain, speculating)
             )
+        if division is not None and division.measures:
+            prompts = [entry for entry in prompts if entry.tenant in urgent.tenants]
         decoding, latency, tree_slots = len(plain) + len(speculating), self._threads.latency, list(self._tree_slots)
         chosen, windows, price = self._speculate(speculating, decoding, spent, division, may_explore=not prompts)
         if decoding:
@@ -133,8 +135,6 @@ class Planner:
         for entry, chunk in chunks:
             entries.append((entry, entry.session.plan(packer, chunk, [], tree_slots)))
         taken = len(packer.tokens)
-        if division is not None:
-            self.shares.planned(division, taken)
         expected = latency.of(taken) + sum(entry.grammar for entry, _ in entries)
         plan = StepPlan(packer, entries, taken, expected, sitting_out, division)
         return plan if plan.decodes_only else replace(plan, expected=plan.expected * self._prefill_slowdown.factor)

@@ -18,8 +18,8 @@ one such session.
 The same holds for what goes beyond roots: candidates, lookahead windows and chunks of prompts have what the tenant's
 roots leave of its part. Where further rows are free, or only one tenant is present, nobody sits out.
 
-The bound is as good as what is known of A_v, and while tenants share steps, no step has the rows of v alone. So where
-that could break the promise, some steps have only these: they measure A_v, and the others have their part in the next.
+The bound is as good as what is known of A_v, and while tenants share steps, no step has the rows of v alone. So now and
+then a step has only these, to measure A_v.
 """
 
 from __future__ import annotations
@@ -41,14 +41,12 @@ TOLERANCE = 1e-9
 BESIDE_SMOOTHING = 0.2
 """Weight of the latest step in the moving average of what a session costs besides rows."""
 
-DOUBTS = 2.0
-"""Errors of T_v by which a step must be shorter than its bound, to be taken for fair without measuring."""
-
-MEASURED_EVERY = 4
-"""Steps of which at most one has the rows of one tenant alone to measure what they take."""
+MEASURED_FIRST, MEASURED_EVERY, MEASURED_LATER = 2, 4, 64
+"""A tenant's rows alone are measured twice at first, four steps apart, and then in every 64th step: the others lose a
+sixty-fourth of their part. More at first would distort what is learned of drafts."""
 
 REMEMBERED = 1024
-"""Tenants for which the usual cost of a grammar is kept."""
+"""Tenants for which it is kept what a grammar usually costs, and how often their rows were measured."""
 
 
 @dataclass
@@ -73,9 +71,7 @@ class Division:
     latency: StepLatency
     tenants: dict[str, Presence]
     credit: dict[str, float]  # seconds that each tenant's texts have for the next step
-    prompt_debt: dict[str, float] = field(
-        default_factory=dict
-    )  # seconds that its prompts have had too much, or too few
+    prompt_debt: dict[str, float] = field(default_factory=dict)  # seconds that its prompts have had too much
     taking_part: list[RunningSession] = field(default_factory=list)  # that decode
     sitting_out: list[RunningSession] = field(default_factory=list)
     prompt_seconds: dict[str, float] = field(default_factory=dict)
@@ -158,8 +154,7 @@ class StepShares:
         """`prefill_rows`: most rows of prompts in a step."""
         self._prefill_rows = prefill_rows
         self._steps = 0
-        self._measured = -MEASURED_EVERY  # the last step that measured what rows of one tenant take
-        self._alone = ("", 0)  # that tenant, and its rows in that step, candidates included
+        self._measured: OrderedDict[str, tuple[int, int]] = OrderedDict()  # tenant: how often, and in which step last
         self._usual: OrderedDict[str, float] = OrderedDict()  # seconds that a grammar costs in a step, by tenant
         self.credit: dict[str, float] = {}
         """Seconds that a tenant's texts have left of its parts of the last steps, or have had too much (negative)."""
@@ -190,7 +185,7 @@ class StepShares:
         bound, least = division.bound({})
         rows = len(decoders) + sum(presence.prompt_rows for presence in tenants.values())
         division.used = latency.of(rows) + sum(presence.beside for presence in tenants.values())
-        if self._is_doubtful(division, bound, least, rows):
+        if self._is_due(least, tenants[least]):
             self._measure(division, bound, least)
         elif division.used <= bound * (1 + TOLERANCE):
             division.taking_part = decoders
@@ -203,15 +198,14 @@ class StepShares:
         self._steps += 1
         self.credit, self._prompt_debt = ({}, {}) if division is None else (division.credit, division.prompt_debt)
         if division is not None:
-            if division.measures:
-                self._measured = self._steps
             for entry in division.taking_part:
                 entry.last_step = self._steps
-
-    def planned(self, division: Division, rows: int) -> None:
-        """Note that the step of this division has so many rows."""
-        if division.measures:
-            self._alone = division.taking_part[0].tenant, rows
+            if division.measures:
+                tenant = division.taking_part[0].tenant
+                times, _ = self._measured.pop(tenant, (0, 0))
+                self._measured[tenant] = times + 1, self._steps
+                if len(self._measured) > REMEMBERED:
+                    self._measured.popitem(last=False)
 
     def observe_grammars(self, results: Iterable[tuple[RunningSession, VerifyResult]]) -> None:
         """Learn what the grammars of a step's sessions have cost. What one took beyond what was expected, its tenant
@@ -227,16 +221,12 @@ class StepShares:
             if len(self._usual) > REMEMBERED:
                 self._usual.popitem(last=False)
 
-    def observe_proposers(self, decoding: Sequence[tuple[RunningSession, bool]], seconds: float) -> None:
-        """Learn what proposers have cost before a step, by the `decoding` sessions in it, and whether they proposed for
-        each: such sessions have cost the same."""
-        count = sum(proposed for _, proposed in decoding)
-        for entry, proposed in decoding:
-            if not proposed:
-                entry.proposing = 0.0
-                continue
-            self._pay(entry, seconds / count - entry.proposing)
-            entry.proposing = _average(entry.proposing, seconds / count)
+    def observe_proposers(self, seconds: Mapping[RunningSession, float]) -> None:
+        """Learn how many seconds proposers have taken before a step for each session that decodes in it."""
+        for entry, taken in seconds.items():
+            if taken:
+                self._pay(entry, taken - entry.proposing)
+            entry.proposing = _average(entry.proposing, taken) if taken else 0.0
 
     def _pay(self, entry: RunningSession, seconds: float) -> None:
         """Take what a session has cost beyond what was expected out of its tenant's credit."""
@@ -253,39 +243,22 @@ class StepShares:
         if entry.session.grammar is not None:
             entry.grammar = self._usual.get(entry.tenant, 0.0)
 
-    def _is_doubtful(self, division: Division, bound: float, least: str, rows: int) -> bool:
-        """Return whether a step with all `rows` might be longer than its bound, though it is not as far as is known, or
-        the other way round, because it is not certain what those of the tenant at the minimum take alone."""
-        presence, (tenant, alone) = division.tenants[least], self._alone
-        if not presence.decoders or presence.prompts or self._steps + 1 < self._measured + MEASURED_EVERY:
+    def _is_due(self, tenant: str, presence: Presence) -> bool:
+        """Return whether the coming step is to measure what this tenant's rows take alone."""
+        if not presence.decoders or presence.prompts:
             return False
-        latency = division.latency
-        doubt = latency.doubt(alone if tenant == least else presence.rows, min(rows, latency.rows_within(bound)))
-        return doubt > 0 and division.used * math.exp(DOUBTS * doubt) > bound
+        times, last = self._measured.get(tenant, (0, self._steps + 1 - MEASURED_EVERY))
+        return self._steps + 1 - last >= (MEASURED_EVERY if times < MEASURED_FIRST else MEASURED_LATER)
 
     def _measure(self, division: Division, bound: float, least: str) -> None:
-        """Have the step take the rows of one tenant alone. What it would have left of the bound is the others' credit,
-        as far as they want it."""
+        """Have the step take the rows of one tenant alone. What the others have or owe stays as it is."""
         division.measures, division.used = True, bound
-        division.taking_part = division.tenants[least].decoders
-        own = division.tenants[least].rows
-        wanted = {
-            tenant: division.latency.of(own + presence.rows) - division.latency.of(own) + presence.beside
-            for tenant, presence in division.tenants.items()
-            if tenant != least
-        }
-        pool = Pool(bound - division.alone(least), {tenant: division.tenants[tenant].weight for tenant in wanted})
-        for tenant in pool.order(wanted):
-            presence = division.tenants[tenant]
-            part = min(pool.part(tenant), wanted[tenant])
-            pool.take(tenant, part)
-            division.sitting_out += presence.decoders
-            of_texts = part * len(presence.decoders) / (len(presence.prompts) + len(presence.decoders))
-            if presence.decoders:
-                division.credit[tenant] = self.credit.get(tenant, 0.0) + of_texts
-            if presence.prompts:
-                division.prompt_seconds[tenant] = 0.0
-                division.prompt_debt[tenant] = self._prompt_debt.get(tenant, 0.0) - (part - of_texts)
+        division.credit, division.prompt_debt = dict(self.credit), dict(self._prompt_debt)
+        for tenant, presence in division.tenants.items():
+            if tenant == least:
+                division.taking_part = presence.decoders
+            else:
+                division.sitting_out += presence.decoders
 
     def _choose(self, division: Division, bound: float, least: str) -> None:
         """Choose the sessions for a step that would be longer than its bound with all of them."""
@@ -310,9 +283,10 @@ class StepShares:
             of_prompts = part - of_texts - self._prompt_debt.get(tenant, 0.0)
             left, waiting = _take(presence.decoders, of_texts + self.credit.get(tenant, 0.0), taken, beside, latency)
             division.sitting_out += waiting
-            if wanted[tenant] <= part and not waiting:  # rows may cost more behind those of tenants before it
+            if wanted[tenant] <= part and not waiting:
                 division.credit[tenant] = 0.0  # it has all that it wants, and saves nothing up
-                pool.take(tenant, max(0.0, wanted[tenant]))
+                # Rows may cost more behind those of tenants before it than they were wanted for.
+                pool.take(tenant, max(0.0, wanted[tenant], of_texts - left))
                 continue
             division.credit[tenant] = left if waiting else min(0.0, left)
             if presence.prompts:
