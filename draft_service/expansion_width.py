@@ -43,6 +43,9 @@ MAX_LOGITS_BYTES = 64 << 20
 TEXT = 32
 """Number of text tokens that every measured row sees."""
 
+LONG_TEXT = 256
+"""The same where the nodes are those of several sessions: engines that pad read all texts as long as the longest."""
+
 REPEATS = 10
 CROWDED_REPEATS = 3
 
@@ -71,9 +74,22 @@ def measured(engine: Engine, branches: int) -> Width:
 
     rounds = [[seconds(rows) for rows in WIDTHS] for _ in range(REPEATS)]  # interleaved: a slow spell hits all alike
     of_widths = dict(zip(WIDTHS, map(min, *rounds), strict=True))
-    room = min(engine.capacity - 1 - TEXT, MAX_LOGITS_BYTES // (4 * engine.vocabulary))
-    crowded = most(lambda rows: min(seconds(rows) for _ in range(CROWDED_REPEATS)), of_widths[WIDTHS[0]], room)
-    return Width(widest(of_widths.__getitem__), crowded)
+    width = widest(of_widths.__getitem__)
+
+    def crowded(rows: int) -> float:
+        """Return the seconds of a step over so many nodes, of as many texts as have them together."""
+        packer, texts = engine.packer(), rows // width
+        start = time.perf_counter()
+        for text in range(texts):
+            nodes = np.arange(width) + 1 + LONG_TEXT + texts + text * width
+            siblings(packer, width, np.concatenate([np.arange(LONG_TEXT) + 1 + text, nodes]))
+        for row in engine.forward(packer.pack()):
+            draft_candidates(row, SAMPLED, branches)
+        return time.perf_counter() - start
+
+    room = min((engine.capacity - 1 - LONG_TEXT) // 2, MAX_LOGITS_BYTES // (4 * engine.vocabulary))
+    of_all = most(lambda rows: min(crowded(rows) for _ in range(CROWDED_REPEATS)), of_widths[WIDTHS[0]], room)
+    return Width(width, of_all)
 
 
 def widest(seconds: Callable[[int], float]) -> int:
