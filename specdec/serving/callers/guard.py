@@ -11,6 +11,7 @@ The guard knows calls and connections. It knows nothing of keys, methods and sta
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
@@ -62,9 +63,9 @@ LOOK_SECONDS = 1.0
 LOG_SECONDS = 10.0
 """Seconds between two lines of the log about wasted calls at least."""
 
-LOGGED_RATE = 5.0
-"""Wasted calls a second from which on they are logged: below it are callers who change their minds, or retry with an
-old key."""
+LOGGED_CALLS = 50
+"""Calls wasted within that time from which on they are logged: fewer are callers who change their minds, or retry with
+an old key."""
 
 IPV6_HOST_BITS = 64
 """Bits of an IPv6 address that its owner chooses: an address is all of its /64."""
@@ -119,8 +120,8 @@ class ConnectionGuard:
         self._muted: OrderedDict[Peer, float] = OrderedDict()  # since when, the oldest first
         self._wanted = asyncio.Event()  # set when there is something to close or to mute
         self._sweep: asyncio.Task[None] | None = None
-        self._counted_from = clock()
-        self._counted = (0, 0)  # wasted calls and closed connections up to then
+        self._counted_from, self._logged_at = clock(), -math.inf
+        self._calls_before, self._closed_told = 0, 0  # wasted calls before then, and connections told to be closed
 
     @property
     def remembered(self) -> tuple[int, int]:
@@ -177,23 +178,23 @@ class ConnectionGuard:
             self._end(connection, self._closing)
 
     def _count(self, peer: str, why: str) -> None:
-        """Count a wasted call. Every `LOG_SECONDS`, log what has been wasted since the last look, if it was much."""
-        self.wasted_calls += 1
+        """Count a wasted call, and log what has been wasted since the last look, if it was much."""
         now = self._clock()
-        seconds = now - self._counted_from
-        if seconds < LOG_SECONDS:
-            return
-        calls, closed = (self.wasted_calls - self._counted[0], self.closed_connections - self._counted[1])
-        self._counted_from, self._counted = now, (self.wasted_calls, self.closed_connections)
-        if closed or calls >= LOGGED_RATE * seconds:
+        if now - self._counted_from >= LOG_SECONDS and self.wasted_calls - self._calls_before < LOGGED_CALLS:
+            self._counted_from, self._calls_before = now, self.wasted_calls
+        self.wasted_calls += 1
+        calls, closed = self.wasted_calls - self._calls_before, self.closed_connections - self._closed_told
+        if (calls >= LOGGED_CALLS or closed) and now - self._logged_at >= LOG_SECONDS:
             log.warning(
                 "calls_wasted",
                 peer=peer,  # the latest, and why its call was wasted
                 why=why,
                 calls=calls,
                 closed_connections=closed,
-                seconds=round(seconds, 1),
+                seconds=round(now - self._counted_from, 1),
             )
+            self._counted_from = self._logged_at = now
+            self._calls_before, self._closed_told = self.wasted_calls, self.closed_connections
 
     def _connection(self, peer: str) -> Connection | None:
         found = self._connections.get(peer)
