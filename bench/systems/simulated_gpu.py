@@ -55,6 +55,7 @@ class SimulatedGpu:
         self.table = _table(vocabulary, end_token)
         self._seconds = seconds
         self._wrong = wrong
+        self._totals: dict[tuple[int, float], float] = {}
         ranking = np.argsort(-self.table, axis=1, kind="stable")[:, :RANKED]
         self.ids = ranking.astype(np.int64)
         self.leading = np.take_along_axis(self.table, ranking, axis=1)
@@ -76,6 +77,13 @@ class SimulatedGpu:
 
     def copy(self, source: Slots, target: Slots) -> None:
         pass  # rows depend on nothing that was computed
+
+    def total(self, place: int, temperature: float) -> float:
+        """Return the sum of the weights of a row of the table, relative to its largest."""
+        if (place, temperature) not in self._totals:
+            z = self.table[place] / np.float32(temperature)
+            self._totals[place, temperature] = float(np.exp(z - z.max()).astype(np.float64).sum())
+        return self._totals[place, temperature]
 
     def _end(self, batch: PackedBatch) -> float:
         return time.perf_counter() + self._seconds(len(batch.tokens))
@@ -125,8 +133,9 @@ class SimulatedLogits:
     def _of_largest(self, places: NDArray[np.int64], queries: Sequence[SamplingQuery]) -> Tokens:
         """Choose as from the shortlist that a GPU would have sent."""
         engine = self._engine
-        z = engine.leading[places] / temperatures([query.sampler.sampling for query in queries])[:, None]
-        totals = np.exp((z - z[:, :1]).astype(np.float64)).sum(axis=1)
+        divisors = temperatures([query.sampler.sampling for query in queries])
+        z = engine.leading[places] / divisors[:, None]
+        totals = np.array([engine.total(place, t) for place, t in zip(places.tolist(), divisors.tolist(), strict=True)])
         return of_largest(queries, engine.vocabulary, z, engine.ids[places], totals)
 
     def _whole(self, rows: Sequence[int]) -> NDArray[np.float32]:

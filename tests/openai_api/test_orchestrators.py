@@ -15,6 +15,7 @@ from grpc_health.v1.health import aio as health
 from specdec.client import AsyncClient, Unavailable
 from specdec.client.tls_files import TlsFiles
 from specdec.openai_api import orchestrators as module
+from specdec.openai_api.gateway import Caller, Gateway
 from specdec.openai_api.orchestrators import Orchestrators
 from specdec.serving.tls import server_credentials
 from specdec.v2.generation_pb2_grpc import add_GenerationServiceServicer_to_server
@@ -152,5 +153,6 @@ async def test_questions_do_not_wait_for_completions() -> None:
             client = await running.enter_async_context(orchestrators.client())
             for _ in range(most):
                 await anext(await running.enter_async_context(client.generate("hi")))
-            async with orchestrators.questions() as questions, asyncio.timeout(30):
-                assert await questions.models()
+            gateway = Gateway(orchestrators.client, orchestrators.questions)
+            async with asyncio.timeout(30):
+                assert await gateway.models(Caller("1"))

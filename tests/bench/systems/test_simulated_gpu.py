@@ -9,6 +9,7 @@ import pytest
 
 from bench.systems.profiles import PROFILES, Times
 from bench.systems.simulated_gpu import PERIOD, SimulatedGpu
+from specdec.decoding.choice import choose
 from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.engine.batch import PackedBatch
@@ -46,20 +47,23 @@ def test_a_pass_takes_its_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(temperature=1.0, top_k=5, seed=3), Sampling(temperature=0.8)]
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.8, seed=1),
+        Sampling(temperature=1.0, top_k=5, seed=3),
+        Sampling(temperature=0.8, top_p=0.9, seed=4),
+    ],
 )
 def test_choices_are_those_of_the_rows(sampling: Sampling) -> None:
-    """Top-p alone may differ: the weight of a row is that of its shortlist."""
     engine = SimulatedGpu(VOCABULARY, 100, lambda rows: 0.0)
-    sampler = RequestSampler(sampling)
-    queries = {row: SamplingQuery(sampler, row + 1) for row in range(20)}
-    known = engine.step(chain(engine, 20), lambda: queries)
-    late = engine.step(chain(engine, 20), dict)
-    rows, asked = list(queries), list(queries.values())
-    assert known.choose(rows, asked)[0].tolist() == late.choose(rows, asked)[0].tolist()
-    if sampling.greedy:
-        want = [int(engine.table[row % PERIOD].argmax()) for row in rows]
-        assert known.choose(rows, asked)[0].tolist() == want
+    queries = [SamplingQuery(RequestSampler(sampling), row + 1) for row in range(20)]
+    rows = list(range(20))
+    want = choose(engine.table[np.arange(20) % PERIOD], queries).tolist()
+    for asked in ({}, dict(enumerate(queries))):
+        got, sound = engine.step(chain(engine, 20), lambda asked=asked: asked).choose(rows, queries)  # type: ignore[misc]
+        assert got.tolist() == want
+        assert sound.all()
 
 
 def test_a_draft_errs_at_one_position_in_four() -> None:
