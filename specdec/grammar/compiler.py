@@ -9,7 +9,9 @@ texts."""
 
 from __future__ import annotations
 
+import gc
 import json
+import math
 import threading
 import time
 import weakref
@@ -48,6 +50,9 @@ MAX_GRAMMAR_BYTES = 160 << 20
 
 IDLE_SECONDS = 600.0
 """Seconds after which a grammar that no text uses is forgotten."""
+
+COLLECT_SECONDS = 1.0
+"""Least time between two garbage collections for want of room."""
 
 GIVEN_BACK_BYTES = 64 << 20
 """Bytes of grammars that are freed before malloc is told to give free memory back to the system. That costs later
@@ -131,6 +136,7 @@ class GrammarCompiler:
         self._kept: OrderedDict[_Key, Future[SharedMatcher]] = OrderedDict()  # the one to give way first comes first
         self._bytes: Counter[str] = Counter()  # of all matchers that exist, by owner
         self._freed: deque[tuple[str, int]] = deque()  # owners and bytes of matchers that no longer exist
+        self._collected_at = -math.inf  # when garbage was last collected
         self._untrimmed = 0  # bytes freed since malloc last gave memory back
         self._lock = threading.Lock()
 
@@ -213,15 +219,34 @@ class GrammarCompiler:
         before = time.monotonic() - IDLE_SECONDS
         self._evict([key for key, found in self._kept.items() if _is_old(found, before)])
         self._settle()
+        lacking = self._lacking(owner, size)
+        if lacking is not None and self._collect():
+            lacking = self._lacking(owner, size)
+        if lacking is not None:
+            raise lacking
+
+    def _lacking(self, owner: str, size: int) -> GrammarRoomError | None:
+        """Evict grammars until one more of this size has room. Return the error if it has none. Holds the lock."""
         if owner:
-            self._evict_until(
-                lambda: self._bytes[owner] + size <= self._owner_bytes, [key for key in self._kept if key[0] == owner]
-            )
+            own = [key for key in self._kept if key[0] == owner]
+            self._evict_until(lambda: self._bytes[owner] + size <= self._owner_bytes, own)
             if self._bytes[owner] + size > self._owner_bytes:
-                raise GrammarRoomError(self._owner_bytes, of_owner=True)
+                return GrammarRoomError(self._owner_bytes, of_owner=True)
         self._evict_until(lambda: self._bytes.total() + size <= self._kept_bytes, list(self._kept))
         if self._bytes.total() + size > self._kept_bytes:
-            raise GrammarRoomError(self._kept_bytes, of_owner=False)
+            return GrammarRoomError(self._kept_bytes, of_owner=False)
+        return None
+
+    def _collect(self) -> bool:
+        """Free sessions that have ended: their token trees are cycles, which hold grammars until the next garbage
+        collection. Return whether it was done, at most once in COLLECT_SECONDS: it holds up other threads for some
+        milliseconds. Holds the lock."""
+        if time.monotonic() - self._collected_at < COLLECT_SECONDS:
+            return False
+        gc.collect()
+        self._settle()
+        self._collected_at = time.monotonic()
+        return True
 
     def _evict_until(self, enough: Callable[[], bool], keys: Iterable[_Key]) -> None:
         for key in keys:

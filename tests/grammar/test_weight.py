@@ -57,6 +57,29 @@ def test_an_owner_takes_no_room_of_others() -> None:
     assert kept(compiler, "busy") == [18, 19]
 
 
+class Ended:
+    """A session that has ended: its token tree refers to itself, so it lives until garbage is collected."""
+
+    def __init__(self, compiler: GrammarCompiler, grammar: Grammar) -> None:
+        self.grammar = compiler.compile(grammar)
+        self.itself = self
+
+
+def test_texts_that_have_ended_keep_no_room() -> None:
+    compiler = limited(3, 3)
+    gc.disable()
+    try:
+        for grammar in SMALL[:4]:
+            Ended(compiler, grammar)
+        assert kept(compiler) == [1, 2, 3]
+        for grammar in SMALL[4:6]:
+            Ended(compiler, grammar)
+        with pytest.raises(GrammarRoomError):  # others wait for a second collection
+            compiler.compile(SMALL[6])
+    finally:
+        gc.enable()
+
+
 def test_what_texts_use_stays_and_counts() -> None:
     compiler = limited(3, 2)
     used = [compiler.compile(grammar, "busy") for grammar in SMALL[:2]]
