@@ -47,22 +47,21 @@ class Refusing(verifier_pb2_grpc.VerifierServiceServicer):
         raise NotImplementedError
 
 
-LIVES_SECONDS = 0.1
-"""Seconds for which a session lives once it is open: gRPC drops a message that its stream's end follows at once."""
-
-
 class Changing(Refusing):
-    """A verifier that opens each session with another identity, and is gone before it has committed a token."""
+    """A verifier that opens each session with another identity, and is gone before it has committed a token. It waits
+    until the opening was read (`read`): gRPC may drop a message if its stream ends right after it."""
 
     def __init__(self, *identities: model_pb2.ModelIdentity) -> None:
         super().__init__("gone")
         self.identities = identities
+        self.read = asyncio.Event()
 
     async def Verify(self, requests: Any, context: Any) -> None:  # type: ignore[override]
         opened = verifier_pb2.VerifyOpened(identity=self.identities[min(self.asked, len(self.identities) - 1)])
         self.asked += 1
         await context.write(verifier_pb2.VerifyResponse(opened=opened))
-        await asyncio.sleep(LIVES_SECONDS)
+        await self.read.wait()
+        self.read.clear()
         await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
 
 
@@ -136,6 +135,7 @@ async def test_a_text_without_a_token_may_begin_at_other_weights() -> None:
             opened = await anext(messages)
             assert isinstance(opened, verifier_pb2.VerifyOpened)
             assert verification.revision == opened.identity.model_fingerprint == revision
+            verifier.read.set()
         assert not verification.numerics_changed
         await messages.aclose()
         await pods.close()
@@ -243,6 +243,7 @@ async def test_a_text_with_tokens_keeps_its_weights() -> None:
         messages = Verification(text, verifier_pb2.VerifyPolicy()).messages()
         await anext(messages)
         text.text.add([5])
+        verifier.read.set()
         with pytest.raises(PeerLostError) as error:
             await anext(messages)
         await pods.close()
