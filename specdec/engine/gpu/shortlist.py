@@ -136,34 +136,23 @@ def of_largest(
 ) -> Tokens:
     """Return the choices by truncated sampling, int64 [n], or UNDECIDED, from the largest logits z [n, k] of each row,
     descending and divided by T, their ids, and the weight of the whole row relative to its first."""
+    samplings, streams = [query.sampler.sampling for query in queries], streams_of(queries)
     tokens = np.full(len(queries), UNDECIDED, dtype=np.int64)
     for width in (FEW, z.shape[1]):  # few survive in most rows
         undecided = np.flatnonzero(tokens == UNDECIDED)
         for begin in range(0, len(undecided), AT_ONCE):
             rows = undecided[begin : begin + AT_ONCE]
-            asks = [queries[row] for row in rows.tolist()]
-            tokens[rows] = _of_leading(asks, vocabulary, z[rows, :width], ids[rows, :width], totals[rows])
-    return tokens
-
-
-def _of_leading(
-    queries: Sequence[SamplingQuery],
-    vocabulary: int,
-    z: NDArray[np.float32],
-    ids: NDArray[np.int64],
-    totals: NDArray[np.float64],
-) -> Tokens:
-    """Do what `of_largest` does, with all that is given of each row at once."""
-    with np.errstate(invalid="ignore"):  # of rows that are not sound
-        kept = leading(z, ids, totals, vocabulary, [query.sampler.sampling for query in queries])
-    known = kept.any(axis=1)
-    tokens = np.full(len(queries), UNDECIDED, dtype=np.int64)
-    if known.any():
-        begins = vocabulary * (np.cumsum(known) - 1)  # of each known row, in all of them together
-        possible, values = (begins[:, None] + ids)[kept], z[kept]
-        order = np.argsort(possible)
-        streams = streams_of([queries[row] for row in np.flatnonzero(known).tolist()])
-        tokens[known] = winners(values[order], possible[order], vocabulary, streams)
+            with np.errstate(invalid="ignore"):  # of rows that are not sound
+                kept = leading(
+                    z[rows, :width], ids[rows, :width], totals[rows], vocabulary, [samplings[row] for row in rows]
+                )
+            known = kept.any(axis=1)
+            if not known.any():
+                continue
+            offsets = vocabulary * (np.cumsum(known) - 1)  # `winners` takes the known rows as one flattened array
+            possible, values = (offsets[:, None] + ids[rows, :width])[kept], z[rows, :width][kept]
+            order = np.argsort(possible)
+            tokens[rows[known]] = winners(values[order], possible[order], vocabulary, streams[rows[known]])
     return tokens
 
 
