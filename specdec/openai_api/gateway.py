@@ -39,16 +39,16 @@ class Caller:
 class Gateway:
     """The way to orchestrators. What fails is an ApiError."""
 
-    def __init__(self, client: Lend, questions: Lend) -> None:
-        """`client` lends the client by which a completion goes, for as long as it takes; `questions` one whose calls do
-        not wait for completions."""
+    def __init__(self, client: Lend, control_client: Lend) -> None:
+        """`client` lends the client of a completion, for as long as it takes; `control_client` that of control calls,
+        which do not wait for completions."""
         self._client = client
-        self._questions = questions
+        self._control_client = control_client
 
     async def models(self, caller: Caller) -> list[Model]:
         """Return what is served, to a caller who may know it."""
         try:
-            async with self._questions() as client:
+            async with self._control_client() as client:
                 return await client.models(metadata=caller.metadata)
         except SpecdecError as error:
             raise from_specdec(error) from error

@@ -39,7 +39,7 @@ CHECKS = 4
 
 OWN_CONNECTIONS = (("grpc.use_local_subchannel_pool", 1),)
 """Option of channels that share no connection with others of the process. An orchestrator takes a bounded number of
-calls on a connection, and gRPC opens a bounded number of them: completions must not keep questions waiting."""
+calls on a connection, and gRPC opens a bounded number of them: completions must not delay control calls."""
 
 SILENCE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Statuses that no orchestrator gives."""
@@ -64,9 +64,9 @@ class Orchestrators:
         """Lend a completion the client by which it goes."""
         return self._current.client()
 
-    def questions(self) -> AbstractAsyncContextManager[AsyncClient]:
-        """Lend a client for what is answered at once: which models there are, and whether a key is known."""
-        return self._current.questions()
+    def control_client(self) -> AbstractAsyncContextManager[AsyncClient]:
+        """Lend the client of control calls: model lists and key checks."""
+        return self._current.control_client()
 
     async def serve(self) -> bool:
         """Return True if one of them takes requests."""
@@ -119,9 +119,11 @@ class Channels:
         options = (*PEER_OPTIONS, ROUND_ROBIN)
         if before is None:
             self._client = AsyncClient(targets, credentials=credentials)
-            self._questions = AsyncClient(targets, credentials=credentials, options=OWN_CONNECTIONS)
+            self._control_client = AsyncClient(targets, credentials=credentials, options=OWN_CONNECTIONS)
         else:
-            self._client, self._questions = (each.renewed(credentials) for each in (before._client, before._questions))
+            self._client, self._control_client = (
+                each.renewed(credentials) for each in (before._client, before._control_client)
+            )
         self._checks = [CHECKS if may_be_several(each) else 1 for each in targets]
         self._channels = [
             grpc.aio.insecure_channel(each, options)
@@ -135,8 +137,8 @@ class Channels:
     def client(self) -> AbstractAsyncContextManager[AsyncClient]:
         return self._lent(self._client)
 
-    def questions(self) -> AbstractAsyncContextManager[AsyncClient]:
-        return self._lent(self._questions)
+    def control_client(self) -> AbstractAsyncContextManager[AsyncClient]:
+        return self._lent(self._control_client)
 
     @asynccontextmanager
     async def _lent(self, client: AsyncClient) -> AsyncIterator[AsyncClient]:
@@ -161,7 +163,7 @@ class Channels:
 
     async def close(self) -> None:
         await self._client.close()
-        await self._questions.close()
+        await self._control_client.close()
         for each in self._channels:
             await each.close()
 

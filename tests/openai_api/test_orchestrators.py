@@ -142,7 +142,7 @@ async def test_connections_that_were_left_are_closed_with_their_last_request() -
         assert not client._channels
 
 
-async def test_questions_do_not_wait_for_completions() -> None:
+async def test_control_calls_do_not_wait_for_completions() -> None:
     """Completions have all calls that their connections carry: one each, and ten connections."""
     most = 10
     hold = [Act(tokens=CHUNK, then="hold")] * most
@@ -153,6 +153,6 @@ async def test_questions_do_not_wait_for_completions() -> None:
             client = await running.enter_async_context(orchestrators.client())
             for _ in range(most):
                 await anext(await running.enter_async_context(client.generate("hi")))
-            gateway = Gateway(orchestrators.client, orchestrators.questions)
+            gateway = Gateway(orchestrators.client, orchestrators.control_client)
             async with asyncio.timeout(30):
                 assert await gateway.models(Caller("1"))
