@@ -8,6 +8,8 @@ from specdec.decoding.speculation import Drafter
 from tests.verifier_service.fakes import Client, Decided, TextEngine, step_loop
 from verifier_service.adaptive_speculation import AdaptiveSpeculation
 from verifier_service.backend.request import Policy
+from verifier_service.costs.step_latency import StepLatency
+from verifier_service.scheduling.cpu_threads import FixedThreads
 from verifier_service.sessions.session import Session
 from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.speculation.controller import Mode
@@ -57,8 +59,11 @@ def test_a_forced_session_has_its_local_model_whatever_the_mode_is() -> None:
 def test_what_a_local_draft_takes_is_charged_to_its_users() -> None:
     """What is looked up before the delay, to all that use proposers."""
     loop = step_loop(TextEngine(40))
-    controllers: Any = Controllers(shared=Decided(Mode.OFF))
-    speculation = AdaptiveSpeculation(controllers, Serving(), [], Any, DEFAULTS.draft_gain)  # type: ignore[arg-type]
+    threads = FixedThreads(StepLatency((1, 2), [1.0, 2.0]))
+    local_model: Any = Serving()
+    speculation = AdaptiveSpeculation(
+        Controllers(shared=Decided(Mode.OFF)), local_model, [], threads, DEFAULTS.draft_gain
+    )
     ngrams = frozenset({Drafter.NGRAM})
     policies = [Policy(drafters, 8, 0.0, forced=True) for drafters in (LOCAL, ngrams)] + [Policy(frozenset(), 8, 0.0)]
     entries = [Client(loop, [3, 4], policy=policy).running for policy in policies]

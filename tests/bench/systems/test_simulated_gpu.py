@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from bench.systems.profiles import PROFILES, Times
+from bench.systems.profiles import PROFILES, Profile, Times
 from bench.systems.simulated_gpu import PERIOD, SimulatedGpu
 from specdec.decoding.choice import choose
 from specdec.decoding.query import RequestSampler, SamplingQuery
@@ -33,8 +33,8 @@ def test_times_are_lines_between_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=list(PROFILES))
-def test_profiles_never_get_faster_with_rows(profile: object) -> None:
-    for times in (profile.target, profile.draft):  # type: ignore[attr-defined]
+def test_profiles_never_get_faster_with_rows(profile: Profile) -> None:
+    for times in (profile.target, profile.draft):
         assert list(times.rows) == sorted(set(times.rows))
         assert list(times.ms) == sorted(times.ms)
 
@@ -60,8 +60,9 @@ def test_choices_are_those_of_the_rows(sampling: Sampling) -> None:
     queries = [SamplingQuery(RequestSampler(sampling), row + 1) for row in range(20)]
     rows = list(range(20))
     want = choose(engine.table[np.arange(20) % PERIOD], queries).tolist()
-    for asked in ({}, dict(enumerate(queries))):
-        got, sound = engine.step(chain(engine, 20), lambda asked=asked: asked).choose(rows, queries)  # type: ignore[misc]
+    in_advance: dict[int, SamplingQuery] = dict(enumerate(queries))
+    for asked in (dict[int, SamplingQuery], in_advance.copy):
+        got, sound = engine.step(chain(engine, 20), asked).choose(rows, queries)
         assert got.tolist() == want
         assert sound.all()
 
