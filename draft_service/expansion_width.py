@@ -31,7 +31,7 @@ MAX_SLOWDOWN = 1.25
 """Most time that a step over a larger width may take, in multiples of a step over the least width."""
 
 ROWS = (16, 32, 64, 128, 256)
-"""Numbers of nodes of all sessions that are tried, ascending; the first is allowed however long its pass takes."""
+"""Numbers of nodes of all sessions that are tried, ascending; the first needs no measurement."""
 
 MAX_CROWDED = 2.0
 """Most time that a pass over the nodes of all sessions may take, in multiples of a step over the least width. If passes
@@ -44,7 +44,8 @@ TEXT = 32
 """Number of text tokens that every measured row sees."""
 
 LONG_TEXT = 256
-"""The same where the nodes are those of several sessions: engines that pad read all texts as long as the longest."""
+"""Text tokens that each row sees in passes over several sessions. Engines that pad read every text at the length of the
+longest."""
 
 REPEATS = 10
 CROWDED_REPEATS = 3
@@ -77,7 +78,7 @@ def measured(engine: Engine, branches: int) -> Width:
     width = widest(of_widths.__getitem__)
 
     def crowded(rows: int) -> float:
-        """Return the seconds of a step over so many nodes, of as many texts as have them together."""
+        """Return the seconds of a pass over `rows` nodes, `width` below each of several texts."""
         packer, texts = engine.packer(), rows // width
         start = time.perf_counter()
         for text in range(texts):

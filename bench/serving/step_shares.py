@@ -49,7 +49,7 @@ REGEX = Grammar(Kind.REGEX, (r"([a-zA-Z0-9 ,.;:!?'-]{1,40}\n)*",))
 
 
 class Asked(NamedTuple):
-    """What the other tenant asks for."""
+    """A load of the other tenant: its sessions, and the request of each."""
 
     sessions: int  # at any time
     policy: Policy = PLAIN
