@@ -57,7 +57,7 @@ class PlainLoop(EngineWorker[Session]):
         planned = [(e, e.session.plan(packer, min(self._step_rows, e.session.computable), [], [])) for e in ready]
         rows = len(packer.tokens)  # without those that packing adds
         try:
-            verified = VerifiedStep(planned, packer, self._forward)
+            verified = VerifiedStep(planned, packer.pack, self._forward)
         except Exception as error:
             self._probe.pass_failed(packer.slots)
             self.step_failed([entry.session for entry in ready], error)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import structlog
 
 from specdec.engine.engine import Engine, chains_only, longest_text, step_of
@@ -108,7 +110,9 @@ class StepLoop(EngineWorker[Session], SessionBackend):
             Controllers(tuning.controller, controller), draft_model, proposers, self._threads, tuning.draft_gain
         )
         eligibility = self._speculation.eligibility
-        self._planner = Planner(self._queue, self._threads, eligibility, tree_slots, step_rows, prefill_rows, tuning)
+        self._planner = Planner(
+            engine.packer, self._queue, self._threads, eligibility, tree_slots, step_rows, prefill_rows, tuning
+        )
         self._publisher = CommitPublisher(self._queue, eligibility, tuning.commits)
         self._delay = StepDelay()
         self._last_step = 0.0  # when the last step ended
@@ -229,7 +233,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         start = time.monotonic()
         if batches:
             self.stats.mode = self._speculation.mode.value
-        plan = self._planner.plan(self._engine.packer(), ready, proposed.seconds, division)
+        plan = self._planner.plan(ready, proposed.seconds, division)
         if not plan.entries:  # those that the others waited for have lost their memory meanwhile
             return
         self.stats.step_expected = plan.expected
@@ -238,11 +242,11 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         # 2. Run one forward pass, and verify all trees.
         grammars = _grammar_seconds(plan)
         try:
-            verified = VerifiedStep(plan.entries, plan.packer, self._forward)
+            verified = VerifiedStep(plan.entries, plan.pack, self._forward, partial(self._planner.prepare, plan))
             observe_windows(verified.verifications, verified.logits)
         except Exception as error:  # nothing of the step counts; its sessions are tried again
             self._looked_up = 0.0
-            self._probe.pass_failed(plan.slots)
+            self._probe.pass_failed(np.asarray(plan.written, dtype=np.int64))
             self.step_failed([entry.session for entry, _ in plan.entries], error)
             return
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import tee
 
-import numpy as np
-
 from specdec.decoding.tree import Node
-from specdec.engine.batch import Packer
+from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.kv.slots import Slots
 from verifier_service.costs.token_budget import select_candidates
 from verifier_service.proposers.windows import open_windows, window_rows
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
+from verifier_service.scheduling.foreseen_step import ForeseenStep, StepBatch
 from verifier_service.scheduling.prefill import PrefillSlowdown, prefill_chunks
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.scheduling.shares import Urgent, prompt_weights
@@ -29,19 +28,15 @@ from verifier_service.speculation.eligibility import Eligibility
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A packed batch in the making, and where each session's rows are in it."""
+    """A batch (`StepBatch`), and what its step is expected to be."""
 
-    packer: Packer
+    pack: Callable[[], PackedBatch]
+    written: Sequence[int] | Slots
     entries: list[tuple[RunningSession, ScheduledRows]]
-    rows: int  # without those that packing adds
+    rows: int
     expected: float  # seconds
     sitting_out: list[RunningSession]  # that decode, and have no rows in it
     division: Division | None = None  # None: it was not divided among tenants
-
-    @property
-    def slots(self) -> Slots:
-        """The KV slots that the step writes."""
-        return np.asarray(self.packer.slots, dtype=np.int64)
 
     @property
     def decodes_only(self) -> bool:
@@ -67,12 +62,13 @@ class Alone:
 class Planner:
     """Fills steps: the roots of sessions that decode, the candidates that pay, lookahead windows, chunks of prompts.
 
-    `tree_slots` are for side branches of token trees. Beside sessions that decode, prompts fill a step as far as time
-    allows, up to `step_rows`; otherwise up to `prefill_rows`.
+    `packer` makes an empty batch; `tree_slots` are for side branches of token trees. Beside sessions that decode,
+    prompts fill a step as far as time allows, up to `step_rows`; otherwise up to `prefill_rows`.
     """
 
     def __init__(
         self,
+        packer: Callable[[], Packer],
         queue: RunQueue,
         threads: ThreadPolicy,
         eligibility: Eligibility,
@@ -82,7 +78,9 @@ class Planner:
         tuning: Tuning,
     ) -> None:
         self._tuning = tuning
+        self._packer = packer
         self._queue = queue
+        self._foreseen = ForeseenStep(queue)
         self._threads = threads
         self._eligibility = eligibility
         self._tree_slots = tree_slots
@@ -92,11 +90,9 @@ class Planner:
         self.shares = StepShares(prefill_rows)
         self._waited = 0  # steps in a row in which texts have waited for prompts of others
 
-    def plan(
-        self, packer: Packer, ready: Sequence[RunningSession], spent: float, division: Division | None = None
-    ) -> StepPlan:
-        """Add the rows of sessions, all but those that wait for prompts of others, to an empty batch; proposers have
-        `spent` so many seconds for them. `division` has chosen the sessions, if there are several tenants."""
+    def plan(self, ready: Sequence[RunningSession], spent: float, division: Division | None = None) -> StepPlan:
+        """Plan a step of sessions, all but those that wait for prompts of others. `spent`: seconds that proposers have
+        taken for them. `division` has chosen the sessions, if there are several tenants."""
         self.shares.begin(division)
         prompts, plain, speculating = self._sorted(ready)
         decoders = [*plain, *speculating]
@@ -115,29 +111,33 @@ class Planner:
             )
         if division is not None and division.measures:
             prompts = [entry for entry in prompts if entry.tenant in urgent.tenants]
-        decoding, latency, tree_slots = len(plain) + len(speculating), self._threads.latency, list(self._tree_slots)
+        decoding, latency = len(plain) + len(speculating), self._threads.latency
         chosen, windows, price = self._speculate(speculating, decoding, spent, division, may_explore=not prompts)
         if decoding:
             self._eligibility.observe_price(price, self._tuning.price_smoothing)
-        entries: list[tuple[RunningSession, ScheduledRows]] = []
-        for entry, nodes, window in zip(speculating, chosen, windows, strict=True):
-            self._queue.reserve_candidates(entry.session, nodes)
-            rows = entry.session.plan(packer, 1, nodes, tree_slots, window)
-            rows.undrafted = self._eligibility.lacks_remote_draft(entry.session)
-            rows.drafted = not rows.undrafted and self._eligibility.uses_remote_draft(entry.session)
-            entries.append((entry, rows))
         for entry in (*plain, *prompts):
             entry.session.ngrams.close_window()
-        entries += [(entry, entry.session.plan(packer, 1, [], tree_slots)) for entry in plain]
-        chunks = self._chunks(prompts, urgent.tenants, goes_first, decoding, len(packer.tokens))
-        if division is not None:
-            chunks = self._within_parts(chunks, division, urgent.tenants if goes_first else (), len(packer.tokens))
-        for entry, chunk in chunks:
-            entries.append((entry, entry.session.plan(packer, chunk, [], tree_slots)))
-        taken = len(packer.tokens)
-        expected = latency.of(taken) + sum(entry.grammar for entry, _ in entries)
-        plan = StepPlan(packer, entries, taken, expected, sitting_out, division)
+        batch = None
+        if not (prompts or any(chosen) or any(windows)):
+            batch = self._foreseen.take([*speculating, *plain])
+        if batch is None:
+            packer = self._packer()
+            entries = self._schedule(packer, zip(speculating, chosen, windows, strict=True), plain)
+            chunks = self._chunks(prompts, urgent.tenants, goes_first, decoding, len(packer.tokens))
+            if division is not None:
+                chunks = self._within_parts(chunks, division, urgent.tenants if goes_first else (), len(packer.tokens))
+            entries += [(entry, entry.session.plan(packer, chunk, [], [])) for entry, chunk in chunks]
+            batch = StepBatch(packer.pack, packer.slots, entries, len(packer.tokens))
+        for entry, rows in batch.entries[: len(speculating)]:
+            rows.undrafted = self._eligibility.lacks_remote_draft(entry.session)
+            rows.drafted = not rows.undrafted and self._eligibility.uses_remote_draft(entry.session)
+        expected = latency.of(batch.rows) + sum(entry.grammar for entry, _ in batch.entries)
+        plan = StepPlan(*batch, expected, sitting_out, division)
         return plan if plan.decodes_only else replace(plan, expected=plan.expected * self._prefill_slowdown.factor)
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Pack the step that follows on a plan, as far as it can be foreseen."""
+        self._foreseen.prepare(self._packer(), plan.entries)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn from how long a step took. T_v is that of short texts: rows of a long prompt would teach it more."""
@@ -145,6 +145,20 @@ class Planner:
             self._threads.observe(plan.rows, seconds)
         else:
             self._prefill_slowdown.observe(self._threads.latency.of(plan.rows), seconds)
+
+    def _schedule(
+        self,
+        packer: Packer,
+        speculating: Iterable[tuple[RunningSession, list[Node], LookaheadRows | None]],
+        plain: Sequence[RunningSession],
+    ) -> list[tuple[RunningSession, ScheduledRows]]:
+        """Add the rows of sessions that decode, with their candidates and windows."""
+        tree_slots, entries = list(self._tree_slots), []
+        for entry, nodes, window in speculating:
+            if nodes:
+                self._queue.reserve_ahead(entry.session, 1 + max(node.position for node in nodes))
+            entries.append((entry, entry.session.plan(packer, 1, nodes, tree_slots, window)))
+        return entries + [(entry, entry.session.plan(packer, 1, [], tree_slots)) for entry in plain]
 
     def _speculate(
         self,

@@ -17,7 +17,6 @@ from functools import partial
 import numpy as np
 import structlog
 
-from specdec.decoding.tree import Node
 from specdec.engine.engine import Engine
 from specdec.engine.kv.blocks import BLOCK, BlockPool, BlockTable, blocks_freed
 from specdec.engine.kv.slots import PADDING_SLOT, PoolFullError, Slots
@@ -118,12 +117,15 @@ class RunQueue:
         reserved = [entry for entry in entries if self._reserve_text(entry)]
         return [entry for entry in reserved if entry.session.table is not None]  # not preempted for a later one
 
-    def reserve_candidates(self, session: Session, nodes: list[Node]) -> None:
-        """Reserve memory for the text with all candidates accepted, if it can be had without a preemption."""
-        missing = max((node.position + 1 for node in nodes), default=0) - len(session.slots)
-        if 0 < missing <= self.pool.available * BLOCK:
-            assert session.table is not None
-            session.table.reserve(len(session.slots) + missing)
+    def reserve_ahead(self, session: Session, length: int) -> bool:
+        """Reserve memory for a running text of `length` tokens; return False if that would take a preemption."""
+        assert session.table is not None
+        missing = length - len(session.slots)
+        if missing > self.pool.available * BLOCK:
+            return False
+        if missing > 0:
+            session.table.reserve(length)
+        return True
 
     def copy_rows(self, kv_copies: list[tuple[int, int]]) -> None:
         """Copy keys and values from slot to slot."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, islice
 
 import numpy as np
 
-from specdec.engine.batch import Packer
+from specdec.decoding.query import SamplingQuery
+from specdec.engine.batch import PackedBatch
 from specdec.engine.engine import Step
 from verifier_service.backend.result import VerifyResult
 from verifier_service.sessions.running_session import RunningSession
@@ -19,15 +20,25 @@ from verifier_service.verification.verify_trees import verify_trees
 
 class VerifiedStep:
     """A forward pass over the rows of a step, and its verified trees. Making one commits nothing, and raises whatever
-    fails; `apply` commits."""
+    fails; `apply` commits. An engine that computes by itself calls `beside` meanwhile."""
 
-    def __init__(self, entries: Sequence[tuple[RunningSession, ScheduledRows]], packer: Packer, forward: Step) -> None:
+    def __init__(
+        self,
+        entries: Sequence[tuple[RunningSession, ScheduledRows]],
+        pack: Callable[[], PackedBatch],
+        forward: Step,
+        beside: Callable[[], None] = lambda: None,
+    ) -> None:
         start = time.monotonic()
         pairs = [(e, TreeVerification(e.session, rows)) for e, rows in entries if rows.root_row is not None]
         self.verifications = [verification for _, verification in pairs]
-        self.logits = forward(
-            packer.pack(), lambda: dict(chain.from_iterable([v.queries() for v in self.verifications]))
-        )
+
+        def asked() -> Mapping[int, SamplingQuery]:
+            queries = dict(chain.from_iterable([v.queries() for v in self.verifications]))
+            beside()
+            return queries
+
+        self.logits = forward(pack(), asked)
         self.forward_seconds = time.monotonic() - start
         verify_trees(self.verifications, self.logits)
         self._prefilled = [(entry, rows.count) for entry, rows in entries if rows.root_row is None]

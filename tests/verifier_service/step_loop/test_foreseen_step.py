@@ -1,0 +1,143 @@
+"""Steps that are packed while the device computes the ones before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+
+from specdec.decoding.query import SamplingQuery
+from specdec.decoding.step_logits import StepLogits
+from specdec.engine.batch import PackedBatch
+from specdec.engine.cpu.layout import RaggedPacker
+from specdec.engine.kv.blocks import BLOCK
+from tests.verifier_service.fakes import END, Announced, Client, DeviceTextEngine, TextEngine, run, step_loop
+from tests.verifier_service.step_loop.helpers import WARM, check_over, client, expect_no_growth, turns
+from verifier_service.backend.result import LENGTH
+from verifier_service.step_loop import StepLoop
+
+
+class Watched(DeviceTextEngine):
+    """Notes of each batch whether it was begun while the device computed."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks)
+        self.computes = False
+        self.ahead: list[bool] = []
+
+    def packer(self) -> RaggedPacker:
+        self.ahead.append(self.computes)
+        return super().packer()
+
+    def step(self, batch: PackedBatch, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
+        self.computes = True
+        queries = asked()
+        self.computes = False
+        return Announced(torch.from_numpy(self.forward(batch)), queries)
+
+
+def begun(engine: Watched) -> StepLoop:
+    """A loop that has gone through its first steps, which measure and compile."""
+    loop = step_loop(engine)
+    run(loop, client(loop))
+    return loop
+
+
+def decoding(loop: StepLoop, *clients: Client) -> None:
+    """Turn until all have a token."""
+    while not all(each.tokens or each.over for each in clients):
+        turns(loop, 1)
+        for each in clients:
+            each.read()
+
+
+def test_a_step_is_packed_while_the_device_computes_the_one_before() -> None:
+    engine = Watched(30)
+    loop = begun(engine)
+    clients = [client(loop, 30 * i + 1, i, 60, sampling=WARM) for i in range(3)]
+    decoding(loop, *clients)
+    engine.ahead.clear()
+    turns(loop, 20)
+    assert engine.ahead == [True] * 20
+    run(loop, *clients)
+    check_over(loop, engine, *clients)
+
+
+def test_a_text_whose_last_token_is_foreseen_changes_nothing() -> None:
+    engine = Watched(30)
+    loop = begun(engine)
+    one, other = client(loop, 5, 1, 20), client(loop, 5, 2, 60)
+    decoding(loop, one, other)
+    engine.ahead.clear()
+    turns(loop, 30)
+    assert one.mail.finish == LENGTH
+    assert engine.ahead == [True] * 30
+    run(loop, other)
+    check_over(loop, engine, one, other)
+
+
+def _joins(loop: StepLoop, one: Client) -> list[Client]:
+    return [client(loop, 7, 9, 30)]
+
+
+def _leaves(loop: StepLoop, one: Client) -> list[Client]:
+    one.cancel()
+    return []
+
+
+def _has_candidates(loop: StepLoop, one: Client) -> list[Client]:
+    one.offer(right=2, wrong=[3])
+    return []
+
+
+@pytest.mark.parametrize(("comes", "planned"), [(_joins, 1), (_leaves, 1), (_has_candidates, 2)])
+def test_what_was_not_foreseen_is_planned_when_it_is_due(
+    comes: Callable[[StepLoop, Client], list[Client]], planned: int
+) -> None:
+    """`planned`: steps; the one after a step with candidates is not foreseen."""
+    engine = Watched(30)
+    loop = begun(engine)
+    one, other = client(loop, 5, 1, 60), client(loop, 5, 2, 60)
+    decoding(loop, one, other)
+    more = comes(loop, one)
+    engine.ahead.clear()
+    turns(loop, 10)
+    assert engine.ahead.count(False) == planned
+    assert engine.ahead[-1]
+    left = [each for each in (one, other, *more) if each.has_memory]
+    run(loop, *left)
+    check_over(loop, engine, *left)
+
+
+def test_a_text_that_ends_unforeseen_is_no_part_of_the_next_step() -> None:
+    engine = Watched(30)
+    loop = begun(engine)
+    clients = [client(loop, 5, seed, 150, end_tokens=frozenset({END}), sampling=WARM) for seed in range(6)]
+    run(loop, *clients)
+    check_over(loop, engine, *clients)
+    assert not all(engine.ahead[1:])
+
+
+def test_a_failed_pass_is_repeated() -> None:
+    engine = Watched(30)
+    loop = begun(engine)
+    clients = [client(loop, 5, seed, 40) for seed in range(2)]
+    decoding(loop, *clients)
+    engine.failure = RuntimeError("it failed once")
+    run(loop, *clients)
+    check_over(loop, engine, *clients)
+
+
+def test_no_text_loses_its_memory_to_a_foreseen_token() -> None:
+    """Where memory is short, as many are preempted as without foresight."""
+
+    def preempted(engine: TextEngine) -> int:
+        loop = step_loop(engine)
+        expect_no_growth(loop)
+        clients = [client(loop, 3 * BLOCK - 2, seed, 40) for seed in range(2)]
+        run(loop, *clients)
+        check_over(loop, engine, *clients)
+        return loop.stats.preemptions
+
+    assert preempted(Watched(8)) == preempted(TextEngine(8)) > 0
