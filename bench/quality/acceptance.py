@@ -122,7 +122,7 @@ class Pair:
 
     def _step(self, session: Session, count: Count) -> bool:
         """Verify all candidates in one step; return True if the text has ended."""
-        nodes = [node for _, node in session.candidates()]
+        nodes = session.candidates().nodes
         assert session.table is not None
         session.table.reserve(max([session.tree.base, *(node.position + 1 for node in nodes)]))
         packer = self.target.packer()

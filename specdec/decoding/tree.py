@@ -197,28 +197,37 @@ class TokenTree:
         if self.size:
             self.size = sum(1 for _ in self.root.walk())
 
-    def by_path_logprob(self, usable: Callable[[Node], bool] = anything) -> Iterator[tuple[float, Node]]:
+    def by_path_logprob(self, usable: Callable[[Node], bool] | None = None) -> Iterator[tuple[float, Node]]:
         """Yield (path logprob, node) of every live node, most probable first, parents before children. A node that is
         not `usable` is left out, with all below it."""
         frontier: list[tuple[float, int, Node]] = []
         order = 0  # breaks ties: first offered, first out
         parent, path_logprob = self.root, 0.0
         while True:
-            for child in parent.children.values():
-                order += 1
-                if usable(child):
-                    heapq.heappush(frontier, (-path_logprob - child.logprob, order, child))
-            if not frontier:
-                return
-            negative_reach, _, parent = heapq.heappop(frontier)
-            path_logprob = -negative_reach
+            children = parent.children
+            if len(children) == 1 and not frontier:  # a chain needs no heap
+                (parent,) = children.values()
+                if usable is not None and not usable(parent):
+                    return
+                path_logprob += parent.logprob
+            else:
+                for child in children.values():
+                    order += 1
+                    if usable is None or usable(child):
+                        heapq.heappush(frontier, (-path_logprob - child.logprob, order, child))
+                if not frontier:
+                    return
+                negative_reach, _, parent = heapq.heappop(frontier)
+                path_logprob = -negative_reach
             yield path_logprob, parent
 
-    def best_chain(self, usable: Callable[[Node], bool] = anything) -> Iterator[tuple[float, Node]]:
+    def best_chain(self, usable: Callable[[Node], bool] | None = None) -> Iterator[tuple[float, Node]]:
         """Yield (path logprob, node) down from the root, at each node to its likeliest `usable` child."""
         path_logprob, node = 0.0, self.root
         while True:
-            child = max(filter(usable, node.children.values()), key=lambda child: child.logprob, default=None)
+            child = max(
+                filter(usable or anything, node.children.values()), key=lambda child: child.logprob, default=None
+            )
             if child is None:
                 return
             path_logprob, node = path_logprob + child.logprob, child
@@ -229,22 +238,34 @@ class TokenTree:
         return [node for _, node in itertools.islice(self.by_path_logprob(), count)]
 
 
-def expected_tokens(nodes: Iterable[tuple[float, Node]], count: int) -> tuple[float, float]:
-    """Return (expected tokens of a step over the first `count` of these nodes, path probability of the likeliest leaf
-    among them). They come as `by_path_logprob` and `best_chain` yield them.
+class Ranking(NamedTuple):
+    """The best nodes of a tree, best first: a connected tree, parents first."""
 
-    Without nodes the root is the leaf, with probability 1. If there are `count` nodes, no more fit, and the second
-    number is 0."""
-    expected, leaf, seen = 1.0, 0.0, 0
-    for path_logprob, node in itertools.islice(nodes, count):
-        probability = math.exp(path_logprob)
-        expected += probability
-        seen += 1
-        if not node.children:
-            leaf = max(leaf, probability)
-    if not seen:
-        return 1.0, 1.0
-    return expected, leaf if seen < count else 0.0
+    nodes: list[Node]
+    logprobs: list[float]  # of their paths; they never rise
+    expected: float
+    """Tokens that a step over these nodes is expected to bring."""
+    leaf: float
+    """Path probability of the likeliest leaf among them. Without nodes the root is the leaf, with probability 1. If no
+    more nodes fit, it is 0."""
+
+    @classmethod
+    def of(cls, nodes: Iterable[tuple[float, Node]], count: int) -> Ranking:
+        """Return the first `count` of nodes, which come as `by_path_logprob` and `best_chain` yield them."""
+        taken, logprobs, expected, leaf = list[Node](), list[float](), 1.0, 0.0
+        for path_logprob, node in itertools.islice(nodes, count):
+            taken.append(node)
+            logprobs.append(path_logprob)
+            probability = math.exp(path_logprob)
+            expected += probability
+            if not node.children:
+                leaf = max(leaf, probability)
+        if not taken:
+            return NO_NODES
+        return cls(taken, logprobs, expected, leaf if len(taken) < count else 0.0)
+
+
+NO_NODES = Ranking([], [], 1.0, 1.0)
 
 
 def spell(nodes: Sequence[Node], with_distributions: Sequence[Node] = ()) -> Paths:

@@ -18,6 +18,9 @@ LOGPROB_UNIT = 1.0 / 96.0
 """Unit of log-probabilities in messages: one is sent as the number of units in the square root of its negative. That is
 fine where a child is likely, so that long paths add up right, and coarse where it is not."""
 
+LOGPROBS = [-((LOGPROB_UNIT * byte) ** 2) for byte in range(256)]
+"""The log-probability that each byte is."""
+
 
 _FINISHES: dict[int, str] = {
     number: name.removeprefix("FINISH_REASON_").lower() for name, number in model_pb2.FinishReason.items()
@@ -148,6 +151,4 @@ def logprobs_message(logprobs: Sequence[float]) -> bytes:
 
 
 def logprobs_from(message: bytes) -> list[float]:
-    roots = np.frombuffer(message, np.uint8) * LOGPROB_UNIT
-    logprobs: list[float] = (-roots * roots).tolist()
-    return logprobs
+    return [LOGPROBS[byte] for byte in message]

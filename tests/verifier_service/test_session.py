@@ -409,4 +409,4 @@ def test_a_session_that_contrasts_sits_out_until_it_has_a_row() -> None:
     assert session.computable == 0
     session.extend(3, Paths([4], [0], [-0.1], [(0, DraftDistribution(None, np.zeros(VOCABULARY, np.float16)))]), 0.0)
     assert session.computable == 1
-    assert list(session.candidates()) == []  # nothing can be chosen below a candidate without a row
+    assert session.candidates().nodes == []  # nothing can be chosen below a candidate without a row

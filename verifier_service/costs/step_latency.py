@@ -106,6 +106,11 @@ class StepLatency:
         """Return T_v(rows); beyond the last measured point, the last segment is extended."""
         return self._speed * self._tabled(rows)
 
+    def span(self, first: int, end: int) -> list[float]:
+        """Return T_v of each number of rows from `first` on, below `end`."""
+        seconds = [self._speed * time for time in self._table[first:end]]
+        return seconds + [self.of(rows) for rows in range(first + len(seconds), end)]
+
     def rows_within(self, seconds: float) -> int:
         """Return the largest number of rows whose step takes at most `seconds`."""
         table, seconds = self._table, seconds / self._speed

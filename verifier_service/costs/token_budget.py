@@ -7,21 +7,16 @@ decoding for serving large language models using goodput").
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import count, islice
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from specdec.decoding.lookahead import Lookahead
-from specdec.decoding.tree import Node
+from specdec.decoding.tree import Node, Ranking
 from verifier_service.costs.step_latency import StepLatency
 
 EXPLORED_PROBABILITY = 0.1
 """Candidates from this probability on are asked for where it is not certain that they do not pay."""
-
-Offers = Iterable[tuple[float, Node]]
-"""A session's candidates, best first, each with its path logprob: as many as the session may have in a step."""
 
 
 class Selection(NamedTuple):
@@ -38,61 +33,47 @@ class Selection(NamedTuple):
 
 
 def select_candidates(
-    offers: Sequence[Offers], latency: StepLatency, rows: int, most: int, spent: float = 0.0, *, explore: bool = False
+    offers: Sequence[Ranking], latency: StepLatency, rows: int, most: int, spent: float = 0.0, *, explore: bool = False
 ) -> Selection:
-    """Return the candidates that raise the goodput of a step.
+    """Return the candidates that raise the goodput of a step, out of those that each session may have in it.
 
     `rows` rows are in the step already, and each is sure to bring a token; at most `most` rows are added. `spent` are
     the seconds that the local draft model has taken before the step. With `explore`, and if the latency lets this step
     try, candidates that do not pay as far as is known are taken as well, up to the next measured point, if they may
     pay; or some that pay are left out, to learn whether fewer are as dear as believed.
     """
-    roots, expected, time = rows, float(rows), latency.of(rows)
-    price = expected * (latency.of(rows + 1) - time) / (time + spent)
-    taken: list[tuple[int, Node]] = []
-    gains: list[float] = []
-    paying: int | None = None  # candidates that pay, if the step explores beyond them
-    limit = math.inf  # rows up to which it does
-    ranked = heapq.merge(*map(_numbered, count(), offers), key=lambda offer: offer[0])
-    for negative_reach, index, node in islice(ranked, most):
-        gain = math.exp(-negative_reach)
-        if gain < price and paying is None:
-            may_pay = explore and latency.may_explore and _optimistic_price(expected, latency, rows, spent) <= gain
-            if not may_pay:
-                break
-            paying, limit = len(taken), latency.next_point(rows)
-        if rows == limit:
+    ranked = sorted((-logprob, index) for index, offer in enumerate(offers) for logprob in offer.logprobs)[:most]
+    gains = [math.exp(-negative) for negative, _ in ranked]
+    seconds = latency.span(rows, rows + len(gains) + 2)
+    expected, taken, price = float(rows), 0, rows * (seconds[1] - seconds[0]) / (seconds[0] + spent)
+    for gain in gains:
+        if gain < price:
             break
-        taken.append((index, node))
-        gains.append(gain)
-        rows += 1
-        if paying is None:
-            expected, time = expected + gain, latency.of(rows)
-            price = expected * (latency.of(rows + 1) - time) / (time + spent)
-    if explore and price > EXPLORED_PROBABILITY:
-        least = _optimistic_price(expected, latency, roots + (len(taken) if paying is None else paying), spent)
-        price = min(price, max(least, EXPLORED_PROBABILITY))
-    if explore and paying is None:
-        fewer = latency.uncertain_below(rows, roots) - roots
-        if fewer < len(taken):
-            paying, taken = len(taken), taken[:fewer]
-    chosen: list[list[Node]] = [[] for _ in offers]
-    for index, node in taken:
-        chosen[index].append(node)
-    if paying is None:
+        taken += 1
+        expected += gain
+        price = expected * (seconds[taken + 1] - seconds[taken]) / (seconds[taken] + spent)
+    paying = taken
+    if explore:
+        least = _optimistic_price(expected, latency, rows + paying, spent)
+        if paying < len(gains) and latency.may_explore and least <= gains[paying]:
+            taken = min(len(gains), latency.next_point(rows + paying) - rows)
+        else:
+            taken = min(paying, latency.uncertain_below(rows + paying, rows) - rows)
+        if price > EXPLORED_PROBABILITY:
+            price = min(price, max(least, EXPLORED_PROBABILITY))
+    counts = [0] * len(offers)
+    for _, index in ranked[:taken]:
+        counts[index] += 1
+    chosen = [offer.nodes[:count] for offer, count in zip(offers, counts, strict=True)]
+    if taken == paying:
         return Selection(chosen, price)
-    return Selection(chosen, price, time * (roots + sum(gains[: len(taken)])) / (roots + sum(gains[:paying])))
+    return Selection(chosen, price, seconds[paying] * (rows + sum(gains[:taken])) / expected)
 
 
 def _optimistic_price(expected: float, latency: StepLatency, rows: int, spent: float) -> float:
     """Return the least that the break-even probability may be between `rows` rows and the next measured point."""
     more, time = latency.next_point(rows), latency.of(rows)
     return expected * (latency.optimistic(rows, more) - time) / max(more - rows, 1) / (time + spent)
-
-
-def _numbered(index: int, offers: Offers) -> Iterator[tuple[float, int, Node]]:
-    for path_logprob, node in offers:
-        yield -path_logprob, index, node
 
 
 class WindowCosts:

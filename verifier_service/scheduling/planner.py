@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import tee
 
 from specdec.decoding.tree import Node
 from specdec.engine.batch import PackedBatch, Packer
@@ -192,13 +191,13 @@ class Planner:
             may_explore = may_explore and found.exploring is None
             opened = open_windows(sessions, found.nodes, decoding, free, latency, eligibility, may_explore=may_explore)
             return found.nodes, opened, found.price
-        offers = [tee(session.candidates(), 3) for session in sessions]
-        together = select_candidates([offer[0] for offer in offers], latency, decoding, free, spent)
+        offers = [session.candidates() for session in sessions]
+        together = select_candidates(offers, latency, decoding, free, spent)
         chosen = together.nodes
         own: dict[str, Alone] = {}
         for tenant, places in _places(speculating).items():
             roots = len(division.tenants[tenant].decoders)
-            found = select_candidates([offers[i][1] for i in places], latency, roots, free, spent)
+            found = select_candidates([offers[i] for i in places], latency, roots, free, spent)
             own[tenant] = alone = Alone(places, roots, found.nodes, found.price)
             some = [sessions[i] for i in places]
             alone.rows = window_rows(some, alone.nodes, roots, free - alone.count, latency, eligibility)
@@ -218,7 +217,7 @@ class Planner:
             most, some, roots = min(free, allowed[tenant]), [sessions[i] for i in alone.places], alone.roots
             nodes = alone.nodes
             if most < alone.count:
-                nodes = select_candidates([offers[i][2] for i in alone.places], latency, roots, most, spent).nodes
+                nodes = select_candidates([offers[i] for i in alone.places], latency, roots, most, spent).nodes
             count = sum(map(len, nodes))
             opened = open_windows(some, nodes, roots, most - count, latency, eligibility)
             free -= count + sum(len(window.nodes) for window in opened if window is not None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from verifier_service.settings.tuning import DEFAULTS, DraftTimingTuning
 
@@ -10,8 +10,7 @@ LONGEST_WAY = 60.0
 """Seconds of a round trip from which on a draft's word for how long it has known a text is not believed."""
 
 
-@dataclass(frozen=True)
-class WaitEstimate:
+class WaitEstimate(NamedTuple):
     """A session's wait estimate: what it would bring to a step now, and what waiting for its draft would add."""
 
     expected: float  # tokens that it would bring now

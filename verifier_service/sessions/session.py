@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from specdec.decoding.query import PenaltyState
 from specdec.decoding.sampling import Rule
 from specdec.decoding.suffix import Tokens
 from specdec.decoding.token_mask import TokenMask
-from specdec.decoding.tree import Node, Paths, TokenTree, expected_tokens
+from specdec.decoding.tree import NO_NODES, Node, Paths, Ranking, TokenTree
 from specdec.engine.batch import Packer
 from specdec.engine.kv.blocks import BLOCK, BlockPool, BlockTable
 from specdec.engine.kv.slots import Slots
@@ -84,7 +83,7 @@ class Session:
         self.cached_tokens = 0  # tokens in the KV cache at first admission; 0 once that is sent
         self.consumed = len(text)  # tokens that the client has read, prompt included
         self.refused_extends = 0  # messages of candidates that were invalid
-        self._expected_tokens: tuple[float, float] | None = None  # of the present tree; None: to be computed
+        self._ranking: Ranking | None = None  # of the present tree; None: to be computed
         self.grammar_seconds = 0.0  # that its grammar has taken in the step loop's thread
 
     @property
@@ -167,7 +166,7 @@ class Session:
         rows = [(parent, row) for parent, row in paths.distributions if row.fits(rule, self.vocabulary)]
         self.tree.insert(base, paths._replace(distributions=rows), origin=REMOTE_DRAFT, drafted=True)
         self.draft_timing.arrived(base, arrived, held)
-        self._expected_tokens = None
+        self._ranking = None
 
     @contextmanager
     def _asking(self) -> Iterator[TextGrammar]:
@@ -217,7 +216,7 @@ class Session:
     def set_policy(self, policy: Policy) -> None:
         """Replace the session's policy."""
         self.policy = policy
-        self._expected_tokens = None
+        self._ranking = None
 
     @property
     def takes_own_candidates(self) -> bool:
@@ -239,13 +238,13 @@ class Session:
             lookups=self.policy.ngram,
             windows=self.policy.windows,
         ):
-            self._expected_tokens = None
+            self._ranking = None
 
     def add_candidates(self, paths: Paths, source: int) -> None:
         """Add a proposer's candidates below the text; tokens that come of them have this source. Where candidates are
         sampled (REJECTION), each comes with the distribution that it was drawn from, or is dropped."""
         self.tree.insert(self.tree.base, paths, origin=source)
-        self._expected_tokens = None
+        self._ranking = None
 
     def open_window(self, size: Lookahead | None) -> LookaheadRows | None:
         """Open a lookahead window of this size for the coming step and return its rows, if it has any. Without a size,
@@ -267,27 +266,31 @@ class Session:
             return 0
         return self.policy.max_candidates
 
-    def candidates(self) -> Iterator[tuple[float, Node]]:
-        """Yield the best candidates for a step, best first, each after its path logprob."""
-        return islice(self._by_path_logprob(), self.max_candidates)
+    @property
+    def ranking(self) -> Ranking:
+        """The best candidates, as many as the policy allows."""
+        if self._ranking is None:
+            usable = self.usable if self.needs_draft else None
+            ranked = (self.tree.best_chain if self.chains_only else self.tree.by_path_logprob)(usable)
+            self._ranking = Ranking.of(ranked, self.policy.max_candidates)
+        return self._ranking
 
-    def expected_tokens(self) -> tuple[float, float]:
-        """Return what `tree.expected_tokens` does of as many candidates as the session may have."""
-        if self._expected_tokens is None:
-            self._expected_tokens = expected_tokens(self._by_path_logprob(), self.policy.max_candidates)
-        return self._expected_tokens
-
-    def _by_path_logprob(self) -> Iterator[tuple[float, Node]]:
-        """Yield candidates that a step can verify, best first, each after its path logprob."""
-        return (self.tree.best_chain if self.chains_only else self.tree.by_path_logprob)(self.usable)
+    def candidates(self) -> Ranking:
+        """Return the candidates that the session may have in the coming step."""
+        return self.ranking if self.max_candidates else NO_NODES
 
     def wait_estimate(self, now: float, price: float) -> WaitEstimate:
         """Return the wait estimate of the session; `price` is the break-even probability."""
-        expected, leaf = self.expected_tokens()
+        ranking = self.ranking
         if self.policy.patience <= 0:
-            return WaitEstimate(expected)
+            return WaitEstimate(ranking.expected)
         return self.draft_timing.wait_estimate(
-            self.tree.base, now, expected=expected, leaf=leaf, price=price, patience=self.policy.patience
+            self.tree.base,
+            now,
+            expected=ranking.expected,
+            leaf=ranking.leaf,
+            price=price,
+            patience=self.policy.patience,
         )
 
     # --- a step -------------------------------------------------------------------------------------
@@ -326,7 +329,7 @@ class Session:
         self.tree.commit(result.tokens)
         self.draft_timing.committed(self.tree.base, now)
         self.ngrams.extend(result.tokens, result.sources)
-        self._expected_tokens = None
+        self._ranking = None
         if self.penalty_state is not None:
             self.penalty_state.extend(result.tokens)
         if self.grammar is not None:

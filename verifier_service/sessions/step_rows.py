@@ -58,37 +58,40 @@ def plan_tree(
     tree slots, and are copied if one of them is accepted.
     """
     tree = TreeRows(candidates, lookahead)
-    principal = root
-    row_of: dict[int, int] = {}
-    inner: set[int] = set()
-    for node in candidates:  # best first, so the first child of `principal` continues the most probable path
-        if node.parent is principal:
-            principal, slot = node, int(text_slots[node.position])
+    base, principal, side = root.position + 1, list[Node](), list[Node]()
+    last = root
+    for node in candidates:  # best first, so the first child of `last` continues the most probable path
+        if node.parent is last:
+            last = node
+            principal.append(node)
         else:
-            slot = tree_slots.pop()
-        row = packer.add_row(node.token, node.position, slot)
-        tree.slots[id(node)] = slot
+            side.append(node)
+    rows = packer.add_rows([node.token for node in principal], base, text_slots[base : base + len(principal)])
+    row_of = dict(zip(map(id, principal), rows, strict=True))
+    tree.slots = dict(zip(map(id, principal), text_slots[base : base + len(principal)].tolist(), strict=True))
+    tree.results = dict(zip(map(id, principal), map(packer.want, rows), strict=True))
+    for node in side:
+        tree.slots[id(node)] = slot = tree_slots.pop()
+        row_of[id(node)] = row = packer.add_row(node.token, node.position, slot)
         tree.results[id(node)] = packer.want(row)
-        row_of[id(node)] = row
-        inner.add(id(node.parent))
-    nodes = candidates
     if lookahead is not None:
         # A window's first level may be among the candidates.
         window_nodes = [node for node in lookahead.nodes if id(node) not in row_of]
         for node in window_nodes:
             tree.slots[id(node)] = slot = tree_slots.pop()
             row_of[id(node)] = packer.add_row(node.token, node.position, slot)
-            inner.add(id(node.parent))
+        side += window_nodes
         tree.lookahead_results = [_result(packer, root_row, tree, node, row_of) for node in lookahead.queried]
-        nodes = candidates + window_nodes
-    prefix, rows = text_slots[: root.position + 1], text
-    for leaf in nodes:
+    packer.add_path(text_slots[: base + len(principal)], [*text, *rows])
+    prefix, inner = text_slots[:base], {id(node.parent) for node in side}
+    placed = set(map(id, principal))
+    for leaf in side:
         if id(leaf) in inner:
             continue
         path = leaf.path()
         keys = np.concatenate([prefix, [tree.slots[id(node)] for node in path]])
-        packer.add_path(keys, rows + [row_of.pop(id(node)) for node in path if id(node) in row_of])
-        rows = []
+        packer.add_path(keys, [row_of[id(node)] for node in path if id(node) not in placed])
+        placed.update(map(id, path))
     return tree
 
 

@@ -18,7 +18,7 @@ from verifier_service.sessions.step_rows import ScheduledRows, TreeRows
 class TreeVerification:
     """The verification of a session's token tree in one step; a `TreeWalker` for `verify_trees`."""
 
-    __slots__ = ("_node", "_path", "error", "kv_copies", "planned", "result", "row", "rows", "session")
+    __slots__ = ("_asked", "_node", "_path", "error", "kv_copies", "planned", "result", "row", "rows", "session")
 
     def __init__(self, session: Session, planned: ScheduledRows) -> None:
         assert planned.root_row is not None  # a piece of prompt decides nothing
@@ -32,9 +32,11 @@ class TreeVerification:
         self.row = planned.root_row
         self._node = session.tree.root
         self._path: list[int] = []
+        self._asked: dict[int, SamplingQuery] = {}  # known in advance, by row
 
     def query(self) -> SamplingQuery:
-        return self._query(self._node, self._path, self.session.allowed(self._path))
+        asked = self._asked.get(self.row)
+        return self._query(self._node, self._path, self.session.allowed(self._path)) if asked is None else asked
 
     def queries(self) -> Iterator[tuple[int, SamplingQuery]]:
         """Yield the sampling queries that the step may lead to, each after its row's index among the results: those of
@@ -52,7 +54,8 @@ class TreeVerification:
                 allowed = self.session.allowed(path)
             except GrammarError:
                 continue
-            yield row, self._query(node, path, allowed)
+            self._asked[row] = query = self._query(node, path, allowed)
+            yield row, query
         yield from ((row, query) for row, query in self.lookahead_queries() if row not in nodes)
 
     @property

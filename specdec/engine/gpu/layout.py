@@ -136,7 +136,7 @@ class SplitKvPacker(Packer):
         """Return the tiles of all paths. Only neighbouring paths are compared: sorting makes neighbours of texts that
         begin with the same slot, and leaves of one session are neighbours already."""
         paths = sorted(self._paths, key=lambda path: int(path.keys[0]))
-        paths[1:] = [b._replace(shared=_common_splits(a.keys, b.keys)) for a, b in pairwise(paths)]
+        paths[1:] = [_Path(b.keys, b.rows, _common_splits(a.keys, b.keys)) for a, b in pairwise(paths)]
         waiting = [(0, paths)]  # paths that agree on all splits before this one
         while waiting:
             start, group = waiting.pop()
@@ -152,7 +152,7 @@ class SplitKvPacker(Packer):
     def _of_rows(self, keys: Slots, rows: list[int], start: int, stop: int) -> Iterator[_Stack]:
         """Return the tiles of splits start..stop-1 of one text; a row is in no split that begins behind it."""
         ends = [min(self.positions[row] // SPLIT + 1, stop) for row in rows]
-        for end in sorted(set(ends)):
+        for end in sorted(set(ends)) if min(ends) < stop else (stop,):
             if end <= start:
                 continue
             reading = [row for row, last in zip(rows, ends, strict=True) if last >= end]
