@@ -55,7 +55,7 @@ class Generation:
             events,
             granted,
             timeline,
-            grammar_watch=None if revision.grammars is None else revision.grammars.watch(sample, text),
+            grammar_watch=None if revision.grammars is None else revision.grammars.watch(sample, text, peers),
             fallback_seconds=stats.fallback_seconds,
         )
         self._transcript = Transcript(sample, revision.model, timeline.began)

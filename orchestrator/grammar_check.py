@@ -17,6 +17,7 @@ from typing import NamedTuple
 import structlog
 
 from orchestrator.committed_text import CommittedText
+from orchestrator.peers import Peers
 from orchestrator.pod_errors import LostError
 from orchestrator.pods import Pod
 from orchestrator.sample import Sample
@@ -29,6 +30,10 @@ log = structlog.get_logger()
 
 MAX_DEATHS = 3
 """Deaths of pods in a row, under one text that has not grown between them, after which its grammar is refused."""
+
+MAX_DEATHS_AMONG_OTHERS = 2 * MAX_DEATHS
+"""The same while pods die without that text as well: something else kills them. One grammar may kill pods under two
+texts by turns, so this has a limit too."""
 
 MAX_BLAME = 6.0
 """Blame within DEATH_SECONDS after which a grammar is refused, whichever texts it was open for. A death's blame is 1
@@ -84,13 +89,13 @@ class GrammarCheck:
             )
         self._refused_until.pop(key, None)
 
-    def watch(self, sample: Sample, text: CommittedText) -> GrammarWatch | None:
+    def watch(self, sample: Sample, text: CommittedText, peers: Peers) -> GrammarWatch | None:
         """Return the watch over a sample's grammar; None if it has none."""
         grammar = None if sample.grammar is None else grammar_from(sample.grammar)
-        return None if grammar is None else GrammarWatch(self, grammar, sample, text)
+        return None if grammar is None else GrammarWatch(self, grammar, sample, text, peers)
 
-    def died(self, grammar: Grammar, tenant: str, pod: Pod, in_a_row: int) -> None:
-        """Count a death of a pod under a grammar, and under a text for the nth time in a row without growth."""
+    def died(self, grammar: Grammar, tenant: str, pod: Pod, *, too_often: bool) -> None:
+        """Count a death of a pod under a grammar; `too_often`: one text has seen too many in a row."""
         key, now = key_of(grammar, tenant), time.monotonic()
         deaths = self._deaths.setdefault(key, deque())
         self._deaths.move_to_end(key)
@@ -104,7 +109,7 @@ class GrammarCheck:
             deaths.remove(death)
             blame = max(blame, death.blame)
         deaths.append(Death(now, str(pod), blame))
-        if in_a_row >= MAX_DEATHS or sum(death.blame for death in deaths) >= MAX_BLAME:
+        if too_often or sum(death.blame for death in deaths) >= MAX_BLAME:
             self._refused_until[key] = now + QUARANTINE_SECONDS
             for other, until in list(self._refused_until.items()):
                 if until < now:
@@ -119,8 +124,11 @@ class GrammarCheck:
 class GrammarWatch:
     """Watches what becomes of pods that have the grammar of one text."""
 
-    def __init__(self, check: GrammarCheck, grammar: Grammar, sample: Sample, text: CommittedText) -> None:
+    def __init__(
+        self, check: GrammarCheck, grammar: Grammar, sample: Sample, text: CommittedText, peers: Peers
+    ) -> None:
         self._check = check
+        self._peers = peers
         self._grammar = grammar
         self._sample = sample
         self._text = text
@@ -140,14 +148,23 @@ class GrammarWatch:
         now = time.monotonic()
         # A session that is opened on the broken connection, before that is known, is lost by the same death.
         same_death = self._died_at.get(pod, -math.inf) > now - SAME_DEATH_SECONDS
+        if not same_death:
+            self._died_at[pod] = now
         if self._counted or same_death:
             return
         self._counted = True
-        self._died_at[pod] = now
         length = len(self._text.generated)
         self._in_a_row = self._in_a_row + 1 if length == self._length else 1
         self._length = length
-        self._check.died(self._grammar, self._sample.tenant, pod, self._in_a_row)
+        most = MAX_DEATHS_AMONG_OTHERS if self._others_die(now) else MAX_DEATHS
+        self._check.died(self._grammar, self._sample.tenant, pod, too_often=self._in_a_row >= most)
+
+    def _others_die(self, now: float) -> bool:
+        """Return whether a pod has died lately that did not have the text."""
+        return any(
+            pod.died_at > now - DEATH_SECONDS and pod.died_at > self._died_at.get(pod, -math.inf) + SAME_DEATH_SECONDS
+            for pod in (*self._peers.verifiers, *(self._peers.drafts or ()))
+        )
 
     async def clear(self) -> None:
         """Have the grammar tried again if a pod has died under it, before another one gets it. InvalidRequestError if

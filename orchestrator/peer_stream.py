@@ -119,9 +119,10 @@ class PeerStream:
             match seen:
                 case PeerLostError() | ProtocolError():  # ProtocolError: a message may have broken on its way
                     gone = error.code() is grpc.StatusCode.UNAVAILABLE
-                    raise LostError(
-                        said, conclusive=gone, died=gone and self._reached and not said_by_pod(error)
-                    ) from error
+                    died = gone and self._reached and not said_by_pod(error)
+                    if died:
+                        self.pod.died_at = time.monotonic()
+                    raise LostError(said, conclusive=gone, died=died) from error
                 case NotBuiltError():
                     raise UnfitError(seen) from error
                 case DeadlineError() if not self._over:  # a deadline of the peer, or of a proxy

@@ -37,6 +37,7 @@ class Pod:
         self.context_tokens = 0  # of the longest text that it takes, as last reported; 0: not known
         self.turn = 0  # when it was last chosen
         self.candidates_at = -math.inf  # when it, a draft, last sent candidates to any text; monotonic
+        self.died_at = -math.inf  # when it last went without a word, as its sessions here have seen; monotonic
         self._clock = clock
         self.unfit_reason = ""  # of the last time it was found unfit, for machines
         self._unfit: Exception | None = None

@@ -238,7 +238,7 @@ class TokenTree:
         return [node for _, node in itertools.islice(self.by_path_logprob(), count)]
 
 
-class Ranking(NamedTuple):
+class BestNodes(NamedTuple):
     """The best nodes of a tree, best first: a connected tree, parents first."""
 
     nodes: list[Node]
@@ -250,7 +250,7 @@ class Ranking(NamedTuple):
     more nodes fit, it is 0."""
 
     @classmethod
-    def of(cls, nodes: Iterable[tuple[float, Node]], count: int) -> Ranking:
+    def of(cls, nodes: Iterable[tuple[float, Node]], count: int) -> BestNodes:
         """Return the first `count` of nodes, which come as `by_path_logprob` and `best_chain` yield them."""
         taken, logprobs, expected, leaf = list[Node](), list[float](), 1.0, 0.0
         for path_logprob, node in itertools.islice(nodes, count):
@@ -265,7 +265,7 @@ class Ranking(NamedTuple):
         return cls(taken, logprobs, expected, leaf if len(taken) < count else 0.0)
 
 
-NO_NODES = Ranking([], [], 1.0, 1.0)
+NO_NODES = BestNodes([], [], 1.0, 1.0)
 
 
 def spell(nodes: Sequence[Node], with_distributions: Sequence[Node] = ()) -> Paths:

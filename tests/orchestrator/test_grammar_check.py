@@ -3,6 +3,8 @@ while if pods go on dying."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +13,7 @@ import grpc
 import pytest
 
 from orchestrator import grammar_check
-from orchestrator.grammar_check import MAX_BLAME, MAX_DEATHS, GrammarCheck, GrammarWatch
+from orchestrator.grammar_check import MAX_BLAME, MAX_DEATHS, MAX_DEATHS_AMONG_OTHERS, GrammarCheck, GrammarWatch
 from orchestrator.peers import Peers
 from orchestrator.pod_errors import LostError
 from orchestrator.pods import Pod, Pods
@@ -75,7 +77,7 @@ def checking(*outcomes: str | Exception) -> tuple[GrammarCheck, Trials]:
 
 def watched(check: GrammarCheck, peers: Peers | None = None, **fields: Any) -> SampleContext:
     given = context(peers, grammar=model_pb2.Grammar(regex="a+"), **fields)
-    return replace(given, grammar_watch=check.watch(given.sample, given.text))
+    return replace(given, grammar_watch=check.watch(given.sample, given.text, given.peers))
 
 
 def watch_of(given: SampleContext) -> GrammarWatch:
@@ -146,8 +148,7 @@ async def test_a_grammar_that_passes_again_and_again_is_refused_in_the_end(monke
 async def test_a_quarantine_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_check, "QUARANTINE_SECONDS", 0.0)
     check, _ = checking("")
-    for _ in range(MAX_DEATHS):
-        check.died(GRAMMAR, "", pod(), MAX_DEATHS)
+    check.died(GRAMMAR, "", pod(), too_often=True)
     await check.check(GRAMMAR, "grammar.regex")
 
 
@@ -202,6 +203,55 @@ async def test_pods_that_die_under_one_text_after_another_are_its_grammars_fault
     assert deaths == 2 * MAX_BLAME
 
 
+@pytest.mark.parametrize(("last_words", "died"), [(None, True), (EngineLostError(), False)])
+async def test_a_pod_that_goes_without_a_word_has_died(last_words: ServiceError | None, died: bool) -> None:
+    async with serving(Dying(last_words)) as address:
+        pods = Pods([address], connect=grpc.aio.insecure_channel)
+        peers = Peers(pods, failover_seconds=0.5)
+        with pytest.raises(ServiceError):
+            async for _ in Verification(context(peers), verifier_pb2.VerifyPolicy()).messages():
+                pass
+        (asked,) = pods
+        await pods.close()
+    assert (asked.died_at > -math.inf) is died
+
+
+@pytest.mark.parametrize("others", [False, True])
+async def test_pods_that_die_without_a_text_too_speak_for_its_grammar(others: bool) -> None:
+    """Where something kills pods at random, a text may lose several before it grows."""
+    pods = Pods(["without it"], connect=lambda _: None)  # type: ignore[arg-type, return-value]
+    check, _ = checking("")
+    given = watched(check, Peers(pods))
+    if others:
+        (elsewhere,) = pods
+        elsewhere.died_at = time.monotonic()
+    deaths = 0
+    while True:
+        try:
+            await watch_of(given).clear()
+        except OverloadedError:
+            break
+        watch_of(given).lost(pod(f"pod {deaths}", sessions=20), DIED)
+        deaths += 1
+    assert deaths == (MAX_DEATHS_AMONG_OTHERS if others else MAX_DEATHS)
+
+
+async def test_a_draft_that_dies_with_its_verifier_does_not_speak_for_its_grammar() -> None:
+    pods = Pods(["draft"], connect=lambda _: None)  # type: ignore[arg-type, return-value]
+    check, _ = checking("")
+    given = watched(check, Peers(pods))
+    (draft,) = pods
+    for number in range(MAX_DEATHS):
+        draft.died_at = time.monotonic()
+        watch_of(given).lost(pod(f"pod {number}", sessions=20), DIED)
+        if not number:
+            watch_of(given).lost(draft, DIED)
+        if number < MAX_DEATHS - 1:
+            await watch_of(given).clear()
+    with pytest.raises(OverloadedError):
+        await watch_of(given).clear()
+
+
 async def test_sessions_that_are_opened_at_a_dead_pod_are_lost_by_the_same_death() -> None:
     check, _ = checking("")
     given, dead = watched(check), pod("dead", sessions=20)
@@ -224,5 +274,5 @@ async def test_a_verifier_and_a_draft_that_die_together_are_one_death() -> None:
 def test_texts_lost_with_the_same_pod_count_once() -> None:
     check, _ = checking("")
     for _ in range(50):
-        check.died(GRAMMAR, "", pod("one"), 1)
+        check.died(GRAMMAR, "", pod("one"), too_often=False)
     assert not check._refused_until

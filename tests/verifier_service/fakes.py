@@ -205,11 +205,11 @@ class Decided(SpeculationController):
 
 
 class FixedLatency(StepLatency):
-    """A row costs `slope` of what a step costs without any; whatever is measured."""
+    """A step costs `of_any`, and each of its rows `slope`; whatever is measured."""
 
-    def __init__(self, slope: float) -> None:
+    def __init__(self, slope: float, *, of_any: float = 1.0) -> None:
         certain = LatencyTuning(start_error=0.0)  # no step explores what it costs
-        super().__init__((1, 1001), [1.0 + slope, 1.0 + 1001 * slope], certain)
+        super().__init__((1, 1001), [of_any + slope, of_any + 1001 * slope], certain)
 
     def observe(self, rows: int, seconds: float) -> None:
         pass

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.decoding.tree import Node, Ranking
+from specdec.decoding.tree import BestNodes, Node
 from tests.replay.clock import Clock
 from tests.replay.engines import TimedEngine
 from tests.verifier_service.fakes import Client, ThreadedTextEngine, step_loop
@@ -67,8 +67,8 @@ class Machine:
         chosen = 1 + len(select_candidates([self._offers()], self.latency, 1, 64).nodes[0])
         return self._goodput(chosen) / max(map(self._goodput, range(1, len(self._chain) + 2)))
 
-    def _offers(self) -> Ranking:
-        return Ranking.of(((math.log(chance), Node(0, 0, None, 0.0, 0)) for chance in self._chain), len(self._chain))
+    def _offers(self) -> BestNodes:
+        return BestNodes.of(((math.log(chance), Node(0, 0, None, 0.0, 0)) for chance in self._chain), len(self._chain))
 
     def _goodput(self, rows: int) -> float:
         return (1.0 + sum(self._chain[: rows - 1])) / self.seconds(rows)

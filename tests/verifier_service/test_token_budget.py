@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.decoding.lookahead import Lookahead
-from specdec.decoding.tree import Node, Paths, Ranking, TokenTree
+from specdec.decoding.tree import BestNodes, Node, Paths, TokenTree
 from tests.verifier_service.fakes import FREE, FixedLatency, TextEngine, run, step_loop
 from tests.verifier_service.step_loop.helpers import client, turns
 from verifier_service.costs.step_latency import StepLatency
@@ -52,7 +52,7 @@ Batch = list[tuple[TokenTree, int]]
 def chosen_of(batch: Batch, latency: StepLatency, rows: int, most: int) -> list[list[Node]]:
     """`select_candidates` of trees that each offer so many of their nodes at most."""
     return select_candidates(
-        [Ranking.of(tree.by_path_logprob(), limit) for tree, limit in batch], latency, rows, most
+        [BestNodes.of(tree.by_path_logprob(), limit) for tree, limit in batch], latency, rows, most
     ).nodes
 
 
@@ -87,7 +87,7 @@ class TestCandidates:
     def test_the_price_is_what_a_further_candidate_must_be_worth(
         self, batch: Batch, latency: StepLatency, rows: int, most: int
     ) -> None:
-        offers = [Ranking.of(tree.by_path_logprob(), limit) for tree, limit in batch]
+        offers = [BestNodes.of(tree.by_path_logprob(), limit) for tree, limit in batch]
         chosen, price, _ = select_candidates(offers, latency, rows, most)
         left = [
             math.exp(node.path_logprob())

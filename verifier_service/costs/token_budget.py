@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from specdec.decoding.lookahead import Lookahead
-from specdec.decoding.tree import Node, Ranking
+from specdec.decoding.tree import BestNodes, Node
 from verifier_service.costs.step_latency import StepLatency
 
 EXPLORED_PROBABILITY = 0.1
@@ -33,7 +33,13 @@ class Selection(NamedTuple):
 
 
 def select_candidates(
-    offers: Sequence[Ranking], latency: StepLatency, rows: int, most: int, spent: float = 0.0, *, explore: bool = False
+    offers: Sequence[BestNodes],
+    latency: StepLatency,
+    rows: int,
+    most: int,
+    spent: float = 0.0,
+    *,
+    explore: bool = False,
 ) -> Selection:
     """Return the candidates that raise the goodput of a step, out of those that each session may have in it.
 

@@ -83,7 +83,11 @@ class DraftModelProposer(Proposer):
         chains: list[DraftChain] = []
         try:
             chains += self._begin(
-                [session for session in sessions if session.ranking.expected - 1.0 < self._expected_accepted(session)]
+                [
+                    session
+                    for session in sessions
+                    if session.best_nodes.expected - 1.0 < self._expected_accepted(session)
+                ]
             )
             self._go_on(chains, decoding, latency, price, begin)
         except Exception as error:

@@ -13,7 +13,7 @@ from specdec.decoding.query import PenaltyState
 from specdec.decoding.sampling import Rule
 from specdec.decoding.suffix import Tokens
 from specdec.decoding.token_mask import TokenMask
-from specdec.decoding.tree import NO_NODES, Node, Paths, Ranking, TokenTree
+from specdec.decoding.tree import NO_NODES, BestNodes, Node, Paths, TokenTree
 from specdec.engine.batch import Packer
 from specdec.engine.kv.blocks import BLOCK, BlockPool, BlockTable
 from specdec.engine.kv.slots import Slots
@@ -83,7 +83,7 @@ class Session:
         self.cached_tokens = 0  # tokens in the KV cache at first admission; 0 once that is sent
         self.consumed = len(text)  # tokens that the client has read, prompt included
         self.refused_extends = 0  # messages of candidates that were invalid
-        self._ranking: Ranking | None = None  # of the present tree; None: to be computed
+        self._best_nodes: BestNodes | None = None  # of the present tree; None: to be computed
         self.grammar_seconds = 0.0  # that its grammar has taken in the step loop's thread
 
     @property
@@ -166,7 +166,7 @@ class Session:
         rows = [(parent, row) for parent, row in paths.distributions if row.fits(rule, self.vocabulary)]
         self.tree.insert(base, paths._replace(distributions=rows), origin=REMOTE_DRAFT, drafted=True)
         self.draft_timing.arrived(base, arrived, held)
-        self._ranking = None
+        self._best_nodes = None
 
     @contextmanager
     def _asking(self) -> Iterator[TextGrammar]:
@@ -216,7 +216,7 @@ class Session:
     def set_policy(self, policy: Policy) -> None:
         """Replace the session's policy."""
         self.policy = policy
-        self._ranking = None
+        self._best_nodes = None
 
     @property
     def takes_own_candidates(self) -> bool:
@@ -238,13 +238,13 @@ class Session:
             lookups=self.policy.ngram,
             windows=self.policy.windows,
         ):
-            self._ranking = None
+            self._best_nodes = None
 
     def add_candidates(self, paths: Paths, source: int) -> None:
         """Add a proposer's candidates below the text; tokens that come of them have this source. Where candidates are
         sampled (REJECTION), each comes with the distribution that it was drawn from, or is dropped."""
         self.tree.insert(self.tree.base, paths, origin=source)
-        self._ranking = None
+        self._best_nodes = None
 
     def open_window(self, size: Lookahead | None) -> LookaheadRows | None:
         """Open a lookahead window of this size for the coming step and return its rows, if it has any. Without a size,
@@ -267,28 +267,28 @@ class Session:
         return self.policy.max_candidates
 
     @property
-    def ranking(self) -> Ranking:
+    def best_nodes(self) -> BestNodes:
         """The best candidates, as many as the policy allows."""
-        if self._ranking is None:
+        if self._best_nodes is None:
             usable = self.usable if self.needs_draft else None
             ranked = (self.tree.best_chain if self.chains_only else self.tree.by_path_logprob)(usable)
-            self._ranking = Ranking.of(ranked, self.policy.max_candidates)
-        return self._ranking
+            self._best_nodes = BestNodes.of(ranked, self.policy.max_candidates)
+        return self._best_nodes
 
-    def candidates(self) -> Ranking:
+    def candidates(self) -> BestNodes:
         """Return the candidates that the session may have in the coming step."""
-        return self.ranking if self.max_candidates else NO_NODES
+        return self.best_nodes if self.max_candidates else NO_NODES
 
     def wait_estimate(self, now: float, price: float) -> WaitEstimate:
         """Return the wait estimate of the session; `price` is the break-even probability."""
-        ranking = self.ranking
+        best = self.best_nodes
         if self.policy.patience <= 0:
-            return WaitEstimate(ranking.expected)
+            return WaitEstimate(best.expected)
         return self.draft_timing.wait_estimate(
             self.tree.base,
             now,
-            expected=ranking.expected,
-            leaf=ranking.leaf,
+            expected=best.expected,
+            leaf=best.leaf,
             price=price,
             patience=self.policy.patience,
         )
@@ -329,7 +329,7 @@ class Session:
         self.tree.commit(result.tokens)
         self.draft_timing.committed(self.tree.base, now)
         self.ngrams.extend(result.tokens, result.sources)
-        self._ranking = None
+        self._best_nodes = None
         if self.penalty_state is not None:
             self.penalty_state.extend(result.tokens)
         if self.grammar is not None:

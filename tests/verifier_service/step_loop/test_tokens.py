@@ -140,11 +140,7 @@ class TestTokens:
     def test_a_draft_that_is_forced_is_wanted_though_nothing_pays(self, forced: bool) -> None:
         """A second row costs more than a step: the break-even probability goes up to 1."""
 
-        class Steep(FixedLatency):
-            def of(self, rows: int) -> float:
-                return 2.0 * rows - 1.0
-
-        loop = step_loop(TextEngine(8), Steep(1.0), controller=Decided(Mode.REMOTE_DRAFT))
+        loop = step_loop(TextEngine(8), FixedLatency(2.0, of_any=-1.0), controller=Decided(Mode.REMOTE_DRAFT))
         one = client(loop, 10, 1, 300, policy=Policy(REMOTE, 8, 0.0, forced=forced))
         run(loop, one)
         assert one.mail.times[-1].min_candidate_probability == pytest.approx(1.0)
