@@ -5,7 +5,8 @@
 The three services and their messages are real, and so is all that the host does for a step; the devices of target and
 draft are simulated (`bench.systems.simulated_gpu`). A draft is right at three positions of four. With a temperature,
 top-p is 0.95. Each cell has `--settle` seconds of load, then `--seconds` that count. `busy` is the part of the time in
-which the target's device computes, `in time` the part of drafted steps that began with candidates of the draft.
+which the target's device computes, `in time` the part of drafted steps that began with candidates of the draft. Stages
+are parts of the processor time of a loop's thread (`bench.systems.stages`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from bench.conditions import machine, versions
 from bench.report import Report, folder, publish
 from bench.systems.processor_time import processor_seconds
 from bench.systems.profiles import PROFILES, Profile
+from bench.systems.stages import Seconds, between
 from specdec.local import DEMO, Stack
 from specdec.local.stack import PROGRAMS
 from specdec.v2 import generation_pb2 as pb
@@ -119,18 +121,20 @@ class Load:
         return request
 
 
-async def measured(stack: Stack, profile: Profile, load: Load, settle: float, seconds: float) -> dict[str, Any]:
-    """Return the figures of one cell."""
+async def measured(
+    stack: Stack, stages: Path, profile: Profile, load: Load, settle: float, seconds: float
+) -> dict[str, Any]:
+    """Return the figures of one cell; pods keep their stage times in files of the folder `stages`."""
     task = asyncio.create_task(load.run(stack.address))
     try:
         await _sleep(settle, task)
-        before, used = await _stats(stack), _used(stack)
+        before, used, stage_seconds = await _stats(stack), _used(stack), _stages(stages)
         load.reset()
         begin = time.perf_counter()
         await _sleep(seconds, task)
         took, tokens = time.perf_counter() - begin, load.tokens
         gaps, firsts = sorted(load.gaps), load.firsts
-        after, now_used = await _stats(stack), _used(stack)
+        after, now_used, now_stages = await _stats(stack), _used(stack), _stages(stages)
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -154,6 +158,7 @@ async def measured(stack: Stack, profile: Profile, load: Load, settle: float, se
         "cpu_ms_per_1000_tokens": {
             role: round(1e6 * (now_used[role] - used[role]) / max(1, tokens), 1) for role in used
         },
+        "stages_us": {role: between(stage_seconds.get(role, {}), now_stages[role], steps) for role in now_stages},
     }
 
 
@@ -169,6 +174,11 @@ async def _stats(stack: Stack) -> verifier_pb2.GetStatsResponse:
         stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
         stats: verifier_pb2.GetStatsResponse = await stub.GetStats(verifier_pb2.GetStatsRequest())
         return stats
+
+
+def _stages(folder: Path) -> dict[str, Seconds]:
+    """Return the stage times of each role so far."""
+    return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
 
 
 def _used(stack: Stack) -> dict[str, float]:
@@ -212,7 +222,25 @@ def table(report: Report) -> str:
             *(f"{used.get(role, 0.0):.0f}" for role in ("verifier", "draft", "orchestrator")),
         ]
         lines.append("| " + " | ".join(map(str, row)) + " |")
+    for role in ("verifier", "draft"):
+        lines += _stage_lines(role, [each for each in cells if any(each["stages_us"].get(role, {}).values())])
     return "\n".join(lines) + "\n"
+
+
+def _stage_lines(role: str, cells: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a table of what a role's worker thread does, in microseconds of processor for each step of the target."""
+    if not cells:
+        return []
+    heads = [f"{each['streams']}, T = {each['temperature']:g}, {each['way']}" for each in cells]
+    lines = ["", f"**The {role}'s worker thread, us of processor a step of the target**", ""]
+    lines += ["| stage | " + " | ".join(heads) + " |", "|---" * (len(cells) + 1) + "|"]
+    stages = dict.fromkeys(stage for each in cells for stage in each["stages_us"][role])
+    for stage in stages:
+        lines.append(
+            "| " + " | ".join([stage, *(f"{each['stages_us'][role].get(stage, 0):.0f}" for each in cells)]) + " |"
+        )
+    totals = (sum(each["stages_us"][role].values()) for each in cells)
+    return [*lines, "| all | " + " | ".join(f"{total:.0f}" for total in totals) + " |"]
 
 
 def plot(report: Report, file: Path) -> None:
@@ -255,9 +283,10 @@ def main(given: Sequence[str]) -> None:
         "cells": [],
     }
     pods: dict[str, tuple[str, ...]] = {role: ("bench.systems.pod", role) for role in ("verifier", "draft")}
-    simulated = ("--profile", args.profile, "--kv-tokens", str(KV_TOKENS))
     with tempfile.TemporaryDirectory() as scratch:
-        model = directory(profile, Path(scratch))
+        model, stages = directory(profile, Path(scratch)), Path(scratch) / "stages"
+        stages.mkdir()
+        simulated = ("--profile", args.profile, "--kv-tokens", str(KV_TOKENS), "--stages", str(stages))
         with Stack.start(
             model,
             str(model),
@@ -269,7 +298,7 @@ def main(given: Sequence[str]) -> None:
                 for streams in args.streams:
                     for way in args.ways:
                         load = Load(streams, way, temperature)
-                        cell = asyncio.run(measured(stack, profile, load, args.settle, args.seconds))
+                        cell = asyncio.run(measured(stack, stages, profile, load, args.settle, args.seconds))
                         report["cells"].append(cell)
                         print(json.dumps(cell), flush=True)
     publish(report, args.out, "device", table, plot)

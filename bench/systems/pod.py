@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from bench.systems import synchronous
+from bench.systems import stages, synchronous
 from bench.systems.devices import read_device
 from bench.systems.long_steps import at_least, with_long_steps
 from bench.systems.profiles import PROFILES
@@ -62,6 +62,8 @@ def verifier(args: argparse.Namespace) -> Service:
         local = DraftModelProposer(_paced(loaded(small, exact=False), args, "local draft"), small.context)
     tuning = synchronous.TUNING if args.synchronous else DEFAULTS
     loop = StepLoop(_paced(engine, args, "target"), draft_model=local, tuning=tuning)
+    if args.stages is not None:
+        stages.of_verifier(loop).keep(args.stages / "verifier.json")
     loop.start()
     kind = synchronous.VerifierServicer if args.synchronous else VerifierServicer
     limits = VerifierLimits(max_candidates=args.max_candidates)
@@ -78,6 +80,8 @@ def draft(args: argparse.Namespace) -> Service:
     paced = _paced(engine, args, "draft")
     width = expansion_width.measured(paced, limits.defaults.max_branches)
     loop = DraftLoop(LanguageModelDrafter(paced, rows=width.of_all, rows_per_session=width.of_session))
+    if args.stages is not None:
+        stages.of_draft(loop).keep(args.stages / "draft.json")
     loop.start()
     kind = synchronous.DraftServicer if args.synchronous else DraftServicer
     return kind(loop, identity_of(directory, engine, args.kv_tokens - 1 - limits.max_nodes), limits)
@@ -117,6 +121,7 @@ def main() -> None:
     parser.add_argument("--threads-while-drafting", type=int, help="of a verifier")
     parser.add_argument("--kv-tokens", type=int, default=16384)
     parser.add_argument("--max-candidates", type=int, default=VerifierLimits.max_candidates, help="of a verifier")
+    parser.add_argument("--stages", type=Path, help="folder for stage times (`bench.systems.stages`)")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--drain-seconds", type=float, default=2.0)
     parser.add_argument("--log-level", default="warning")

@@ -1,0 +1,128 @@
+"""Stage times: the processor time of a step loop's or a draft loop's thread, by what it does.
+
+Methods are replaced by ones that take the time, in a process that is only run to be measured. A stage that another one
+calls counts as itself alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from draft_service.draft_loop import DraftLoop
+from draft_service.language_model import LanguageModelDrafter
+from verifier_service.scheduling import planner
+from verifier_service.scheduling.planner import StepPlan
+from verifier_service.step_loop import StepLoop
+from verifier_service.verification import verified_step
+
+WRITTEN_EVERY = 0.1
+"""Seconds between two writes of the file."""
+
+Seconds = dict[str, float]
+
+
+class Stages:
+    """The stages of one thread. `seconds` are of its processor time, so far."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._open: list[str] = []
+        self._since = 0.0
+
+    def time(self, owner: Any, name: str, stage: str) -> None:
+        """Count the time in this method or function of `owner` as the stage's."""
+        setattr(owner, name, self.timed(getattr(owner, name), stage))
+
+    def timed(self, run: Callable[..., Any], stage: str) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            self._switch()
+            self._open.append(stage)
+            try:
+                return run(*args, **options)
+            finally:
+                self._switch()
+                self._open.pop()
+
+        return timed
+
+    def _switch(self) -> None:
+        now = time.thread_time()
+        if self._open:
+            self.seconds[self._open[-1]] += now - self._since
+        self._since = now
+
+    def write(self, file: Path) -> None:
+        """Write the seconds so far to a file; who reads it meanwhile has the ones before."""
+        beside = file.with_suffix(".new")
+        beside.write_text(json.dumps(dict(self.seconds)))
+        os.replace(beside, file)
+
+    def keep(self, file: Path) -> None:
+        """Write them again and again, from a thread of its own, for as long as the process runs."""
+
+        def write() -> None:
+            while True:
+                self.write(file)
+                time.sleep(WRITTEN_EVERY)
+
+        threading.Thread(target=write, name="stages", daemon=True).start()
+
+
+def of_verifier(loop: StepLoop) -> Stages:
+    """Return the stages of a step loop that has not started. Those `beside` run while a device computes."""
+    stages, queue, speculation = Stages(), loop._queue, loop._speculation
+    for owner, name, stage in (
+        (loop, "_receive", "messages"),
+        (loop, "step", "rest"),
+        (queue, "admit", "who is ready"),
+        (loop, "_ready", "who is ready"),
+        (queue, "reserve_texts", "who is ready"),
+        (speculation, "select", "mode"),
+        (speculation, "propose", "propose"),
+        (loop, "_seconds_to_wait", "wait?"),
+        (loop._planner, "plan", "plan"),
+        (planner, "select_candidates", "choose candidates"),
+        (loop._planner, "prepare", "plan the next (beside)"),
+        (loop, "_forward", "choose tokens"),
+        (verified_step, "verify_trees", "verify"),
+        (verified_step.VerifiedStep, "apply", "commit"),
+        (loop._publisher, "publish", "publish"),
+    ):
+        stages.time(owner, name, stage)
+    plan, forward = loop._planner.plan, loop._forward
+
+    def packed_in_time(*args: Any, **options: Any) -> StepPlan:
+        planned = plan(*args, **options)
+        return replace(planned, pack=stages.timed(planned.pack, "pack"))
+
+    loop._planner.plan = packed_in_time  # type: ignore[method-assign]
+    loop._forward = lambda batch, asked: forward(batch, stages.timed(asked, "queries (beside)"))
+    return stages
+
+
+def of_draft(loop: DraftLoop) -> Stages:
+    """Return the stages of a draft loop that has not started."""
+    stages, drafter = Stages(), loop.drafter
+    assert isinstance(drafter, LanguageModelDrafter)
+    for owner, name, stage in (
+        (loop, "_receive", "messages"),
+        (loop, "step", "which are next"),
+        (drafter, "_plan_nodes", "plan"),
+        (drafter, "expand", "pack, children"),
+        (loop, "_send", "send"),
+    ):
+        stages.time(owner, name, stage)
+    return stages
+
+
+def between(before: Seconds, after: Seconds, steps: int) -> Seconds:
+    """Return the microseconds a step of each stage between two readings."""
+    return {stage: round(1e6 * (after[stage] - before.get(stage, 0.0)) / max(1, steps), 1) for stage in after}
