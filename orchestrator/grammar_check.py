@@ -31,14 +31,14 @@ log = structlog.get_logger()
 MAX_DEATHS = 3
 """Deaths of pods in a row, under one text that has not grown between them, after which its grammar is refused."""
 
-MAX_DEATHS_AMONG_OTHERS = 2 * MAX_DEATHS
-"""The same while pods die without that text as well: something else kills them. One grammar may kill pods under two
-texts by turns, so this has a limit too."""
-
 MAX_BLAME = 6.0
 """Blame within DEATH_SECONDS after which a grammar is refused, whichever texts it was open for. A death's blame is 1
 shared by all texts at the pod: a grammar that many use is open whatever a pod dies of. Pods are killed for reasons of
 their own, several within a minute in a drain of nodes, so this takes twice as much as one text alone."""
+
+AMONG_OTHERS = 2
+"""Times as many deaths that it takes while pods die without the text as well: something else kills them. Two texts that
+kill pods by turns would speak for each other without end, so this has a limit too."""
 
 DEATH_SECONDS = 60.0
 """Seconds for which a death is remembered."""
@@ -94,8 +94,9 @@ class GrammarCheck:
         grammar = None if sample.grammar is None else grammar_from(sample.grammar)
         return None if grammar is None else GrammarWatch(self, grammar, sample, text, peers)
 
-    def died(self, grammar: Grammar, tenant: str, pod: Pod, *, too_often: bool) -> None:
-        """Count a death of a pod under a grammar; `too_often`: one text has seen too many in a row."""
+    def died(self, grammar: Grammar, tenant: str, pod: Pod, in_a_row: int, *, others_die: bool) -> None:
+        """Count a death of a pod under a grammar, and under a text for the nth time in a row without growth.
+        `others_die`: pods have died lately without that text."""
         key, now = key_of(grammar, tenant), time.monotonic()
         deaths = self._deaths.setdefault(key, deque())
         self._deaths.move_to_end(key)
@@ -109,12 +110,20 @@ class GrammarCheck:
             deaths.remove(death)
             blame = max(blame, death.blame)
         deaths.append(Death(now, str(pod), blame))
-        if too_often or sum(death.blame for death in deaths) >= MAX_BLAME:
+        total, most = sum(death.blame for death in deaths), AMONG_OTHERS if others_die else 1
+        if in_a_row >= most * MAX_DEATHS or total >= most * MAX_BLAME:
             self._refused_until[key] = now + QUARANTINE_SECONDS
             for other, until in list(self._refused_until.items()):
                 if until < now:
                     del self._refused_until[other]
-            log.warning("grammar_quarantined", tenant=tenant, kind=grammar.kind.value, sha256=key[1].hex())
+            log.warning(
+                "grammar_quarantined",
+                tenant=tenant,
+                kind=grammar.kind.value,
+                sha256=key[1].hex(),
+                in_a_row=in_a_row,
+                blame=total,
+            )
 
     async def close(self) -> None:
         """End the processes."""
@@ -156,8 +165,7 @@ class GrammarWatch:
         length = len(self._text.generated)
         self._in_a_row = self._in_a_row + 1 if length == self._length else 1
         self._length = length
-        most = MAX_DEATHS_AMONG_OTHERS if self._others_die(now) else MAX_DEATHS
-        self._check.died(self._grammar, self._sample.tenant, pod, too_often=self._in_a_row >= most)
+        self._check.died(self._grammar, self._sample.tenant, pod, self._in_a_row, others_die=self._others_die(now))
 
     def _others_die(self, now: float) -> bool:
         """Return whether a pod has died lately that did not have the text."""

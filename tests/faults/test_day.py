@@ -50,10 +50,11 @@ ROLLOUT = {"canary": 0.45, "half": 0.55, "forth": 0.65, "back": 0.75, "forth aga
 
 
 def killed(pods: list[str], seconds: float) -> Iterator[tuple[float, str]]:
-    """When which pod is killed."""
-    dice = random.Random(5)
+    """When which pod is killed: each once, in any order, before one is killed again."""
+    dice, left = random.Random(5), list[str]()
     for at in np.arange(KILL_SECONDS, seconds, KILL_SECONDS).tolist():
-        yield at, dice.choice(pods)
+        left = left or dice.sample(pods, len(pods))
+        yield at, left.pop()
 
 
 def disturbed(pods: list[str], seconds: float) -> Iterator[Event]:

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from orchestrator import grammar_check
-from orchestrator.grammar_check import MAX_BLAME, MAX_DEATHS, MAX_DEATHS_AMONG_OTHERS, GrammarCheck, GrammarWatch
+from orchestrator.grammar_check import AMONG_OTHERS, MAX_BLAME, MAX_DEATHS, GrammarCheck, GrammarWatch
 from orchestrator.peers import Peers
 from orchestrator.pod_errors import LostError
 from orchestrator.pods import Pod, Pods
@@ -148,7 +148,7 @@ async def test_a_grammar_that_passes_again_and_again_is_refused_in_the_end(monke
 async def test_a_quarantine_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_check, "QUARANTINE_SECONDS", 0.0)
     check, _ = checking("")
-    check.died(GRAMMAR, "", pod(), too_often=True)
+    check.died(GRAMMAR, "", pod(), MAX_DEATHS, others_die=False)
     await check.check(GRAMMAR, "grammar.regex")
 
 
@@ -188,19 +188,24 @@ async def test_a_text_that_grows_is_not_blamed_for_one_pod_after_another() -> No
     await check.check(GRAMMAR, "grammar.regex")
 
 
-async def test_pods_that_die_under_one_text_after_another_are_its_grammars_fault() -> None:
+@pytest.mark.parametrize("others", [False, True])
+async def test_pods_that_die_under_one_text_after_another_are_its_grammars_fault(others: bool) -> None:
     """Each text is a new request; beside another one at its pod it counts half."""
+    pods = Pods(["without them"], connect=lambda _: None)  # type: ignore[arg-type, return-value]
     check, _ = checking("")
+    if others:
+        (elsewhere,) = pods
+        elsewhere.died_at = time.monotonic()
     deaths = 0
     while True:
         try:
             await check.check(GRAMMAR, "grammar.regex")
         except OverloadedError:
             break
-        given = watched(check)
+        given = watched(check, Peers(pods))
         watch_of(given).lost(pod(f"pod {deaths}", sessions=1), DIED)
         deaths += 1
-    assert deaths == 2 * MAX_BLAME
+    assert deaths == 2 * MAX_BLAME * (AMONG_OTHERS if others else 1)
 
 
 @pytest.mark.parametrize(("last_words", "died"), [(None, True), (EngineLostError(), False)])
@@ -233,7 +238,7 @@ async def test_pods_that_die_without_a_text_too_speak_for_its_grammar(others: bo
             break
         watch_of(given).lost(pod(f"pod {deaths}", sessions=20), DIED)
         deaths += 1
-    assert deaths == (MAX_DEATHS_AMONG_OTHERS if others else MAX_DEATHS)
+    assert deaths == (AMONG_OTHERS if others else 1) * MAX_DEATHS
 
 
 async def test_a_draft_that_dies_with_its_verifier_does_not_speak_for_its_grammar() -> None:
@@ -274,5 +279,5 @@ async def test_a_verifier_and_a_draft_that_die_together_are_one_death() -> None:
 def test_texts_lost_with_the_same_pod_count_once() -> None:
     check, _ = checking("")
     for _ in range(50):
-        check.died(GRAMMAR, "", pod("one"), too_often=False)
+        check.died(GRAMMAR, "", pod("one"), 1, others_die=False)
     assert not check._refused_until
