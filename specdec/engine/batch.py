@@ -71,6 +71,12 @@ class Packer(ABC):
     def add_tree(self, keys: Slots, key_positions: NDArray[np.int64], rows: Sequence[int], visible: Mask) -> None:
         """Let each row see a subset of keys, one for each position up to its own: `visible` [len(rows), len(keys)]."""
 
+    def add_leaves(self, text: Slots, branches: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+        """Let each row see a text and then the slots of its own branch below it, the last of which is its own. Branches
+        may begin with the same slots; no row stands on another's branch."""
+        for branch, row in zip(branches, rows, strict=True):
+            self.add_path(np.concatenate([text, branch]), [row])
+
     @abstractmethod
     def pack(self) -> PackedBatch:
         """Return the batch; the packer cannot be used again."""

@@ -39,7 +39,7 @@ class RaggedPacker(Packer):
     _first: dict[int, int] = field(default_factory=dict)  # row -> where its keys begin
 
     def add_path(self, keys: Slots, rows: Sequence[int]) -> None:
-        last = max(self.positions[row] for row in rows)
+        last = max(map(self.positions.__getitem__, rows))
         if last >= len(keys):
             raise ValueError(f"a row at position {last} has only {len(keys)} keys")
         self._first.update(dict.fromkeys(rows, self._length))

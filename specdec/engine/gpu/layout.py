@@ -64,6 +64,7 @@ class SplitKvBatch(PackedBatch):
 
 
 class _Path(NamedTuple):
+    first: int  # slot, of its keys
     keys: Slots
     rows: list[int]
     shared: int = 0  # leading splits whose keys equal those of the path before it
@@ -85,10 +86,10 @@ class SplitKvPacker(Packer):
     _paths: list[_Path] = field(default_factory=list)
 
     def add_path(self, keys: Slots, rows: Sequence[int]) -> None:
-        last = max(self.positions[row] for row in rows)
+        last = max(map(self.positions.__getitem__, rows))
         if last >= len(keys):
             raise ValueError(f"a row at position {last} has only {len(keys)} keys")
-        self._paths.append(_Path(keys, list(rows)))
+        self._paths.append(_Path(int(keys[0]), keys, list(rows)))
 
     def add_tree(self, keys: Slots, key_positions: NDArray[np.int64], rows: Sequence[int], visible: Mask) -> None:
         for row, path in zip(rows, tree_paths(keys, key_positions, visible), strict=True):
@@ -105,16 +106,15 @@ class SplitKvPacker(Packer):
         heights = np.asarray([len(stack.splits) for stack in stacks])
         tiles = int(heights.sum())
         padded = max(MIN_TILES, 1 << (tiles - 1).bit_length())
+        counts = np.asarray([len(stack.rows) for stack in stacks])
         rows = np.zeros((len(stacks), self.tile_rows), dtype=np.int32)
-        keys = np.empty(padded * SPLIT, dtype=np.int32)
+        rows[np.arange(self.tile_rows) < counts[:, None]] = [row for stack in stacks for row in stack.rows]
+        keys = np.full(padded * SPLIT, PADDING_SLOT, dtype=np.int32)
         bottom = 0
-        for index, stack in enumerate(stacks):
-            rows[index, : len(stack.rows)] = stack.rows
+        for stack in stacks:
             own = stack.keys[stack.splits.start * SPLIT : stack.splits.stop * SPLIT]
-            keys[bottom * SPLIT : bottom * SPLIT + len(own)] = own
-            bottom, behind = bottom + len(stack.splits), bottom * SPLIT + len(own)
-            keys[behind : bottom * SPLIT] = PADDING_SLOT
-        keys[tiles * SPLIT :] = PADDING_SLOT
+            keys[bottom : bottom + len(own)] = own
+            bottom += len(stack.splits) * SPLIT
         below = np.cumsum(heights) - heights
         firsts = np.asarray([stack.splits.start for stack in stacks])
         positions = np.asarray(self.positions, dtype=np.int64)
@@ -124,7 +124,7 @@ class SplitKvPacker(Packer):
             positions=positions,
             slots=np.asarray(self.slots, dtype=np.int64),
             wanted=np.asarray(self.wanted, dtype=np.int64),
-            tile_counts=_padded(np.repeat([len(stack.rows) for stack in stacks], heights), padded),
+            tile_counts=_padded(np.repeat(counts, heights), padded),
             tile_splits=_padded(np.arange(tiles) - np.repeat(below - firsts, heights), padded),
             tile_row_indices=_padded(np.repeat(rows, heights, axis=0), padded),
             tile_keys=keys.reshape(padded, SPLIT),
@@ -135,13 +135,16 @@ class SplitKvPacker(Packer):
     def _stacks(self) -> Iterator[_Stack]:
         """Return the tiles of all paths. Only neighbouring paths are compared: sorting makes neighbours of texts that
         begin with the same slot, and leaves of one session are neighbours already."""
-        paths = sorted(self._paths, key=lambda path: int(path.keys[0]))
-        paths[1:] = [_Path(b.keys, b.rows, _common_splits(a.keys, b.keys)) for a, b in pairwise(paths)]
+        paths = sorted(self._paths, key=lambda path: path.first)
+        paths[1:] = [
+            _Path(b.first, b.keys, b.rows, _common_splits(a.keys, b.keys)) if a.first == b.first else b
+            for a, b in pairwise(paths)
+        ]
         waiting = [(0, paths)]  # paths that agree on all splits before this one
         while waiting:
             start, group = waiting.pop()
-            rows = [row for path in group for row in path.rows]
-            stop = max(self.positions[row] for row in rows) // SPLIT + 1
+            rows = group[0].rows if len(group) == 1 else [row for path in group for row in path.rows]
+            stop = max(map(self.positions.__getitem__, rows)) // SPLIT + 1
             if len(group) > 1:
                 stop = min(path.shared for path in group[1:])
                 cuts = [i for i, path in enumerate(group) if i == 0 or path.shared == stop]
@@ -151,6 +154,9 @@ class SplitKvPacker(Packer):
 
     def _of_rows(self, keys: Slots, rows: list[int], start: int, stop: int) -> Iterator[_Stack]:
         """Return the tiles of splits start..stop-1 of one text; a row is in no split that begins behind it."""
+        if len(rows) == 1:
+            yield _Stack(keys, range(start, stop), rows)
+            return
         ends = [min(self.positions[row] // SPLIT + 1, stop) for row in rows]
         for end in sorted(set(ends)) if min(ends) < stop else (stop,):
             if end <= start:
@@ -169,8 +175,6 @@ def _check_range(what: str, arrays: Sequence[NDArray[np.integer]], end: int) -> 
 
 def _common_splits(a: Slots, b: Slots) -> int:
     """Return how many leading splits have the same slots in both."""
-    if a[0] != b[0]:  # the usual case of unrelated texts: the rest need not be compared
-        return 0
     whole = min(len(a), len(b)) // SPLIT * SPLIT
     differ = np.flatnonzero(a[:whole] != b[:whole])
     return (int(differ[0]) if len(differ) else whole) // SPLIT

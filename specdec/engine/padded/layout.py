@@ -84,6 +84,22 @@ class PaddedPacker(Packer):
         indices = np.asarray(rows, dtype=np.int64)
         self.lanes.append(Lane(keys, key_positions, indices, positions, visible, _bucket(len(keys))))
 
+    def add_leaves(self, text: Slots, branches: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+        """Make one tree of them: a lane, in which what they share is read once."""
+        base = len(text)
+        columns: dict[int, int] = {}  # of the branches' slots among the keys
+        visible = np.zeros((len(rows), base + sum(map(len, branches))), dtype=bool)
+        visible[:, :base] = True
+        positions = list(range(base))
+        for seen, branch in zip(visible, branches, strict=True):
+            for position, slot in enumerate(branch, base):
+                if slot not in columns:
+                    columns[slot] = len(positions)
+                    positions.append(position)
+                seen[columns[slot]] = True
+        keys = np.concatenate([text, list(columns)])
+        self.add_tree(keys, np.array(positions), rows, visible[:, : len(positions)])
+
     def pack(self) -> PaddedBatch:
         self._pad()
         shapes: dict[tuple[int, int], list[Lane]] = {}
