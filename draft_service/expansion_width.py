@@ -15,13 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from draft_service.tree_rows import add_nodes
-from specdec.decoding.candidates import draft_candidates
+from specdec.decoding.candidates import AskedRow, draft_candidates
 from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
-from specdec.decoding.tree import Node
 from specdec.engine.batch import Packer
-from specdec.engine.engine import Engine
+from specdec.engine.engine import Engine, draft_pass_of
 from specdec.engine.kv.slots import Slots
 
 WIDTHS = (4, 8, 16)
@@ -65,12 +63,17 @@ def measured(engine: Engine, branches: int) -> Width:
     """Return the measured width. The measurement runs the engine over its first slots, which no session may have yet,
     and picks `branches` children of every row."""
 
+    forward = draft_pass_of(engine)
+
+    def choose(packer: Packer) -> None:
+        rows = [AskedRow(row, SAMPLED, engine.vocabulary) for row in range(len(packer.wanted))]
+        draft_candidates(forward(packer.pack()), rows, branches)
+
     def seconds(rows: int) -> float:
         packer = engine.packer()
         siblings(packer, rows, np.arange(1, 1 + TEXT + rows))
         start = time.perf_counter()
-        for row in engine.forward(packer.pack()):
-            draft_candidates(row, SAMPLED, branches)
+        choose(packer)
         return time.perf_counter() - start
 
     rounds = [[seconds(rows) for rows in WIDTHS] for _ in range(REPEATS)]  # interleaved: a slow spell hits all alike
@@ -84,8 +87,7 @@ def measured(engine: Engine, branches: int) -> Width:
         for text in range(texts):
             nodes = np.arange(width) + 1 + LONG_TEXT + texts + text * width
             siblings(packer, width, np.concatenate([np.arange(LONG_TEXT) + 1 + text, nodes]))
-        for row in engine.forward(packer.pack()):
-            draft_candidates(row, SAMPLED, branches)
+        choose(packer)
         return time.perf_counter() - start
 
     room = min((engine.capacity - 1 - LONG_TEXT) // 2, MAX_LOGITS_BYTES // (4 * engine.vocabulary))
@@ -109,7 +111,7 @@ def most(seconds: Callable[[int], float], least_width: float, room: int) -> int:
 def siblings(packer: Packer, rows: int, slots: Slots) -> None:
     """Pack `rows` sibling nodes below one text and want their logits; the text has the other slots."""
     text, places = slots[: len(slots) - rows], slots[len(slots) - rows :].tolist()
-    root = Node(0, len(text) - 1, None, 0.0, 0)
-    nodes = [Node(1 + row, len(text), root, 0.0, 0) for row in range(rows)]
-    for row in add_nodes(packer, text, dict(zip(nodes, places, strict=True)), nodes):
+    added = [packer.add_row(1 + row, len(text), slot) for row, slot in enumerate(places)]
+    packer.add_leaves(text, [[slot] for slot in places], added)
+    for row in added:
         packer.want(row)

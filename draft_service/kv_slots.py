@@ -20,19 +20,20 @@ class SessionSlots:
     def __init__(self, slots: Slots) -> None:
         self.all = slots
         self.nodes: dict[Node, int] = {}
-        self._text, self._computed = np.empty(len(slots), dtype=np.int64), 0
+        self.computed = 0  # tokens of the text
+        self._text = np.empty(len(slots), dtype=np.int64)
         self._free = slots[::-1].tolist()  # so that a text lies in ascending slots, which are read without a copy
 
     @property
     def text(self) -> Slots:
         """A view: every pass reads the whole text's slots, and long texts have many."""
-        return self._text[: self._computed]
+        return self._text[: self.computed]
 
     def add_text(self, count: int) -> Slots:
         """Take slots for the next `count` tokens of the text, and return them."""
-        begin, self._computed = self._computed, self._computed + count
-        self._text[begin : self._computed] = [self._free.pop() for _ in range(count)]
-        return self._text[begin : self._computed]
+        begin, self.computed = self.computed, self.computed + count
+        self._text[begin : self.computed] = [self._free.pop() for _ in range(count)]
+        return self._text[begin : self.computed]
 
     def add_node(self, node: Node) -> int:
         """Take a slot for a node, and return it."""
@@ -44,7 +45,7 @@ class SessionSlots:
         """Free the slots of the last `text` tokens, and of these nodes: they were not computed after all."""
         if text:
             self._free += self.text[-text:].tolist()
-            self._computed -= text
+            self.computed -= text
         self._free += [self.nodes.pop(node) for node in nodes if node in self.nodes]
 
     def follow_root(self, followed: Sequence[Node], alive: Collection[Node]) -> None:
@@ -53,6 +54,6 @@ class SessionSlots:
         for node in followed:
             if node not in self.nodes:
                 break
-            self._text[self._computed] = self.nodes.pop(node)
-            self._computed += 1
+            self._text[self.computed] = self.nodes.pop(node)
+            self.computed += 1
         self._free += [self.nodes.pop(node) for node in [node for node in self.nodes if node not in alive]]

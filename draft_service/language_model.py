@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import structlog
-
+from draft_service.children import chosen, give
 from draft_service.drafter import Drafter, ExpansionError
 from draft_service.model_session import ModelSession
 from draft_service.session import RootMove, Session
 from specdec.decoding.sampling import Rule
 from specdec.engine.batch import Packer
-from specdec.engine.engine import Engine
+from specdec.engine.engine import Engine, draft_pass_of
 from specdec.engine.kv.slots import KVPool
 from specdec.engine.probe import EngineProbe
 from specdec.serving.max_min import Pool
-
-log = structlog.get_logger()
 
 PAUSED_LAG_TOKENS = 512
 """Most committed tokens that a paused draft leaves pending: short texts cost other sessions nothing, and when it is
@@ -43,6 +40,7 @@ class LanguageModelDrafter(Drafter):
 
     def __init__(self, engine: Engine, *, rows: int = 16, rows_per_session: int = 4, prompt_budget: int = 512) -> None:
         self.engine = engine
+        self._forward = draft_pass_of(engine)
         self._pool = KVPool(engine.capacity)
         self._rows = rows
         self._rows_per_session = rows_per_session
@@ -80,28 +78,28 @@ class LanguageModelDrafter(Drafter):
 
     def expand(self, sessions: Sequence[Session]) -> Mapping[Session, Exception]:
         packer = self.engine.packer()
-        known = [self._sessions[session] for session in sessions]
-        expanding = [each for each in known if not each.pending_text]
-        reading = [each for each in known if each.pending_text]
+        expanding: list[ModelSession] = []
+        reading: list[ModelSession] = []
+        for session in sessions:
+            known = self._sessions[session]
+            (reading if known.pending_text else expanding).append(known)
         planned: list[ModelSession] = []
         try:
             self._plan_nodes(packer, expanding, planned)
-            for each, most in _shared_by_tenant(reading, self._prompt_rows(reading, expanding)):
-                planned.append(each)
-                each.plan_text(packer, most)
-            logits = self.engine.forward(packer.pack())
+            if reading:
+                for each, most in _shared_by_tenant(reading, self._prompt_rows(reading, expanding)):
+                    planned.append(each)
+                    each.plan_text(packer, most)
+            logits = self._forward(packer.pack())
+            children = chosen([node for each in planned for node in each.computed()], logits)
         except Exception as error:  # nothing of the pass counts; its sessions are tried again
             self._probe.pass_failed(packer.slots)
             for each in planned:
                 each.undo_plan()
             raise ExpansionError([each.session for each in planned], error) from error
-        failed: dict[Session, Exception] = {}
         for each in planned:
-            try:
-                each.expand(logits)
-            except Exception as error:  # one session's error does not end the others
-                failed[each.session] = error
-        return failed
+            each.forget_plan()
+        return give(children)
 
     def recover(self) -> bool:
         return self._probe.recovers()
@@ -150,7 +148,7 @@ class LanguageModelDrafter(Drafter):
             rows = min(wanted, beside) + max(1, int(beside * min(others)))
         else:
             rows = wanted + max(beside, beside * wanted // max(1, len(expanding)))
-        if reading and not expanding:
+        if not expanding:
             rows = max(rows, min(map(_reading_order, reading))[1])
         return min(rows, self._prompt_budget)
 

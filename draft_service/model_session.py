@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+import math
 
+from draft_service.children import Computed
 from draft_service.kv_slots import SessionSlots
 from draft_service.session import RootMove, Session
-from draft_service.tree_rows import add_nodes
-from specdec.decoding import contrastive, rejection
-from specdec.decoding.candidates import draft_candidates
-from specdec.decoding.processing import MAX_ABS_LOGIT
-from specdec.decoding.sampling import Rule
+from specdec.decoding.candidates import AskedRow
 from specdec.decoding.tree import Node
 from specdec.engine.batch import Packer
 from specdec.engine.kv.slots import Slots
@@ -31,7 +27,7 @@ class ModelSession:
     @property
     def pending_text(self) -> int:
         """Committed tokens that must be computed before anything can be proposed."""
-        return self.session.tree.base - len(self.slots.text)
+        return self.session.tree.base - self.slots.computed
 
     def commit(self, move: RootMove) -> None:
         """Follow a commit."""
@@ -42,7 +38,7 @@ class ModelSession:
     def plan_text(self, packer: Packer, budget: int) -> int:
         """Plan to compute pending text, at the start or after a correction: one chain of at most `budget` rows. Return
         the number of rows."""
-        start = len(self.slots.text)
+        start = self.slots.computed
         text = self.session.tree.committed[start : start + budget]
         self._planned_text = len(text)
         rows = packer.add_rows(text, start, self.slots.add_text(len(text)))
@@ -53,13 +49,16 @@ class ModelSession:
         return len(text)
 
     def plan_nodes(self, packer: Packer, most: int) -> int:
-        """Plan to compute the most probable nodes, `most` at most; return how many."""
-        planned = self._planned
-        while len(planned) < most and self.session.best_logprob() > -np.inf:
-            node = self.session.take_best()
+        """Plan to compute the most probable nodes, of which there is one: `most` at most. Return how many."""
+        session, slots, planned = self.session, self.slots, self._planned
+        branches: list[list[int]] = []
+        rows: list[int] = []
+        while len(planned) < most and (not planned or session.best_logprob() > -math.inf):
+            node = session.take_best()
             planned.append(node)
-            self.slots.add_node(node)
-        rows = add_nodes(packer, self.slots.text, self.slots.nodes, planned)
+            rows.append(packer.add_row(node.token, node.position, slots.add_node(node)))
+            branches.append([slots.nodes[ancestor] for ancestor in node.path()])
+        packer.add_leaves(slots.text, branches, rows)
         self._wanted = [packer.want(row) for row in rows]
         return len(planned)
 
@@ -69,32 +68,14 @@ class ModelSession:
         self.slots.remove(self._planned_text, [node for node in self._planned if node is not root])
         for node in self._planned:
             self.session.put_back(node)
-        self._forget_plan()
+        self.forget_plan()
 
-    def expand(self, logits: NDArray[np.float32]) -> None:
-        """Give the nodes that the pass has computed children, from its logits [wanted rows, vocabulary]. A broken row
-        gives none; FloatingPointError if the rule cannot do without it."""
-        for node, index in zip(self._planned, self._wanted, strict=True):
-            row = logits[index, : self.session.vocabulary]
-            if abs(row.max()) < MAX_ABS_LOGIT:
-                self._add_children(node, row)
-            elif self.session.request.distributions_required:
-                raise FloatingPointError("the draft's logits are not finite")
-        self._forget_plan()
+    def computed(self) -> list[Computed]:
+        """Return the nodes of the planned pass, with the rows of its logits."""
+        session, planned = self.session, zip(self._planned, self._wanted, strict=True)
+        rows = [(node, AskedRow(row, session.query(node), session.vocabulary)) for node, row in planned]
+        return [Computed(session, node, row) for node, row in rows]
 
-    def _forget_plan(self) -> None:
+    def forget_plan(self) -> None:
+        """Plan the next pass from here on."""
         self._planned, self._wanted, self._planned_text = [], [], 0
-
-    def _add_children(self, node: Node, logits: NDArray[np.float32]) -> None:
-        """Give a node children, by the request's rule."""
-        session, sampler = self.session, self.session.request.sampler
-        query = session.query(node)
-        if sampler.rule is Rule.REJECTION:
-            if (proposal := rejection.propose(logits, query)) is not None:
-                assert proposal.token is not None
-                session.add_draw(node, proposal.token, proposal.row)
-            return
-        if sampler.rule is Rule.CONTRASTIVE:
-            session.add_distribution(node, contrastive.amateur_distribution(logits, sampler.contrast))
-        tokens, logprobs = draft_candidates(logits, query, session.policy.max_branches)
-        session.add_children(node, tokens, logprobs)

@@ -6,11 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from draft_service.frontier import Frontier
 from draft_service.request import MIN_PROBABILITY, ExpansionPolicy, SessionRequest
 from draft_service.send_queue import SendQueue
 from specdec.decoding import rejection
-from specdec.decoding.calibration import Calibration
+from specdec.decoding.calibration import Calibration, corrected
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import PenaltyState, SamplingQuery
 from specdec.decoding.tree import Node, TokenTree
@@ -76,14 +79,13 @@ class Session:
         new_tokens = self._new_tokens(base, tokens)
         followed, passed = self._follow(new_tokens)
         self._restore_deep()
-        tree.commit(new_tokens)
+        alive = frozenset(tree.commit(new_tokens))
         if self.request.distributions_required and tree.base >= self.request.context:
             raise ValueError(f"the text has {tree.base} tokens, the draft's context is {self.request.context}")
         if self.penalty_state is not None:
             self.penalty_state.extend(new_tokens)
         if self.grammar is not None:
             self.grammar.commit(new_tokens)
-        alive = frozenset(tree.root.walk())
         self._frontier.descend(passed, alive)
         self._expanded = {node: at for node, at in self._expanded.items() if node in alive or node is tree.root}
         if tree.root not in self._expanded:
@@ -135,12 +137,13 @@ class Session:
     def best_logprob(self) -> float:
         """Return the path logprob of the best node that is worth expanding; -inf if there is none. Nodes that are too
         deep for now are put aside."""
-        policy, tree = self.policy, self.tree
-        if self.over or policy.paused or self._full:
+        policy = self.policy
+        if policy.paused or self.over or self._full:
             return -math.inf
+        deepest = self.tree.root.position + policy.max_depth - 1
         while self._frontier:
             path_logprob, node = self._frontier.best()
-            if node.position - tree.root.position < policy.max_depth:
+            if node.position <= deepest:
                 return path_logprob if path_logprob >= policy.min_logprob else -math.inf
             self._too_deep.append(self._frontier.take())
         return -math.inf
@@ -181,11 +184,15 @@ class Session:
         allowed = None if self.grammar is None else self.grammar.hint(path)
         return SamplingQuery(self.request.sampler, node.position + 1, self.penalty_state, path, allowed=allowed)
 
-    def add_children(self, node: Node, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Add children, the likeliest first: a draft's tokens and their logprobs."""
+    def shifts(self, node: Node) -> list[float]:
+        """Return the calibration's shifts of a node's children."""
+        return self._calibration.shifts(self._expanded[node])
+
+    def add_calibrated(self, node: Node, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Add children as the policy wants them, the likeliest first, from `tokens` with calibrated logprobs."""
         path_logprob = node.path_logprob()
-        for token, logprob in zip(tokens, self._calibration.corrected(self._expanded[node], logprobs), strict=True):
-            if logprob < MIN_CHILD_LOGPROB and node.children:
+        for token, logprob in zip(tokens[: self.policy.max_branches], logprobs, strict=False):
+            if logprob < MIN_CHILD_LOGPROB and (node.children or logprob == -math.inf):
                 break
             self._add_child(node, token, logprob, path_logprob + logprob)
 
@@ -208,3 +215,13 @@ class Session:
         if child.position < self.end - 1 and token not in self.request.end_tokens:
             self._frontier.add(path_logprob, child)
         self.outgoing.add(path_logprob, child)
+
+
+def add_children(
+    nodes: Sequence[tuple[Session, Node]], tokens: NDArray[np.int64], logprobs: NDArray[np.float64]
+) -> None:
+    """Give nodes of sessions children: a draft's tokens and their logprobs, [n, width] each, the likeliest first. Where
+    a node has fewer, logprobs are -inf."""
+    calibrated = corrected([session.shifts(node) for session, node in nodes], logprobs)
+    for (session, node), own_tokens, own_logprobs in zip(nodes, tokens.tolist(), calibrated.tolist(), strict=True):
+        session.add_calibrated(node, own_tokens, own_logprobs)

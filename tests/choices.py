@@ -7,7 +7,9 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.decoding.candidates import AskedRow, draft_candidates
 from specdec.decoding.choice import Tokens, choose
+from specdec.decoding.draft_logits import HostDraftLogits
 from specdec.decoding.noise import gumbel
 from specdec.decoding.processing import Logits, adjusted, tempered
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
@@ -47,3 +49,10 @@ def scores(logits: Logits, query: SamplingQuery) -> tuple[Tokens, NDArray[np.flo
     z = tempered(z, [sampling])
     ids = survivors(z[0], sampling)
     return ids, z[0, ids] + gumbel(sampling.seed, query.position, ids)
+
+
+def candidates(row: NDArray[np.float32], query: SamplingQuery, width: int) -> tuple[list[int], list[float]]:
+    """The candidates of one row and their logprobs."""
+    found = draft_candidates(HostDraftLogits(row[None]), [AskedRow(0, query, len(row))], width)
+    count = int(np.count_nonzero(found.logprobs > -np.inf))
+    return found.tokens[0, :count].tolist(), found.logprobs[0, :count].tolist()

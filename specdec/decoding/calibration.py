@@ -12,7 +12,10 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule
@@ -32,8 +35,8 @@ HOTTEST = 2.0
 MAX_TENANTS = 256
 """Tenants whose calibrations are kept; the one that was silent longest is forgotten first."""
 
-LEAST = 1e-6
-"""Least distance of a probability from 0 and 1, so that its log-odds stay finite."""
+LEAST_LOGPROB, MOST_LOGPROB = math.log(1e-6), math.log1p(-1e-6)
+"""Range that logprobs are cut to, so that their log-odds stay finite."""
 
 
 class Calibration:
@@ -46,27 +49,28 @@ class Calibration:
         if tenant is not None:
             self._shifts = [[*row] for row in tenant._shifts]
 
-    def corrected(self, depth: int, logprobs: Iterable[float]) -> list[float]:
-        """Return the calibrated logprobs of siblings, best first; none is above the one before it."""
-        shifts = self._shifts[min(depth, DEPTHS - 1)]
-        result: list[float] = []
-        for rank, logprob in enumerate(logprobs):
-            odds = _log_odds(math.exp(logprob)) + shifts[min(rank, RANKS - 1)]
-            corrected = -math.log1p(math.exp(-odds))
-            result.append(min(corrected, result[-1]) if result else corrected)
-        return result
+    def shifts(self, depth: int) -> list[float]:
+        """Return the shifts of siblings at this depth, by rank."""
+        return self._shifts[min(depth, DEPTHS - 1)]
+
+    def corrected(self, depth: int, logprobs: Sequence[float]) -> list[float]:
+        """Return what `corrected` does, for the children of one node."""
+        found: list[list[float]] = corrected([self.shifts(depth)], np.array([logprobs])).tolist()
+        return found[0]
 
     def learn(self, depth: int, taken: int | None, logprobs: Iterable[float]) -> None:
         """Learn which of the siblings the target took: rank `taken`, or none. Their logprobs were corrected at this
         depth, wherever they are now."""
-        logprobs = list(logprobs)
+        self._shift(depth, [(rank == taken) - math.exp(logprob) for rank, logprob in enumerate(logprobs)])
+
+    def _shift(self, depth: int, errors: Sequence[float]) -> None:
+        """Move the shifts of siblings at this depth, here and at the tenant's, by what their probabilities were off."""
         if self._tenant is not None:
-            self._tenant.learn(depth, taken, logprobs)
-        shifts = self._shifts[min(depth, DEPTHS - 1)]
-        for rank, logprob in enumerate(logprobs):
+            self._tenant._shift(depth, errors)
+        shifts = self.shifts(depth)
+        for rank, error in enumerate(errors):
             at = min(rank, RANKS - 1)
-            shift = shifts[at] + LEARNS * ((rank == taken) - math.exp(logprob))
-            shifts[at] = max(-MOST, min(MOST, shift))
+            shifts[at] = max(-MOST, min(MOST, shifts[at] + LEARNS * error))
 
 
 class Calibrations:
@@ -88,6 +92,11 @@ class Calibrations:
             return Calibration(known.setdefault(kind, Calibration()))
 
 
-def _log_odds(probability: float) -> float:
-    p = min(max(probability, LEAST), 1.0 - LEAST)
-    return math.log(p / (1.0 - p))
+def corrected(shifts: Sequence[Sequence[float]], logprobs: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the calibrated logprobs of the children of n nodes: [n, width], best first, none above the one before it.
+    `shifts` are those of each node's depth. Logprobs of -inf stand for no child, and stay."""
+    likely = np.minimum(np.maximum(logprobs, LEAST_LOGPROB), MOST_LOGPROB)
+    of_ranks = np.array(shifts).take(np.arange(logprobs.shape[1]), axis=1, mode="clip")
+    odds = likely - np.log(-np.expm1(likely)) + of_ranks
+    ordered = np.minimum.accumulate(-np.logaddexp(0.0, -odds), axis=1)
+    return np.where(logprobs > -np.inf, ordered, -np.inf)

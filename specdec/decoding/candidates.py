@@ -2,69 +2,144 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.decoding.noise import gumbel
+from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS, DraftLogits, Shortlists, shortlists
+from specdec.decoding.noise import stream_at, token_words, word_gumbel
 from specdec.decoding.processing import MAX_ABS_LOGIT, Logits, adjusted, tempered
 from specdec.decoding.query import SamplingQuery
-from specdec.decoding.truncation import survivors
-
-MAX_DRAFT_LOGITS = 256
-"""Number of a draft's largest logits that are searched for candidates."""
-
-COLUMNS, LEAST_HEIGHT = 16, 4
-"""Columns that a row is laid out in, for each logit that is sought, and the least number of logits in a column for
-which that is worth it."""
+from specdec.decoding.truncation import leading, truncates
 
 AGREEMENT_SCALE = 0.6
 """Scale of the noise by which a draft's logits are assumed to differ from its target's. For the demo pair, the
 likelihood of the target's choices is highest with 0.5 at temperature 0, 0.6 at 0.7 and 0.7 at 1 (fitted once, by
 hand)."""
 
+SORTED_WHOLE = 4
+"""Scores of a row, in multiples of the candidates wanted, up to which all are sorted. Among more, the best are found
+first, which takes less time."""
 
-def draft_candidates(logits: Logits, query: SamplingQuery, width: int) -> tuple[list[int], list[float]]:
-    """Return the `width` likeliest choices of *another* model with the same noise, best first, as
-    (tokens, logprobs).
+
+class AskedRow(NamedTuple):
+    """A row of draft logits, and what its candidates depend on besides."""
+
+    number: int  # among the draft logits
+    query: SamplingQuery
+    vocabulary: int  # number of tokens: ids from here on are none
+
+
+class Candidates(NamedTuple):
+    """The candidates of n rows, the likeliest first. Where a row has fewer, logprobs are -inf."""
+
+    tokens: NDArray[np.int64]  # [n, width]
+    logprobs: NDArray[np.float64]  # [n, width]
+    sound: NDArray[np.bool_]  # [n] False: the draft's logits are broken (see `choose`), and there are no candidates
+
+
+def draft_candidates(logits: DraftLogits, rows: Sequence[AskedRow], width: int) -> Candidates:
+    """Return the `width` likeliest choices of *another* model with the same noise, for each of these rows.
 
     The other model's logits are assumed to differ from these by noise of a fixed scale, so its choice is
     softmax-distributed, at that scale, over the perturbed logits (measured before the division by T). Only the
-    MAX_DRAFT_LOGITS largest logits are searched; a candidate missed there costs acceptance, nothing else. A broken
-    row (see `choose`) gives none.
+    shortlist of a row is searched; a candidate missed there costs acceptance, nothing else. None depends on other
+    rows.
     """
-    sampling = query.sampler.sampling
-    z = adjusted(logits[None], [query])[0]
-    if not abs(z.max()) < MAX_ABS_LOGIT:
-        return [], []
-    ids = _largest(z, MAX_DRAFT_LOGITS)
-    z = z[ids]
-    perturbed = z.astype(np.float64)
-    if not sampling.greedy:
-        z = tempered(z[None], [sampling])[0]
-        kept = survivors(z, sampling)
-        ids = ids[kept]
-        perturbed = sampling.temperature * (z[kept] + gumbel(sampling.seed, query.position, ids))
-    perturbed /= AGREEMENT_SCALE
-    best = np.argsort(-perturbed, kind="stable")[:width]
-    best = best[perturbed[best] > -np.inf]
-    if not len(best):
-        return [], []
-    log_total = np.log(np.exp(perturbed - perturbed[best[0]]).sum()) + perturbed[best[0]]
-    return ids[best].tolist(), (perturbed[best] - log_total).tolist()
+    known, sound = _processed_shortlists(logits, rows)
+    found = Candidates(np.zeros((len(rows), width), dtype=np.int64), np.full((len(rows), width), -np.inf), sound)
+    greedy: list[int] = []
+    sampled: list[int] = []
+    for at, peak in enumerate(known.values[:, 0].tolist()):
+        if abs(peak) < MAX_ABS_LOGIT:
+            (greedy if rows[at].query.sampler.sampling.greedy else sampled).append(at)
+    if greedy:
+        own = _places(greedy, len(rows))
+        ids = known.ids[own]
+        _fill(found, own, known.values[own].astype(np.float64), ids, np.s_[:, :width])  # shortlists are in order
+    if sampled:
+        own = _places(sampled, len(rows))
+        ids = known.ids[own]
+        perturbed = _perturbed(known.values[own], ids, [rows[at].query for at in sampled])
+        _fill(found, own, perturbed, ids, (np.arange(len(sampled))[:, None], _ranked(perturbed, width)))
+    return found
 
 
-def _largest(z: Logits, count: int) -> NDArray[np.int64]:
-    """Return the ids, ascending, of the `count` largest of a row's logits z [V].
+def _places(own: list[int], count: int) -> list[int] | slice:
+    """Return these of `count` rows as an index that copies nothing if they are all."""
+    return slice(None) if len(own) == count else own
 
-    Long rows are laid out in columns. At least `count` logits reach the count-th largest of the columns' maxima, and
-    few others do; only these are partitioned. Maxima take a third of the time that partitioning the row takes."""
-    if len(z) <= count:
-        return np.arange(len(z))
-    ids, columns = None, COLUMNS * count
-    if len(z) >= LEAST_HEIGHT * columns:
-        height = len(z) // columns
-        maxima = z[: height * columns].reshape(height, columns).max(axis=0)
-        ids = np.flatnonzero(z >= np.partition(maxima, columns - count)[columns - count])
-    values = z if ids is None else z[ids]
-    best = np.sort(np.argpartition(values, len(values) - count)[-count:])
-    return best if ids is None else ids[best]
+
+def _processed_shortlists(logits: DraftLogits, rows: Sequence[AskedRow]) -> tuple[Shortlists, NDArray[np.bool_]]:
+    """Return the shortlists of rows with penalties, bias, bans and token masks applied, and whether their logits are
+    sound without. Rows shorter than others end with logits of -inf."""
+    listed = [at for at, row in enumerate(rows) if not row.query.adjusts]
+    whole = [at for at, row in enumerate(rows) if row.query.adjusts] if len(listed) < len(rows) else []
+    if listed:
+        found = logits.shortlists([rows[at].number for at in listed])
+        vocabularies = [rows[at].vocabulary for at in listed]
+        if found.ids.max() >= min(vocabularies):
+            beyond = found.ids.max(axis=1) >= vocabularies
+            whole += [at for at, is_beyond in zip(listed, beyond.tolist(), strict=True) if is_beyond]
+        if not whole:
+            return found, np.abs(found.values[:, 0]) < MAX_ABS_LOGIT
+    values = np.full((len(rows), MAX_DRAFT_LOGITS), -np.inf, dtype=np.float32)
+    ids = np.zeros(values.shape, dtype=np.int64)
+    if listed:
+        count = found.ids.shape[1]
+        values[listed, :count], ids[listed, :count] = found
+    sound = np.abs(values[:, 0]) < MAX_ABS_LOGIT
+    for at, row in zip(whole, logits.whole([rows[at].number for at in whole]), strict=True):
+        z = over(rows[at].vocabulary, row)
+        sound[at] = abs(z.max()) < MAX_ABS_LOGIT
+        values[at] = -np.inf
+        if sound[at]:
+            own = shortlists(list(adjusted(z[None], [rows[at].query])))
+            count = own.ids.shape[1]
+            values[at, :count], ids[at, :count] = own.values[0], own.ids[0]
+    return Shortlists(values, ids), sound
+
+
+def over(vocabulary: int, logits: Logits) -> Logits:
+    """Return a row of logits over another vocabulary, with the same first tokens, and perhaps more or fewer of them."""
+    if len(logits) >= vocabulary:
+        return logits[:vocabulary]
+    return np.pad(logits, (0, vocabulary - len(logits)), constant_values=-np.inf)
+
+
+def _perturbed(values: Logits, ids: NDArray[np.int64], queries: Sequence[SamplingQuery]) -> NDArray[np.float64]:
+    """Return the perturbed logits of the survivors among shortlists [n, k] at temperatures above 0, but for columns at
+    the end in which no row has any; -inf elsewhere."""
+    samplings = [query.sampler.sampling for query in queries]
+    z = tempered(values, samplings)
+    if any(truncates(each) for each in samplings):
+        totals = np.exp(z - z[:, :1]).sum(axis=1, dtype=np.float64)
+        kept = leading(z, ids, totals, z.shape[1], samplings)  # the row is its shortlist
+        columns = int(np.flatnonzero(kept.any(axis=0))[-1]) + 1
+        z, ids, kept = z[:, :columns], ids[:, :columns], kept[:, :columns]
+    else:
+        kept = z > -np.inf
+    streams = np.array([[stream_at(query.sampler.state, query.position)] for query in queries], dtype=np.uint64)
+    scores = z + word_gumbel(token_words(streams, ids))
+    return np.where(kept, np.array([[each.temperature] for each in samplings]) * scores, -np.inf)
+
+
+def _ranked(scores: NDArray[np.float64], width: int) -> NDArray[np.int64]:
+    """Return the columns of the `width` largest scores of each row, the largest first."""
+    falling = -scores
+    if scores.shape[1] <= SORTED_WHOLE * width:
+        return falling.argsort(axis=1)[:, :width]
+    every = np.arange(len(scores))[:, None]
+    best = falling.argpartition(width, axis=1)[:, :width]
+    return best[every, falling[every, best].argsort(axis=1)]
+
+
+def _fill(found: Candidates, rows: Any, perturbed: NDArray[np.float64], ids: NDArray[np.int64], ranked: Any) -> None:
+    """Write the candidates of these rows: those at the places `ranked` of each, best first, by perturbed logits."""
+    scores = perturbed / AGREEMENT_SCALE
+    best = scores[ranked]
+    log_totals = np.log(np.exp(scores - best[:, :1]).sum(axis=1, keepdims=True)) + best[:, :1]
+    found.tokens[rows, : best.shape[1]] = ids[ranked]
+    found.logprobs[rows, : best.shape[1]] = best - log_totals

@@ -23,6 +23,8 @@ MASK = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
 MULTIPLY_1 = 0xBF58476D1CE4E5B9
 MULTIPLY_2 = 0x94D049BB133111EB
+_GAMMA, _LAST_SHIFT = np.uint64(GAMMA), np.uint64(31)
+_ROUNDS = ((np.uint64(30), np.uint64(MULTIPLY_1)), (np.uint64(27), np.uint64(MULTIPLY_2)))
 
 
 def mix(value: int) -> int:
@@ -39,7 +41,12 @@ def stream(seed: int, position: int, domain: int = DOMAIN_CHOICE) -> int:
     The finalisers are nested; with one linear combination of seed and position instead, the noise of one seed would
     be a shifted copy of another's.
     """
-    return mix((request_state(seed, domain) + position) & MASK)
+    return stream_at(request_state(seed, domain), position)
+
+
+def stream_at(state: int, position: int) -> int:
+    """Return what `stream` does, from the state of `request_state`."""
+    return mix((state + position) & MASK)
 
 
 def request_state(seed: int, domain: int = DOMAIN_CHOICE) -> int:
@@ -53,13 +60,13 @@ def token_words(streams: NDArray[np.uint64], ids: NDArray[np.int64]) -> NDArray[
     A word is `mix` of the sum of stream and id. It is computed in place but for one scratch array, since over a whole
     vocabulary memory access takes most of the time.
     """
-    value = np.asarray(streams + np.uint64(GAMMA) + ids.astype(np.uint64))
+    value = np.asarray(streams + _GAMMA + ids.astype(np.uint64))
     scratch = np.empty_like(value)
-    for shift, multiplier in ((30, MULTIPLY_1), (27, MULTIPLY_2)):
-        np.right_shift(value, np.uint64(shift), out=scratch)
+    for shift, multiplier in _ROUNDS:
+        np.right_shift(value, shift, out=scratch)
         value ^= scratch
-        value *= np.uint64(multiplier)
-    np.right_shift(value, np.uint64(31), out=scratch)
+        value *= multiplier
+    np.right_shift(value, _LAST_SHIFT, out=scratch)
     value ^= scratch
     return value
 

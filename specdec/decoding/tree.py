@@ -186,16 +186,20 @@ class TokenTree:
         self.size += 1
         return node
 
-    def commit(self, tokens: Sequence[int]) -> None:
-        """Append final tokens; a node survives iff the new committed text is a prefix of its path."""
+    def commit(self, tokens: Sequence[int]) -> list[Node]:
+        """Append final tokens; a node survives iff the new committed text is a prefix of its path. Return the survivors
+        below the new root."""
         self.committed += tokens
         for token in tokens:
             child = self.root.children.get(token)
             self.root = child if child is not None else Node(token, self.base, None, 0.0, 0)
             self.root.parent = None
             self.base += 1
-        if self.size:
-            self.size = sum(1 for _ in self.root.walk())
+        alive = list(self.root.children.values())
+        for node in alive:
+            alive += node.children.values()
+        self.size = len(alive)
+        return alive
 
     def by_path_logprob(self, usable: Callable[[Node], bool] | None = None) -> Iterator[tuple[float, Node]]:
         """Yield (path logprob, node) of every live node, most probable first, parents before children. A node that is
@@ -272,18 +276,22 @@ def spell(nodes: Sequence[Node], with_distributions: Sequence[Node] = ()) -> Pat
     """Return the paths of nodes, of nodes whose distributions are included, and of all their ancestors.
 
     `with_distributions` may hold the root."""
-    numbers: dict[int, int] = {}
+    numbers: dict[Node | None, int] = {}
     tokens: list[int] = []
     parents: list[int] = []
     logprobs: list[float] = []
     for leaf in (*nodes, *with_distributions):
-        for node in leaf.path():
-            if id(node) not in numbers:
-                tokens.append(node.token)
-                parents.append(numbers.get(id(node.parent), 0))
-                logprobs.append(node.logprob)
-                numbers[id(node)] = len(tokens)
+        unspelt: list[Node] = []
+        node = leaf
+        while node.parent is not None and node not in numbers:
+            unspelt.append(node)
+            node = node.parent
+        for node in reversed(unspelt):
+            tokens.append(node.token)
+            parents.append(numbers.get(node.parent, 0))
+            logprobs.append(node.logprob)
+            numbers[node] = len(tokens)
     distributions = [
-        (numbers.get(id(node), 0), node.distribution) for node in with_distributions if node.distribution is not None
+        (numbers.get(node, 0), node.distribution) for node in with_distributions if node.distribution is not None
     ]
     return Paths(tokens, parents, logprobs, distributions)

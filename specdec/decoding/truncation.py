@@ -45,28 +45,33 @@ def leading(
 
     Known are the k largest logits z [n, k] of each row, descending, their ids, and the sum of all weights of a row, in
     float64 [n]. The result is that of `survivors` of the whole row, bit by bit, if the total is."""
-    most = z.shape[1]
-    count = np.count_nonzero(z > -np.inf, axis=1)
-    all_known = (count < most) | (most == vocabulary)
-    top_k = np.array([each.top_k for each in samplings])
-    size = np.where(top_k > 0, np.minimum(top_k, count), count)
-    top_p = np.array([each.top_p for each in samplings])
-    if (top_p < 1.0).any():
-        reached = np.cumsum(np.exp(z - z[:, :1]), axis=1, dtype=np.float64)
-        of = np.where((top_k > 0) & (top_k < vocabulary), reached[np.arange(len(z)), size - 1], totals)
-        wanted = np.where(top_p < 1.0, top_p * of, np.inf)
-        size = np.minimum(size, np.count_nonzero(reached < wanted[:, None], axis=1) + 1)
+    every, most = np.arange(len(z)), z.shape[1]
+    count = np.full(len(z), most) if z[:, -1].min() > -np.inf else (z > -np.inf).sum(axis=1)
+    size, top_k = count, np.array([each.top_k for each in samplings])
+    limited = any(each.top_k > 0 for each in samplings)
+    if limited:
+        size = np.where(top_k > 0, np.minimum(top_k, count), count)
+    if any(each.top_p < 1.0 for each in samplings):
+        top_p = np.array([each.top_p for each in samplings])
+        reached = np.exp(z - z[:, :1]).cumsum(axis=1, dtype=np.float64)
+        of = np.where((top_k > 0) & (top_k < vocabulary), reached[every, size - 1], totals) if limited else totals
+        enough = reached >= (top_p * of)[:, None]
+        cut = np.minimum(size, enough.argmax(axis=1) + 1)
+        size = np.where((top_p < 1.0) & enough[:, -1], cut, size)
     if any(each.min_p > 0.0 for each in samplings):
         of_rows = zip(z[:, 0], samplings, strict=True)
         least = [_least(peak, each.min_p) if each.min_p > 0.0 else -np.inf for peak, each in of_rows]
-        size = np.minimum(size, np.count_nonzero(z >= np.array(least)[:, None], axis=1))
-    last = z[np.arange(len(z)), size - 1]
-    # An unknown id may survive as well, or come before the last known ones among equals.
-    unknown = ~all_known & ((top_k > count) | ~(last > z[:, -1]))
-    size[unknown | ~np.isfinite(z[:, 0])] = 0
+        size = np.minimum(size, (z >= np.array(least)[:, None]).sum(axis=1))
+    last = z[every, size - 1]
+    if most < vocabulary:
+        # An unknown id may survive as well, or come before the last known ones among equals.
+        unknown = (count == most) & ((top_k > count) | ~(last > z[:, -1]))
+        size = np.where(unknown, 0, size)
+    size = np.where(np.isfinite(z[:, 0]), size, 0)
     kept: NDArray[np.bool_] = np.arange(most) < size[:, None]
-    for row in np.flatnonzero((size > 0) & (size < count)):
-        if z[row, size[row]] == last[row]:  # among equals the lowest ids survive
+    equal = z[every, np.minimum(size, most - 1)] == last
+    if equal.any():
+        for row in (equal & (size > 0) & (size < count)).nonzero()[0]:  # the lowest ids survive
             order = np.argsort(ids[row, : count[row]])
             kept[row, order] = _leading(z[row, order], last[row], int(size[row]))
     return kept

@@ -1,8 +1,8 @@
 """The engine's interface: one forward pass over a packed batch, and copying rows of the KV cache.
 
 What only some engines can do is a capability: a protocol of its own beside `Engine`. Which ones an engine has depends
-on what was loaded, so this is found out at run time, in one function for each: `step_of`, `cpu_threads`,
-`hidden_states`, `chains_only`, `longest_text`.
+on what was loaded, so this is found out at run time, in one function for each: `step_of`, `draft_pass_of`,
+`cpu_threads`, `hidden_states`, `chains_only`, `longest_text`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.decoding.draft_logits import DraftLogits, HostDraftLogits
 from specdec.decoding.query import SamplingQuery
 from specdec.decoding.step_logits import HostLogits, StepLogits
 from specdec.engine.batch import PackedBatch, Packer
@@ -58,6 +59,25 @@ def step_of(engine: Engine) -> Step:
     if isinstance(engine, GpuSampling):
         return engine.step
     return lambda batch, _: HostLogits(engine.forward(batch))
+
+
+@runtime_checkable
+class Shortlisting(Protocol):
+    """Passes for a draft on an engine whose logits stay on its device, which sends shortlists of them."""
+
+    def forward_shortlists(self, batch: PackedBatch) -> DraftLogits:
+        """Run a forward pass and return its wanted rows. The pass is over, and their shortlists are on the host."""
+
+
+DraftPass = Callable[[PackedBatch], DraftLogits]
+"""A function that runs a forward pass and returns its wanted rows as a draft reads them."""
+
+
+def draft_pass_of(engine: Engine) -> DraftPass:
+    """Return the function that runs a draft's pass of this engine."""
+    if isinstance(engine, Shortlisting):
+        return engine.forward_shortlists
+    return lambda batch: HostDraftLogits(engine.forward(batch))
 
 
 @runtime_checkable

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.decoding.calibration import MAX_TENANTS, MOST, RANKS, Calibration, Calibrations
+from specdec.decoding.calibration import MAX_TENANTS, MOST, RANKS, Calibration, Calibrations, corrected
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
 
@@ -20,6 +21,31 @@ log_probabilities = st.lists(st.floats(-30.0, 0.0), min_size=1, max_size=6).map(
 def test_at_first_logprobs_stay_what_they_are(depth: int, logprobs: list[float]) -> None:
     got = Calibration().corrected(depth, logprobs)
     assert [math.exp(s) for s in got] == pytest.approx([math.exp(s) for s in logprobs], abs=2e-6)
+
+
+def reference(shifts: list[float], logprobs: list[float]) -> list[float]:
+    """The calibrated logprobs of one node's children, number by number."""
+    result: list[float] = []
+    for rank, logprob in enumerate(logprobs):
+        p = min(max(math.exp(logprob), 1e-6), 1.0 - 1e-6)
+        odds = math.log(p / (1.0 - p)) + shifts[min(rank, RANKS - 1)]
+        calibrated = -math.log1p(math.exp(-odds))
+        result.append(min(calibrated, result[-1]) if result else calibrated)
+    return result
+
+
+shifts_of_ranks = st.lists(st.floats(-MOST, MOST), min_size=RANKS, max_size=RANKS)
+
+
+@given(st.lists(st.tuples(shifts_of_ranks, log_probabilities), min_size=1))
+def test_nodes_of_a_pass_are_corrected_as_each_alone(nodes: list[tuple[list[float], list[float]]]) -> None:
+    """Up to a billionth: near 1 the reference subtracts what is almost equal."""
+    width = max(len(logprobs) for _, logprobs in nodes)
+    padded = np.array([logprobs + [-math.inf] * (width - len(logprobs)) for _, logprobs in nodes])
+    got = corrected([shifts for shifts, _ in nodes], padded)
+    for own, (shifts, logprobs) in zip(got, nodes, strict=True):
+        assert own[: len(logprobs)] == pytest.approx(reference(shifts, logprobs), rel=1e-9)
+        assert (own[len(logprobs) :] == -math.inf).all()
 
 
 @given(st.integers(0, 10), log_probabilities, st.lists(st.tuples(st.integers(0, 10), st.integers(0, 6)), max_size=300))

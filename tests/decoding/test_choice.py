@@ -25,13 +25,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import special, stats
 
-from specdec.decoding.candidates import AGREEMENT_SCALE, draft_candidates
+from specdec.decoding.candidates import AGREEMENT_SCALE
 from specdec.decoding.choice import BLOCK, choose
 from specdec.decoding.noise import gumbel
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.token_mask import TokenMask
-from tests.choices import choose_token, choose_tokens, mask_of
+from tests.choices import candidates, choose_token, choose_tokens, mask_of
 from tests.choices import scores as scores_of
 
 FALSE_ALARM = 1e-6
@@ -83,7 +83,7 @@ class Case:
         return choose_token(self.sampler, self.row, self.position, self.penalty_state, self.path, self.mask)
 
     def draft_candidates(self, width: int) -> tuple[list[int], list[float]]:
-        return draft_candidates(self.row, self.query, width)
+        return candidates(self.row, self.query, width)
 
 
 def reference_adjusted(case: Case) -> list[float]:
@@ -495,7 +495,7 @@ class TestDraftCandidates:
         alone[best] = row[best]
         for position in range(50):
             sampler = RequestSampler(Sampling(temperature=temperature, seed=1))
-            tokens, scores = draft_candidates(row, SamplingQuery(sampler, position), 8)
+            tokens, scores = candidates(row, SamplingQuery(sampler, position), 8)
             assert len(tokens) == 8
             assert set(tokens) <= set(best.tolist())
             assert tokens[0] == choose_token(sampler, alone, position, None)

@@ -262,7 +262,7 @@ class Unpackable(Engine):
 
 
 class Refusing(RaggedPacker):
-    def add_tree(self, *_: object) -> None:
+    def add_leaves(self, *_: object) -> None:
         raise MemoryError
 
 

@@ -17,7 +17,7 @@ from draft_service import send_queue
 from draft_service.language_model import PAUSED_LAG_TOKENS, LanguageModelDrafter
 from draft_service.request import ExpansionPolicy, SessionRequest
 from draft_service.session import Session
-from specdec.decoding.calibration import DEPTHS, RANKS, Calibration
+from specdec.decoding.calibration import DEPTHS, RANKS, Calibration, corrected
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
@@ -154,26 +154,25 @@ class Untaught(Calibration):
 class Told(Calibration):
     """Says something else at each depth, and holds against it what it is to learn."""
 
-    def __init__(self) -> None:
+    def __init__(self, best: float) -> None:
         super().__init__()
         self._shifts = [[0.3 * depth] * RANKS for depth in range(DEPTHS)]
         self.learned: list[int] = []  # depths
-        self._said: dict[int, list[float]] = {}
-
-    def corrected(self, depth: int, logprobs: Iterable[float]) -> list[float]:
-        said = self._said[min(depth, DEPTHS - 1)] = super().corrected(depth, logprobs)
-        return said
+        untaught = Draft(calibration=Untaught())
+        untaught.step(best)
+        self._first = np.array([[node.logprob for node in untaught.tree.root.children.values()]])
 
     def learn(self, depth: int, taken: int | None, logprobs: Iterable[float]) -> None:
         siblings = list(logprobs)
-        assert siblings == self._said[min(depth, DEPTHS - 1)][: len(siblings)]
+        (said,) = corrected([self.shifts(depth)], self._first).tolist()
+        assert siblings == pytest.approx(said[: len(siblings)], rel=1e-9)
         self.learned.append(depth)
 
 
 @given(st.lists(st.integers(1, 6) | st.lists(st.sampled_from([7, 0, 5]), min_size=1, max_size=3), max_size=12))
 def test_a_calibration_learns_at_the_depth_at_which_it_was_asked(turns: list[int | list[int]]) -> None:
     """However far ahead of the text that was."""
-    calibration = Told()
+    calibration = Told(best=1.5)
     draft = Draft(context=60, calibration=calibration, min_path_probability=0.01)
     for turn in turns:
         if isinstance(turn, list):
@@ -185,7 +184,7 @@ def test_a_calibration_learns_at_the_depth_at_which_it_was_asked(turns: list[int
 
 
 def test_what_was_made_ahead_is_learned_as_such() -> None:
-    calibration = Told()
+    calibration = Told(best=5.0)
     draft = Draft(calibration=calibration)
     for _ in range(4):
         draft.step()

@@ -7,12 +7,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from draft_service.draft_loop import DraftLoop
 from draft_service.drafter import Drafter, ExpansionError
 from draft_service.servicer import DraftServicer, Limits
-from draft_service.session import Session
+from draft_service.session import Session, add_children
 from orchestrator.catalog import Catalog
 from orchestrator.servicer import GenerationServicer
 from specdec.serving.engine_worker import CHECK_SECONDS
@@ -28,9 +29,8 @@ class RepeatLastToken(Drafter):
     """Proposes that a text goes on with its last token."""
 
     def expand(self, sessions: Sequence[Session]) -> Mapping[Session, Exception]:
-        for each in sessions:
-            node = each.take_best()
-            each.add_children(node, [node.token], [-0.1])
+        nodes = [(each, each.take_best()) for each in sessions]
+        add_children(nodes, np.array([[node.token] for _, node in nodes]), np.full((len(nodes), 1), -0.1))
         return {}
 
 

@@ -6,13 +6,13 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
+import structlog
 
 from specdec.decoding import rejection
-from specdec.decoding.calibration import Calibration
-from specdec.decoding.candidates import draft_candidates
-from specdec.decoding.processing import MAX_ABS_LOGIT
+from specdec.decoding.calibration import Calibration, corrected
+from specdec.decoding.candidates import AskedRow, draft_candidates, over
+from specdec.decoding.draft_logits import DraftLogits
+from specdec.decoding.processing import MAX_ABS_LOGIT, Logits
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import SamplingQuery
 from specdec.decoding.tree import Paths
@@ -21,6 +21,8 @@ from specdec.engine.kv.slots import PoolFullError, Slots
 from verifier_service.backend.result import LOCAL_MODEL
 from verifier_service.sessions.session import Session
 from verifier_service.settings.tuning import DraftModelTuning
+
+log = structlog.get_logger()
 
 
 class Usefulness:
@@ -125,7 +127,7 @@ class DraftChain:
         self.expected_accepted = 0.0  # tokens of the chain that are expected to be accepted
         self.ended = False  # it does not get longer
         self.broken = False  # the draft's logits are not finite
-        self._calibration = prefix.calibration
+        self.calibration = prefix.calibration
         self._tuning = tuning
         self._places: list[tuple[list[int], list[float]]] = []  # tokens and logprobs of siblings
         self._rows: list[DraftDistribution] = []  # from which they were drawn (REJECTION)
@@ -137,40 +139,40 @@ class DraftChain:
         self.computed.append(self.tokens[-1])
         return self.tokens[-1], position, self.prefix.table.slots[: position + 1]
 
-    def extend(self, logits: NDArray[np.float32]) -> bool:
-        """Add a token and its siblings by the draft's logits [V] after the last token; False if they propose none."""
-        session, position = self.prefix.session, self._end
-        logits = logits[: session.vocabulary]
-        if len(logits) < session.vocabulary:
-            logits = np.pad(logits, (0, session.vocabulary - len(logits)), constant_values=-np.inf)
+    def row(self, number: int) -> AskedRow:
+        """Return the row of logits after the last token, which has this number among those of a pass."""
+        session = self.prefix.session
+        hint = session.hint(self.tokens)
+        query = SamplingQuery(session.request.sampler, self._end, session.penalty_state, self.tokens, allowed=hint)
+        return AskedRow(number, query, session.vocabulary)
+
+    def draw(self, row: AskedRow, logits: Logits) -> None:
+        """Add a token that is drawn from the draft's logits [V] (REJECTION), if they are sound."""
+        logits = over(row.vocabulary, logits)
         self.broken = not abs(logits.max()) < MAX_ABS_LOGIT
-        tokens, logprobs = ([], []) if self.broken else self._likeliest(logits, position)
-        if not tokens:
+        proposal = None if self.broken else rejection.propose(logits, row.query)
+        if proposal is None:
             self.ended = True
-            return False
-        logprobs = self._calibration.corrected(len(self.tokens), logprobs)
-        self._places.append((tokens, logprobs))
+            return
+        assert proposal.token is not None
+        self._rows.append(proposal.row)
+        acceptance = rejection.acceptance(proposal.row)
+        self.add([proposal.token], self.calibration.corrected(len(self.tokens), [math.log(acceptance)]))
+
+    def add(self, tokens: list[int], logprobs: list[float]) -> None:
+        """Add the likeliest of these tokens, and the others as its siblings. Logprobs are calibrated; those of -inf, at
+        the end, are of no token."""
+        count = len(logprobs) - logprobs.count(-math.inf)
+        if not count:
+            self.ended = True
+            return
+        self._places.append((tokens[:count], logprobs[:count]))
         self.tokens.append(tokens[0])
         self.path_logprob += logprobs[0]
         self.expected_accepted += math.exp(self.path_logprob)
+        self.prefix.usefulness.observe_token(math.exp(logprobs[0]))
         full = len(self.tokens) == self._tuning.max_depth or self._end >= self.prefix.end
-        self.ended = full or tokens[0] in session.request.end_tokens
-        return True
-
-    def _likeliest(self, logits: NDArray[np.float32], position: int) -> tuple[list[int], list[float]]:
-        """Return the candidates for a position and their logprobs, best first; none if the row is broken."""
-        session = self.prefix.session
-        sampler = session.request.sampler
-        query = SamplingQuery(sampler, position, session.penalty_state, self.tokens, allowed=session.hint(self.tokens))
-        if not session.samples_candidates:
-            return draft_candidates(logits, query, self._tuning.branches)
-        proposal = rejection.propose(logits, query)
-        if proposal is None:
-            return [], []
-        drawn, row = proposal
-        assert drawn is not None
-        self._rows.append(row)
-        return [drawn], [math.log(rejection.acceptance(row))]
+        self.ended = full or tokens[0] in self.prefix.session.request.end_tokens
 
     def offer(self) -> None:
         """Add the candidates that are probable enough to the session's token tree."""
@@ -197,7 +199,7 @@ class DraftChain:
         """Learn from the tokens that were committed after the text."""
         for depth, (token, (tokens, logprobs)) in enumerate(zip(committed, self._places, strict=False)):
             taken = tokens.index(token) if token in tokens else None
-            self._calibration.learn(depth, taken, logprobs)
+            self.calibration.learn(depth, taken, logprobs)
             if taken != 0:
                 return
 
@@ -205,6 +207,30 @@ class DraftChain:
     def _end(self) -> int:
         """The position after the last token."""
         return self.prefix.session.tree.base + len(self.tokens)
+
+
+def extend(chains: Sequence[DraftChain], logits: DraftLogits, branches: int) -> None:
+    """Make chains a token longer, by the draft's logits after their last tokens: row i is that of chain i. A token has
+    at most `branches` - 1 siblings."""
+    asked: list[tuple[DraftChain, AskedRow]] = []
+    for number, chain in enumerate(chains):
+        try:
+            row = chain.row(number)
+            if chain.prefix.session.samples_candidates:
+                chain.draw(row, logits.whole([number])[0])
+            else:
+                asked.append((chain, row))
+        except Exception as error:  # one session's trouble is not the others'
+            log.error("chain_failed", exc_info=error)
+            chain.broken = chain.ended = True
+    if not asked:
+        return
+    found = draft_candidates(logits, [row for _, row in asked], branches)
+    logprobs = corrected([chain.calibration.shifts(len(chain.tokens)) for chain, _ in asked], found.logprobs)
+    of_chains = zip(asked, found.tokens.tolist(), logprobs.tolist(), found.sound.tolist(), strict=True)
+    for (chain, _), own_tokens, own_logprobs, sound in of_chains:
+        chain.broken = not sound
+        chain.add(own_tokens, own_logprobs)
 
 
 def _agreeing(guessed: Sequence[int], committed: Sequence[int]) -> int:

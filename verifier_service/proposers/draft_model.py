@@ -18,11 +18,11 @@ import structlog
 
 from specdec.decoding.calibration import Calibrations
 from specdec.engine.batch import Packer
-from specdec.engine.engine import Engine
+from specdec.engine.engine import Engine, draft_pass_of
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.kv.slots import PADDING_SLOT
 from verifier_service.costs.step_latency import StepLatency
-from verifier_service.proposers.draft_chain import DraftChain, PrefixState, Usefulness
+from verifier_service.proposers.draft_chain import DraftChain, PrefixState, Usefulness, extend
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Phase, ProposalStats, Proposer
 from verifier_service.sessions.session import Session
 from verifier_service.settings.tuning import DEFAULTS, Tuning
@@ -49,6 +49,7 @@ class DraftModelProposer(Proposer):
         """`context`: tokens of a text that the model can read; `latency`: of one pass, measured if not given."""
         blocks = engine.capacity // BLOCK
         self.engine = engine
+        self._forward = draft_pass_of(engine)
         self.works = True
         self._tuning = tuning.draft_model
         self._context = context
@@ -154,19 +155,9 @@ class DraftModelProposer(Proposer):
     def _read(self, packer: Packer, chains: Sequence[DraftChain]) -> list[DraftChain]:
         """Run a forward pass whose wanted rows are the ends of these chains; return the chains that it extends."""
         rows, begin = len(packer.tokens), time.monotonic()
-        logits = self.engine.forward(packer.pack())
-        longer: list[DraftChain] = []
-        for chain, row in zip(chains, logits, strict=False):  # padding rows may follow
-            before = chain.path_logprob
-            try:
-                if not chain.extend(row):
-                    continue
-            except Exception as error:  # one session's trouble is not the others'
-                log.error("chain_failed", exc_info=error)
-                chain.broken = chain.ended = True
-                continue
-            chain.prefix.usefulness.observe_token(math.exp(chain.path_logprob - before))
-            longer.append(chain)
+        logits, lengths = self._forward(packer.pack()), [len(chain.tokens) for chain in chains]
+        extend(chains, logits, self._tuning.branches)
+        longer = [chain for chain, length in zip(chains, lengths, strict=True) if len(chain.tokens) > length]
         self._latency.observe(rows, time.monotonic() - begin)
         return longer
 

@@ -1,0 +1,76 @@
+"""Children of the nodes that a pass has computed, by their sessions' rules: chosen first, then given.
+
+What is chosen changes nothing, so a device that fails while rows come from it costs a pass and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from draft_service.session import Session, add_children
+from specdec.decoding import contrastive, rejection
+from specdec.decoding.candidates import AskedRow, Candidates, draft_candidates
+from specdec.decoding.draft_logits import DraftLogits
+from specdec.decoding.processing import MAX_ABS_LOGIT, Logits
+from specdec.decoding.proposal import DraftDistribution, Proposal
+from specdec.decoding.sampling import Rule
+from specdec.decoding.tree import Node
+
+
+class Computed(NamedTuple):
+    """A node that a pass has computed, and its row of logits."""
+
+    session: Session
+    node: Node
+    row: AskedRow
+
+
+class Chosen(NamedTuple):
+    """What is chosen for the nodes of a pass: draws (REJECTION) and distributions (CONTRASTIVE), or why a session
+    cannot go on; and candidates for the nodes that get any."""
+
+    by_whole_rows: list[tuple[Computed, Proposal | DraftDistribution | Exception | None]]
+    expanded: list[Computed]
+    candidates: Candidates | None
+
+
+def chosen(computed: Sequence[Computed], logits: DraftLogits) -> Chosen:
+    """Choose children by a pass's logits: candidates for all nodes at once."""
+    whole = [each for each in computed if each.session.request.sampler.rule is not Rule.COUPLED]
+    rows = logits.whole([each.row.number for each in whole]) if whole else []
+    by_whole_rows = [(each, _by_whole_row(each, row)) for each, row in zip(whole, rows, strict=True)]
+    expanded = [each for each in computed if each.session.request.sampler.rule is not Rule.REJECTION]
+    width = max((each.session.policy.max_branches for each in expanded), default=0)
+    candidates = draft_candidates(logits, [each.row for each in expanded], width) if expanded else None
+    return Chosen(by_whole_rows, expanded, candidates)
+
+
+def give(children: Chosen) -> dict[Session, Exception]:
+    """Give nodes what is chosen for them. Return the sessions that cannot go on, and why."""
+    failed: dict[Session, Exception] = {}
+    for (session, node, _), found in children.by_whole_rows:
+        match found:
+            case Exception():
+                failed[session] = found
+            case Proposal(token=int(token), row=distribution):
+                session.add_draw(node, token, distribution)
+            case DraftDistribution():
+                session.add_distribution(node, found)
+    if children.candidates is not None:
+        nodes = [(session, node) for session, node, _ in children.expanded]
+        add_children(nodes, children.candidates.tokens, children.candidates.logprobs)
+    return failed
+
+
+def _by_whole_row(computed: Computed, logits: Logits) -> Proposal | DraftDistribution | Exception | None:
+    """Return a node's draw or distribution by its rule. A broken row gives none; it is an error where the rule needs
+    one."""
+    session, _, (_, query, vocabulary) = computed
+    logits = logits[:vocabulary]
+    if not abs(logits.max()) < MAX_ABS_LOGIT:
+        required = session.request.distributions_required
+        return FloatingPointError("the draft's logits are not finite") if required else None
+    if session.request.sampler.rule is Rule.CONTRASTIVE:
+        return contrastive.amateur_distribution(logits, session.request.sampler.contrast)
+    return rejection.propose(logits, query)

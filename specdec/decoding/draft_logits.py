@@ -1,0 +1,90 @@
+"""Draft logits: the logits of one forward pass of a draft, from which candidates are made.
+
+Candidates come from the largest logits of a row, its *shortlist*. Only the class itself knows where its logits are:
+here they are in host memory; a device sends the shortlists of a pass, and whole rows only to those who need them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.decoding.processing import Logits
+
+MAX_DRAFT_LOGITS = 256
+"""Number of a draft's largest logits that are searched for candidates."""
+
+COLUMNS, LEAST_HEIGHT = 16 * MAX_DRAFT_LOGITS, 4
+"""Columns that a long row is laid out in, and the least number of logits in a column for which that is worth it."""
+
+
+class Shortlists(NamedTuple):
+    """The k largest logits of n rows and their ids, the largest first and lower ids first among equals. Where equal
+    logits compete for the last places, any of them may be listed. NaN counts as infinity."""
+
+    values: NDArray[np.float32]  # [n, k]
+    ids: NDArray[np.int64]  # [n, k]
+
+
+class DraftLogits(Protocol):
+    """The draft logits: n rows over one vocabulary."""
+
+    def shortlists(self, rows: Sequence[int]) -> Shortlists:
+        """Return the MAX_DRAFT_LOGITS largest logits of these rows; all, if the vocabulary is not larger."""
+
+    def whole(self, rows: Sequence[int]) -> Sequence[Logits]:
+        """Return these rows, float32 [V] each. They must not be changed."""
+
+
+class HostDraftLogits:
+    """Draft logits in host memory."""
+
+    def __init__(self, logits: Logits) -> None:
+        """`logits` are float32 [n, V]."""
+        self._logits = logits
+
+    def shortlists(self, rows: Sequence[int]) -> Shortlists:
+        return shortlists(self.whole(rows))
+
+    def whole(self, rows: Sequence[int]) -> Sequence[Logits]:
+        return [self._logits[row] for row in rows]
+
+
+def shortlists(rows: Sequence[Logits]) -> Shortlists:
+    """Return the shortlists of at least one row of logits, float32 [V] each."""
+    count = min(len(rows[0]), MAX_DRAFT_LOGITS)
+    values, ids = np.empty((len(rows), count), dtype=np.float32), np.empty((len(rows), count), dtype=np.int64)
+    for at, row in enumerate(rows):
+        ids[at] = own = _largest(row)
+        values[at] = row[own]
+    # Bits of floats, read as integers, ascend with positive numbers and descend with negative ones. Integers with the
+    # id below are sorted in a fraction of the time of a stable sort of floats. NaN goes with infinity, -0.0 with 0.0.
+    bits = (np.fmin(values, np.float32(np.inf)) + np.float32(0.0)).view(np.int32)
+    ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ids = np.sort(ids - (ascending.astype(np.int64) << 32), axis=1) & 0xFFFFFFFF
+    for at, row in enumerate(rows):
+        values[at] = row[ids[at]]
+    return Shortlists(values, ids)
+
+
+def _largest(row: Logits) -> NDArray[np.int64]:
+    """Return the ids of a row's MAX_DRAFT_LOGITS largest logits, in any order.
+
+    Long rows are laid out in columns. At least as many logits as are sought reach that of the columns' maxima which has
+    the last place among them, and few others do; only these are partitioned. Maxima take a third of the time that
+    partitioning the row takes."""
+    if len(row) <= MAX_DRAFT_LOGITS:
+        return np.arange(len(row))
+    if len(row) < LEAST_HEIGHT * COLUMNS:
+        least = np.partition(row, -MAX_DRAFT_LOGITS)[-MAX_DRAFT_LOGITS]
+    else:
+        height = len(row) // COLUMNS
+        maxima = row[: height * COLUMNS].reshape(height, COLUMNS).max(axis=0)
+        least = np.partition(maxima, -MAX_DRAFT_LOGITS)[-MAX_DRAFT_LOGITS]
+    (ids,) = (~(row < least)).nonzero()  # NaN is not less
+    if len(ids) > MAX_DRAFT_LOGITS:
+        ids = ids[np.argpartition(row[ids], -MAX_DRAFT_LOGITS)[-MAX_DRAFT_LOGITS:]]
+    return np.asarray(ids)

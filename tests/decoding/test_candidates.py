@@ -1,0 +1,163 @@
+"""Candidates of a whole pass are those that each of its rows has alone, as a slow reference finds them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from specdec.decoding.candidates import AGREEMENT_SCALE, AskedRow, draft_candidates
+from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS, HostDraftLogits, Shortlists, shortlists
+from specdec.decoding.noise import gumbel
+from specdec.decoding.processing import MAX_ABS_LOGIT, adjusted, tempered
+from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
+from specdec.decoding.sampling import Sampling
+from specdec.decoding.truncation import survivors
+from tests.choices import mask_of
+
+TOLERANCE = 1e-12
+"""Of log-probabilities: the reference adds up the same float64 weights in another order."""
+
+VOCABULARY = 400
+
+
+def reference(logits: NDArray[np.float32], row: AskedRow, width: int) -> tuple[list[int], list[float]]:
+    """The candidates of one row, by the scalar functions of choices."""
+    sampling = row.query.sampler.sampling
+    raw = np.full(row.vocabulary, -np.inf, dtype=np.float32)
+    raw[: len(logits)] = logits[: row.vocabulary]
+    if not abs(raw.max()) < MAX_ABS_LOGIT:
+        return [], []
+    z = adjusted(raw[None], [row.query])[0]
+    if z.max() == -math.inf:
+        return [], []
+    ids = np.argsort(-z, kind="stable")[:MAX_DRAFT_LOGITS]
+    z = z[ids]
+    perturbed = z.astype(np.float64)
+    if not sampling.greedy:
+        z = tempered(z[None], [sampling])[0]
+        kept = survivors(z, sampling)
+        ids = ids[kept]
+        perturbed = sampling.temperature * (z[kept] + gumbel(sampling.seed, row.query.position, ids))
+    perturbed /= AGREEMENT_SCALE
+    best = np.lexsort((ids, -perturbed))[:width]
+    best = best[perturbed[best] > -np.inf]
+    log_total = math.log(np.exp(perturbed - perturbed[best[0]]).sum()) + perturbed[best[0]]
+    return ids[best].tolist(), (perturbed[best] - log_total).tolist()
+
+
+@dataclass(frozen=True)
+class Pass:
+    logits: NDArray[np.float32]
+    rows: list[AskedRow]
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> Pass:
+    """A pass over rows of every kind: coarse logits, so that many are equal, broken ones, and any sampling."""
+    random = np.random.default_rng(draw(st.integers(0, 1 << 32)))
+    columns = draw(st.sampled_from([3, 20, 256, VOCABULARY]))
+    count = draw(st.integers(1, 6))
+    step = draw(st.sampled_from([0.0, 0.5, 2.0])) if columns <= MAX_DRAFT_LOGITS else 0.0  # no equals at the end
+    logits = random.normal(0, 3, (count, columns)).astype(np.float32)
+    if step:
+        logits = np.round(logits / np.float32(step)) * np.float32(step)
+    rows = []
+    for index in range(count):
+        if broken := draw(st.sampled_from([None] * 9 + [math.nan, -math.nan, math.inf, -math.inf, 1e31])):
+            logits[index, slice(None) if broken == -math.inf else draw(st.integers(0, columns - 1))] = broken
+        limits = [columns] * 6 + [max(1, columns // 2), columns + 5]
+        vocabulary = draw(st.sampled_from(limits))
+        rows.append(AskedRow(index, draw(queries(vocabulary)), vocabulary))
+    return Pass(logits, draw(st.permutations(rows)))
+
+
+@st.composite
+def queries(draw: st.DrawFn, vocabulary: int) -> SamplingQuery:
+    tokens = st.integers(0, vocabulary - 1)
+    sampling = Sampling(
+        temperature=draw(st.sampled_from([0.0, 1e-3, 0.8, 1.0, 2.5, 1e38])),
+        top_k=draw(st.sampled_from([0, 0, 1, 7, 255, 256, 300])),
+        top_p=draw(st.sampled_from([1.0, 0.95, 0.5, 0.01])),
+        min_p=draw(st.sampled_from([0.0, 0.0, 0.05, 1.0])),
+        seed=draw(st.integers(0, 9)),
+    )
+    if draw(st.booleans()):
+        return SamplingQuery(RequestSampler(sampling), draw(st.integers(0, 99)))
+    sampling = Sampling(
+        **vars(sampling)
+        | {
+            "logit_bias": draw(st.dictionaries(tokens, st.sampled_from([-4.0, 1.5]), max_size=2)),
+            "banned_tokens": draw(st.frozensets(tokens, max_size=3)),
+            "repetition_penalty": draw(st.sampled_from([1.0, 1.3])),
+        }
+    )
+    sampler = RequestSampler(sampling, draw(st.frozensets(tokens, max_size=2)), first_end_position=10)
+    allowed = draw(st.none() | st.frozensets(tokens, min_size=1, max_size=5))
+    mask = None if allowed is None else mask_of(allowed, vocabulary)
+    state = PenaltyState(vocabulary, [0], [vocabulary - 1])
+    return SamplingQuery(sampler, draw(st.integers(0, 99)), state, draw(st.lists(tokens, max_size=2)), allowed=mask)
+
+
+@settings(max_examples=300, deadline=None)
+@given(passes(), st.integers(1, 9))
+def test_each_row_has_the_candidates_that_it_has_alone(of: Pass, width: int) -> None:
+    tokens, logprobs, sound = draft_candidates(HostDraftLogits(of.logits), of.rows, width)
+    for row, own_tokens, own_logprobs, is_sound in zip(of.rows, tokens, logprobs, sound, strict=True):
+        expected, of_expected = reference(of.logits[row.number], row, width)
+        count = int(np.count_nonzero(own_logprobs > -np.inf))
+        assert own_tokens[:count].tolist() == expected
+        np.testing.assert_allclose(own_logprobs[:count], of_expected, rtol=TOLERANCE, atol=TOLERANCE)
+        assert (own_logprobs[count:] == -np.inf).all()
+        assert is_sound == (abs(of.logits[row.number, : row.vocabulary].max()) < MAX_ABS_LOGIT)
+
+
+@pytest.mark.parametrize("vocabulary", [5, 256, 300, 20_000])
+@pytest.mark.parametrize("step", [0.01, 4.0])
+def test_a_shortlist_has_the_largest_logits_in_order(vocabulary: int, step: float) -> None:
+    logits = np.random.default_rng(1).normal(0, 3, (3, vocabulary)).astype(np.float32)
+    logits = np.round(logits / np.float32(step)) * np.float32(step)
+    logits[1, ::2] = -np.inf
+    logits[2, vocabulary // 2] = -np.nan  # what inf - inf is on x86
+    values, ids = shortlists(list(logits))
+    assert ids[2, 0] == vocabulary // 2
+    for row, own_values, own_ids in zip(logits, values, ids, strict=True):
+        ranked = np.argsort(np.where(np.isnan(row), -np.inf, -row), kind="stable")[:MAX_DRAFT_LOGITS]
+        np.testing.assert_array_equal(own_values, row[ranked])
+        np.testing.assert_array_equal(row[own_ids], own_values)
+        last = own_values[-1]
+        inside = own_values > last
+        assert own_ids[inside].tolist() == ranked[inside].tolist()
+        assert len(set(own_ids.tolist())) == len(own_ids)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.95, seed=1)], ids=["greedy", "top-p"]
+)
+def test_a_pass_costs_a_fraction_of_its_rows_one_by_one(sampling: Sampling) -> None:
+    """A seventh to a fifteenth was measured."""
+    values, ids = shortlists(list(np.random.default_rng(0).normal(0, 3, (64, 2000)).astype(np.float32)))
+    rows = [AskedRow(at, SamplingQuery(RequestSampler(sampling), at), 2000) for at in range(64)]
+
+    class Fetched:
+        def shortlists(self, rows: Sequence[int]) -> Shortlists:
+            return Shortlists(values[list(rows)], ids[list(rows)])
+
+        def whole(self, rows: Sequence[int]) -> Sequence[NDArray[np.float32]]:
+            raise AssertionError("no row is needed whole")
+
+    def seconds(passes: list[list[AskedRow]]) -> float:
+        begin = time.thread_time()
+        for of_pass in passes:
+            draft_candidates(Fetched(), of_pass, 3)
+        return time.thread_time() - begin
+
+    together, apart = zip(*((seconds([rows]), seconds([[row] for row in rows])) for _ in range(5)), strict=True)
+    assert min(together) < min(apart) / 3

@@ -1,0 +1,159 @@
+"""A pass gives its nodes the same children wherever its logits are, and asks for few whole rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from draft_service.drafter import ExpansionError
+from draft_service.language_model import LanguageModelDrafter
+from draft_service.request import ExpansionPolicy, SessionRequest
+from draft_service.session import Session
+from specdec.decoding.calibration import Calibration
+from specdec.decoding.draft_logits import HostDraftLogits, Shortlists
+from specdec.decoding.processing import Logits
+from specdec.decoding.query import RequestSampler
+from specdec.decoding.sampling import Rule, Sampling
+from specdec.engine.batch import PackedBatch
+from tests.draft_service.fakes import Engine
+
+VOCABULARY, PASSES = 600, 5
+PLAIN = [Sampling(), Sampling(temperature=0.8, top_p=0.95, seed=3), Sampling(temperature=1.0, min_p=0.02, seed=4)]
+
+
+class Host(Engine):
+    """Its rows depend on their positions."""
+
+    vocabulary = VOCABULARY
+    table = np.random.default_rng(0).normal(0, 4, (32, VOCABULARY)).astype(np.float32)
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        self.read.append(batch.tokens.tolist())
+        return self.table[batch.positions[batch.wanted] % len(self.table)]
+
+
+class Device(Host):
+    """Its rows are on a device; some are asked for whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole: list[int] = []  # the rows of all passes, by their place in the pass
+
+    def forward_shortlists(self, batch: PackedBatch) -> Fetched:
+        return Fetched(self, self.forward(batch))
+
+
+class Fetched:
+    def __init__(self, device: Device, logits: Logits) -> None:
+        self._device, self._on_host = device, HostDraftLogits(logits)
+
+    def shortlists(self, rows: Sequence[int]) -> Shortlists:
+        return self._on_host.shortlists(rows)
+
+    def whole(self, rows: Sequence[int]) -> Sequence[Logits]:
+        self._device.whole += rows
+        return self._on_host.whole(rows)
+
+
+def opened(
+    drafter: LanguageModelDrafter, samplers: Sequence[RequestSampler], vocabulary: int = VOCABULARY
+) -> list[Session]:
+    """Sessions with these samplers."""
+    policy = ExpansionPolicy(max_nodes=40, max_branches=3)
+    requests = [SessionRequest([1, 2, 3], [], sampler, frozenset(), 20, 100) for sampler in samplers]
+    sessions = [Session(request, policy, vocabulary, Calibration()) for request in requests]
+    for session in sessions:
+        drafter.open(session)
+    return sessions
+
+
+def grown(engine: Engine, samplers: Sequence[RequestSampler], vocabulary: int = VOCABULARY) -> list[Session]:
+    """Sessions with these samplers, expanded a few times."""
+    drafter = LanguageModelDrafter(engine)
+    sessions = opened(drafter, samplers, vocabulary)
+    for _ in range(PASSES):
+        assert not drafter.expand(sessions)
+    return sessions
+
+
+def described(session: Session) -> list[tuple[int, int, float]]:
+    return [(node.position, node.token, node.logprob) for node in session.tree.root.walk()]
+
+
+SAMPLERS = [
+    *(RequestSampler(sampling) for sampling in PLAIN),
+    RequestSampler(Sampling(logit_bias={9: 3.0})),
+    RequestSampler(Sampling(temperature=0.8, banned_tokens=frozenset({4}))),
+    RequestSampler(Sampling(temperature=1.0), rule=Rule.REJECTION),
+    RequestSampler(Sampling(), rule=Rule.CONTRASTIVE),
+]
+
+
+def test_trees_are_the_same_alone_and_together_here_and_on_a_device() -> None:
+    together, elsewhere = grown(Host(), SAMPLERS), grown(Device(), SAMPLERS)
+    for sampler, here, there in zip(SAMPLERS, together, elsewhere, strict=True):
+        (alone,) = grown(Host(), [sampler])
+        assert described(here) == described(there)
+        assert {(position, token) for position, token, _ in described(alone)} >= {
+            (position, token) for position, token, _ in described(here)
+        }
+        assert here.tree.size
+
+
+def test_whole_rows_stay_on_the_device() -> None:
+    device = Device()
+    grown(device, [RequestSampler(sampling) for sampling in PLAIN])
+    assert len(device.read) == PASSES
+    assert not device.whole
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS[len(PLAIN) :])
+def test_those_come_that_a_shortlist_does_not_replace(sampler: RequestSampler) -> None:
+    device = Device()
+    grown(device, [sampler])
+    assert device.whole
+
+
+def test_tokens_that_the_target_does_not_have_are_no_children() -> None:
+    """Where they are in a shortlist, the row is read whole."""
+    known = VOCABULARY // 2
+    device, samplers = Device(), [RequestSampler(sampling) for sampling in PLAIN]
+    sessions = grown(device, samplers, known)
+    assert device.whole
+    for session, other in zip(sessions, grown(Host(), samplers, known), strict=True):
+        assert session.tree.size
+        assert max(token for _, token, _ in described(session)) < known
+        assert described(session) == described(other)
+
+
+class Failing(Device):
+    """A device that cannot send a row once."""
+
+    failures = 1
+
+    def forward_shortlists(self, batch: PackedBatch) -> Fetched:
+        return Lost(self, self.forward(batch))
+
+
+class Lost(Fetched):
+    def whole(self, rows: Sequence[int]) -> Sequence[Logits]:
+        assert isinstance(self._device, Failing)
+        if self._device.failures:
+            self._device.failures -= 1
+            raise MemoryError
+        return super().whole(rows)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS[len(PLAIN) :])
+def test_a_pass_whose_rows_do_not_come_is_made_up_for(sampler: RequestSampler) -> None:
+    drafter = LanguageModelDrafter(Failing())
+    (session,) = opened(drafter, [sampler])
+    with pytest.raises(ExpansionError):
+        drafter.expand([session])
+    for _ in range(PASSES):
+        assert not drafter.expand([session])
+    (other,) = grown(Host(), [sampler])
+    assert described(session) == described(other)
