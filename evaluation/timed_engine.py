@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evaluation.workers import host_seconds, sleep
+from specdec.decoding.draft_logits import DraftLogits
 from specdec.engine.batch import PackedBatch, Packer
-from specdec.engine.engine import Engine, GpuSampling, Step
+from specdec.engine.engine import Engine, GpuSampling, Step, draft_pass_of
 from specdec.engine.kv.slots import Slots
 
 T = TypeVar("T")
@@ -40,6 +41,9 @@ class TimedEngine:
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         return self._timed(lambda: self._inner.forward(batch))
+
+    def forward_shortlists(self, batch: PackedBatch) -> DraftLogits:
+        return self._timed(lambda: draft_pass_of(self._inner)(batch))
 
     def copy(self, source: Slots, target: Slots) -> None:
         self._inner.copy(source, target)

@@ -13,10 +13,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.decoding.draft_logits import DraftLogits
 from specdec.decoding.query import SamplingQuery
 from specdec.decoding.step_logits import StepLogits
 from specdec.engine.batch import PackedBatch, Packer
-from specdec.engine.engine import CpuThreads, Engine, GpuSampling, cpu_threads
+from specdec.engine.engine import CpuThreads, Engine, GpuSampling, cpu_threads, draft_pass_of
 from specdec.engine.kv.slots import Slots
 
 T = TypeVar("T")
@@ -46,6 +47,9 @@ class LongSteps:
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         return self._lengthened(batch, lambda: self._inner.forward(batch))
+
+    def forward_shortlists(self, batch: PackedBatch) -> DraftLogits:
+        return self._lengthened(batch, lambda: draft_pass_of(self._inner)(batch))
 
     def copy(self, source: Slots, target: Slots) -> None:
         self._inner.copy(source, target)

@@ -2,7 +2,7 @@
 
 Nothing is computed. What a row chooses depends on its position alone: one of `PERIOD` rows of made-up logits, which
 fall with their rank as a language model's do. All that the host does for a pass is real: packing, sampling queries, the
-choice from the shortlist that a GPU would have sent, and for a draft its rows of logits in host memory.
+choice from the shortlist that a GPU would have sent, a target's or a draft's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.decoding.choice import Tokens, choose
+from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS, Shortlists
 from specdec.decoding.logprobs import Logprobs, logprobs
 from specdec.decoding.processing import temperatures
 from specdec.decoding.query import SamplingQuery
@@ -38,8 +39,8 @@ NEVER = -50.0
 
 
 class SimulatedGpu:
-    """An engine (`Engine`, `GpuSampling`) whose passes over n rows take seconds(n). It errs at one position in `wrong`
-    as compared with another one; 0: at none."""
+    """An engine (`Engine`, `GpuSampling`, `Shortlisting`) whose passes over n rows take seconds(n). It errs at one
+    position in `wrong` as compared with another one; 0: at none."""
 
     exact = True
     numerics = "simulated"
@@ -59,6 +60,7 @@ class SimulatedGpu:
         ranking = np.argsort(-self.table, axis=1, kind="stable")[:, :RANKED]
         self.ids = ranking.astype(np.int64)
         self.leading = np.take_along_axis(self.table, ranking, axis=1)
+        self.shortlists = Shortlists(self.leading[:, :MAX_DRAFT_LOGITS].copy(), self.ids[:, :MAX_DRAFT_LOGITS].copy())
 
     def packer(self) -> SplitKvPacker:
         return SplitKvPacker(tile_rows=tile_rows_for(SHARED_HEADS))
@@ -74,6 +76,11 @@ class SimulatedGpu:
         queries, places = asked(), self._places(batch)
         _sleep_until(end)
         return SimulatedLogits(self, places, queries)
+
+    def forward_shortlists(self, batch: PackedBatch) -> SimulatedDraftLogits:
+        end, places = self._end(batch), self._places(batch)
+        _sleep_until(end)
+        return SimulatedDraftLogits(self, places)
 
     def copy(self, source: Slots, target: Slots) -> None:
         pass  # rows depend on nothing that was computed
@@ -141,6 +148,21 @@ class SimulatedLogits:
     def _whole(self, rows: Sequence[int]) -> NDArray[np.float32]:
         whole: NDArray[np.float32] = self._engine.table[self._places[np.asarray(rows)]]
         return whole
+
+
+class SimulatedDraftLogits:
+    """Draft logits of a simulated GPU, which answer as `GpuDraftLogits` does."""
+
+    def __init__(self, engine: SimulatedGpu, places: NDArray[np.int64]) -> None:
+        self._engine = engine
+        self._places = places
+
+    def shortlists(self, rows: Sequence[int]) -> Shortlists:
+        places = self._places[np.asarray(rows)]
+        return Shortlists(*(part[places] for part in self._engine.shortlists))
+
+    def whole(self, rows: Sequence[int]) -> Sequence[NDArray[np.float32]]:
+        return [self._engine.table[self._places[row]] for row in rows]
 
 
 def _table(vocabulary: int, end_token: int) -> NDArray[np.float32]:

@@ -19,8 +19,10 @@ from specdec.engine.model_file import ModelDirectoryError as ModelDirectoryError
 
 GRAPH = "model.onnx"
 COPY_GRAPH = "copy.onnx"
+SHORTLISTS_GRAPH = "shortlists.onnx"
 DESCRIPTION = "specdec.json"
-"""Files that an exported model has besides its configuration and tokenizer (GRAPH, COPY_GRAPH, DESCRIPTION)."""
+"""Files that an exported model has besides its configuration and tokenizer (GRAPH, COPY_GRAPH, SHORTLISTS_GRAPH, which
+exports of earlier versions lack, DESCRIPTION)."""
 
 WEIGHTS = "model.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"

@@ -22,6 +22,7 @@ from specdec.decoding.query import SamplingQuery
 from specdec.engine.batch import PackedBatch
 from specdec.engine.gpu.attention import SplitKvAttention, SplitKvMemory
 from specdec.engine.gpu.decoder import GpuDecoder
+from specdec.engine.gpu.draft_logits import GpuDraftLogits
 from specdec.engine.gpu.graphs import MOST_ROWS, Graphs
 from specdec.engine.gpu.layout import SplitKvBatch, SplitKvPacker, tile_rows_for
 from specdec.engine.gpu.linear import cuts, split_k
@@ -128,6 +129,14 @@ class GpuEngine:
             rows = GpuLogits(logits, queries)
             if not queries and self._device.type == "cuda":
                 torch.cuda.synchronize()  # a fetch would have waited: the call must not return before the step is over
+        return rows
+
+    def forward_shortlists(self, batch: PackedBatch) -> GpuDraftLogits:
+        with self._computing():
+            logits, _ = self._execute(batch)
+            rows = GpuDraftLogits(logits)
+            if not len(logits) and self._device.type == "cuda":
+                torch.cuda.synchronize()  # as in `step`: nothing was fetched that would have waited
         return rows
 
     def copy(self, source: Slots, target: Slots) -> None:

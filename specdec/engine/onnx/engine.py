@@ -1,6 +1,7 @@
 """The ONNX Runtime engine: runs an exported model over packed batches, without torch.
 
-On a GPU keys and values stay there: each step copies tokens, positions and masks to it, and the wanted logits back.
+On a GPU keys and values stay there: each step copies tokens, positions and masks to it, and the wanted logits back, or
+for a draft their shortlists.
 """
 
 from __future__ import annotations
@@ -16,11 +17,20 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from specdec.engine.batch import PackedBatch
+from specdec.engine.engine import DraftPass
 from specdec.engine.kv.slots import Slots
 from specdec.engine.memory import slots_for
-from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import (
+    COPY_GRAPH,
+    DESCRIPTION,
+    GRAPH,
+    SHORTLISTS_GRAPH,
+    ModelDirectory,
+    ModelDirectoryError,
+)
 from specdec.engine.model_file import in_one_line, opened, read_fields
-from specdec.engine.onnx.providers import CPU, check_started, place_of, providers
+from specdec.engine.onnx.providers import CPU, Place, check_started, place_of, providers
+from specdec.engine.onnx.shortlists import OnnxDraftLogits
 from specdec.engine.padded.layout import PaddedBatch, PaddedPacker
 from specdec.engine.working_memory import logits_bytes, row_bytes
 
@@ -85,6 +95,9 @@ class OnnxEngine:
         self._binding = self._session.io_binding()
         taken = {node.name for node in self._session.get_inputs()}
         self._takes_window = "windowed" in taken
+        if self._place.kind != "cpu" and (directory.path / SHORTLISTS_GRAPH).is_file():
+            finding = _session(directory.path / SHORTLISTS_GRAPH, threads, chosen, half=False)
+            self.forward_shortlists: DraftPass = lambda batch: OnnxDraftLogits(self._run(batch, self._place), finding)
         for name, pool in self._pools.items():
             self._binding.bind_ortvalue_input(name, pool)
 
@@ -99,6 +112,10 @@ class OnnxEngine:
         return PaddedPacker(window=self.window, one_group=True)
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        return np.asarray(self._run(batch, Place("cpu", 0)).numpy())
+
+    def _run(self, batch: PackedBatch, place: Place) -> ort.OrtValue:
+        """Run a forward pass, and return the logits of the wanted rows at this place."""
         assert isinstance(batch, PaddedBatch)  # from our own packer
         (group,) = batch.groups
         arrays = {
@@ -117,11 +134,12 @@ class OnnxEngine:
         for name, array in arrays.items():
             binding.bind_cpu_input(name, array)  # copied to the device if that is not the CPU
         binding.clear_binding_outputs()
-        binding.bind_output("logits", "cpu")
+        binding.bind_output("logits", *place)
         for name, pool in self._pools.items():
             binding.bind_ortvalue_output(f"new_{name}", pool)
         self._session.run_with_iobinding(binding)
-        return np.asarray(binding.get_outputs()[0].numpy())
+        logits: ort.OrtValue = binding.get_outputs()[0]
+        return logits
 
     def copy(self, source: Slots, target: Slots) -> None:
         binding = self._copies.io_binding()

@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.hf.linear import Float32Head
 from specdec.engine.hf.pretrained import DTYPES, LayerAttention, attention_of, load, window_of
 from specdec.engine.hf.reference_check import ReferenceCheck
-from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, ModelDirectory
+from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, SHORTLISTS_GRAPH, ModelDirectory
 from specdec.engine.onnx.replaceable import check_replaceable
 from specdec.engine.padded.attention import Group, PaddedAttention
 
@@ -47,6 +48,9 @@ Dtype = Literal["float32", "float16"]
 """The dtypes that a graph can compute in: NumPy, with which the pools are made, has no bfloat16."""
 
 OPSET = 23
+IR_VERSION = 10
+"""The version that the oldest supported onnxruntime reads, for graphs that are written by hand."""
+
 INPUTS = ("tokens", "positions", "slots", "keys", "rows", "visible", "windowed", "place", "wanted")
 """Names of the graph's inputs, in order: the arrays of a padded batch with one group. The pools follow."""
 
@@ -116,6 +120,7 @@ def export(directory: ModelDirectory, target: Path, dtype: Dtype = "float32") ->
         with _quiet(directory.name):
             _write_graph(model, attends, partial / GRAPH)
         onnx.save(copy_graph(dtype), partial / COPY_GRAPH)
+        onnx.save(shortlists_graph(), partial / SHORTLISTS_GRAPH)
         description = {
             "dtype": dtype,
             "pools": [[each.kv_heads, each.width, each.value_width] for each in attends],
@@ -213,7 +218,38 @@ def copy_graph(dtype: Dtype) -> onnx.ModelProto:
             [onnx.helper.make_tensor("last", slots, [1], [1])],
         ),
         opset_imports=[onnx.helper.make_opsetid("", OPSET)],
-        ir_version=10,  # the version that the oldest supported onnxruntime reads
+        ir_version=IR_VERSION,
+    )
+
+
+def shortlists_graph() -> onnx.ModelProto:
+    """Return the graph that finds the shortlists of logits, and the rows with NaN. Among equal
+    logits TopK lists lower ids first."""
+    node, tensor, kinds = onnx.helper.make_node, onnx.helper.make_tensor_value_info, onnx.TensorProto
+    return onnx.helper.make_model(
+        onnx.helper.make_graph(
+            [
+                node("Shape", ["logits"], ["vocabulary"], start=1, end=2),
+                node("Min", ["vocabulary", "most"], ["count"]),
+                node("TopK", ["logits", "count"], ["values", "ids"], axis=1),
+                node("IsNaN", ["logits"], ["nan"]),
+                node("Cast", ["nan"], ["numbers"], to=kinds.FLOAT),
+                node("ReduceMax", ["numbers", "axes"], ["broken"], keepdims=0),
+            ],
+            "shortlists",
+            [tensor("logits", kinds.FLOAT, ["n", "v"])],
+            [
+                tensor("values", kinds.FLOAT, ["n", "k"]),
+                tensor("ids", kinds.INT64, ["n", "k"]),
+                tensor("broken", kinds.FLOAT, ["n"]),
+            ],
+            [
+                onnx.helper.make_tensor("most", kinds.INT64, [1], [MAX_DRAFT_LOGITS]),
+                onnx.helper.make_tensor("axes", kinds.INT64, [1], [1]),
+            ],
+        ),
+        opset_imports=[onnx.helper.make_opsetid("", OPSET)],
+        ir_version=IR_VERSION,
     )
 
 

@@ -9,10 +9,13 @@ import pytest
 
 from bench.systems.profiles import PROFILES, Profile, Times
 from bench.systems.simulated_gpu import PERIOD, SimulatedGpu
+from specdec.decoding.candidates import AskedRow, draft_candidates
 from specdec.decoding.choice import choose
+from specdec.decoding.draft_logits import HostDraftLogits
 from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.engine.batch import PackedBatch
+from specdec.engine.engine import draft_pass_of
 
 VOCABULARY = 3000
 
@@ -65,6 +68,16 @@ def test_choices_are_those_of_the_rows(sampling: Sampling) -> None:
         got, sound = engine.step(chain(engine, 20), asked).choose(rows, queries)
         assert got.tolist() == want
         assert sound.all()
+
+
+def test_a_draft_s_candidates_are_those_of_the_rows() -> None:
+    engine = SimulatedGpu(VOCABULARY, 100, lambda rows: 0.0)
+    samplings = [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=4), Sampling(logit_bias={7: 50.0})]
+    rows = [AskedRow(row, SamplingQuery(RequestSampler(samplings[row % 3]), row + 1), VOCABULARY) for row in range(20)]
+    want = draft_candidates(HostDraftLogits(engine.forward(chain(engine, 20))), rows, 3)
+    got = draft_candidates(draft_pass_of(engine)(chain(engine, 20)), rows, 3)
+    for part, expected in zip(got, want, strict=True):
+        np.testing.assert_array_equal(part, expected)
 
 
 def test_a_draft_errs_at_one_position_in_four() -> None:

@@ -14,11 +14,12 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
+from specdec.decoding.draft_logits import shortlists
 from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.step_logits import HostLogits
 from specdec.engine.batch import Packer
-from specdec.engine.engine import GpuSampling, Placed, hidden_states
+from specdec.engine.engine import GpuSampling, Placed, Shortlisting, hidden_states
 from specdec.engine.gpu import engine as gpu_engine
 from specdec.engine.gpu.engine import GpuEngine
 from specdec.engine.gpu.linear import SplitKLinear, split_k
@@ -118,6 +119,23 @@ def test_a_step_chooses_as_from_logits_in_memory(subject: Subject) -> None:
     got, sound = engine.step(packer.pack(), lambda: dict(enumerate(queries))).choose(range(4), queries)
     assert got.tolist() == want.tolist()
     assert sound.all()
+
+
+def test_a_draft_s_pass_has_the_shortlists_of_its_logits(subject: Subject) -> None:
+    engine = subject.engine
+    assert isinstance(engine, Shortlisting)
+    text = np.random.default_rng(3).integers(3, VOCABULARY, 6).tolist()
+    packer, _ = branched(engine, text, [6, 8])
+    logits = engine.forward(packer.pack())
+    packer, _ = branched(engine, text, [6, 8])
+    got, rows = engine.forward_shortlists(packer.pack()), [3, 0]
+    want = shortlists([logits[row] for row in rows])
+    np.testing.assert_array_equal(got.shortlists(rows).values, want.values)
+    np.testing.assert_array_equal(got.shortlists(rows).ids, want.ids)
+    np.testing.assert_array_equal(got.whole(rows), logits[rows])
+    packer = engine.packer()
+    packer.add_path(np.arange(1, 4), packer.add_rows([5, 6, 7], 0, [1, 2, 3]))
+    assert not engine.forward_shortlists(packer.pack()).whole([])  # a piece of a prompt
 
 
 def test_it_says_where_it_computes(subject: Subject) -> None:

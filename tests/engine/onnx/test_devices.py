@@ -18,7 +18,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from specdec.engine.engine import UnsupportedModelError
+from specdec.decoding.draft_logits import shortlists
+from specdec.engine.batch import Packer
+from specdec.engine.engine import UnsupportedModelError, draft_pass_of
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.hf.reference_check import ReferenceCheck
 from specdec.engine.kv.slots import KVPool
@@ -27,6 +29,7 @@ from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.onnx.engine import OnnxEngine
 from specdec.engine.onnx.export import export
 from specdec.engine.onnx.providers import CPU, CUDA, Place, check_started, place_of, providers
+from specdec.engine.onnx.shortlists import OnnxDraftLogits
 from tests.models import VOCABULARY, make, save
 
 HALF_TOLERANCE = 0.03
@@ -155,6 +158,15 @@ class TestCuda:
         assert "/CUDAExecutionProvider/" in engine.numerics
 
     @with_cuda
+    def test_a_draft_s_pass_has_the_shortlists_of_its_logits(self, half: Path) -> None:
+        engine = OnnxEngine(ModelDirectory(half), capacity=256, threads=1, device="cuda")
+        packer, again = packed(engine, 0, TEXT[:9], np.arange(1, 10)), packed(engine, 0, TEXT[:9], np.arange(1, 10))
+        want = shortlists(list(engine.forward(packer.pack())))
+        got = draft_pass_of(engine)(again.pack())
+        assert isinstance(got, OnnxDraftLogits)
+        np.testing.assert_array_equal(got.shortlists([0]).values, want.values)
+
+    @with_cuda
     def test_memory_is_sized_by_the_device(self, half: Path) -> None:
         assert OnnxEngine(ModelDirectory(half), capacity=None, threads=1, device="cuda:0").capacity >= 512
 
@@ -172,13 +184,17 @@ def check_text(engine: Any, directory: Path) -> None:
 
 
 def forward(engine: Any, start: int, tokens: list[int], slots: NDArray[np.int64]) -> NDArray[np.float32]:
-    packer = engine.packer()
+    (got,) = engine.forward(packed(engine, start, tokens, slots).pack())
+    assert got.dtype == np.float32
+    return np.asarray(got)
+
+
+def packed(engine: Any, start: int, tokens: list[int], slots: NDArray[np.int64]) -> Packer:
+    packer: Packer = engine.packer()
     rows = packer.add_rows(tokens, start, slots[start:])
     packer.add_path(slots, rows)
     packer.want(rows[-1])
-    (got,) = engine.forward(packer.pack())
-    assert got.dtype == np.float32
-    return np.asarray(got)
+    return packer
 
 
 def own_logits(directory: Path, text: list[int]) -> NDArray[np.float32]:

@@ -1,0 +1,33 @@
+"""A draft's logits on the GPU: the host gets a shortlist of every row, all in one copy, and few rows whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS, Shortlists
+from specdec.decoding.processing import Logits
+from specdec.engine.gpu.upload import upload
+
+
+class GpuDraftLogits:
+    """The wanted rows of a pass as float32 logits [n, V] on the GPU. Their shortlists are fetched when it is made."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+        values, ids = logits.topk(min(MAX_DRAFT_LOGITS, logits.shape[1]))
+        ids, order = ids.sort(dim=1)  # of equal logits the lower ids come first
+        values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
+        fetched = torch.stack([values.view(torch.int32), ids.gather(1, order).int()]).cpu().numpy()
+        self._shortlists = Shortlists(fetched[0].view(np.float32), fetched[1].astype(np.int64))
+
+    def shortlists(self, rows: Sequence[int]) -> Shortlists:
+        return Shortlists(*(part[np.asarray(rows)] for part in self._shortlists))
+
+    def whole(self, rows: Sequence[int]) -> Sequence[Logits]:
+        if not rows:
+            return []
+        return list(self._logits.index_select(0, upload(np.asarray(rows), self._logits.device)).cpu().numpy())
