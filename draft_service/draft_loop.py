@@ -10,6 +10,8 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import structlog
 
@@ -18,6 +20,7 @@ from draft_service.send_queue import Extension
 from draft_service.session import Session
 from draft_service.stats import DraftStats
 from specdec.serving.engine_worker import EngineWorker
+from specdec.serving.response_queue import ResponseQueue
 
 log = structlog.get_logger()
 
@@ -30,12 +33,11 @@ READER_WAIT_SECONDS = 0.25
 
 @dataclass
 class RunningSession:
-    """A session and where its extensions go. `emit` is called in the loop's thread and must not block."""
+    """A session, the queue of what is sent to its reader, and the function that makes messages of extensions there."""
 
     session: Session
-    emit: Callable[[Extension], None]
-    fail: Callable[[Exception], None]
-    takes_more: Callable[[], bool] = lambda: True  # False: its reader has yet to take what was emitted
+    responses: ResponseQueue[Any]
+    message: Callable[[Extension], Any]
 
 
 class DraftLoop(EngineWorker[Session]):
@@ -75,7 +77,7 @@ class DraftLoop(EngineWorker[Session]):
     def end_session(self, session: Session, error: Exception) -> None:
         entry = self._sessions[session]
         self.detach(session)
-        entry.fail(error)
+        entry.responses.send(error)
 
     def end_sessions(self, error: Exception) -> None:
         for session in list(self._sessions):
@@ -84,11 +86,12 @@ class DraftLoop(EngineWorker[Session]):
     # --- the loop ---------------------------------------------------------------------------------
 
     def step(self) -> float | None:
-        best = [(self.drafter.best_logprob(session), session) for session in self._sessions]
-        runnable = sorted((each for each in best if each[0] > -math.inf), key=lambda each: -each[0])
+        best = {session: self.drafter.best_logprob(session) for session in self._sessions}
+        runnable = [session for session, logprob in best.items() if logprob > -math.inf]
         if runnable:
+            runnable.sort(key=best.__getitem__, reverse=True)
             start = time.monotonic()
-            self._expand([session for _, session in runnable])
+            self._expand(runnable)
             seconds = time.monotonic() - start
             self.stats.busy += seconds
             self._step_seconds += STEP_SMOOTHING * (seconds - self._step_seconds)
@@ -124,16 +127,19 @@ class DraftLoop(EngineWorker[Session]):
     def _send(self, now: float) -> float | None:
         """Send what is due; return the time of the next send, None if none is planned."""
         wake = math.inf
+        messages: list[tuple[ResponseQueue[Any], Callable[[], Any]]] = []
         for session, entry in self._sessions.items():
-            if not entry.takes_more():
-                wake = min(wake, now + READER_WAIT_SECONDS)
-                continue
             due = session.outgoing.send_at(self._step_seconds)
-            if due <= now:
+            if due == math.inf:
+                continue
+            if entry.responses.full:
+                wake = min(wake, now + READER_WAIT_SECONDS)
+            elif due <= now:
                 extension = session.outgoing.take(now)
                 self.stats.sent += len(extension.paths.tokens)
-                self.stats.messages += 1
-                entry.emit(extension)
+                messages.append((entry.responses, partial(entry.message, extension)))
             else:
                 wake = min(wake, due)
+        self.stats.messages += len(messages)
+        ResponseQueue.send_all(messages)
         return None if wake == math.inf else wake

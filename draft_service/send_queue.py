@@ -59,8 +59,11 @@ class SendQueue:
     # --- what comes in ------------------------------------------------------------------------------
 
     def add(self, path_logprob: float, node: Node) -> None:
-        """Take a new node of the tree: offer it, or hold it back."""
-        if self._worth_sending(path_logprob, node):
+        """Take a new node of the tree: offer it if it is probable enough and, itself included, at most `max_nodes` are
+        offered; else hold it back. The likeliest next token is always sent: else a verifier would wait for nothing."""
+        policy = self._policy
+        sendable = path_logprob >= policy.min_sent_logprob and self.offered <= policy.max_nodes
+        if sendable or (node.parent is self._tree.root and node is self._likeliest):
             self._offer(node)
         else:
             self._held_back.add(path_logprob, node)
@@ -103,13 +106,6 @@ class SendQueue:
         self._timer = SendTimer()
 
     # --- what is offered ----------------------------------------------------------------------------
-
-    def _worth_sending(self, path_logprob: float, node: Node) -> bool:
-        """Return True if the node is probable enough and, itself included, at most `max_nodes` are offered.
-
-        The likeliest next token is always sent: else a verifier would wait for nothing."""
-        sendable = path_logprob >= self._policy.min_sent_logprob and self.offered <= self._policy.max_nodes
-        return sendable or node is self._likeliest
 
     @property
     def _likeliest(self) -> Node | None:

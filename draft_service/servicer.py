@@ -129,14 +129,14 @@ class DraftServicer(
         )
 
     def attach(self, session: Session, responses: ResponseQueue[draft_pb2.DraftResponse], timeline: Timeline) -> None:
-        def emit(extension: Extension) -> None:
+        def message(extension: Extension) -> draft_pb2.DraftResponse:
             timeline.first("first_candidates")
             timeline.add(messages=1, candidates=len(extension.paths.tokens))
             extend = paths_message(extension.base, extension.paths)
             extend.base_age_us = int(1e6 * extension.held)
-            responses.send(draft_pb2.DraftResponse(extend=extend))
+            return draft_pb2.DraftResponse(extend=extend)
 
-        self._loop.attach(RunningSession(session, emit, responses.send, lambda: not responses.full))
+        self._loop.attach(RunningSession(session, responses, message))
         timeline.event("admitted")
 
     def takes_long(self, request: draft_pb2.DraftRequest) -> bool:

@@ -1,4 +1,4 @@
-"""A response queue that is read by hand, between the turns of a step loop whose thread was never started."""
+"""Response queues that are read by hand, between the turns of a loop whose thread was never started."""
 
 from __future__ import annotations
 
@@ -14,6 +14,29 @@ class _AtOnce:
 
     def call_soon_threadsafe(self, callback: Callable[..., None], *args: Any) -> None:
         callback(*args)
+
+
+class Handed(ResponseQueue[Any]):
+    """A response queue that hands what is put into it to functions, at once. It is full if `takes_more` says no."""
+
+    def __init__(
+        self,
+        take: Callable[[Any], None],
+        fail: Callable[[Exception], None],
+        takes_more: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._loop = _AtOnce()  # type: ignore[assignment]
+        self._take, self._fail, self._takes_more = take, fail, takes_more
+
+    @property
+    def full(self) -> bool:
+        return not self._takes_more()
+
+    def _append(self, item: Any) -> None:
+        if isinstance(item, Exception):
+            self._fail(item)
+        else:
+            self._take(item)
 
 
 class Mailbox(ResponseQueue[tuple[VerifyResult, StepTimes]]):

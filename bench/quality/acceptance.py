@@ -38,6 +38,7 @@ from specdec.engine.engines.loading import load_engine
 from specdec.engine.kv.blocks import BlockPool
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
+from testing.mailbox import Handed
 from verifier_service.backend.request import Policy, SessionRequest
 from verifier_service.backend.result import CORRECTION
 from verifier_service.sessions.session import Session
@@ -106,7 +107,7 @@ class Pair:
             raise error
 
         loop = DraftLoop(LanguageModelDrafter(self.draft))
-        loop.attach(RunningSession(draft, pushed.append, fail))
+        loop.attach(RunningSession(draft, Handed(pushed.append, fail), lambda extension: extension))
         verifier.allocate(BlockPool((CAPACITY - TREE_SLOTS) // 64))
         count = Count()
         while True:

@@ -46,8 +46,8 @@ class AllAtOnce(SendQueue):
         self.answered = 0  # base of the last Extend
         self._complete = complete  # returns True if nothing is left to expand
 
-    def _worth_sending(self, path_logprob: float, node: Node) -> bool:
-        return False
+    def add(self, path_logprob: float, node: Node) -> None:
+        self._held_back.add(path_logprob, node)
 
     def _release(self) -> None:
         """Hold everything back: only `take` offers candidates."""

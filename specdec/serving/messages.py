@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-
-import numpy as np
 
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.proposal import DraftDistribution
@@ -146,8 +145,7 @@ def paths_from(message: model_pb2.Extend, most_ids: int = 0, most_values: int = 
 
 def logprobs_message(logprobs: Sequence[float]) -> bytes:
     """Return a byte for each log-probability."""
-    units = np.rint(np.sqrt(-np.minimum(logprobs, 0.0)) / LOGPROB_UNIT)
-    return np.minimum(units, 255).astype(np.uint8).tobytes()
+    return bytes([round(min(math.sqrt(max(-logprob, 0.0)) / LOGPROB_UNIT, 255.0)) for logprob in logprobs])
 
 
 def logprobs_from(message: bytes) -> list[float]:

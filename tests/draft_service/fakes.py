@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from specdec.decoding.sampling import Sampling
 from specdec.engine.batch import PackedBatch
 from specdec.engine.cpu.layout import RaggedPacker
 from specdec.engine.kv.slots import Slots
+from testing.mailbox import Handed
 
 VOCABULARY = 16
 ROWS = 16
@@ -57,13 +58,23 @@ def session(
     return Session(request, ExpansionPolicy(**policy), VOCABULARY, Calibration())
 
 
+def running(
+    session: Session,
+    take: Callable[[Extension], None],
+    fail: Callable[[Exception], None],
+    takes_more: Callable[[], bool] = lambda: True,
+) -> RunningSession:
+    """A session whose extensions and errors go to these functions."""
+    return RunningSession(session, Handed(take, fail, takes_more), lambda extension: extension)
+
+
 class Listener:
     """A session at a loop, and what it has been sent."""
 
     def __init__(self, loop: DraftLoop, session: Session) -> None:
         self.sent: list[Extension] = []
         self.failed: list[Exception] = []
-        loop.attach(RunningSession(session, self.sent.append, self.failed.append))
+        loop.attach(running(session, self.sent.append, self.failed.append))
 
 
 class Pod:
@@ -78,7 +89,7 @@ class Pod:
 
     def attach(self, session: Session) -> None:
         sent = self.sent[id(session)] = []
-        self.loop.attach(RunningSession(session, sent.append, self.failed.append))
+        self.loop.attach(running(session, sent.append, self.failed.append))
 
     def commit(self, session: Session, tokens: list[int]) -> None:
         """Commit the next tokens of a session's text."""

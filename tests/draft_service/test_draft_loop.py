@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from draft_service.draft_loop import DraftLoop, RunningSession
+from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import PROMPT_WIDTHS, LanguageModelDrafter
 from draft_service.send_queue import Extension
 from evaluation import virtual_time
@@ -18,7 +18,7 @@ from specdec.engine.cpu.layout import RaggedPacker
 from specdec.engine.kv.slots import PoolFullError
 from specdec.serving.engine_worker import CHECK_SECONDS
 from specdec.serving.errors import EngineLostError, ModelFailureError
-from tests.draft_service.fakes import ROWS, Engine, Pod, session
+from tests.draft_service.fakes import ROWS, Engine, Pod, running, session
 
 
 def test_everybody_gets_a_turn() -> None:
@@ -171,7 +171,7 @@ def test_the_loop_wakes_when_a_message_is_due_and_nothing_else_happens() -> None
     async def main() -> None:
         loop = DraftLoop(LanguageModelDrafter(Engine(), rows=ROWS))
         each = session(max_nodes=8, extend_interval=period, round_trip=round_trip)
-        loop.attach(RunningSession(each, lambda extension: sent.append((time.monotonic(), extension)), failed.append))
+        loop.attach(running(each, lambda extension: sent.append((time.monotonic(), extension)), failed.append))
         for _ in range(40):
             commit = time.monotonic()
             loop.commit(each, each.tree.base, [7], commit)
@@ -342,7 +342,7 @@ def test_who_takes_no_messages_is_sent_none() -> None:
     loop = DraftLoop(LanguageModelDrafter(Engine(), rows=ROWS))
     emitted: list[Extension] = []
     each = session(max_nodes=24)
-    loop.attach(RunningSession(each, emitted.append, lambda error: None, lambda: len(emitted) < 5))
+    loop.attach(running(each, emitted.append, lambda error: None, lambda: len(emitted) < 5))
     for _ in range(50):
         loop.turn()
         each.outgoing.resend()

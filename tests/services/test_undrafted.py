@@ -16,6 +16,7 @@ from specdec.client.errors import from_rpc
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
 from specdec.v2 import draft_pb2, generation_pb2, model_pb2
+from testing.mailbox import Handed
 from tests.services.conftest import Directories
 from tests.stack import ALWAYS, REMOTE, stack, until
 from tests.verifier_service.fakes import Decided
@@ -32,7 +33,7 @@ class Mute(DraftServicer):
     """Reads, works and sends heartbeats, but no candidates."""
 
     def attach(self, session: Session, responses: ResponseQueue[draft_pb2.DraftResponse], timeline: Timeline) -> None:
-        self._loop.attach(RunningSession(session, lambda extension: None, responses.send, lambda: True))
+        self._loop.attach(RunningSession(session, Handed(lambda extension: None, responses.send), lambda _: None))
 
 
 def slow_draft() -> None:
