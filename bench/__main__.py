@@ -31,6 +31,7 @@ ROOMS = {
         "first-token": "seconds from a command until the first token, beside vLLM's and llama.cpp's servers",
         "chunking": "what a long prompt costs the other streams",
         "device": "services on devices that only take time: what the host costs beside a GPU's steps",
+        "draft-steps": "processor time of a draft service for each node, with a model that costs nothing",
         "drain": "what ending a pod takes, and what clients notice of it",
         "fairness": "what a tenant notices of another that floods the verifier",
         "shares": "what a text takes beside texts of another tenant, by what those ask for",
