@@ -18,7 +18,7 @@ def winners(
     """Return int64 [n]: for each of n rows over one vocabulary the token with the largest sum of logit and noise, the
     lowest id on ties.
 
-    `possible` are the ids that can win: indices into the flattened rows, ascending, at least one for each row. `values`
+    `possible` are the ids that can win: indices into the flattened rows, row after row, at least one for each. `values`
     are their logits, divided by the temperature; `streams` [n] are the noise streams of the rows.
     """
     rows, ids = np.divmod(possible, vocabulary)
@@ -28,5 +28,6 @@ def winners(
     every = np.arange(len(streams))
     best = np.maximum.reduceat(scores, np.searchsorted(rows, every))
     won = np.flatnonzero(scores == best[rows])
-    first = won[np.searchsorted(rows[won], every)]
-    return np.asarray(ids[first])
+    if len(won) == len(streams):
+        return np.asarray(ids[won])
+    return np.asarray(np.minimum.reduceat(ids[won], np.searchsorted(rows[won], every)))

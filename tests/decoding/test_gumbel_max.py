@@ -111,3 +111,16 @@ class TestPruning:
         z = np.array([[data.draw(cell) for _ in range(vocabulary)] for _ in range(count)], dtype=np.float32)
         streams = np.arange(count, dtype=np.uint64)
         assert won(z, streams, np.arange(z.size)) == z.argmax(axis=1).tolist()
+
+
+@given(st.integers(1, 5), st.integers(1, 40), st.integers(0, MASK), st.booleans())
+def test_the_order_of_a_rows_ids_does_not_matter(rows: int, vocabulary: int, seed: int, ties: bool) -> None:
+    """`ties`: noise is lost beside logits as large, so that all are equal, and the lowest id wins."""
+    random = np.random.default_rng(seed)
+    z = np.full((rows, vocabulary), 1e30, dtype=np.float32)
+    if not ties:
+        z = random.normal(size=z.shape).astype(np.float32)
+    streams = random.integers(0, MASK, rows, dtype=np.uint64)
+    ascending = np.arange(z.size)
+    mixed = np.concatenate([random.permutation(row) for row in ascending.reshape(rows, vocabulary)])
+    assert won(z, streams, mixed) == won(z, streams, ascending) == scores(z, streams).argmax(axis=1).tolist()

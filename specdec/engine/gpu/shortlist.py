@@ -151,8 +151,7 @@ def of_largest(
                 continue
             offsets = vocabulary * (np.cumsum(known) - 1)  # `winners` takes the known rows as one flattened array
             possible, values = (offsets[:, None] + ids[rows, :width])[kept], z[rows, :width][kept]
-            order = np.argsort(possible)
-            tokens[rows[known]] = winners(values[order], possible[order], vocabulary, streams[rows[known]])
+            tokens[rows[known]] = winners(values, possible, vocabulary, streams[rows[known]])
     return tokens
 
 
