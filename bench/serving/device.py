@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -162,6 +163,17 @@ async def measured(
     }
 
 
+async def all_measured(
+    stack: Stack, stages: Path, profile: Profile, loads: Sequence[Load], settle: float, seconds: float
+) -> list[dict[str, Any]]:
+    """Return the figures of a cell for each load, and print each as it comes."""
+    cells = []
+    for load in loads:
+        cells.append(await measured(stack, stages, profile, load, settle, seconds))
+        print(json.dumps(cells[-1]), flush=True)
+    return cells
+
+
 async def _sleep(seconds: float, task: asyncio.Task[None]) -> None:
     """Sleep; an error of the load ends that, and is raised."""
     done, _ = await asyncio.wait({task}, timeout=seconds)
@@ -280,7 +292,6 @@ def main(given: Sequence[str]) -> None:
         "source": profile.source,
         "machine": machine(),
         "versions": versions(),
-        "cells": [],
     }
     pods: dict[str, tuple[str, ...]] = {role: ("bench.systems.pod", role) for role in ("verifier", "draft")}
     with tempfile.TemporaryDirectory() as scratch:
@@ -294,11 +305,7 @@ def main(given: Sequence[str]) -> None:
             verifier_options=simulated,
             draft_options=simulated,
         ) as stack:
-            for temperature in args.temperatures:
-                for streams in args.streams:
-                    for way in args.ways:
-                        load = Load(streams, way, temperature)
-                        cell = asyncio.run(measured(stack, stages, profile, load, args.settle, args.seconds))
-                        report["cells"].append(cell)
-                        print(json.dumps(cell), flush=True)
+            cells = product(args.temperatures, args.streams, args.ways)
+            loads = [Load(streams, way, temperature) for temperature, streams, way in cells]
+            report["cells"] = asyncio.run(all_measured(stack, stages, profile, loads, args.settle, args.seconds))
     publish(report, args.out, "device", table, plot)
