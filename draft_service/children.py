@@ -50,27 +50,33 @@ def give(children: Chosen) -> dict[Session, Exception]:
     """Give nodes what is chosen for them. Return the sessions that cannot go on, and why."""
     failed: dict[Session, Exception] = {}
     for (session, node, _), found in children.by_whole_rows:
-        match found:
-            case Exception():
-                failed[session] = found
-            case Proposal(token=int(token), row=distribution):
-                session.add_draw(node, token, distribution)
-            case DraftDistribution():
-                session.add_distribution(node, found)
+        try:
+            match found:
+                case Exception():
+                    failed[session] = found
+                case Proposal(token=int(token), row=distribution):
+                    session.add_draw(node, token, distribution)
+                case DraftDistribution():
+                    session.add_distribution(node, found)
+        except Exception as error:  # one session's error does not end the others
+            failed[session] = error
     if children.candidates is not None:
         nodes = [(session, node) for session, node, _ in children.expanded]
-        add_children(nodes, children.candidates.tokens, children.candidates.logprobs)
+        failed |= add_children(nodes, children.candidates.tokens, children.candidates.logprobs)
     return failed
 
 
 def _by_whole_row(computed: Computed, logits: Logits) -> Proposal | DraftDistribution | Exception | None:
-    """Return a node's draw or distribution by its rule. A broken row gives none; it is an error where the rule needs
-    one."""
+    """Return a node's draw or distribution by its rule, or what has gone wrong. A broken row gives none; it is an error
+    where the rule needs one."""
     session, _, (_, query, vocabulary) = computed
     logits = logits[:vocabulary]
-    if not abs(logits.max()) < MAX_ABS_LOGIT:
-        required = session.request.distributions_required
-        return FloatingPointError("the draft's logits are not finite") if required else None
-    if session.request.sampler.rule is Rule.CONTRASTIVE:
-        return contrastive.amateur_distribution(logits, session.request.sampler.contrast)
-    return rejection.propose(logits, query)
+    try:
+        if not abs(logits.max()) < MAX_ABS_LOGIT:
+            required = session.request.distributions_required
+            return FloatingPointError("the draft's logits are not finite") if required else None
+        if session.request.sampler.rule is Rule.CONTRASTIVE:
+            return contrastive.amateur_distribution(logits, session.request.sampler.contrast)
+        return rejection.propose(logits, query)
+    except Exception as error:  # it is this session's alone
+        return error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from draft_service.children import chosen, give
+from draft_service.children import Computed, chosen, give
 from draft_service.drafter import Drafter, ExpansionError
 from draft_service.model_session import ModelSession
 from draft_service.session import RootMove, Session
@@ -84,6 +84,8 @@ class LanguageModelDrafter(Drafter):
             known = self._sessions[session]
             (reading if known.pending_text else expanding).append(known)
         planned: list[ModelSession] = []
+        computed: list[Computed] = []
+        failed: dict[Session, Exception] = {}
         try:
             self._plan_nodes(packer, expanding, planned)
             if reading:
@@ -91,7 +93,12 @@ class LanguageModelDrafter(Drafter):
                     planned.append(each)
                     each.plan_text(packer, most)
             logits = self._forward(packer.pack())
-            children = chosen([node for each in planned for node in each.computed()], logits)
+            for each in planned:
+                try:
+                    computed += each.computed()
+                except Exception as error:  # one session's error does not end the others
+                    failed[each.session] = error
+            children = chosen(computed, logits)
         except Exception as error:  # nothing of the pass counts; its sessions are tried again
             self._probe.pass_failed(packer.slots)
             for each in planned:
@@ -99,7 +106,7 @@ class LanguageModelDrafter(Drafter):
             raise ExpansionError([each.session for each in planned], error) from error
         for each in planned:
             each.forget_plan()
-        return give(children)
+        return failed | give(children)
 
     def recover(self) -> bool:
         return self._probe.recovers()

@@ -219,9 +219,14 @@ class Session:
 
 def add_children(
     nodes: Sequence[tuple[Session, Node]], tokens: NDArray[np.int64], logprobs: NDArray[np.float64]
-) -> None:
+) -> dict[Session, Exception]:
     """Give nodes of sessions children: a draft's tokens and their logprobs, [n, width] each, the likeliest first. Where
-    a node has fewer, logprobs are -inf."""
+    a node has fewer, logprobs are -inf. Return the sessions that cannot go on, and why."""
+    failed: dict[Session, Exception] = {}
     calibrated = corrected([session.shifts(node) for session, node in nodes], logprobs)
     for (session, node), own_tokens, own_logprobs in zip(nodes, tokens.tolist(), calibrated.tolist(), strict=True):
-        session.add_calibrated(node, own_tokens, own_logprobs)
+        try:
+            session.add_calibrated(node, own_tokens, own_logprobs)
+        except Exception as error:  # one session's error does not end the others
+            failed[session] = error
+    return failed

@@ -252,6 +252,8 @@ class Drafting:
                 reason = "draft_lost"
             case LostError():
                 pod.breaker.failed(conclusive=error.conclusive)
+                if error.died and self._pods is not None:
+                    self._pods.died(pod)
                 if self._context.grammar_watch is not None:
                     self._context.grammar_watch.lost(pod, error)
                 reason = "draft_lost"

@@ -11,6 +11,7 @@ import asyncio
 import math
 import time
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ import structlog
 from orchestrator.committed_text import CommittedText
 from orchestrator.peers import Peers
 from orchestrator.pod_errors import LostError
-from orchestrator.pods import Pod
+from orchestrator.pods import SAME_DEATH_SECONDS, Pod, PodDeath
 from orchestrator.sample import Sample
 from specdec.grammar.grammar import Grammar
 from specdec.serving.errors import InternalError, InvalidRequestError, OverloadedError
@@ -37,17 +38,14 @@ shared by all texts at the pod: a grammar that many use is open whatever a pod d
 their own, several within a minute in a drain of nodes, so this takes twice as much as one text alone."""
 
 AMONG_OTHERS = 2
-"""Times as many deaths that it takes while pods die without the text as well: something else kills them. Two texts that
-kill pods by turns would speak for each other without end, so this has a limit too."""
+"""Times as many deaths that it takes while pods die without the grammar as well: something else kills them. Two
+grammars that kill pods by turns would speak for each other without end, so this has a limit too."""
 
 DEATH_SECONDS = 60.0
 """Seconds for which a death is remembered."""
 
 QUARANTINE_SECONDS = 60.0
 """Seconds for which such a grammar is refused."""
-
-SAME_DEATH_SECONDS = 5.0
-"""Seconds within which texts at a pod are lost by the same death of it."""
 
 MAX_SUSPECTS = 1024
 """Grammars whose deaths are remembered."""
@@ -60,6 +58,10 @@ class Death(NamedTuple):
     """Monotonic time."""
     pod: str
     blame: float
+
+    def is_of(self, pod: str, at: float) -> bool:
+        """Return whether a session that this pod lost at this time was lost by the same death."""
+        return self.pod == pod and abs(self.at - at) < SAME_DEATH_SECONDS
 
 
 class GrammarCheck:
@@ -94,9 +96,9 @@ class GrammarCheck:
         grammar = None if sample.grammar is None else grammar_from(sample.grammar)
         return None if grammar is None else GrammarWatch(self, grammar, sample, text, peers)
 
-    def died(self, grammar: Grammar, tenant: str, pod: Pod, in_a_row: int, *, others_die: bool) -> None:
-        """Count a death of a pod under a grammar, and under a text for the nth time in a row without growth.
-        `others_die`: pods have died lately without that text."""
+    def died(self, grammar: Grammar, tenant: str, pod: Pod, in_a_row: int, of_all: Iterable[PodDeath]) -> None:
+        """Count a death of a pod under a grammar, and under a text for the nth time in a row without growth; 0: that
+        death counts already, for the text. `of_all` are the deaths of pods, with the grammar and without."""
         key, now = key_of(grammar, tenant), time.monotonic()
         deaths = self._deaths.setdefault(key, deque())
         self._deaths.move_to_end(key)
@@ -104,12 +106,15 @@ class GrammarCheck:
             self._deaths.popitem(last=False)
         while deaths and deaths[0].at < now - DEATH_SECONDS:
             deaths.popleft()
-        blame = 1 / (1 + pod.load.crowd)
-        same = [death for death in deaths if death.pod == str(pod) and death.at > now - SAME_DEATH_SECONDS]
+        blame = 1 / (1 + pod.load.crowd) if in_a_row else 0.0
+        same = [death for death in deaths if death.is_of(str(pod), now)]
         for death in same:
             deaths.remove(death)
             blame = max(blame, death.blame)
         deaths.append(Death(now, str(pod), blame))
+        others_die = any(
+            at > now - DEATH_SECONDS and not any(death.is_of(address, at) for death in deaths) for at, address in of_all
+        )
         total, most = sum(death.blame for death in deaths), AMONG_OTHERS if others_die else 1
         if in_a_row >= most * MAX_DEATHS or total >= most * MAX_BLAME:
             self._refused_until[key] = now + QUARANTINE_SECONDS
@@ -157,22 +162,16 @@ class GrammarWatch:
         now = time.monotonic()
         # A session that is opened on the broken connection, before that is known, is lost by the same death.
         same_death = self._died_at.get(pod, -math.inf) > now - SAME_DEATH_SECONDS
-        if not same_death:
-            self._died_at[pod] = now
         if self._counted or same_death:
-            return
-        self._counted = True
-        length = len(self._text.generated)
-        self._in_a_row = self._in_a_row + 1 if length == self._length else 1
-        self._length = length
-        self._check.died(self._grammar, self._sample.tenant, pod, self._in_a_row, others_die=self._others_die(now))
-
-    def _others_die(self, now: float) -> bool:
-        """Return whether a pod has died lately that did not have the text."""
-        return any(
-            pod.died_at > now - DEATH_SECONDS and pod.died_at > self._died_at.get(pod, -math.inf) + SAME_DEATH_SECONDS
-            for pod in (*self._peers.verifiers, *(self._peers.drafts or ()))
-        )
+            in_a_row = 0
+        else:
+            in_a_row, length = 1, len(self._text.generated)
+            if length == self._length:
+                in_a_row += self._in_a_row
+            self._counted, self._in_a_row, self._length = True, in_a_row, length
+            self._died_at[pod] = now
+        of_all = (*self._peers.verifiers.deaths, *(self._peers.drafts.deaths if self._peers.drafts is not None else ()))
+        self._check.died(self._grammar, self._sample.tenant, pod, in_a_row, of_all)
 
     async def clear(self) -> None:
         """Have the grammar tried again if a pod has died under it, before another one gets it. InvalidRequestError if

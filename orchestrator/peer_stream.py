@@ -120,8 +120,6 @@ class PeerStream:
                 case PeerLostError() | ProtocolError():  # ProtocolError: a message may have broken on its way
                     gone = error.code() is grpc.StatusCode.UNAVAILABLE
                     died = gone and self._reached and not said_by_pod(error)
-                    if died:
-                        self.pod.died_at = time.monotonic()
                     raise LostError(said, conclusive=gone, died=died) from error
                 case NotBuiltError():
                     raise UnfitError(seen) from error

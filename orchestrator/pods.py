@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 import grpc
 import structlog
@@ -18,6 +20,12 @@ from specdec.serving.pods.connections import connect
 from specdec.serving.pods.replicas import Replicas
 
 log = structlog.get_logger()
+
+MAX_DEATHS = 64
+"""Deaths of pods that are remembered."""
+
+SAME_DEATH_SECONDS = 5.0
+"""Seconds within which sessions at a pod are lost by the same death of it."""
 
 UNFIT_SECONDS = 10.0
 """Seconds in which a pod that serves something else is not asked: then another pod may have its address. To ask it
@@ -37,7 +45,6 @@ class Pod:
         self.context_tokens = 0  # of the longest text that it takes, as last reported; 0: not known
         self.turn = 0  # when it was last chosen
         self.candidates_at = -math.inf  # when it, a draft, last sent candidates to any text; monotonic
-        self.died_at = -math.inf  # when it last went without a word, as its sessions here have seen; monotonic
         self._clock = clock
         self.unfit_reason = ""  # of the last time it was found unfit, for machines
         self._unfit: Exception | None = None
@@ -64,6 +71,14 @@ class Pod:
         self._unfit, self._unfit_until = why.with_traceback(None), self._clock() + UNFIT_SECONDS
 
 
+class PodDeath(NamedTuple):
+    """A pod went without a word, as a session here has seen."""
+
+    at: float
+    """Monotonic time."""
+    address: str
+
+
 class Pods(Replicas[Pod]):
     """The replicas of a role. Their addresses may change while sessions run."""
 
@@ -76,6 +91,14 @@ class Pods(Replicas[Pod]):
     ) -> None:
         super().__init__(lambda address: Pod(address, connect(address), clock), addresses)
         self._turns = itertools.count(1)
+        self.deaths: deque[PodDeath] = deque(maxlen=MAX_DEATHS)
+        """The last deaths of pods, also of those that are no replicas any more."""
+
+    def died(self, pod: Pod) -> None:
+        """Note that a session was lost since its pod went without a word."""
+        now = time.monotonic()
+        if not any(address == pod.address and now - at < SAME_DEATH_SECONDS for at, address in self.deaths):
+            self.deaths.append(PodDeath(now, pod.address))
 
     def choose(
         self,

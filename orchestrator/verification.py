@@ -171,6 +171,8 @@ class Verification:
     def _note_lost(self, stream: VerifierStream, lost: LostError) -> None:
         pod, why = stream.pod, str(lost)
         self._choice.lost(pod, lost)
+        if lost.died:
+            self._context.peers.verifiers.died(pod)
         if self._context.grammar_watch is not None:
             self._context.grammar_watch.lost(pod, lost)
         pod.breaker.failed(conclusive=lost.conclusive)

@@ -174,6 +174,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         if not ready:
             self._delay.end(time.monotonic())
             self._idle, self._looked_up = True, 0.0
+            self._planner.idle()
             self.stats.forget_pace()
             return None  # the next action wakes the loop
         division = None

@@ -45,8 +45,8 @@ def draft_candidates(logits: DraftLogits, rows: Sequence[AskedRow], width: int) 
 
     The other model's logits are assumed to differ from these by noise of a fixed scale, so its choice is
     softmax-distributed, at that scale, over the perturbed logits (measured before the division by T). Only the
-    shortlist of a row is searched; a candidate missed there costs acceptance, nothing else. None depends on other
-    rows.
+    shortlist of a row is searched; a candidate missed there costs acceptance, nothing else. Other rows change nothing
+    but the last bits of logprobs.
     """
     known, sound = _processed_shortlists(logits, rows)
     found = Candidates(np.zeros((len(rows), width), dtype=np.int64), np.full((len(rows), width), -np.inf), sound)

@@ -3,9 +3,8 @@ while if pods go on dying."""
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Iterable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -91,6 +90,12 @@ def pod(address: str = "a", sessions: int = 0) -> Pod:
     return found  # type: ignore[no-any-return]
 
 
+def lose(given: SampleContext, lost: Pod) -> None:
+    """Have a text lose its session at a pod, which has died."""
+    given.peers.verifiers.died(lost)
+    watch_of(given).lost(lost, DIED)
+
+
 class Dying(Refusing):
     """A verifier that takes a text and is gone: with these last words, or without any."""
 
@@ -109,10 +114,13 @@ class Dying(Refusing):
             await context.abort_with_status(to_status(last_words))
 
 
-async def end_of(verifier: Refusing, check: GrammarCheck, tokens: Iterable[int] = (), **peers: Any) -> Exception:
-    """Return the error with which a text with a grammar ends, whose only verifier is this one."""
-    async with serving(verifier) as address:
-        pods = Pods([address], connect=grpc.aio.insecure_channel)
+async def end_of(
+    verifiers: Sequence[Refusing], check: GrammarCheck, tokens: Iterable[int] = (), **peers: Any
+) -> Exception:
+    """Return the error with which a text with a grammar ends, which has these verifiers alone."""
+    async with AsyncExitStack() as servers:
+        addresses = [await servers.enter_async_context(serving(verifier)) for verifier in verifiers]
+        pods = Pods(addresses, connect=grpc.aio.insecure_channel)
         given = watched(check, Peers(pods, **peers))
         given.text.add(list(tokens))
         with pytest.raises(ServiceError) as ended:
@@ -125,17 +133,15 @@ async def end_of(verifier: Refusing, check: GrammarCheck, tokens: Iterable[int] 
 async def test_a_grammar_that_does_not_pass_again_ends_its_text_and_kills_no_other_pod() -> None:
     check, trials = checking("nests too deep")
     verifier = Dying(None)
-    error = await end_of(verifier, check, [5, 6])
+    error = await end_of([verifier], check, [5, 6])
     assert isinstance(error, InvalidRequestError)
     assert str(error) == "grammar.regex: nests too deep"
     assert trials.replayed == [[5, 6]]  # and no other pod has died of it
 
 
-async def test_a_grammar_that_passes_again_and_again_is_refused_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_check, "SAME_DEATH_SECONDS", 0.0)  # its pod starts again at once
+async def test_a_grammar_that_passes_again_and_again_is_refused_in_the_end() -> None:
     check, trials = checking("")
-    verifier = Dying(None)
-    error = await end_of(verifier, check)
+    error = await end_of([Dying(None) for _ in range(MAX_DEATHS)], check)
     assert isinstance(error, OverloadedError)
     assert 0 < error.retry_after <= grammar_check.QUARANTINE_SECONDS
     assert trials.insistent == [False, True]
@@ -148,21 +154,21 @@ async def test_a_grammar_that_passes_again_and_again_is_refused_in_the_end(monke
 async def test_a_quarantine_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_check, "QUARANTINE_SECONDS", 0.0)
     check, _ = checking("")
-    check.died(GRAMMAR, "", pod(), MAX_DEATHS, others_die=False)
+    check.died(GRAMMAR, "", pod(), MAX_DEATHS, ())
     await check.check(GRAMMAR, "grammar.regex")
 
 
 async def test_a_pod_that_says_why_it_goes_is_no_death_under_a_grammar() -> None:
     check, trials = checking("nests too deep")
     verifier = Dying(EngineLostError())
-    assert isinstance(await end_of(verifier, check, failover_seconds=1.0), PeerLostError)
+    assert isinstance(await end_of([verifier], check, failover_seconds=1.0), PeerLostError)
     assert verifier.asked > 1
     assert not trials.replayed
 
 
 async def test_a_verifier_that_was_never_there_is_no_death_under_a_grammar() -> None:
     check, trials = checking("nests too deep")
-    assert isinstance(await end_of(Refusing("failed to connect"), check, failover_seconds=1.0), PeerLostError)
+    assert isinstance(await end_of([Refusing("failed to connect")], check, failover_seconds=1.0), PeerLostError)
     assert not trials.replayed
 
 
@@ -195,7 +201,7 @@ async def test_pods_that_die_under_one_text_after_another_are_its_grammars_fault
     check, _ = checking("")
     if others:
         (elsewhere,) = pods
-        elsewhere.died_at = time.monotonic()
+        pods.died(elsewhere)
     deaths = 0
     while True:
         try:
@@ -218,43 +224,55 @@ async def test_a_pod_that_goes_without_a_word_has_died(last_words: ServiceError 
                 pass
         (asked,) = pods
         await pods.close()
-    assert (asked.died_at > -math.inf) is died
+    assert [death.address for death in pods.deaths] == [asked.address] * died
 
 
 @pytest.mark.parametrize("others", [False, True])
-async def test_pods_that_die_without_a_text_too_speak_for_its_grammar(others: bool) -> None:
-    """Where something kills pods at random, a text may lose several before it grows."""
+async def test_pods_that_die_without_a_grammar_too_speak_for_it(others: bool) -> None:
+    """Where something kills pods at random, a text may lose several before it grows. They may be gone for good."""
     pods = Pods(["without it"], connect=lambda _: None)  # type: ignore[arg-type, return-value]
     check, _ = checking("")
     given = watched(check, Peers(pods))
     if others:
         (elsewhere,) = pods
-        elsewhere.died_at = time.monotonic()
+        pods.died(elsewhere)
+        pods.become(["its successor"])
     deaths = 0
     while True:
         try:
             await watch_of(given).clear()
         except OverloadedError:
             break
-        watch_of(given).lost(pod(f"pod {deaths}", sessions=20), DIED)
+        lose(given, pod(f"pod {deaths}", sessions=20))
         deaths += 1
     assert deaths == (AMONG_OTHERS if others else 1) * MAX_DEATHS
 
 
 async def test_a_draft_that_dies_with_its_verifier_does_not_speak_for_its_grammar() -> None:
-    pods = Pods(["draft"], connect=lambda _: None)  # type: ignore[arg-type, return-value]
     check, _ = checking("")
-    given = watched(check, Peers(pods))
-    (draft,) = pods
+    given = watched(check, Peers(Pods()))
     for number in range(MAX_DEATHS):
-        draft.died_at = time.monotonic()
-        watch_of(given).lost(pod(f"pod {number}", sessions=20), DIED)
-        if not number:
-            watch_of(given).lost(draft, DIED)
+        lose(given, pod(f"pod {number}", sessions=20))
+        lose(given, pod(f"draft {number}", sessions=20))
         if number < MAX_DEATHS - 1:
             await watch_of(given).clear()
     with pytest.raises(OverloadedError):
         await watch_of(given).clear()
+
+
+async def test_texts_do_not_speak_for_their_own_grammar() -> None:
+    """Two of them kill pods by turns."""
+    check, _ = checking("")
+    peers = Peers(Pods())
+    one, other = watched(check, peers), watched(check, peers)
+    for number in range(MAX_DEATHS):
+        await watch_of(one).clear()
+        lose(one, pod(f"pod {number}", sessions=20))
+        if number < MAX_DEATHS - 1:
+            await watch_of(other).clear()
+            lose(other, pod(f"another pod {number}", sessions=20))
+    with pytest.raises(OverloadedError):
+        await watch_of(one).clear()
 
 
 async def test_sessions_that_are_opened_at_a_dead_pod_are_lost_by_the_same_death() -> None:
@@ -279,5 +297,5 @@ async def test_a_verifier_and_a_draft_that_die_together_are_one_death() -> None:
 def test_texts_lost_with_the_same_pod_count_once() -> None:
     check, _ = checking("")
     for _ in range(50):
-        check.died(GRAMMAR, "", pod("one"), 1, others_die=False)
+        check.died(GRAMMAR, "", pod("one"), 1, ())
     assert not check._refused_until

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import structlog
 
@@ -212,25 +213,35 @@ class DraftChain:
 def extend(chains: Sequence[DraftChain], logits: DraftLogits, branches: int) -> None:
     """Make chains a token longer, by the draft's logits after their last tokens: row i is that of chain i. A token has
     at most `branches` - 1 siblings."""
+    sampling = [number for number, chain in enumerate(chains) if chain.prefix.session.samples_candidates]
+    whole = dict(zip(sampling, logits.whole(sampling), strict=True)) if sampling else {}
     asked: list[tuple[DraftChain, AskedRow]] = []
     for number, chain in enumerate(chains):
-        try:
+        with _alone(chain):
             row = chain.row(number)
-            if chain.prefix.session.samples_candidates:
-                chain.draw(row, logits.whole([number])[0])
+            if number in whole:
+                chain.draw(row, whole[number])
             else:
                 asked.append((chain, row))
-        except Exception as error:  # one session's trouble is not the others'
-            log.error("chain_failed", exc_info=error)
-            chain.broken = chain.ended = True
     if not asked:
         return
     found = draft_candidates(logits, [row for _, row in asked], branches)
     logprobs = corrected([chain.calibration.shifts(len(chain.tokens)) for chain, _ in asked], found.logprobs)
     of_chains = zip(asked, found.tokens.tolist(), logprobs.tolist(), found.sound.tolist(), strict=True)
     for (chain, _), own_tokens, own_logprobs, sound in of_chains:
-        chain.broken = not sound
-        chain.add(own_tokens, own_logprobs)
+        with _alone(chain):
+            chain.broken = not sound
+            chain.add(own_tokens, own_logprobs)
+
+
+@contextmanager
+def _alone(chain: DraftChain) -> Iterator[None]:
+    """End a chain that fails: one session's trouble is not the others'."""
+    try:
+        yield
+    except Exception as error:
+        log.error("chain_failed", exc_info=error)
+        chain.broken = chain.ended = True
 
 
 def _agreeing(guessed: Sequence[int], committed: Sequence[int]) -> int:

@@ -29,7 +29,7 @@ class StepBatch(NamedTuple):
 
 
 class _Row(NamedTuple):
-    row: int  # in the batch, and among its results
+    row: int  # among the batch's results
     base: int  # tokens that the text will have
     table: BlockTable
 
@@ -42,10 +42,14 @@ class ForeseenStep:
         self._batch: PackedBatch | None = None
         self._rows: dict[RunningSession, _Row] = {}
 
+    def forget(self) -> None:
+        """Drop what was foreseen."""
+        self._batch, self._rows = None, {}
+
     def prepare(self, packer: Packer, entries: Sequence[tuple[RunningSession, ScheduledRows]]) -> None:
         """Pack a row for each text of the present step that will go on, unless one of them has candidates now, a prompt
         that reaches beyond the step, or no memory for another token."""
-        self._batch, self._rows = None, {}
+        self.forget()
         for entry, rows in entries:
             session = entry.session
             position = session.tree.base
@@ -58,9 +62,8 @@ class ForeseenStep:
             assert session.table is not None
             keys = session.table.slots[: position + 1]
             row = packer.add_row(0, position, int(keys[position]))
-            packer.want(row)
             packer.add_path(keys, (row,))
-            self._rows[entry] = _Row(row, position + 1, session.table)
+            self._rows[entry] = _Row(packer.want(row), position + 1, session.table)
         if self._rows:
             self._batch = packer.pack()
 
@@ -68,7 +71,7 @@ class ForeseenStep:
         """Return the batch with the roots of these texts; None unless it was foreseen that these go on, and no others.
         What was foreseen is forgotten."""
         batch, rows = self._batch, self._rows
-        self._batch, self._rows = None, {}
+        self.forget()
         if batch is None or len(entries) != len(rows):
             return None
         scheduled = []
@@ -76,6 +79,6 @@ class ForeseenStep:
             session, foreseen = entry.session, rows.get(entry)
             if foreseen is None or foreseen.base != session.tree.base or foreseen.table is not session.table:
                 return None
-            batch.tokens[foreseen.row] = session.tree.root.token
+            batch.tokens[batch.wanted[foreseen.row]] = session.tree.root.token  # some packers order rows anew
             scheduled.append((entry, ScheduledRows(1, root_row=foreseen.row)))
         return StepBatch(lambda: batch, batch.slots, scheduled, len(scheduled))

@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
+import structlog
+
 from specdec.decoding.tree import Node
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.kv.slots import Slots
@@ -23,6 +25,8 @@ from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.step_rows import ScheduledRows
 from verifier_service.settings.tuning import Tuning
 from verifier_service.speculation.eligibility import Eligibility
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -116,10 +120,8 @@ class Planner:
             self._eligibility.observe_price(price, self._tuning.price_smoothing)
         for entry in (*plain, *prompts):
             entry.session.ngrams.close_window()
-        batch = None
-        if not (prompts or any(chosen) or any(windows)):
-            batch = self._foreseen.take([*speculating, *plain])
-        if batch is None:
+        batch = self._foreseen.take([*speculating, *plain])
+        if batch is None or prompts or any(chosen) or any(windows):
             packer = self._packer()
             entries = self._schedule(packer, zip(speculating, chosen, windows, strict=True), plain)
             chunks = self._chunks(prompts, urgent.tenants, goes_first, decoding, len(packer.tokens))
@@ -131,12 +133,20 @@ class Planner:
             rows.undrafted = self._eligibility.lacks_remote_draft(entry.session)
             rows.drafted = not rows.undrafted and self._eligibility.uses_remote_draft(entry.session)
         expected = latency.of(batch.rows) + sum(entry.grammar for entry, _ in batch.entries)
-        plan = StepPlan(*batch, expected, sitting_out, division)
+        plan = StepPlan(batch.pack, batch.written, batch.entries, batch.rows, expected, sitting_out, division)
         return plan if plan.decodes_only else replace(plan, expected=plan.expected * self._prefill_slowdown.factor)
 
     def prepare(self, plan: StepPlan) -> None:
         """Pack the step that follows on a plan, as far as it can be foreseen."""
-        self._foreseen.prepare(self._packer(), plan.entries)
+        try:
+            self._foreseen.prepare(self._packer(), plan.entries)
+        except Exception as error:  # it is no fault of the pass that goes on meanwhile
+            log.error("next_step_not_packed", exc_info=error)
+            self._foreseen.forget()
+
+    def idle(self) -> None:
+        """Note that there is no step to come: nothing of ended sessions is kept."""
+        self._foreseen.forget()
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn from how long a step took. T_v is that of short texts: rows of a long prompt would teach it more."""

@@ -18,6 +18,7 @@ class GpuDraftLogits:
 
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
+        self._fetched: dict[int, Logits] = {}  # whole rows
         values, ids = logits.topk(min(MAX_DRAFT_LOGITS, logits.shape[1]))
         ids, order = ids.sort(dim=1)  # of equal logits the lower ids come first
         values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
@@ -25,9 +26,12 @@ class GpuDraftLogits:
         self._shortlists = Shortlists(fetched[0].view(np.float32), fetched[1].astype(np.int64))
 
     def shortlists(self, rows: Sequence[int]) -> Shortlists:
-        return Shortlists(*(part[np.asarray(rows)] for part in self._shortlists))
+        own = np.asarray(rows, dtype=np.int64)
+        return Shortlists(self._shortlists.values[own], self._shortlists.ids[own])
 
     def whole(self, rows: Sequence[int]) -> Sequence[Logits]:
-        if not rows:
-            return []
-        return list(self._logits.index_select(0, upload(np.asarray(rows), self._logits.device)).cpu().numpy())
+        if missing := [row for row in dict.fromkeys(rows) if row not in self._fetched]:
+            wanted = upload(np.asarray(missing), self._logits.device)
+            fetched = self._logits.index_select(0, wanted).cpu().numpy()
+            self._fetched.update(zip(missing, fetched, strict=True))
+        return [self._fetched[row] for row in rows]

@@ -30,7 +30,8 @@ class OnnxDraftLogits:
             values[row], ids[row] = found
 
     def shortlists(self, rows: Sequence[int]) -> Shortlists:
-        return Shortlists(*(part[np.asarray(rows)] for part in self._shortlists))
+        own = np.asarray(rows, dtype=np.int64)
+        return Shortlists(self._shortlists.values[own], self._shortlists.ids[own])
 
     def whole(self, rows: Sequence[int]) -> Sequence[Logits]:
         return [self._on_host[row] for row in rows]

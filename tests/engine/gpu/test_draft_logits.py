@@ -41,3 +41,15 @@ def test_candidates_are_those_of_rows_in_memory() -> None:
     got = draft_candidates(GpuDraftLogits(torch.from_numpy(logits).to(DEVICE)), rows, 4)
     for part, expected in zip(got, want, strict=True):
         np.testing.assert_array_equal(part, expected)
+
+
+def test_whole_rows_are_fetched_once() -> None:
+    logits = np.random.default_rng(2).normal(0, 3, (5, 300)).astype(np.float32)
+    got = GpuDraftLogits(torch.from_numpy(logits).to(DEVICE))
+    first = got.whole([3, 1])
+    np.testing.assert_array_equal(first, logits[[3, 1]])
+    again = got.whole([1, 4, 1])
+    np.testing.assert_array_equal(again, logits[[1, 4, 1]])
+    assert again[0] is first[1]
+    assert got.whole([]) == []
+    assert len(got.shortlists([]).ids) == 0

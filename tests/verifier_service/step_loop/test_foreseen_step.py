@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
 from specdec.decoding.query import SamplingQuery
 from specdec.decoding.step_logits import StepLogits
-from specdec.engine.batch import PackedBatch
+from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.cpu.layout import RaggedPacker
-from specdec.engine.kv.blocks import BLOCK
+from specdec.engine.gpu.layout import SplitKvPacker
+from specdec.engine.kv.blocks import BLOCK, BlockPool
+from specdec.engine.row_counts import InvariantRowCounts
+from specdec.engine.vllm.layout import BlockPacker
 from tests.verifier_service.fakes import END, Announced, Client, DeviceTextEngine, TextEngine, run, step_loop
-from tests.verifier_service.step_loop.helpers import WARM, check_over, client, expect_no_growth, turns
-from verifier_service.backend.result import LENGTH
+from tests.verifier_service.step_loop.helpers import WARM, check_over, client, expect_no_growth, text, turns
+from verifier_service.backend.result import LENGTH, PLAIN, VerifyResult
+from verifier_service.scheduling.foreseen_step import ForeseenStep
+from verifier_service.scheduling.run_queue import RunQueue
+from verifier_service.sessions.session import Session
+from verifier_service.sessions.step_rows import ScheduledRows
 from verifier_service.step_loop import StepLoop
 
 
@@ -25,15 +38,20 @@ class Watched(DeviceTextEngine):
         super().__init__(blocks)
         self.computes = False
         self.ahead: list[bool] = []
+        self.fails_ahead = False
 
     def packer(self) -> RaggedPacker:
+        if self.computes and self.fails_ahead:
+            raise RuntimeError("no packer")
         self.ahead.append(self.computes)
         return super().packer()
 
     def step(self, batch: PackedBatch, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
         self.computes = True
-        queries = asked()
-        self.computes = False
+        try:
+            queries = asked()
+        finally:
+            self.computes = False
         return Announced(torch.from_numpy(self.forward(batch)), queries)
 
 
@@ -141,3 +159,61 @@ def test_no_text_loses_its_memory_to_a_foreseen_token() -> None:
         return loop.stats.preemptions
 
     assert preempted(Watched(8)) == preempted(TextEngine(8)) > 0
+
+
+def test_a_step_is_sound_whatever_becomes_of_the_next_one() -> None:
+    engine = Watched(30)
+    loop = begun(engine)
+    engine.fails_ahead = True
+    clients = [client(loop, 5, seed, 40) for seed in range(2)]
+    run(loop, *clients)
+    check_over(loop, engine, *clients)
+
+
+def test_nothing_is_kept_of_texts_that_have_left() -> None:
+    loop = begun(Watched(30))
+    one = client(loop, 5, 1, 60)
+    decoding(loop, one)
+    session = weakref.ref(one.session)
+    one.cancel()
+    assert loop.turn() is None
+    del one
+    gc.collect()
+    assert session() is None
+
+
+class Memory:
+    """What a foreseen step needs of a run queue that has enough memory."""
+
+    def reserve_ahead(self, session: Session, length: int) -> bool:
+        assert session.table is not None
+        session.table.reserve(length)
+        return True
+
+
+@pytest.mark.parametrize("packer", [RaggedPacker, SplitKvPacker, BlockPacker])
+@pytest.mark.parametrize("rows", [None, InvariantRowCounts((4, 8))], ids=["any-rows", "row-class"])
+def test_it_is_the_step_that_would_be_planned(packer: type[Packer], rows: InvariantRowCounts | None) -> None:
+    """In every layout, whichever tokens the texts get. A long text comes first."""
+    if packer is BlockPacker:
+        rows = None  # as of vLLM
+    pool = BlockPool(40)
+    loop: Any = SimpleNamespace(context=1000, attach=lambda _: None)
+    entries = [Client(loop, text(length, length), 50).running for length in (300, 5, 70)]
+    for entry in entries:
+        entry.session.allocate(pool)
+        entry.session.computed = entry.session.tree.base - 1
+    foreseen = ForeseenStep(cast("RunQueue", Memory()))
+    foreseen.prepare(packer(rows), [(entry, ScheduledRows(1, root_row=row)) for row, entry in enumerate(entries)])
+    for token, entry in enumerate(entries, 2):
+        entry.session.apply(VerifyResult(entry.session.tree.base, 0, [token], [PLAIN]), 1, 0.0)
+    got = foreseen.take([entries[1], entries[2], entries[0]])  # in any order
+    assert got is not None
+    planned = packer(rows)
+    for entry in entries:
+        entry.session.plan(planned, 1, [], [])
+    want = planned.pack()
+    for field in fields(want):
+        np.testing.assert_array_equal(getattr(got.pack(), field.name), getattr(want, field.name), field.name)
+    results = {entry: scheduled.root_row for entry, scheduled in got.entries}
+    assert results == {entry: row for row, entry in enumerate(entries)}
