@@ -79,6 +79,6 @@ class ForeseenStep:
             session, foreseen = entry.session, rows.get(entry)
             if foreseen is None or foreseen.base != session.tree.base or foreseen.table is not session.table:
                 return None
-            batch.tokens[batch.wanted[foreseen.row]] = session.tree.root.token  # some packers order rows anew
+            batch.tokens[batch.wanted[foreseen.row]] = session.tree.root.token  # some packers reorder rows
             scheduled.append((entry, ScheduledRows(1, root_row=foreseen.row)))
         return StepBatch(lambda: batch, batch.slots, scheduled, len(scheduled))
