@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from specdec.decoding.candidates import AGREEMENT_SCALE, AskedRow, draft_candidates
-from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS, HostDraftLogits, Shortlists, shortlists
+from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS, HostDraftLogits, shortlists
 from specdec.decoding.noise import gumbel
 from specdec.decoding.processing import MAX_ABS_LOGIT, adjusted, tempered
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
@@ -136,28 +134,3 @@ def test_a_shortlist_has_the_largest_logits_in_order(vocabulary: int, step: floa
         inside = own_values > last
         assert own_ids[inside].tolist() == ranked[inside].tolist()
         assert len(set(own_ids.tolist())) == len(own_ids)
-
-
-@pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.95, seed=1)], ids=["greedy", "top-p"]
-)
-def test_a_pass_costs_a_fraction_of_its_rows_one_by_one(sampling: Sampling) -> None:
-    """A seventh to a fifteenth was measured."""
-    values, ids = shortlists(list(np.random.default_rng(0).normal(0, 3, (64, 2000)).astype(np.float32)))
-    rows = [AskedRow(at, SamplingQuery(RequestSampler(sampling), at), 2000) for at in range(64)]
-
-    class Fetched:
-        def shortlists(self, rows: Sequence[int]) -> Shortlists:
-            return Shortlists(values[list(rows)], ids[list(rows)])
-
-        def whole(self, rows: Sequence[int]) -> Sequence[NDArray[np.float32]]:
-            raise AssertionError("no row is needed whole")
-
-    def seconds(passes: list[list[AskedRow]]) -> float:
-        begin = time.thread_time()
-        for of_pass in passes:
-            draft_candidates(Fetched(), of_pass, 3)
-        return time.thread_time() - begin
-
-    together, apart = zip(*((seconds([rows]), seconds([[row] for row in rows])) for _ in range(5)), strict=True)
-    assert min(together) < min(apart) / 3
