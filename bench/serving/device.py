@@ -230,7 +230,7 @@ def table(report: Report) -> str:
             "" if each["in_time"] is None else f"{100 * each['in_time']:.0f} %",
             each["gap_ms"],
             each["gap_p99_ms"],
-            each["first_ms"],
+            "" if each["first_ms"] is None else each["first_ms"],
             *(f"{used.get(role, 0.0):.0f}" for role in ("verifier", "draft", "orchestrator")),
         ]
         lines.append("| " + " | ".join(map(str, row)) + " |")
