@@ -65,13 +65,12 @@ class Node:
             node = node.parent
         return total
 
-    def walk(self) -> Iterator[Node]:
-        """Yield all nodes below this one, parents first."""
-        stack = list(self.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+    def walk(self) -> list[Node]:
+        """Return all nodes below this one, parents first."""
+        below = list(self.children.values())
+        for node in below:
+            below += node.children.values()
+        return below
 
 
 def anything(_: Node) -> bool:
@@ -195,9 +194,7 @@ class TokenTree:
             self.root = child if child is not None else Node(token, self.base, None, 0.0, 0)
             self.root.parent = None
             self.base += 1
-        alive = list(self.root.children.values())
-        for node in alive:
-            alive += node.children.values()
+        alive = self.root.walk()
         self.size = len(alive)
         return alive
 

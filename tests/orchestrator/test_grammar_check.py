@@ -197,11 +197,10 @@ async def test_a_text_that_grows_is_not_blamed_for_one_pod_after_another() -> No
 @pytest.mark.parametrize("others", [False, True])
 async def test_pods_that_die_under_one_text_after_another_are_its_grammars_fault(others: bool) -> None:
     """Each text is a new request; beside another one at its pod it counts half."""
-    pods = Pods(["without them"], connect=lambda _: None)  # type: ignore[arg-type, return-value]
+    pods = Pods()
     check, _ = checking("")
     if others:
-        (elsewhere,) = pods
-        pods.died(elsewhere)
+        pods.died(pod("gone"))
     deaths = 0
     while True:
         try:
@@ -230,13 +229,11 @@ async def test_a_pod_that_goes_without_a_word_has_died(last_words: ServiceError 
 @pytest.mark.parametrize("others", [False, True])
 async def test_pods_that_die_without_a_grammar_too_speak_for_it(others: bool) -> None:
     """Where something kills pods at random, a text may lose several before it grows. They may be gone for good."""
-    pods = Pods(["without it"], connect=lambda _: None)  # type: ignore[arg-type, return-value]
+    pods = Pods()
     check, _ = checking("")
     given = watched(check, Peers(pods))
     if others:
-        (elsewhere,) = pods
-        pods.died(elsewhere)
-        pods.become(["its successor"])
+        pods.died(pod("gone"))
     deaths = 0
     while True:
         try:

@@ -2,30 +2,20 @@
 
 A text that goes on without candidates gets one token, whichever that is. So the row of its next step is known before:
 its position, its slot, and the keys that it sees; only the token is filled in. On a GPU this takes most of planning
-out of the time in which the device waits. If anything comes otherwise (a text ends, another one joins, candidates
-arrive), the step is planned when it is due.
+out of the time in which the device waits; vLLM's name for it is async scheduling. If a text ends, joins or gets
+candidates, what was packed is dropped, and the step is planned when it is due.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.kv.blocks import BlockTable
-from specdec.engine.kv.slots import Slots
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.step_rows import ScheduledRows
-
-
-class StepBatch(NamedTuple):
-    """The batch of a step, and where each session's rows are in it."""
-
-    pack: Callable[[], PackedBatch]
-    written: Sequence[int] | Slots  # the KV slots that it writes
-    entries: list[tuple[RunningSession, ScheduledRows]]
-    rows: int  # without those that packing adds
 
 
 class _Row(NamedTuple):
@@ -67,9 +57,11 @@ class ForeseenStep:
         if self._rows:
             self._batch = packer.pack()
 
-    def take(self, entries: Sequence[RunningSession]) -> StepBatch | None:
-        """Return the batch with the roots of these texts; None unless it was foreseen that these go on, and no others.
-        What was foreseen is forgotten."""
+    def take(
+        self, entries: Sequence[RunningSession]
+    ) -> tuple[PackedBatch, list[tuple[RunningSession, ScheduledRows]]] | None:
+        """Return the batch with the roots of these texts, and each one's row; None unless it was foreseen that these go
+        on, and no others. What was foreseen is forgotten."""
         batch, rows = self._batch, self._rows
         self.forget()
         if batch is None or len(entries) != len(rows):
@@ -81,4 +73,4 @@ class ForeseenStep:
                 return None
             batch.tokens[batch.wanted[foreseen.row]] = session.tree.root.token  # some packers reorder rows
             scheduled.append((entry, ScheduledRows(1, root_row=foreseen.row)))
-        return StepBatch(lambda: batch, batch.slots, scheduled, len(scheduled))
+        return batch, scheduled

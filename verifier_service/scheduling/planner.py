@@ -15,7 +15,7 @@ from specdec.engine.kv.slots import Slots
 from verifier_service.costs.token_budget import select_candidates
 from verifier_service.proposers.windows import open_windows, window_rows
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
-from verifier_service.scheduling.foreseen_step import ForeseenStep, StepBatch
+from verifier_service.scheduling.foreseen_step import ForeseenStep
 from verifier_service.scheduling.prefill import PrefillSlowdown, prefill_chunks
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.scheduling.shares import Urgent, prompt_weights
@@ -31,12 +31,12 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A batch (`StepBatch`), and what its step is expected to be."""
+    """A batch, and where each session's rows are in it."""
 
     pack: Callable[[], PackedBatch]
-    written: Sequence[int] | Slots
+    written: Sequence[int] | Slots  # the KV slots that the step writes
     entries: list[tuple[RunningSession, ScheduledRows]]
-    rows: int
+    rows: int  # without those that packing adds
     expected: float  # seconds
     sitting_out: list[RunningSession]  # that decode, and have no rows in it
     division: Division | None = None  # None: it was not divided among tenants
@@ -120,20 +120,25 @@ class Planner:
             self._eligibility.observe_price(price, self._tuning.price_smoothing)
         for entry in (*plain, *prompts):
             entry.session.ngrams.close_window()
-        batch = self._foreseen.take([*speculating, *plain])
-        if batch is None or prompts or any(chosen) or any(windows):
+        pack: Callable[[], PackedBatch]
+        written: Sequence[int] | Slots
+        foreseen = self._foreseen.take([*speculating, *plain])
+        if foreseen is not None and not (prompts or any(chosen) or any(windows)):
+            batch, entries = foreseen
+            pack, written, taken = lambda: batch, batch.slots, len(entries)
+        else:
             packer = self._packer()
             entries = self._schedule(packer, zip(speculating, chosen, windows, strict=True), plain)
             chunks = self._chunks(prompts, urgent.tenants, goes_first, decoding, len(packer.tokens))
             if division is not None:
                 chunks = self._within_parts(chunks, division, urgent.tenants if goes_first else (), len(packer.tokens))
             entries += [(entry, entry.session.plan(packer, chunk, [], [])) for entry, chunk in chunks]
-            batch = StepBatch(packer.pack, packer.slots, entries, len(packer.tokens))
-        for entry, rows in batch.entries[: len(speculating)]:
+            pack, written, taken = packer.pack, packer.slots, len(packer.tokens)
+        for entry, rows in entries[: len(speculating)]:
             rows.undrafted = self._eligibility.lacks_remote_draft(entry.session)
             rows.drafted = not rows.undrafted and self._eligibility.uses_remote_draft(entry.session)
-        expected = latency.of(batch.rows) + sum(entry.grammar for entry, _ in batch.entries)
-        plan = StepPlan(batch.pack, batch.written, batch.entries, batch.rows, expected, sitting_out, division)
+        expected = latency.of(taken) + sum(entry.grammar for entry, _ in entries)
+        plan = StepPlan(pack, written, entries, taken, expected, sitting_out, division)
         return plan if plan.decodes_only else replace(plan, expected=plan.expected * self._prefill_slowdown.factor)
 
     def prepare(self, plan: StepPlan) -> None:

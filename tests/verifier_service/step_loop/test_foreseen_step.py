@@ -209,11 +209,11 @@ def test_it_is_the_step_that_would_be_planned(packer: type[Packer], rows: Invari
         entry.session.apply(VerifyResult(entry.session.tree.base, 0, [token], [PLAIN]), 1, 0.0)
     got = foreseen.take([entries[1], entries[2], entries[0]])  # in any order
     assert got is not None
+    batch, scheduled = got
     planned = packer(rows)
     for entry in entries:
         entry.session.plan(planned, 1, [], [])
     want = planned.pack()
     for field in fields(want):
-        np.testing.assert_array_equal(getattr(got.pack(), field.name), getattr(want, field.name), field.name)
-    results = {entry: scheduled.root_row for entry, scheduled in got.entries}
-    assert results == {entry: row for row, entry in enumerate(entries)}
+        np.testing.assert_array_equal(getattr(batch, field.name), getattr(want, field.name), field.name)
+    assert {entry: rows.root_row for entry, rows in scheduled} == {entry: row for row, entry in enumerate(entries)}
