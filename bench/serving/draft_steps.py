@@ -101,6 +101,8 @@ def main(given: list[str]) -> None:
     parser.add_argument("--rows", type=int, default=64, help="nodes of all sessions in a pass, at most")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args(given)
+    if options.rounds < 1:
+        parser.error(f"--rounds: is {options.rounds}, must be at least 1")
     gc.freeze()  # as a service does
     for sessions in options.sessions:
         for temperature in options.temperatures:
