@@ -1,7 +1,7 @@
-"""Flow control of candidates: limits a draft's messages by a token bucket that commits fill.
+"""Flow control of candidates: a token bucket, filled by commits, limits a draft's messages.
 
-A draft sends candidates a few times a step, and stops when it has sent as many as its verifier has granted. A draft
-that goes on for ever would keep the verifier from its steps and the orchestrator from its other streams.
+A draft sends candidates a few times a step, and stops at the number its verifier has granted. A draft without end would
+keep the verifier from its steps and the orchestrator from its other streams.
 """
 
 from __future__ import annotations
@@ -11,24 +11,23 @@ from specdec.serving.validation import MAX_NODES_A_MESSAGE
 from specdec.v2 import model_pb2
 
 MESSAGES_A_COMMIT = 16
-"""Messages that each commit adds to the bucket, four times what a draft is asked for. One more is added for every four
-candidates that the draft may have, since distributions of the whole vocabulary (CONTRASTIVE) do not wait for each
-other."""
+"""Messages added to the bucket by each commit: four times the number asked of a draft. One more is added for every four
+candidates the draft may have, since distributions of the whole vocabulary (CONTRASTIVE) are sent without waiting for
+each other."""
 
 
 MOST_EXTEND_BYTES = MOST_BYTES - 64
-"""Bytes of a message that a verifier can be sent: it goes there within a message of its own, which is a little
-longer."""
+"""Largest message in bytes. It goes to the verifier inside another message, which is slightly longer."""
 
 NODES_FOR_ONE = 64
 BYTES_FOR_ONE = 1 << 20
-"""Candidates, ancestors included, and bytes for which a message counts as one more: the one with the most candidates
-(`MAX_NODES_A_MESSAGE`) counts as 17, and so does the longest one. No distribution of ours has as many bytes."""
+"""A message costs 1, plus 1 for every 64 candidates (ancestors included) and 1 for every MiB. The one with the most
+candidates (`MAX_NODES_A_MESSAGE`) costs 17, and so does the longest. No distribution of ours has as many bytes."""
 
 
 class CandidateFlow:
-    """Counts the messages that the draft of one session may still send. `max_nodes`: candidates that it may have alive;
-    at worst it sends each in a message of its own, and each again with its distribution."""
+    """The messages that the draft of one session may still send. `max_nodes`: limit on its live candidates. In the
+    worst case it sends each in a message of its own, and each again with its distribution."""
 
     def __init__(self, max_nodes: int) -> None:
         self._refill = MESSAGES_A_COMMIT + max_nodes // 4
@@ -36,12 +35,12 @@ class CandidateFlow:
         self._left = self._most
 
     def committed(self) -> None:
-        """Fill the bucket: the text has grown, so there are new candidates to send."""
+        """Refill the bucket: the text has grown, so there are new candidates to send."""
         self._left = min(self._most, self._left + self._refill)
 
     def violation(self, extend: model_pb2.Extend) -> str:
-        """Count a message, and return what is wrong with the draft that sends it; empty if nothing is."""
-        # Of distributions there is one more than of candidates: that of the committed prefix.
+        """Count a message; return what is wrong with it, empty if nothing is."""
+        # There is one distribution more than candidates: that of the committed prefix.
         nodes, size = max(len(extend.tokens), len(extend.parents), len(extend.distributions) - 1), extend.ByteSize()
         self._left -= 1 + nodes // NODES_FOR_ONE + size // BYTES_FOR_ONE
         if self._left < 0:

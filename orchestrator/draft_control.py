@@ -1,4 +1,4 @@
-"""Draft control: what the orchestrator tells a draft with each commit, the new tokens and what is worth proposing."""
+"""Draft control: what a draft gets with each commit, namely the new tokens and what is worth proposing."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Iterator
 from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
 
 PRICE_SHARE = 0.03
-"""Share of the min candidate probability from which on a draft expands nodes, by path probability; the draft's own
-limit holds if that is higher. What will be worth verifying a step later is less probable than what is verified now. (A
-share of 1 left nothing to expand ahead, 0.3 was still too much, and 0.1 brought eight sessions of a pod 8 % less, by
-`python -m bench simulate`.)"""
+"""Ratio of the min path probability sent to a draft to the min candidate probability. The draft's own limit applies if
+it is higher. Nodes worth verifying a step later are less probable now than nodes verified now. (By `python -m bench
+simulate`: a share of 1 left nothing to expand ahead, 0.3 was still too much, and 0.1 brought eight sessions of a pod 8
+% less.)"""
 
 FIRST_MIN_PROBABILITY = 0.1
-"""Path probability from which on, at least, a draft expands nodes until the first commit. They are what a first step
-can use: nobody waits for more, and on shared cores large trees below all prompts of a crowd would delay the prompts."""
+"""Lower limit of the min path probability until the first commit. Nodes above it are all that a first step can use:
+nobody waits for more, and on shared cores large trees would delay the prefills of a crowd."""
 
 PAUSED_COMMIT_TOKENS = 64
-"""Tokens that a paused draft receives together, so that it has little to read when it is wanted again."""
+"""Tokens sent together to a paused draft, so that little is left to read when it resumes."""
 
 EXTENDS_A_STEP = 4
-"""Messages of candidates for each step of a verifier, where it can take so many: the fresher candidates are when the
-step begins, the more of them count, and a slow network is hidden."""
+"""Messages of candidates per verifier step, where the verifier can take them. The fresher candidates are when the step
+begins, the more of them count; sending often also hides a slow network."""
 
 MIN_EXTEND_INTERVAL_US = 3000
-"""Microseconds between two messages, over all sessions of a verifier, that cost it little: each message takes its
-interpreter half a millisecond."""
+"""Shortest interval in microseconds between two messages, over all sessions of a verifier, at a low cost to it: each
+message takes its interpreter half a millisecond."""
 
 ROUND_TRIP_TOLERANCE = 0.05
-"""Share of a step. A draft is sent a new round trip if that differs by more from the one sent last."""
+"""Share of a step. The draft gets a new round trip if it differs by more from the one sent last."""
 
 
 class DraftControl:
@@ -36,7 +36,7 @@ class DraftControl:
     candidates pay."""
 
     def __init__(self, policy: draft_pb2.DraftPolicy, *, needed: bool) -> None:
-        self._policy = policy  # as it was last sent
+        self._policy = policy  # as last sent
         self._needed = needed
         self._unsent = model_pb2.Committed()
         self._step_us = 0.0  # moving average of T_v
@@ -47,8 +47,8 @@ class DraftControl:
         return self._policy.paused
 
     def messages(self, commit: verifier_pb2.Commit) -> Iterator[draft_pb2.DraftRequest]:
-        """Yield the messages for a commit: what the target decided, and what is worth proposing. While nothing is,
-        tokens are kept, to be sent together."""
+        """Yield the messages for a commit: the target's decisions, and the policy if it has changed. While the draft is
+        paused, tokens are held back to be sent together."""
         if commit.step_us:  # 0: the commit is of earlier steps
             self._step_us += 0.2 * (commit.step_us - self._step_us) if self._step_us else commit.step_us
         told, policy = self._policy, self._fitting(commit)
@@ -68,16 +68,16 @@ class DraftControl:
             self._unsent = model_pb2.Committed()
 
     def another_verifier(self, max_nodes: int) -> Iterator[draft_pb2.DraftRequest]:
-        """Yield the messages for a move to another verifier, which has none of the candidates and grants
-        `max_nodes`."""
+        """Yield the messages for a move to another verifier, which grants `max_nodes` and has none of the
+        candidates."""
         if max_nodes != self._policy.max_nodes:
             self._policy.max_nodes = max_nodes
             yield draft_pb2.DraftRequest(policy=self._policy)
         yield draft_pb2.DraftRequest(resend=draft_pb2.Resend())
 
     def _fitting(self, commit: verifier_pb2.Commit) -> draft_pb2.DraftPolicy:
-        """Return the draft's policy as it should be now. Besides candidates for a verifier that has none, the draft
-        sends several messages a step: no more than its share of what all sessions may send, and one at least."""
+        """Return the policy the draft should have now. Besides resending for a new verifier, the draft sends up to
+        `EXTENDS_A_STEP` messages a step: no more than its share of the limit for all sessions, but at least one."""
         policy = draft_pb2.DraftPolicy()
         policy.CopyFrom(self._policy)
         pause = max(self._step_us / EXTENDS_A_STEP, MIN_EXTEND_INTERVAL_US * commit.drafted_sessions)
@@ -91,13 +91,13 @@ class DraftControl:
 
 
 def first_min_probability(worth: float) -> float:
-    """Return the path probability from which on a draft expands nodes before the first commit, where a candidate pays
-    from a probability of `worth` on."""
+    """Return the min path probability for expanding nodes before the first commit; `worth`: the break-even probability
+    of a candidate."""
     return max(FIRST_MIN_PROBABILITY, min_probability(worth))
 
 
 def min_probability(worth: float) -> float:
-    """Return the path probability from which on a draft expands nodes, where a candidate pays from `worth` on."""
+    """Return the min path probability for expanding nodes; `worth`: the break-even probability of a candidate."""
     return PRICE_SHARE * worth
 
 

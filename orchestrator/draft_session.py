@@ -1,4 +1,4 @@
-"""One session at a draft: tells the draft what the target decides, and gives it up if its candidates are of no use."""
+"""One session at a draft: forwards the target's decisions, and gives the draft up if its candidates are of no use."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from orchestrator.speculation_state import SpeculationState
 from specdec.v2 import model_pb2, verifier_pb2
 
 USELESS_AFTER_STEPS = 128
-"""Steps in which candidates were wanted and none was accepted, after which a draft is given up: it lags, or
-guesses at random. Of a draft that helps in one step of twenty, so many steps without help have a probability of
-0.14 %."""
+"""Steps that wanted candidates and accepted none, after which a draft is given up: it lags, or guesses at random. For a
+draft that helps in one step of twenty, such a run has a probability of 0.14 %."""
 
 
 LATE_SHARE = 0.5
-"""Share of `failover_seconds` for which a text waits for one draft without which no token can be chosen: what is left
-is enough to try another."""
+"""Share of `failover_seconds` for which a text waits for a draft, where no token can be chosen without one. The rest is
+enough to try another draft."""
 
 
 class UselessError(LostError):
-    """Candidates come in time, and none is right: this text would do as well without a draft."""
+    """Candidates come in time, but all are wrong: this text would do as well without a draft."""
 
 
 class LaggingError(LostError):
-    """No candidate comes in time: this text would do as well without a draft. `waiting_since`: when it began to wait
-    (monotonic); the pod is at fault if it has sent candidates to no other text either."""
+    """No candidate comes in time: this text would do as well without a draft. `waiting_since`: start of the wait
+    (monotonic). The pod is at fault if no other text has had candidates since either."""
 
     def __init__(self, message: str, waiting_since: float) -> None:
         super().__init__(message)
@@ -37,11 +36,11 @@ class LaggingError(LostError):
 
 
 class FloodError(LostError):
-    """The draft sends candidates without end."""
+    """The draft sends more candidates than its flow control allows."""
 
 
 class DraftSession:
-    """A session at a draft. Commits that come before it is open are queued for it."""
+    """A session at a draft. Commits that arrive before it is open are queued for it."""
 
     def __init__(self, stream: DraftStream, context: SampleContext, state: SpeculationState) -> None:
         """Make a session that is not open yet; `state` decides its first policy."""
@@ -50,31 +49,30 @@ class DraftSession:
         self._policy = state.draft_policy(context.sample)
         self._control = DraftControl(self._policy, needed=context.sample.needs_draft)
         self._flow = CandidateFlow(state.max_nodes)
-        self._fruitless = 0  # steps in which nothing was accepted, since a candidate of the draft was
+        self._fruitless = 0  # steps since a candidate of the draft was last accepted
         self._fruitless_since = 0.0  # when the first of them ended; monotonic
         self._in_time = False  # in some of them it had candidates
-        self._awaited_since: float | None = None  # the text cannot go on without the draft; monotonic
-        self._wanted_since: float | None = None  # its first candidates are wanted; monotonic
+        self._awaited_since: float | None = None  # since when the text has been blocked on the draft; monotonic
+        self._wanted_since: float | None = None  # since when its first candidates have been wanted; monotonic
 
     async def open(self) -> None:
         """Open the session with the text as it is now."""
         await self._stream.open(self._policy)
 
     def check(self, extend: model_pb2.Extend) -> None:
-        """Count candidates that the draft has sent; FloodError if they are too many."""
+        """Count the candidates of a message; FloodError if the draft has sent too many."""
         if problem := self._flow.violation(extend):
             raise FloodError(problem)
 
     def on_opened(self, state: SpeculationState) -> None:
-        """Have the draft send its candidates to another verifier, which has none of them."""
+        """Make the draft resend its candidates, for another verifier that has none of them."""
         self._awaited_since = None
         self._flow = CandidateFlow(state.max_nodes)
         for message in self._control.another_verifier(state.max_nodes):
             self._stream.send(message)
 
     def on_awaited(self) -> None:
-        """Note that the text cannot go on until the draft has sent something; abort the session if that lasts too
-        long."""
+        """Note that the text is blocked on the draft; abort the session if it stays so for too long."""
         now = time.monotonic()
         if self._awaited_since is None:
             self._awaited_since = now
@@ -96,8 +94,8 @@ class DraftSession:
         return self._evaluate(commit)
 
     def _await_first(self, *, wanted: bool) -> None:
-        """Abort the session of a draft that has sent nothing yet, if candidates have been wanted for too long: its
-        device may be stuck, while its service answers."""
+        """Abort the session if the draft has sent nothing yet and candidates have been wanted for too long: its device
+        may be stuck although its service answers."""
         now = time.monotonic()
         if not wanted:
             self._wanted_since = None
@@ -110,15 +108,15 @@ class DraftSession:
         self._stream.abort(LaggingError(f"it has sent nothing for {now - since:.1f} s", since))
 
     def _evaluate(self, commit: verifier_pb2.Commit) -> bool:
-        """Return False if candidates were wanted and none of the draft's was accepted; abort the session if that goes
-        on for too long. A draft without which no token can be chosen is of use in any case. Steps in which other
-        proposers were right say nothing of the draft, which may have guessed the same."""
+        """Return False if candidates were wanted and none of the draft's was accepted; abort the session after too many
+        such steps. A draft counts as useful if no token can be chosen without it. Steps in which other proposers were
+        right do not count: the draft may have guessed the same."""
         helped = self._context.sample.needs_draft or model_pb2.TOKEN_SOURCE_REMOTE_DRAFT in commit.sources
         if helped:
             self._fruitless, self._in_time = 0, False
             self._stream.pod.breaker.succeeded()
             return True
-        if not commit.drafting_wanted:  # the text leaves the draft alone for a while
+        if not commit.drafting_wanted:  # drafting does not pay at the moment
             return True
         if commit.accepted:
             return False

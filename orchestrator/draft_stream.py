@@ -16,7 +16,7 @@ from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
 
 
 class DraftStream(PeerStream):
-    """A session at a draft."""
+    """The stream of a session at a draft."""
 
     peer = "draft"
 
@@ -32,12 +32,12 @@ class DraftStream(PeerStream):
         try:
             if self._feeding is not None:
                 self._feeding.cancel()
-                await asyncio.wait([self._feeding])  # awaiting it directly could not tell its cancellation from ours
+                await asyncio.wait([self._feeding])  # a plain await could not tell its cancellation from ours
         finally:
             await super().__aexit__(kind, error, trace)
 
     async def open(self, policy: draft_pb2.DraftPolicy) -> None:
-        """Open the session with the text as it is now; UnfitError if the pod's protocol or tokenizer is another."""
+        """Open the session with the text as it is now; UnfitError if the pod has another protocol or tokenizer."""
         sample = self._context.sample
         message = draft_pb2.DraftOpen(
             prompt_tokens=sample.prompt,
@@ -62,7 +62,7 @@ class DraftStream(PeerStream):
         self._feeding = asyncio.create_task(self._feed())
 
     async def candidates(self) -> AsyncIterator[model_pb2.Extend]:
-        """Yield messages of candidates for as long as the session lives."""
+        """Yield messages of candidates until the session ends."""
         while True:
             response = await self._read()
             match response.WhichOneof("message"):
@@ -77,7 +77,7 @@ class DraftStream(PeerStream):
                     self._count_heartbeat()
 
     def send(self, message: draft_pb2.DraftRequest) -> None:
-        """Queue a message, so that a draft that does not read stalls nobody."""
+        """Queue a message: a draft that does not read must not block the caller."""
         self._outgoing.put_nowait(message)
 
     async def _feed(self) -> None:

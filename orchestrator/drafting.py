@@ -1,7 +1,7 @@
-"""Drafting: keeps one draft after another at work beside a text, for as long as one can be had.
+"""Drafting: keeps one draft at a time working for a text, and replaces it when it fails.
 
-A draft that is missing, unfit, useless or lost costs speed, nothing else: another replica takes over, and while there
-is none, the text goes on without a draft. Only the CONTRASTIVE rule cannot do without one.
+A draft that is missing, unfit, useless or lost costs speed, nothing else: another replica takes over, and until one
+does, the text continues without a draft. Only the CONTRASTIVE rule cannot do without one.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from specdec.v2 import model_pb2, verifier_pb2
 log = structlog.get_logger()
 
 USELESS_SECONDS = 60.0
-"""Seconds in which a text does not ask a draft again that was of no use to it: it would have to read the whole text
-anew, and the text must have become another one first."""
+"""Seconds before a text retries a draft that was of no use to it. The draft would have to prefill the whole text again,
+and needs time for the text to change."""
 
 MAX_FULL_SECONDS = 10.0
-"""Longest time for which a text leaves a draft alone that was too full for it: others end, or another pod may soon have
+"""Longest time in seconds for which a text avoids a draft that had no room: sessions end, and another pod may take over
 its address."""
 
 MAX_ROUND_PAUSE_SECONDS = 1.0
-"""Longest pause between two rounds of asking all drafts. It may be longer than one between verifiers, since the text
-goes on meanwhile."""
+"""Longest pause in seconds between two rounds over all drafts. It may exceed the pause between verifiers, since the
+text continues meanwhile."""
 
 
 class CandidateSink(Protocol):
-    """Takes what drafting has for the verifier of its text, whichever that is."""
+    """Where drafting sends its output: the verifier that has the text at the moment."""
 
     async def extend(self, extend: model_pb2.Extend) -> None:
-        """Take candidates."""
+        """Send candidates."""
 
     async def set_policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
-        """Take the policy by which the verifier should speculate from now on."""
+        """Set the policy by which the verifier speculates."""
 
     def abort(self, error: ServiceError) -> None:
-        """Take the error with which the request ends, since it needs a draft and none can be had."""
+        """End the request with this error: it needs a draft, and none is available."""
 
 
 class Drafting:
@@ -71,29 +71,29 @@ class Drafting:
         self._backoff = Backoff(peers.failover_seconds, longest=MAX_ROUND_PAUSE_SECONDS)
         self._working: asyncio.Task[None] | None = None
         self._state = SpeculationState(drafted=self._pods is not None and bool(self._pods.willing))
-        self._wanted = asyncio.Event()  # set while a draft is worth asking
+        self._wanted = asyncio.Event()  # set while it pays to ask a draft
         self._session: DraftSession | None = None
-        self._useless_until: dict[Pod, float] = {}  # monotonic times; for this text
+        self._useless_until: dict[Pod, float] = {}  # monotonic times; for this text only
         self._last_failure = "no_draft", "no pod can be asked"  # (reason, why) of the last draft that failed
-        self._undrafted = False  # the text goes on without a draft
-        self._last_commit: float | None = None  # when it came; None: none has since a verifier took the text
-        self._given_up: ServiceError | None = None  # the text needs a draft, and none can be had
+        self._undrafted = False  # the text continues without a draft
+        self._last_commit: float | None = None  # its arrival, monotonic; None: no commit yet from the current verifier
+        self._given_up: ServiceError | None = None  # the text needs a draft, and none is available
         if self._pods is None and context.sample.needs_draft:
             self._given_up = _draft_required("there is no draft service")
         self._why_undrafted = "" if self._pods is not None else "no_draft" if remote else "off"
-        self._late = False  # candidates of the draft have come too late for a step
-        self.undrafted_tokens = 0  # of steps that should have had candidates of a draft, and had none
+        self._late = False  # candidates of the draft have missed a step
+        self.undrafted_tokens = 0  # of steps that wanted candidates of a draft and had none
 
     @property
     def undrafted_reason(self) -> str:
-        """Why tokens were chosen without candidates of a draft; empty if none were, or if the request leaves it to the
-        verifier which steps have any."""
+        """Why tokens were chosen without candidates of a draft. Empty if none were, or if the request leaves the choice
+        of drafted steps to the verifier."""
         late = self.undrafted_tokens and self._context.sample.insists_on_draft
         return self._why_undrafted or ("late" if late else "")
 
     @property
     def policy(self) -> verifier_pb2.VerifyPolicy:
-        """The verifier's policy as it should be now: a new message."""
+        """The policy the verifier should have now: a new message."""
         return self._state.verify_policy(self._context.sample.speculation, self._context.peers.patience_seconds)
 
     async def __aenter__(self) -> Self:
@@ -106,10 +106,10 @@ class Drafting:
     ) -> None:
         if self._working is not None:
             self._working.cancel()
-            await asyncio.wait([self._working])  # awaiting it directly could not tell its cancellation from ours
+            await asyncio.wait([self._working])  # a plain await could not tell its cancellation from ours
 
     def on_opened(self, opened: verifier_pb2.VerifyOpened) -> None:
-        """Draft for the verifier that has taken the text."""
+        """Draft for the verifier that has just taken the text."""
         self._last_commit = None
         self._update(self._state.after_opened(opened))
         if self._given_up is not None:
@@ -118,10 +118,10 @@ class Drafting:
             self._session.on_opened(self._state)
 
     def on_commit(self, commit: verifier_pb2.Commit) -> None:
-        """Go on drafting behind what the target has decided."""
+        """Pass the target's decisions to the draft, and count undrafted tokens and fallback time."""
         sample = self._context.sample
         if sample.speculation.remote and not sample.needs_draft:
-            # Of a session that it believes to have no draft, a verifier counts none.
+            # A verifier counts no undrafted tokens for a session that it believes to have no draft.
             tokens = commit.undrafted_tokens if self._state.drafted else len(commit.committed.tokens)
             if tokens and self._state.drafted and not self._late:
                 self._late = True
@@ -136,7 +136,7 @@ class Drafting:
             self._backoff.progressed()
 
     def _fallback_reason(self, commit: verifier_pb2.Commit) -> str:
-        """Return why the steps of a commit had no draft although the text wanted one; empty if they had one, or if the
+        """Return why the steps of a commit had no draft although the text wanted one. Empty if they had one, or if the
         text waits for its draft."""
         if self._pods is None or self._context.sample.needs_draft:
             return ""
@@ -145,8 +145,8 @@ class Drafting:
         return "late" if commit.undrafted_tokens else ""
 
     def on_awaited(self) -> None:
-        """Note that the verifier can choose no token until the draft has sent its distribution. A draft that sends none
-        is given up, and the time until then counts as time without a draft."""
+        """Note that the verifier can choose no token until the draft has sent its distribution. A draft that never
+        sends one is given up; until then the time counts against the back-off budget, as time without a draft does."""
         self._backoff.failed()
         if self._session is not None:
             self._session.on_awaited()
@@ -163,10 +163,9 @@ class Drafting:
         await self._sink.set_policy(self.policy)
 
     async def _work(self, pods: Pods) -> None:
-        """Keep one draft after another at work, each beginning when it may pay: even a paused session costs its
-        opening, and has the draft read the prompt. Whatever goes wrong here ends no request, except one that needs a
-        draft."""
-        tried: set[Pod] = set()  # since a draft was at work, or the last pause
+        """Run one draft after another, each started only when it may pay: even a paused session costs its opening and a
+        prefill at the draft. No failure here ends the request, unless the request needs a draft."""
+        tried: set[Pod] = set()  # since the last working draft or the last pause
         while self._given_up is None:
             if not self._wanted.is_set():
                 await self._wanted.wait()
@@ -185,14 +184,14 @@ class Drafting:
                 tried.clear()
 
     def _full(self, pods: Pods) -> set[Pod]:
-        """Return the pods that have just said, to any text here, that they take no more sessions. A text that needs a
-        draft tries."""
+        """Return the pods that have recently reported, to any text here, no room for sessions. A text that needs a
+        draft asks them all the same."""
         if self._context.sample.needs_draft:
             return set()
         return {pod for pod in pods if (told := pod.load.reported) is not None and not told.room}
 
     async def _draft_at(self, pod: Pod) -> bool:
-        """Have this pod draft until it fails; return True if it ever sent candidates."""
+        """Draft at this pod until the session ends; return True if it ever sent candidates."""
         if self._context.grammar_watch is not None:
             try:
                 await self._context.grammar_watch.clear()
@@ -215,8 +214,8 @@ class Drafting:
         return stream.at_work
 
     async def _relay(self, stream: DraftStream) -> None:
-        """Open a session, and send its candidates on to the verifier."""
-        # It opens with the text as it is now: commits from here on are queued for it.
+        """Open a session, and forward its candidates to the verifier."""
+        # The session opens with the text as it is when `open` sends it. Set `_session` first: later commits are queued.
         session = self._session = DraftSession(stream, self._context, self._state)
         await session.open()
         self._context.timeline.event("draft_opened", pod=str(stream.pod))
@@ -229,22 +228,22 @@ class Drafting:
             await self._sink.extend(extend)
 
     def _note_end(self, stream: DraftStream, error: Exception) -> None:
-        """Note why a draft's session has ended, and for whom its pod is of no use for how long."""
+        """Note why a draft's session has ended, and avoid its pod for a time: for this text only, or for all."""
         pod = stream.pod
         reason: FailoverReason | None = None  # of an event, unless the session was never open
         match error:
             case ForeignPodError():
                 pod.found_unfit(error.reason, error)
                 return
-            case UselessError():  # for this text only: the pod goes on with others
+            case UselessError():  # for this text only: the pod serves others
                 self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
                 reason = "draft_useless"
             case LaggingError():
-                if pod.candidates_at < error.waiting_since:  # nobody has had any: its device may be stuck
+                if pod.candidates_at < error.waiting_since:  # no text has had candidates since: its device may be stuck
                     pod.breaker.failed()
                 if not (stream.at_work and self._context.sample.needs_draft):
-                    # It may be late for this text alone, or read a prompt that takes it long and that it must not begin
-                    # again at once.
+                    # It may be late for this text alone, or still busy with a long prefill, which an immediate retry
+                    # would restart.
                     self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
                 reason = "draft_useless"
             case FloodError():
@@ -260,11 +259,11 @@ class Drafting:
             case ModelFailureError() | InvalidRequestError():
                 self._useless_until[pod] = math.inf
             case OverloadedError() if not self._context.sample.needs_draft:
-                # To try again sends the whole text, and has a verifier believe in a draft. Shorter texts may fit.
+                # A retry sends the whole text, and makes a verifier expect a draft. Shorter texts may still fit.
                 self._useless_until[pod] = time.monotonic() + min(error.retry_after, MAX_FULL_SECONDS)
             case UnfitError() | ServiceError():  # the pod refuses the session
                 pass
-            case _:  # a mistake of ours
+            case _:  # a bug in this service
                 log.error("drafting_failed", exc_info=error)
         if reason is None or not stream.opened:
             self._last_failure = "no_draft", f"{pod}: {error}"
@@ -280,7 +279,7 @@ class Drafting:
         self._sink.abort(self._given_up)
 
     async def _go_without(self, pods: Pods) -> None:
-        """Go on without a draft, since none can be had now, unless the text needs one."""
+        """Continue without a draft, since none is available now, unless the text needs one."""
         if pods and all(pod.unfit for pod in pods):
             self._last_failure = next(iter(pods)).unfit_reason, "; ".join(f"{pod}: {pod.unfit}" for pod in pods)
         reason, why = self._last_failure

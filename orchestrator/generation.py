@@ -1,7 +1,7 @@
 """The run of one sample: commits come in, the draft receives them, the client gets the text.
 
-`Generation` is the only one that knows both sides: `Verification` has the session at a verifier, `Drafting` the session
-at a draft, and neither knows of the other. `Transcript` makes responses of commits.
+Only `Generation` knows both sides: `Verification` has the session at a verifier, `Drafting` the session at a draft, and
+neither knows of the other. `Transcript` turns commits into responses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
 
 
 class Generation:
-    """Runs one sample. It is the `CandidateSink` of its drafting: what that has for a verifier goes to verification."""
+    """Runs one sample. As the `CandidateSink` of its drafting, it passes candidates and policies to verification."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Generation:
         deadline: float | None,
         timeline: SampleTimeline,
     ) -> None:
-        """Run a sample of a request that got this revision, with the peers that it had when the request came."""
+        """Prepare to run a sample of a request, with the revision and the peers chosen when the request came."""
         stats = revision.stats
         granted, events = GrantedLimits(sample.speculation), FailoverEvents(timeline, stats.failover_events)
         self._asked_as = revision.asked_as
@@ -63,8 +63,8 @@ class Generation:
         self._verification = Verification(self._context, self._drafting.policy)
 
     async def run(self) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        """Yield the responses of this sample; the last one carries `finish`. Asking for the next one says that the
-        client has read this one, or will read it with the next."""
+        """Yield the responses of this sample; the last one carries `finish`. A consumer that asks for the next response
+        has read this one, or will read both together."""
         first = True
         await self._transcript.resume(self._resuming)
         timeline = self._context.timeline
@@ -99,7 +99,7 @@ class Generation:
 
     @contextmanager
     def _leaving(self) -> Iterator[None]:
-        """Note if the caller leaves meanwhile."""
+        """Note if the caller cancels meanwhile."""
         try:
             yield
         except (asyncio.CancelledError, GeneratorExit):
@@ -120,7 +120,7 @@ class Generation:
     # --- the end ------------------------------------------------------------------------------------
 
     def _sign(self, finish: generation_pb2.Finish) -> None:
-        """Enter into `finish` the numerics that made the text, and what happened to its sessions."""
+        """Enter into `finish` the numerics of the text, and the events of its sessions."""
         verification = self._verification
         finish.numerics_fingerprint = verification.identity.numerics_fingerprint
         finish.numerics_mode = verification.identity.numerics_mode
@@ -128,7 +128,7 @@ class Generation:
         finish.preemptions = verification.preemptions
         speculation = finish.speculation
         speculation.undrafted_reason = self._drafting.undrafted_reason
-        # Of the tokens that are left: some may be past a stop string.
+        # Only tokens that are left count: some may be past a stop string.
         speculation.undrafted_tokens = min(self._drafting.undrafted_tokens, sum(speculation.sources.values()))
         speculation.granted.CopyFrom(self._context.granted.message())
         speculation.failover_events.update(self._context.events.counts)

@@ -1,4 +1,4 @@
-"""Peer finder: the pods of one revision of a model, found at addresses that may change while requests run."""
+"""Peer finder: the pods of one revision of a model, at addresses that may change while requests run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from specdec.serving.pods.discovery import Discovery
 
 @dataclass(frozen=True)
 class PeerSettings:
-    """How pods are reached, those of all revisions alike."""
+    """How to reach pods, the same for all revisions."""
 
-    times: Peers = field(default_factory=lambda: Peers(Pods()))  # without pods: how long they are waited for
+    times: Peers = field(default_factory=lambda: Peers(Pods()))  # holds the time limits; its pods are not used
     connect: Callable[[str], grpc.aio.Channel] = connect
-    names: dict[str, str] = field(default_factory=dict)  # of targets that come from DNS: certificates are for these
+    names: dict[str, str] = field(default_factory=dict)  # host name by DNS address: certificates are for host names
 
 
 class PeerFinder:
@@ -32,8 +32,8 @@ class PeerFinder:
         self.peers = replace(settings.times, verifiers=self._verifiers)
 
     async def look(self, verifiers: Sequence[Address], drafts: Sequence[Address]) -> None:
-        """Look for the pods at these addresses from now on. Texts that run go on, with pods of the new addresses where
-        theirs fail. Without addresses of drafts, requests that come from now on are served as where there are none."""
+        """Replace the addresses of pods. Running texts keep their pods, and move to pods of the new addresses when
+        those fail. Without addresses of drafts, new requests are served without drafts."""
         for discovery, addresses in zip(self._discoveries, (verifiers, drafts), strict=True):
             await discovery.look(addresses)
         self.peers = replace(self.peers, drafts=self._drafts if drafts else None)

@@ -1,4 +1,4 @@
-"""The orchestrator's end of a session at a pod, be it a verifier or a draft: how it opens, is read and ends."""
+"""The orchestrator's end of a session at a verifier or a draft: how it opens, is read and ends."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from specdec.serving.errors import DeadlineError, NotBuiltError, PeerLostError, 
 from specdec.serving.propagation import carried
 
 DEADLINE_SLACK_SECONDS = 0.1
-"""Seconds before the caller's deadline from which on a peer's DEADLINE_EXCEEDED is believed to be that deadline: the
-two machines count it from moments that are as far apart as a message takes."""
+"""Seconds before the caller's deadline within which a peer's DEADLINE_EXCEEDED is taken for that deadline. The two
+machines start their clocks as far apart as a message takes."""
 
 MAX_LOGGED_BYTES = 1024
-"""Bytes of a peer's reason for ending a session that our log repeats: no service of ours gives a longer one."""
+"""Limit in bytes on a peer's reason for ending a session, as logged: no service of ours gives a longer one."""
 
 MAX_OPENED_BYTES = 1 << 14
-"""Bytes of the answer to an opening, of which a part, and with it the memory of all, is kept with the session. It takes
-some hundred."""
+"""Size limit of `opened`. A sub-message is kept for the session and pins the whole buffer; real ones have a few hundred
+bytes."""
 
 MAX_HEARTBEATS = 64
 HEARTBEATS_A_SECOND = 16
-"""Heartbeats that may come at once, and a second in the long run: four times as many as a peer should send."""
+"""Token bucket for heartbeats: burst and rate, four times the rate a peer should have."""
 
 log = structlog.get_logger()
 
 Call = grpc.aio.StreamStreamCall[Any, Any]
 
 STREAM_IS_OVER = (asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.AioRpcError)
-"""Exceptions of writing to a stream that has ended."""
+"""Raised by writes to a stream that has ended."""
 
 
 class PeerStream:
-    """A session at a pod. Used as a context manager: leaving it ends the session."""
+    """The stream of a session at a pod. Used as a context manager: leaving it ends the session."""
 
     peer = "peer"
 
@@ -54,8 +54,8 @@ class PeerStream:
         self.opened = False
         self._call: Call | None = None
         self._aborted_by: Exception | None = None
-        # Heartbeats that it may still send, as of the time of the last one.
-        self._clock = clock or (lambda: time.monotonic())  # looked up at each call: `evaluation` has another one
+        self._clock = clock or (lambda: time.monotonic())  # looked up at each call: `evaluation` replaces it
+        # Heartbeats left in the token bucket, as of the last one.
         self._heartbeats, self._last_heartbeat = float(MAX_HEARTBEATS), self._clock()
         self._writing = asyncio.Lock()  # gRPC takes one write at a time; waiters go in order
 
@@ -69,7 +69,7 @@ class PeerStream:
         self.abort(LostError("the session was closed"))
 
     def abort(self, error: Exception) -> None:
-        """End the session: a read raises the error, a write does nothing."""
+        """End the session: reads raise this error, writes do nothing."""
         if self._aborted_by is None:
             self._aborted_by = error
             if self._call is not None:
@@ -79,7 +79,7 @@ class PeerStream:
         """Start the stream, and return the answer to its first request."""
         self._call = method(timeout=self._context.timeout, metadata=carried())
         self._watchdog.start()
-        with self._watchdog.listening():  # a connection that does not come about is silence too
+        with self._watchdog.listening():  # a connection that never comes up is silence too
             await self._write(request)
         response = await self._read()
         if response.WhichOneof("message") != "opened":
@@ -89,7 +89,7 @@ class PeerStream:
         return response.opened
 
     async def _write(self, request: Any) -> None:
-        """Write a request. If the stream is over nothing happens: the next read raises, and tells why."""
+        """Write a request. On a stream that is over, do nothing: the next read raises the reason."""
         assert self._call is not None  # nothing is sent before `open`
         async with self._writing:
             try:
@@ -101,8 +101,8 @@ class PeerStream:
                     raise
 
     async def _read(self) -> Any:
-        """Return the next message. Raise LostError if there is none, UnfitError if the pod does not know the call, and
-        a ServiceError if the peer refuses."""
+        """Return the next message. Raise LostError if there is none, UnfitError if the pod does not implement the call,
+        and a ServiceError if the peer refuses."""
         assert self._call is not None
         try:
             with self._watchdog.listening():
@@ -117,7 +117,7 @@ class PeerStream:
                 f"{error.code().name}: {cut(error.details() or '', MAX_LOGGED_BYTES)}",
             )
             match seen:
-                case PeerLostError() | ProtocolError():  # ProtocolError: a message may have broken on its way
+                case PeerLostError() | ProtocolError():  # ProtocolError: a message may have been corrupted in transit
                     gone = error.code() is grpc.StatusCode.UNAVAILABLE
                     died = gone and self._reached and not said_by_pod(error)
                     raise LostError(said, conclusive=gone, died=died) from error
@@ -127,18 +127,18 @@ class PeerStream:
                     raise LostError(said) from error
             log.info("peer_refused", pod=str(self.pod), said=said)
             raise seen from error
-        if response is grpc.aio.EOF or response is None:  # None: a message that cannot be read
+        if response is grpc.aio.EOF or response is None:  # None: gRPC could not decode the message
             raise LostError("the stream ended before the text was complete")
         return response
 
     @property
     def _reached(self) -> bool:
-        """True if the pod was there: what fails to connect is no death of a pod."""
+        """True if the pod was up: a failed connect is no death of a pod."""
         return self.opened or getattr(self._call, "reached", False)
 
     @property
     def _over(self) -> bool:
-        """True if the caller's deadline has passed, as far as two machines agree on the time."""
+        """True if the caller's deadline has passed, within `DEADLINE_SLACK_SECONDS`."""
         assert self._call is not None
         left = self._call.time_remaining()
         return left is not None and left < DEADLINE_SLACK_SECONDS
@@ -147,7 +147,7 @@ class PeerStream:
         """Count a heartbeat; LostError if they come faster than any peer sends them. They cost the peer nothing, and
         nothing else bounds them."""
         now = self._clock()
-        # Heartbeats of a time in which nobody read the stream come at once: what such a time has given stays.
+        # Heartbeats queued while nobody read the stream arrive at once: their number may exceed the burst.
         since = HEARTBEATS_A_SECOND * (now - self._last_heartbeat)
         self._heartbeats = max(self._heartbeats, since, min(MAX_HEARTBEATS, self._heartbeats + since)) - 1
         self._last_heartbeat = now
@@ -159,6 +159,6 @@ class PeerStream:
 
 
 def _being_cancelled() -> bool:
-    """Return True if it is this task that is cancelled, not the stream that it waits for."""
+    """Return True if this task is being cancelled, not the stream it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,4 +1,4 @@
-"""Peers: the pods at which a request's sessions are opened, and the times for which it waits for them."""
+"""Peers: the pods at which a request's sessions are opened, and the time limits for waiting on them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class Peers:
 
     verifiers: Pods
     drafts: Pods | None = None
-    patience_seconds: float = 0.05  # longest time a step may be put off for expected candidates
-    silence_seconds: float = 1.5  # a peer sends something every quarter of a second; silent for so long, it is lost
+    patience_seconds: float = 0.05  # longest time a step may be delayed for expected candidates
+    silence_seconds: float = 1.5  # a peer sends every 0.25 s; after this long without a message, it is lost
     stuck_seconds: float = 2.0  # longest step, however short others are, before the text goes to another pod
-    failover_seconds: float = 30.0  # longest time without progress: then the request ends
-    drafts_are_trusted: bool = False  # to influence what tokens are chosen, as some acceptance rules let them
+    failover_seconds: float = 30.0  # longest time without progress before the request fails
+    drafts_are_trusted: bool = False  # to influence which tokens are chosen, as some acceptance rules allow
 
     def check_room(self, tenant: str) -> None:
-        """Raise OverloadedError if every verifier has reported that it has no room for a request of this tenant. That
-        is known before the request is parsed, and in a flood it is the parsing that takes time."""
+        """Raise OverloadedError if every verifier has reported no room for a request of this tenant. Refusing before
+        parsing matters in a flood, where parsing takes most of the time."""
         refusals = [pod.admission.refusal(tenant) for pod in self.verifiers.willing]
         found = [refusal for refusal in refusals if refusal is not None]
         if found and len(found) == len(refusals):

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from specdec.v2 import model_pb2
 
 STALE_SECONDS = 2.5
-"""Seconds for which a report counts. A pod reports its capacity every second or so on each of its sessions, so an older
-report says nothing any more."""
+"""Lifetime of a report in seconds. A pod reports its capacity about once a second on each of its sessions, so an older
+report is out of date."""
 
 
 CROWD_SECONDS = 5.0
-"""Seconds in which the sessions of a pod that has died end one after another."""
+"""Seconds within which the sessions of a dead pod end one after another."""
 
 
 class PodCapacity:
@@ -22,17 +22,17 @@ class PodCapacity:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self.ours = 0  # sessions from here
-        self.coming = 0  # sessions that are to be opened from here
-        self.opening = 0  # of these, sessions that no longer wait for admission
+        self.ours = 0  # open sessions of this process
+        self.coming = 0  # sessions this process is about to open
+        self.opening = 0  # those of `coming` that have passed admission
         self._told: model_pb2.PodCapacity | None = None
         self._told_until = 0.0
-        self._most, self._most_at = 0, 0.0  # sessions from here when one of them ended, and when that was
-        self._others = 0  # sessions that are not from here, as far as is known
+        self._most, self._most_at = 0, 0.0  # peak of `ours` at the end of a session, and its time
+        self._others = 0  # sessions of other processes, as far as known
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Count a session from here while the context lasts."""
+        """Count a session of this process while the context lasts."""
         self.ours += 1
         try:
             yield
@@ -44,20 +44,20 @@ class PodCapacity:
 
     @property
     def crowd(self) -> int:
-        """Sessions from here, with those that have just ended; at least one."""
+        """Sessions of this process, including those that have just ended; at least one."""
         return max(1, self.ours, self._most if self._clock() < self._most_at + CROWD_SECONDS else 0)
 
     def report(self, reported: model_pb2.PodCapacity, seconds: float = STALE_SECONDS) -> None:
-        """Take a report of the pod, which counts for so many `seconds` unless another one comes."""
+        """Take a report of the pod, valid for `seconds` unless another one comes."""
         self._told, self._told_until = reported, self._clock() + seconds
         self._others = max(0, reported.sessions - self.ours - self.opening)
 
     @property
     def reported(self) -> model_pb2.PodCapacity | None:
-        """The pod's last report, while it counts; else None."""
+        """The pod's last report while it is valid, else None."""
         return self._told if self._clock() < self._told_until else None
 
     @property
     def sessions(self) -> int:
-        """Sessions at the pod, from here and from others, including those that are about to be opened."""
+        """Sessions at the pod, of this process and others, including those about to be opened."""
         return self.ours + self.coming + (self._others if self.reported else 0)

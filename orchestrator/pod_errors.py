@@ -1,4 +1,4 @@
-"""The errors of a pod that decide whether another one is asked: it is lost, or it serves something else."""
+"""Errors of a pod that decide whether another one is asked: it is lost, or it serves something else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from specdec.serving.errors import ServiceError
 
 class LostError(Exception):
     """The session is gone; another pod may resume its text. `conclusive`: the pod is gone as well, for all sessions.
-    `died`: it was there, and went without a word."""
+    `died`: it was up, and vanished without a status."""
 
     def __init__(self, message: str, *, conclusive: bool = False, died: bool = False) -> None:
         super().__init__(message)
@@ -24,7 +24,7 @@ class UnfitError(Exception):
 
 
 class ForeignPodError(UnfitError):
-    """The pod can serve no request here: its protocol or its model is another. `reason` is for machines."""
+    """The pod can serve no request here: its protocol or its model differs. `reason` is machine-readable."""
 
     def __init__(self, reason: str, error: ServiceError) -> None:
         super().__init__(error)

@@ -1,4 +1,4 @@
-"""The pods of one role: which ones there are, and which one to ask next."""
+"""The pods of one role, and the choice of the next one to ask."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from specdec.serving.pods.replicas import Replicas
 log = structlog.get_logger()
 
 MAX_DEATHS = 64
-"""Deaths of pods that are remembered."""
+"""Number of remembered pod deaths."""
 
 SAME_DEATH_SECONDS = 5.0
-"""Seconds within which sessions at a pod are lost by the same death of it."""
+"""Sessions of a pod lost within this many seconds count as one death."""
 
 UNFIT_SECONDS = 10.0
-"""Seconds in which a pod that serves something else is not asked: then another pod may have its address. To ask it
-costs one text the opening of a session."""
+"""Seconds for which an unfit pod is not asked: by then another pod may have its address. Asking costs one text the
+opening of a session."""
 
 
 class Pod:
-    """One replica, and what is known of it."""
+    """One replica: its channel, its last reports and its failures."""
 
     def __init__(self, address: str, channel: grpc.aio.Channel, clock: Callable[[], float] = time.monotonic) -> None:
         self.address = address
@@ -42,11 +42,11 @@ class Pod:
         self.load = PodCapacity(clock)
         self.admission = Admission(self.load, self.breaker)
         self.numerics = ""  # fingerprint, as last reported
-        self.context_tokens = 0  # of the longest text that it takes, as last reported; 0: not known
-        self.turn = 0  # when it was last chosen
-        self.candidates_at = -math.inf  # when it, a draft, last sent candidates to any text; monotonic
+        self.context_tokens = 0  # longest text it takes, as last reported; 0: unknown
+        self.turn = 0  # number of the `choose` call that last chose it
+        self.candidates_at = -math.inf  # when this draft last sent candidates to any text; monotonic
         self._clock = clock
-        self.unfit_reason = ""  # of the last time it was found unfit, for machines
+        self.unfit_reason = ""  # of the last time it was found unfit; machine-readable
         self._unfit: Exception | None = None
         self._unfit_until = 0.0
 
@@ -63,16 +63,16 @@ class Pod:
         return self._unfit if self._clock() < self._unfit_until else None
 
     def found_unfit(self, reason: str, why: Exception) -> None:
-        """Do not ask it until another pod may have taken its place."""
+        """Stop asking it for `UNFIT_SECONDS`, by which time another pod may have taken its place."""
         if self.unfit is None:
             log.warning("pod_unfit", pod=str(self), reason=reason, why=str(why))
         self.unfit_reason = reason
-        # Without the frames that it was raised in, and what these hold.
+        # Drop the traceback: its frames keep their locals alive.
         self._unfit, self._unfit_until = why.with_traceback(None), self._clock() + UNFIT_SECONDS
 
 
 class PodDeath(NamedTuple):
-    """A pod went without a word, as a session here has seen."""
+    """A pod vanished without closing its streams, as a session here has seen."""
 
     at: float
     """Monotonic time."""
@@ -92,10 +92,10 @@ class Pods(Replicas[Pod]):
         super().__init__(lambda address: Pod(address, connect(address), clock), addresses)
         self._turns = itertools.count(1)
         self.deaths: deque[PodDeath] = deque(maxlen=MAX_DEATHS)
-        """The last deaths of pods, also of those that are no replicas any more."""
+        """The last deaths of pods, including former replicas."""
 
     def died(self, pod: Pod) -> None:
-        """Note that a session was lost since its pod went without a word."""
+        """Note the death of a pod: a session was lost without a status from it."""
         now = time.monotonic()
         if not any(address == pod.address and now - at < SAME_DEATH_SECONDS for at, address in self.deaths):
             self.deaths.append(PodDeath(now, pod.address))
@@ -110,10 +110,9 @@ class Pods(Replicas[Pod]):
         no_trial: bool = False,
         cached: Mapping[Pod, int] = MappingProxyType({}),
     ) -> Pod | None:
-        """Choose the pod with the fewest sessions, of those that are not in `but` and that circuit breakers let
-        through; None if there is none. Preferred are, in this order, pods that are not in `rather_not`, with `no_trial`
-        those that have not failed lately, those of the given numerics, those whose memory holds a text of so many
-        `tokens`, and those with the most tokens `cached`."""
+        """Choose a pod that is not in `but`, is not unfit and has no open circuit breaker; None if there is none. Order
+        of preference: not in `rather_not`; with `no_trial`, a closed breaker; the given `numerics`; memory for a text
+        of `tokens` tokens; the most `cached` tokens; the fewest sessions; the longest time since it was chosen."""
 
         def cost(pod: Pod) -> tuple[bool, bool, bool, bool, int, int, int]:
             small = 0 < pod.context_tokens < tokens
@@ -128,5 +127,5 @@ class Pods(Replicas[Pod]):
 
     @property
     def willing(self) -> list[Pod]:
-        """Pods that may be asked."""
+        """Pods that may be asked: fit, and with a breaker that is not open."""
         return [pod for pod in self if pod.unfit is None and pod.breaker.state != "open"]

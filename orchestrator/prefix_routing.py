@@ -1,8 +1,8 @@
-"""Prefix-aware routing: which verifiers have a text in their prefix cache, and are free enough to be preferred for it.
+"""Prefix-aware routing: finds the verifiers that have a text in their prefix cache and are free enough to be preferred.
 
-Verifiers are asked, each time anew: orchestrators share nothing, and what a cache holds is known where it is. A
-verifier that is much busier than others is not preferred, as in consistent hashing with bounded loads (Mirrokni,
-Thorup and Zadimoghaddam, 2018).
+Verifiers are queried for every text: orchestrators share no state, and only a verifier knows its cache. A verifier much
+busier than the others is not preferred, as in consistent hashing with bounded loads (Mirrokni, Thorup and
+Zadimoghaddam, 2018).
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from specdec.decoding.block_hashes import block_hashes
 from specdec.v2 import verifier_pb2, verifier_pb2_grpc
 
 ASK_SECONDS = 0.25
-"""Seconds that verifiers get to answer, which takes a millisecond unless they are very busy. One that does not answer
-in time counts as having nothing cached."""
+"""Timeout in seconds for a verifier's answer, which takes a millisecond unless it is very busy. After a timeout,
+nothing counts as cached."""
 
 LEAST_SHARE = 0.5
-"""Share of a text that must be cached at a verifier for this to count. A short beginning that many texts share, such as
-a system prompt, must not bring all of them to the verifier that happened to see it first."""
+"""Smallest cached share of a text that counts. A short shared prefix, such as a system prompt, must not route every
+text to the verifier that saw it first."""
 
 LOAD_FACTOR = 1.25
 SPARE_SESSIONS = 2
-"""A preferred verifier has at most so many times as many sessions as verifiers have on average, and so many more: with
-few sessions, one more makes no step much longer."""
+"""Bounded load: a preferred verifier has fewer than LOAD_FACTOR x mean + SPARE_SESSIONS sessions. With few sessions,
+one more makes no step much longer."""
 
 
 async def cached_tokens(
     pods: Collection[Pod], tokens: Sequence[int], tenant: str, most_seconds: float = math.inf
 ) -> dict[Pod, int]:
-    """Ask verifiers how many leading tokens of a text they have cached. What they report of their capacity is noted."""
+    """Ask verifiers how many leading tokens of a text they have cached, and take the capacity from their answers."""
     hashes = block_hashes(tokens, tenant)
     if not hashes:
         return {}
@@ -50,7 +50,7 @@ async def _ask(pod: Pod, request: verifier_pb2.FindPrefixRequest, seconds: float
     stub: Any = verifier_pb2_grpc.VerifierServiceStub(pod.channel)
     try:
         found = await answer_of(stub.FindPrefix, request, seconds)
-    except (grpc.aio.AioRpcError, LostError):  # the session that is opened next finds out why
+    except (grpc.aio.AioRpcError, LostError):  # the session opened next finds out why
         return 0
     if found.HasField("capacity"):
         pod.load.report(found.capacity)
@@ -58,8 +58,8 @@ async def _ask(pod: Pod, request: verifier_pb2.FindPrefixRequest, seconds: float
 
 
 def preferred(cached: Mapping[Pod, int], tokens: int, tenant: str, pods: Collection[Pod]) -> dict[Pod, int]:
-    """Return the verifiers that a tenant's text of so many tokens should rather go to, and what they have cached of it:
-    those that have enough of it, have room, and are not much busier than all `pods` are on average."""
+    """Return the verifiers preferred for a tenant's text of `tokens` tokens, with their cached tokens: enough of them,
+    room for the tenant, and bounded load relative to the mean over `pods`."""
     sessions = 1 + sum(pod.load.sessions for pod in pods)
     most = LOAD_FACTOR * sessions / max(1, len(pods)) + SPARE_SESSIONS
     return {

@@ -15,14 +15,14 @@ from specdec.text.tokenizer import ChatTemplateError, TooManyTokensError
 from specdec.v2 import generation_pb2
 
 MOST_ARGUMENTS = 16 << 10
-"""Bytes of the arguments of a chat template."""
+"""Largest size in bytes of a chat template's arguments."""
 
 
 def prompt_tokens(
     message: generation_pb2.GenerateRequest, model: Model, time: datetime, violations: list[tuple[str, str]]
 ) -> list[int]:
-    """Return the prompt's tokens, where a chat template sees `time`; what is wrong with it is added to `violations`.
-    PromptTooLongError if they leave no room for one more."""
+    """Return the prompt's tokens; a chat template sees `time`. Faults are appended to `violations`; PromptTooLongError
+    if there is no room for one more token."""
     most = model.context - 1
     try:
         match message.WhichOneof("prompt"):
@@ -59,7 +59,7 @@ def prompt_tokens(
 
 
 def time_of(message: generation_pb2.GenerateRequest, arrived: datetime, violations: list[tuple[str, str]]) -> datetime:
-    """Return the time that a conversation is rendered for: the one it names, else when it arrived, in whole seconds."""
+    """Return the time for which a conversation is rendered: the one given, else `arrived` in whole seconds."""
     if message.chat.HasField("time"):
         try:
             return message.chat.time.ToDatetime(UTC)
@@ -70,11 +70,11 @@ def time_of(message: generation_pb2.GenerateRequest, arrived: datetime, violatio
 
 
 def _rendered(chat: generation_pb2.ChatPrompt, model: Model, time: datetime) -> str:
-    """Render a conversation with the model's chat template; ChatTemplateError if it cannot be, PromptTooLongError if it
-    is too long."""
+    """Render a conversation with the model's chat template; ChatTemplateError if the template fails, PromptTooLongError
+    if the result is too long."""
     try:
         arguments = _whole(json_format.MessageToDict(chat.template_arguments))
-    except ValueError as error:  # a number that JSON does not have
+    except ValueError as error:  # a number JSON does not have, such as NaN
         raise ChatTemplateError(f"template_arguments: {error}") from None
     tools = tools_for_template(chat.tools)
     text = model.tokenizer.render(turns_for_template(chat.messages), time, arguments, tools)
@@ -85,7 +85,7 @@ def _rendered(chat: generation_pb2.ChatPrompt, model: Model, time: datetime) -> 
 
 
 def _whole(value: Any) -> Any:
-    """Return a value of JSON whose numbers are whole where they have no fraction: the message holds floats alone."""
+    """Return a JSON value with integral floats as ints: protobuf's Struct has floats only."""
     match value:
         case dict():
             return {name: _whole(each) for name, each in value.items()}

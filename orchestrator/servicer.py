@@ -1,4 +1,4 @@
-"""GenerationService: the service that backend applications call."""
+"""GenerationService: the service for backend applications."""
 
 from __future__ import annotations
 
@@ -42,19 +42,20 @@ from specdec.serving.validation import MAX_ANSWER_BYTES, MAX_MESSAGE_BYTES
 from specdec.v2 import generation_pb2, generation_pb2_grpc
 
 SHORT_BYTES = 1 << 14
-"""Bytes of a request whose prompt of tokens takes less than a millisecond to check."""
+"""Size in bytes below which a request with token ids is parsed on the event loop: checking takes less than a
+millisecond."""
 
 LONG_BYTES = 1 << 18
-"""Bytes above which requests are parsed one after another: to tokenise a text of megabytes takes seconds, and hundreds
+"""Size in bytes above which requests are parsed one at a time: tokenising megabytes of text takes seconds, and hundreds
 of megabytes of memory."""
 
 
 PARSING_THREADS = 2
-"""Threads for requests that are not as long. Each thread that tokenises has memory for it, which it keeps."""
+"""Threads for shorter requests. A thread that tokenises allocates memory for it, and never frees it."""
 
 MAX_WAITING_SHORT = 1024
 MAX_WAITING_LONG = 16
-"""Requests that may wait for a thread. Long ones are megabytes each."""
+"""Limits on requests that wait for a thread. Long ones are megabytes each."""
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -68,8 +69,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         accounts: Accounts | None = None,
         siblings: Siblings | None = None,
     ) -> None:
-        """Serve the models of a catalog. `clock` tells when a request arrives, in UTC. Without `accounts`, anybody is
-        served. `siblings` are the other workers at this address, if there are any."""
+        """Serve the models of a catalog. `clock` returns the time in UTC. Without `accounts`, callers need no key.
+        `siblings` are the other workers at this address, if there are any."""
         self.gates = (self._check_caller,)
         self._accounts = accounts or Accounts()
         self._catalog = catalog
@@ -81,7 +82,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._long = BoundedThreads("long prompts", 1, MAX_WAITING_LONG)
 
     async def start(self) -> None:
-        """Begin to look for verifiers: until one is found, the service does not work."""
+        """Start looking for verifiers: `works` is False until one is found."""
         await self._catalog.start()
         await self._accounts.start()
         if self._siblings is not None:
@@ -223,7 +224,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
     def _served(self) -> Iterator[generation_pb2.ServedModel]:
-        """Yield the models that are served, as ListModels tells them."""
+        """Yield the served models, as in ListModels."""
         for name, revisions in self._catalog.models.items():
             model = largest(revisions).model
             yield generation_pb2.ServedModel(
@@ -243,7 +244,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             yield from each.peers.drafts or ()
 
     def _check_caller(self, method: str, metadata: Metadata) -> None:
-        """Refuse calls of this service without a tenant's API key, and of others what concerns all tenants."""
+        """Require an operator's API key for statistics and traces, and a tenant's for all other calls of this
+        service."""
         if method == f"/{self.name}/GetStats" or method.startswith(f"/{OrchestratorTraceServicer.name}/"):
             self._accounts.check_operator(metadata)
         elif method.startswith(f"/{self.name}/"):
@@ -253,8 +255,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def _request(
         self, request: generation_pb2.GenerateRequest, account: Account, *, streamed: bool
     ) -> Iterator[tuple[Revision, Peers, Timeline]]:
-        """Choose the revision that a request of an account gets. Count it, and record it unless there is no room. Its
-        peers may be others later: the request keeps those of now."""
+        """Choose the revision for a request, and count the request and record its timeline, unless it is refused for
+        lack of room. The peers of a revision may change later: the request keeps the current ones."""
         recorded = partial(self.timelines.begin, "generate", operation=operation(request), stream=streamed)
         try:
             revision = self._catalog.choose(request)
@@ -309,7 +311,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
         timeline: Timeline,
     ) -> Responses:
-        """Return the responses of all samples as they come."""
+        """Return the responses of all samples, interleaved as they come."""
         remaining = context.time_remaining()
         deadline = None if remaining is None else time.monotonic() + remaining
         several = len(request.samples) > 1

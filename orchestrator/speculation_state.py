@@ -1,4 +1,4 @@
-"""The speculation state of one sample: what its verifier has said last, whether there is a draft, and the policies that
+"""The speculation state of one sample: the last report of its verifier, whether there is a draft, and the policies that
 follow from both."""
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from specdec.v2 import draft_pb2, verifier_pb2
 
 @dataclass(frozen=True)
 class SpeculationState:
-    """A value: whatever changes makes another one."""
+    """An immutable value: every change makes a new one."""
 
     drafted: bool  # there is a draft, or hope of one
-    max_nodes: int = 1  # candidates that the verifier lets the session have alive
-    drafting_wanted: bool = False  # a draft pays, as the verifier is busy now
-    min_candidate_probability: float = 1.0  # from which on a candidate pays, likewise
+    max_nodes: int = 1  # limit on live candidates of the session, granted by the verifier
+    drafting_wanted: bool = False  # a draft pays at the verifier's current load
+    min_candidate_probability: float = 1.0  # break-even probability at that load
 
     def after_opened(self, opened: verifier_pb2.VerifyOpened) -> SpeculationState:
         """Return the state once a verifier has taken the text."""
@@ -39,12 +39,13 @@ class SpeculationState:
         )
 
     def worth_a_draft(self, sample: Sample) -> bool:
-        """Return True if a draft is worth asking. Of a session that it believes to have no draft, a verifier cannot say
-        whether one would pay: it is tried."""
+        """Return True if it pays to ask a draft. A verifier cannot judge that for a session it believes to have no
+        draft: then one is tried."""
         return self.drafting_wanted or sample.forces_drafting or not self.drafted
 
     def verify_policy(self, speculation: Speculation, patience_seconds: float) -> verifier_pb2.VerifyPolicy:
-        """Return the policy of the verifier. It may wait for candidates of a draft only if there is one, or hope."""
+        """Return the policy of the verifier. It may wait for candidates of a draft only if there is one, or hope of
+        one."""
         drafters = speculation.drafters if self.drafted else speculation.drafters - {Drafter.REMOTE}
         return verifier_pb2.VerifyPolicy(
             drafters=sorted(drafters),  # type: ignore[arg-type]

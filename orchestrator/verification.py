@@ -1,7 +1,7 @@
-"""Verification: yields the commits of one text, from whichever verifier is there to make them.
+"""Verification: yields the commits of one text, from any verifier available.
 
-A verifier that is lost is replaced: the text is resumed from its committed tokens, on another pod or on the same one
-when it comes back. Tokens are a function of the text and its sampling, so the change does not show in them.
+When a verifier is lost, the text is resumed from its committed tokens, on another pod or on the same one once it is
+back. Tokens are a function of the text and its sampling, so the client does not see the change.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Message = verifier_pb2.VerifyOpened | verifier_pb2.Commit | model_pb2.Heartbeat
 
 
 class Verification:
-    """The verification of one sample. `policy`: how its verifier speculates, until `set_policy` says otherwise."""
+    """The verification of one sample. `policy`: how its verifier speculates, until `set_policy` replaces it."""
 
     def __init__(self, context: SampleContext, policy: verifier_pb2.VerifyPolicy) -> None:
         self._context = context
@@ -44,22 +44,22 @@ class Verification:
         self._choice = VerifierChoice(context)
         self._stream: VerifierStream | None = None  # of the verifier that has the text; None while none has it
         self._not_opened: dict[Pod, str] = {}  # why a verifier does not take the text, as last logged
-        self._asked: tuple[Pod, float] | None = None  # the verifier that was asked last, and when
-        self._begun = False  # a verifier has found the text valid, and committed tokens
-        self._preemptions: list[int] = []  # in each session at a verifier so far
+        self._asked: tuple[Pod, float] | None = None  # the last verifier asked, and when
+        self._begun = False  # a verifier has accepted the request and committed tokens
+        self._preemptions: list[int] = []  # by session at a verifier
         self.identity = model_pb2.ModelIdentity()  # of the last one
         self.revision = context.sample.revision  # of the model; empty until the text is begun
         self.numerics_changed = False
 
     @property
     def preemptions(self) -> int:
-        """Times the text lost its memory to another, over all verifiers that had it."""
+        """Number of times the text was preempted, over all verifiers that had it."""
         return sum(self._preemptions)
 
     async def messages(self) -> AsyncGenerator[Message, None]:
-        """Yield the answer of every verifier that takes the text, and commits in order, each once, until the last; and
-        heartbeats while the text awaits its draft. What a commit adds is in the committed text when the commit is
-        yielded."""
+        """Yield the opening answer of every verifier that takes the text; the commits in order, each once, until the
+        last; and heartbeats while the text waits for its draft. A commit's tokens are in the committed text before the
+        commit is yielded."""
         context, choice = self._context, self._choice
         while True:
             if context.grammar_watch is not None:
@@ -83,7 +83,7 @@ class Verification:
                     self._note_lost(stream, lost)
                 except (OverloadedError, LeftAloneError) as error:
                     if isinstance(error, TooLateError) and stream.opened:
-                        raise  # it has waited for memory in vain; elsewhere it would begin to wait anew
+                        raise  # it has waited for memory in vain; another verifier would start the wait again
                     choice.refused(pod, error)
                 except UnfitError as unfit:
                     if isinstance(unfit, ForeignPodError):
@@ -95,31 +95,31 @@ class Verification:
                     self._stream = None
 
     def cancelled(self) -> None:
-        """Note that the caller has left before the text was complete."""
+        """Note that the caller has cancelled before the text was complete."""
         if self._asked is not None:
             pod, since = self._asked
             pod.admission.cancelled.add(self._context.sample.tenant, since)
 
-    # --- for whichever verifier has the text; nothing happens while none has it ---------------------
+    # --- to the verifier that has the text; no-ops while none has it --------------------------------
 
     async def extend(self, extend: model_pb2.Extend) -> None:
-        """Send it candidates."""
+        """Send candidates."""
         if self._stream is not None:
             await self._stream.extend(extend)
 
     async def set_policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
-        """Have it speculate by this policy from now on, and all that come after it."""
+        """Set the policy of this verifier and of all later ones."""
         self._policy = policy
         if self._stream is not None:
             await self._stream.set_policy(policy)
 
     async def consumed(self, tokens: int) -> None:
-        """Let it know that the client has read so many generated tokens."""
+        """Report the number of generated tokens the client has read."""
         if self._stream is not None:
             await self._stream.consumed(tokens)
 
     def abort(self, error: ServiceError) -> None:
-        """End its session, and with this error the request."""
+        """End the session, and the request, with this error."""
         if self._stream is not None:
             self._stream.abort(error)
 
@@ -132,7 +132,7 @@ class Verification:
 
     @property
     def _pinned(self) -> str:
-        """The revision that the text must go on with; empty while it has no token."""
+        """The revision that must continue the text; empty while it has no token."""
         return self.revision if self._context.text.generated else self._context.sample.revision
 
     @property
@@ -178,15 +178,15 @@ class Verification:
         pod.breaker.failed(conclusive=lost.conclusive)
         if stream.opened:
             self._context.events.record("verifier_lost", pod, why)
-        elif self._not_opened.get(pod) != why:  # it is tried again and again while there is no other
+        elif self._not_opened.get(pod) != why:  # retried while there is no other: log each reason once
             self._not_opened[pod] = why
             log.info("verifier_not_opened", pod=str(pod), why=why)
             self._context.timeline.event("verifier_not_opened", pod=str(pod))
 
     def _note_failed(self, pod: Pod, error: ServiceError) -> None:
-        """Note that a verifier's model has failed on this text, or that it finds invalid what another one has begun:
-        other verifiers may not. A request that no verifier has begun may really be invalid: its caller gets the
-        error."""
+        """Note that a verifier's model has failed on this text, or that it rejects a text begun by another one: other
+        verifiers may take it. If no verifier has begun the text, the request may really be invalid: raise the error to
+        the caller."""
         if isinstance(error, InvalidRequestError) and not self._begun:
             if not isinstance(error, PromptTooLongError):
                 raise error

@@ -1,4 +1,4 @@
-"""Verifier choice: which verifier a text asks next, how long it goes on asking, and which error ends the request."""
+"""Verifier choice: which verifier a text asks next, for how long it keeps asking, and which error ends the request."""
 
 from __future__ import annotations
 
@@ -34,15 +34,14 @@ class VerifierChoice:
         self._pods = context.peers.verifiers
         self._backoff = Backoff(context.peers.failover_seconds)
         self._tried: dict[Pod, Exception] = {}  # pods tried since the last progress or pause
-        self._answers: dict[Pod, Exception] = {}  # of those tried since the last progress, the latest of each
+        self._answers: dict[Pod, Exception] = {}  # latest answer of each pod tried since the last progress
         self._unfit: dict[Pod, ServiceError] = {}  # pods that serve something else, or have failed on this text
-        self._left: Pod | None = None  # the last pod that had the text and was left
+        self._left: Pod | None = None  # the last pod that had the text and lost it
 
     async def next(self, *, numerics: str, resumed: bool) -> Pod:
-        """Return the next pod: as soon as pods have said what they have cached if there is one that was not tried, else
-        after a pause. Raise the client's error if there is no hope. Pods of these numerics are preferred; a text that
-        is `resumed` tries no pod that has failed lately, if there is another: its client has seen one pause, and that
-        is enough."""
+        """Return the next pod to try, after a pause if all were tried; raise the client's error once nothing is left to
+        try. Pods with these numerics are preferred. A `resumed` text avoids pods that have failed recently, if there
+        are others: its client has seen one pause already."""
         sample = self._context.sample
         longest = min(len(sample.prompt) + sample.max_tokens, self._context.model.context)
         while True:
@@ -63,7 +62,7 @@ class VerifierChoice:
             self._tried.clear()
 
     async def _cached(self) -> Mapping[Pod, int]:
-        """Return verifiers that the text should rather go to, and how many of its tokens they have cached."""
+        """Return the verifiers preferred for the text, and how many of its tokens they have cached."""
         sample, text = self._context.sample, self._context.text
         known = (pod for pod in self._pods.willing if pod.breaker.state == "closed")
         asked = [pod for pod in known if pod not in self._tried and pod not in self._unfit]
@@ -74,14 +73,14 @@ class VerifierChoice:
         return preferred(cached, len(tokens), sample.tenant, self._pods.willing)
 
     def _despair(self, resumed: bool) -> None:
-        """Raise the error that ends the request, if nothing is left to be tried."""
+        """Raise the error that ends the request, if nothing is left to try."""
         unfit = {pod: why for pod in self._pods if isinstance(why := pod.unfit, ServiceError)} | self._unfit
         too_long = any(isinstance(why, PromptTooLongError) for why in unfit.values())
-        # One that is down may have the memory. A text that has begun waits for it, a new one is told at once.
+        # A pod with enough memory may be down. A text that has begun waits for it, a new request fails at once.
         begun = resumed or bool(self._context.text.generated)
         pods = self._pods.willing if too_long and not begun else self._pods
         if unfit and (self._backoff.exhausted or all(pod in unfit for pod in pods)):
-            raise next(reversed(unfit.values())).with_traceback(None)  # other texts may raise the same
+            raise next(reversed(unfit.values())).with_traceback(None)  # other texts may raise the same object
         full = [error for error in self._tried.values() if isinstance(error, OverloadedError)]
         soon = any(isinstance(error, GrammarPendingError) for error in full) and not self._backoff.exhausted
         if full and not resumed and not soon:
@@ -89,7 +88,7 @@ class VerifierChoice:
         if self._backoff.exhausted:
             tried = {str(pod): str(self._answers.get(pod, "its circuit breaker is open")) for pod in self._pods}
             log.warning("no_verifier", tried=tried)
-            # Whoever asks is told the addresses, which are the operator's; what pods said is in the log.
+            # Clients see the addresses, which the operator chose; the answers of pods are only logged.
             told = ", ".join(f"{pod} ({_kind(self._answers.get(pod))})" for pod in self._pods) or "no address is known"
             raise PeerLostError(
                 f"verifier: none available within {self._backoff.budget:g} s; tried {told}", "VERIFIER_LOST"
@@ -102,38 +101,38 @@ class VerifierChoice:
             raise DeadlineError("verifier: none available before the deadline")
 
     def longest_step(self, pod: Pod) -> float:
-        """Return the seconds that a step of this pod may last in any case. Where no other pod could take the text, it
-        is better to wait for a long step: the pod has all of the text in memory, and would have to begin anew."""
+        """Return the seconds a step of this pod may always take. If no other pod could take the text, waiting for a
+        long step is best: this pod has the whole text in memory, and any retry would prefill it again."""
         elsewhere = any(other is not pod and other not in self._unfit for other in self._pods.willing)
         return self._context.peers.stuck_seconds if elsewhere else self._backoff.budget
 
     def progressed(self) -> None:
-        """Note that the text has grown: any pod that fits may be asked again."""
+        """Note that the text has grown: every fit pod may be asked again."""
         self._backoff.progressed()
         self._tried.clear()
         self._answers.clear()
 
     def refused(self, pod: Pod, error: Exception) -> None:
-        """Do not ask this pod again before the next pause."""
+        """Skip this pod until the next pause."""
         self._tried[pod] = self._answers[pod] = error
 
     def lost(self, pod: Pod, error: Exception) -> None:
-        """Do not ask this pod again before the next pause, and then after all others."""
+        """Skip this pod until the next pause, and rank it last afterwards."""
         self._left = pod
         self._tried[pod] = self._answers[pod] = error
 
     def unfit(self, pod: Pod, error: ServiceError) -> None:
-        """Do not ask this pod again; if no other can be had, `error` ends the request."""
+        """Never ask this pod again; if no other is available, `error` ends the request."""
         self._unfit[pod] = error
 
     def failed(self, pod: Pod, error: ServiceError) -> None:
-        """Do not ask this pod again, which had the text and cannot go on with it."""
+        """Never ask this pod again: it had the text and cannot continue it."""
         self._left = pod
         self._unfit[pod] = error
 
 
 def _kind(answer: Exception | None) -> str:
-    """Return what a pod's answer was, in our own words."""
+    """Describe a pod's answer without repeating the pod's words."""
     match answer:
         case None | LeftAloneError():
             return "left alone after failures"

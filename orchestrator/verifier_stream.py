@@ -15,33 +15,33 @@ from specdec.serving.messages import rule_message, sampling_message
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 
 STUCK_STEPS = 20
-"""Steps of its size for whose time a step may last. Load or a busy machine makes a step a few times as long; after this
-it is stuck, or might as well be."""
+"""Multiple of the expected step latency beyond which a step counts as stuck. Load or a busy machine makes a step a few
+times as long."""
 
 MAX_GRANTED_NODES = 1 << 16
-"""Candidates that a verifier may grant a session: far more than any does, and so few that what a draft may send for
-them (`CandidateFlow`) is bounded."""
+"""Largest `max_nodes` to accept from a verifier: far above any real grant, but low enough to bound what a draft may
+send (`CandidateFlow`)."""
 
 CONSUMED_EVERY = 64
-"""Tokens between two reports to the verifier of how far the client has read: a quarter of what it lets a session be
-ahead (`max_unread_tokens`), so that who reads is not throttled."""
+"""Tokens between two reports to the verifier of how far the client has read: a quarter of the lead it allows a session
+(`max_unread_tokens`), so that a client which keeps reading is not throttled."""
 
 UNREPORTED_CAPACITY = model_pb2.PodCapacity(room=2**16)
-"""Capacity of a pod that does not report any: it is asked without limit, and refuses what it cannot take."""
+"""Capacity assumed for a pod that reports none: it is asked without limit, and refuses what it cannot take."""
 
 
 class VerifierStream(PeerStream):
-    """A session at a verifier."""
+    """The stream of a session at a verifier."""
 
     peer = "verifier"
 
     def __init__(self, pod: Pod, context: SampleContext, longest_step: Callable[[], float]) -> None:
-        """Make a stream that is not open yet. `longest_step` returns the seconds that a step may last in any case."""
+        """Make a stream that is not open yet. `longest_step` returns the seconds a step may always take."""
         super().__init__(pod, context)
         self._longest_step = longest_step
-        self._checksum = 0  # of what was sent and received
-        self._policy = verifier_pb2.VerifyPolicy()  # as it was last sent
-        self._consumed = len(context.text.generated)  # tokens that the client has read, as last reported
+        self._checksum = 0  # over all tokens sent and received
+        self._policy = verifier_pb2.VerifyPolicy()  # as last sent
+        self._consumed = len(context.text.generated)  # tokens read by the client, as last reported
 
     async def open(
         self, policy: verifier_pb2.VerifyPolicy, *, attempt: int, revision: str
@@ -80,8 +80,8 @@ class VerifierStream(PeerStream):
         return opened
 
     def _check_opened(self, opened: verifier_pb2.VerifyOpened, revision: str) -> None:
-        """Raise UnfitError if the verifier serves something else, LostError if it grants what no verifier does or if
-        its answer was changed on its way."""
+        """Raise UnfitError if the verifier serves something else, LostError if its grants are out of range or if its
+        answer was corrupted in transit."""
         if opened.HasField("checksum") and opened.checksum != checksum.of_opening(opened):
             raise LostError("the checksum of the answer to an opening is wrong: it was changed on its way")
         identity = opened.identity
@@ -103,7 +103,7 @@ class VerifierStream(PeerStream):
             )
 
     async def messages(self) -> AsyncGenerator[verifier_pb2.Commit | model_pb2.Heartbeat, None]:
-        """Yield commits until the last one, and the heartbeats that say that the text awaits its draft."""
+        """Yield commits until the last one, and heartbeats while the text waits for its draft."""
         while True:
             response = await self._read()
             match response.WhichOneof("message"):
@@ -117,7 +117,7 @@ class VerifierStream(PeerStream):
                     self._look_at(response.heartbeat)
                     if response.heartbeat.awaits_draft and self._context.sample.needs_draft:
                         yield response.heartbeat
-                case _:  # a newer verifier may send what we do not know, now and then
+                case _:  # a newer verifier may send unknown messages now and then
                     self._count_heartbeat()
 
     def _heard(self, commit: verifier_pb2.Commit) -> None:
@@ -126,9 +126,9 @@ class VerifierStream(PeerStream):
             raise LostError("the checksum of a commit is wrong: a message was lost or changed on its way")
 
     def _look_at(self, heartbeat: model_pb2.Heartbeat) -> None:
-        """Take the capacity from a heartbeat; LostError if the verifier's step is stuck. A worker that steps is alive,
-        one that only answers is not. It need not step for this session, which may have to wait for memory, for its
-        draft or for its reader."""
+        """Take the capacity from a heartbeat; LostError if the verifier's step is stuck. Only a worker that steps
+        counts as alive; answering is not enough. It need not step for this session, which may be waiting for memory,
+        for its draft or for its reader."""
         if heartbeat.HasField("capacity"):
             self.pod.load.report(heartbeat.capacity)
         age, expected = heartbeat.step_age_us / 1e6, heartbeat.step_expected_us / 1e6
@@ -140,19 +140,19 @@ class VerifierStream(PeerStream):
         await self._write(verifier_pb2.VerifyRequest(extend=extend))
 
     async def set_policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
-        """Have the session speculate by this policy from now on."""
+        """Set the policy by which the session speculates."""
         if policy != self._policy:
             self._policy = policy
             await self._write(verifier_pb2.VerifyRequest(policy=policy))
 
     async def set_first_policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
-        """Do so before anything but the answer to the opening is read: a pod that takes nothing is silent too."""
+        """Send the policy before reading on, with the watchdog armed: a pod that stops reading must count as silent."""
         with self._watchdog.listening():
             await self.set_policy(policy)
 
     async def consumed(self, tokens: int) -> None:
-        """Report now and then that the client has read so many generated tokens. Nothing is read from the stream
-        meanwhile, so this must not take long: the watchdog counts the time."""
+        """Report every `CONSUMED_EVERY` tokens how many generated tokens the client has read. The stream is not read
+        meanwhile, so the watchdog limits the write."""
         if tokens - self._consumed < CONSUMED_EVERY:
             return
         self._consumed = tokens

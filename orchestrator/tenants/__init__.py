@@ -1,1 +1,1 @@
-"""Tenants: who may ask, by which API keys, and how much."""
+"""Tenants: who may call, with which API keys, and how much."""

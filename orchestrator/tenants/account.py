@@ -1,4 +1,4 @@
-"""A tenant's account: what it uses of its limits now."""
+"""A tenant's account: its current use of its limits."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from specdec.serving.callers.token_bucket import TokenBucket
 from specdec.serving.errors import InvalidRequestError, TenantLimitError
 
 RETRY_SECONDS = 1.0
-"""Seconds after which a tenant with too many requests at once is asked to come again: nobody knows when one ends."""
+"""Retry-after in seconds for a tenant with too many concurrent requests: nobody knows when one ends."""
 
 
 class Account:
-    """The requests and tokens of a tenant; None: of anybody, without limits."""
+    """The requests and tokens of a tenant; tenant None: of all callers, without limits."""
 
     def __init__(self, tenant: Tenant | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.running = 0  # texts: each sample of a request is one, since each takes what a request for one takes
+        self.running = 0  # concurrent texts: each sample counts, since it costs as much as a request for one
         self._clock = clock
         self._rates: dict[str, TokenBucket] = {}  # by the limit's name
         self.change(tenant)
@@ -28,7 +28,7 @@ class Account:
         return "default" if self.tenant is None else self.tenant.tenant_class
 
     def change(self, tenant: Tenant | None) -> None:
-        """Have other limits from now on."""
+        """Replace the tenant's limits. Its rates keep their fill."""
         self.tenant = tenant
         for name in ("requests_per_minute", "tokens_per_minute"):
             limit = getattr(tenant, name, None)
@@ -37,12 +37,12 @@ class Account:
             elif name in self._rates:
                 self._rates[name].change(limit / 60.0, limit)
             else:
-                self._rates[name] = TokenBucket(limit / 60.0, limit, clock=self._clock)  # a minute's worth at once
+                self._rates[name] = TokenBucket(limit / 60.0, limit, clock=self._clock)  # burst: one minute's worth
 
     @contextmanager
     def request(self, samples: int = 1) -> Iterator[None]:
-        """Wrap a request for `samples` texts. Raise TenantLimitError if they are too many now, InvalidRequestError if
-        they always are."""
+        """Count a request for `samples` texts while the context lasts. Raise TenantLimitError if they are too many now,
+        InvalidRequestError if they always are."""
         tenant = self.tenant
         if tenant is not None:
             most = tenant.max_concurrent_requests
@@ -63,7 +63,7 @@ class Account:
             self.running -= samples
 
     def spend_tokens(self, tokens: int) -> None:
-        """Count tokens, of a prompt or of a text, as they come."""
+        """Count tokens of a prompt or of a text, as they come."""
         self._spend("tokens_per_minute", tokens)
 
     def _spend(self, name: str, units: int) -> None:

@@ -1,4 +1,4 @@
-"""Whose call is it? Finds the account of each call, by its API key."""
+"""Accounts: finds the account of each call by its API key."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ HEADER = "authorization"
 SCHEME = "bearer "
 
 LONGEST_KEY = 512
-"""Characters of a key; longer ones are not hashed."""
+"""Longest key in characters; longer ones are rejected without hashing."""
 
 RELOAD_SECONDS = 1.0
-"""Seconds between two looks at the file."""
+"""Interval in seconds between checks of the file."""
 
 
 class Accounts:
-    """The accounts of all tenants, as the file has them now; without a file one that is everybody's."""
+    """The accounts of all tenants, as the file has them now; without a file, one account for all callers."""
 
     def __init__(self, file: TenantsFile | None = None) -> None:
         """Read the file; TenantsFileError if it cannot be used."""
@@ -40,7 +40,7 @@ class Accounts:
             self._take(self._watched.contents)
 
     async def start(self) -> None:
-        """Begin to look for changes of the file."""
+        """Start watching the file for changes."""
         if self._watched is not None:
             self._reloading = asyncio.create_task(self._reload(self._watched))
 
@@ -51,7 +51,7 @@ class Accounts:
                 await self._reloading
 
     def of(self, metadata: Metadata) -> Account:
-        """Return the account of a call by its metadata; UnauthenticatedError if its key is missing or not known."""
+        """Return the account of a call by its metadata; UnauthenticatedError if its key is missing or unknown."""
         if self._watched is None:
             return self._anybody
         given = [value for key, value in metadata if key == HEADER]
@@ -67,7 +67,7 @@ class Accounts:
         return account
 
     def check_operator(self, metadata: Metadata) -> None:
-        """Raise PermissionDeniedError if a call may not see what concerns all tenants."""
+        """Raise PermissionDeniedError unless the call is an operator's, who may see all tenants' data."""
         tenant = self.of(metadata).tenant
         if tenant is not None and not tenant.operator:
             raise PermissionDeniedError(f"tenant {tenant.name!r} is no operator", "NOT_OPERATOR")
@@ -78,11 +78,11 @@ class Accounts:
             try:
                 if await asyncio.to_thread(watched.changed):
                     self._take(watched.contents)
-            except Exception:  # who stops reading the file accepts withdrawn keys for ever
+            except Exception:  # a dead reload task would accept withdrawn keys for ever
                 log.exception("tenants_not_taken")
 
     def _take(self, tenants: Tenants) -> None:
-        """Have these tenants from now on. Who stays keeps the account; running requests of others go on."""
+        """Replace the tenants. A tenant that stays keeps its account; running requests of removed tenants continue."""
         named: dict[str, Tenant] = {tenant.name: tenant for tenant in tenants.values()}
         self._by_name = {name: self._by_name.get(name) or Account(tenant) for name, tenant in named.items()}
         for name, account in self._by_name.items():

@@ -7,7 +7,7 @@
         requests_per_minute: 600
         tokens_per_minute: 100000
 
-Keys are long and random (`specdec api-key` makes them), so that a plain hash of one cannot be turned back.
+Keys are long and random (`specdec api-key` makes them), so that a plain hash cannot be reversed.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from specdec.serving.echo import echo
 from specdec.serving.validation import LEAST_WEIGHT, LONGEST_NAME, MOST_WEIGHT
 
 MOST = 10**12
-"""Largest limit. What is larger is meant as none, which is spelled by leaving it out."""
+"""Largest limit. To have no limit, leave it out."""
 
 HASH = re.compile(r"sha256:[0-9a-f]{64}")
 CLASS = re.compile(r"[a-z0-9_-]{1,32}")
 
 
 class TenantsFileError(Exception):
-    """A file of tenants cannot be used; the message is one line that names the file, the entry and what is wrong."""
+    """A file of tenants cannot be used. The message is one line: the file, the entry and what is wrong."""
 
 
 @dataclass(frozen=True)
 class Tenant:
-    """A tenant and its limits, of which None is no limit. They hold in each process of an orchestrator by itself."""
+    """A tenant and its limits; None is no limit. Each process of an orchestrator applies them separately."""
 
     name: str
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # "sha256:" and the hash in hex
-    operator: bool = False  # may ask for statistics, which tell of all tenants
-    tenant_class: str = "default"  # label of metrics: tenants are too many for that
-    weight: float = 1.0  # share of the verifiers, relative to other tenants that want them at the same time
+    operator: bool = False  # may read statistics and traces, which cover all tenants
+    tenant_class: str = "default"  # label of metrics: there are too many tenants for one label each
+    weight: float = 1.0  # share of the verifiers relative to other tenants, when several compete
     max_concurrent_requests: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # of prompts and of texts
@@ -50,10 +50,10 @@ class Tenant:
 
 LIMITS = ("max_concurrent_requests", "requests_per_minute", "tokens_per_minute")
 SPELLED = {each.name: "class" if each.name == "tenant_class" else each.name for each in fields(Tenant)}
-"""Entries of the file, by the attributes of a tenant that they set."""
+"""Attribute of `Tenant` to entry of the file."""
 
 Tenants = Mapping[str, Tenant]
-"""Tenants by the hash of each of their keys, as the file spells it."""
+"""Tenants by the hash of each of their keys, spelled as in the file."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class TenantsFile:
 
     path: Path
     what: ClassVar[str] = "tenants"
-    left_out: ClassVar[str] = ""  # all of it can be used, or nothing
+    left_out: ClassVar[str] = ""  # a bad entry refuses the whole file
     unusable: ClassVar[type[Exception]] = TenantsFileError
 
     @property
@@ -70,7 +70,7 @@ class TenantsFile:
         return (self.path,)
 
     def version(self) -> Version:
-        """Return what the file is now; OSError if there is none."""
+        """Return the file's current version; OSError if there is no file."""
         return version_of(self.path)
 
     def read(self) -> Tenants:
@@ -96,7 +96,7 @@ class TenantsFile:
 
 
 def _tenant(name: Any, entry: Any) -> Tenant:
-    """Check an entry; ValueError says what is wrong."""
+    """Parse an entry of the file; ValueError says what is wrong."""
     if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
         raise ValueError(f"should be a name of 1 to {LONGEST_NAME} characters")
     if not isinstance(entry, dict):
@@ -110,7 +110,7 @@ def _tenant(name: Any, entry: Any) -> Tenant:
     if not isinstance(keys, list) or not keys:
         raise ValueError("api_keys: should be a list of at least one hash")
     for index, each in enumerate(keys):
-        if not isinstance(each, str) or not HASH.fullmatch(each):  # it may be a key: it is not repeated
+        if not isinstance(each, str) or not HASH.fullmatch(each):  # may be a plain key: do not repeat it in the error
             raise ValueError(f"api_keys[{index}]: should be sha256: and 64 hex digits, as `specdec api-key` prints")
         if each in keys[:index]:
             raise ValueError(f"api_keys[{index}]: is given twice")
