@@ -45,11 +45,11 @@ with needed_by("orchestrator", "orchestrator"):
 log = structlog.get_logger()
 
 PEER_TLS = ("--peer-tls-cert", "--peer-tls-key", "--peer-tls-ca")
-"""The options of TLS files for calls to pods, as TlsFiles wants them."""
+"""The options for TLS files of calls to pods, in the order of `TlsFiles`."""
 
 
 def _model_name(text: str) -> str:
-    """Return the name that an option gives a model; a wrong one is refused by option."""
+    """Return the model's name given by an option; BadParameter if it is invalid."""
     try:
         return check_name(text)
     except ValueError as error:
@@ -143,7 +143,7 @@ def main(
             "do. By default such requests are refused."
         ),
     ] = False,
-    share_port: Annotated[bool, typer.Option(hidden=True)] = False,  # these two are set when a worker is started
+    share_port: Annotated[bool, typer.Option(hidden=True)] = False,  # these two are set by the supervisor of workers
     sibling_socket: Annotated[Path | None, typer.Option(hidden=True)] = None,
     *,
     server: ServerSettings,
@@ -160,7 +160,7 @@ def main(
     if workers > 1:
 
         async def start() -> None:
-            # What prevents a start is said once, not by every worker.
+            # Report start errors once, not from every worker.
             if models is None:
                 check_text(ModelDirectory(Path(model or "")))
             else:
@@ -213,7 +213,7 @@ def main(
 
 
 def _check_models(models: Path | None, given: Mapping[str, object]) -> None:
-    """Check that --models names what is served, or the options do that are `given`."""
+    """Check that either --models or the options in `given` name what is served."""
     if models is not None:
         for option, value in given.items():
             if value:
@@ -227,7 +227,7 @@ def _check_models(models: Path | None, given: Mapping[str, object]) -> None:
 
 
 def _peer_tls(cert: Path | None, key: Path | None, ca: Path | None, name: str | None) -> TlsFiles | None:
-    """Return the TLS files of calls to pods; None if these are to have no TLS."""
+    """Return the TLS files for calls to pods; None without TLS."""
     if ca is not None:
         return TlsFiles(cert, key, ca, PEER_TLS)
     for option, given in (("--peer-tls-cert", cert), ("--peer-tls-key", key), ("--peer-tls-name", name)):

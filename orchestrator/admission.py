@@ -1,13 +1,13 @@
 """Admission control: decides whether a session may be opened at a verifier that may be full.
 
-In a flood, every request would otherwise be sent to the verifier to be refused there, and refusals would be slow when
-they matter most. A verifier reports how many more sessions it takes: beyond that number, requests are refused without
-asking it. While the number is unknown, one request goes ahead and finds out; its answer waits for no step. If there is
-no answer, the requests behind it need not find that out one after another.
+Without it, a flood would be sent to the verifier to be refused there, and refusals would be slow when they matter most.
+A verifier reports its room for sessions: requests beyond it are refused without asking. While the room is unknown, one
+request goes ahead as a probe; its answer waits for no step. If there is no answer, the requests behind it do not repeat
+the wait one after another.
 
-Sessions that are being opened count against that number, but only for tenants that open some: where there is room at
-all, the first one of a tenant asks for it, however many another tenant opens. A tenant that cancels what it opens waits
-for places that its cancelled openings still have (`cancelled_openings.py`).
+Sessions being opened count against the room, but only for tenants with openings in flight: if there is any room, a
+tenant's first opening goes ahead, however many openings other tenants have. A tenant with cancelled openings waits for
+the places these still hold (`cancelled_openings.py`).
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ from specdec.serving.pods.breaker import Breaker
 from specdec.v2 import model_pb2
 
 MAX_OPENINGS = 64
-"""Sessions that may be in the course of being opened at a verifier: its answers wait for no step, so that more at once
-would only queue there instead of here. Twice as many may, if the others are the only ones of their tenants."""
+"""Openings in flight at a verifier. Its answers wait for no step, so more would only move the queue from here to there.
+Twice as many are allowed, if each of the others is its tenant's only one."""
 
 MAX_WAITING = 16
-"""Requests of a tenant that may wait for places of those that it has cancelled; more are refused before anything of
-them is parsed."""
+"""Requests of a tenant that may wait for places of its cancelled ones; more are refused before parsing."""
 
 REFUSED_SECONDS = 0.05
-"""Seconds in which other requests are refused as well after the verifier has refused one. Every text that ends makes
-room, so this is short: it only keeps a flood from asking again and again."""
+"""Seconds for which other requests are refused after the verifier has refused one. Every text that ends makes room, so
+this is short: it only keeps a flood from asking again and again."""
 
 
 class LeftAloneError(Exception):
-    """The verifier is not asked: other requests have just found that it does not answer."""
+    """The verifier is not asked: other requests have just found it unresponsive."""
 
 
 class Admission:
@@ -47,15 +46,15 @@ class Admission:
     def __init__(self, load: PodCapacity, breaker: Breaker, clock: Callable[[], float] = time.monotonic) -> None:
         self._load = load
         self._breaker = breaker
-        self._changed = asyncio.Event()  # an opening is over
-        self._openings: Counter[str] = Counter()  # of each tenant that has some
-        self._waiting: Counter[str] = Counter()  # likewise, for a place
+        self._changed = asyncio.Event()  # replaced whenever an opening is over
+        self._openings: Counter[str] = Counter()  # openings in flight by tenant, without zeros
+        self._waiting: Counter[str] = Counter()  # requests waiting for a place by tenant, without zeros
         self.cancelled = CancelledOpenings(clock)
 
     @asynccontextmanager
     async def opening(self, tenant: str = "", *, again: bool = False) -> AsyncIterator[None]:
-        """Wrap the opening of a session. Raise OverloadedError if there is no room, LeftAloneError if waiting for room
-        is of no use. A text that is resumed (`again`) does not wait: the verifier takes it in any case."""
+        """Hold a place while a session is being opened. Raise OverloadedError if there is no room, LeftAloneError if
+        waiting for room is pointless. A resumed text (`again`) does not wait: the verifier always takes it."""
         load = self._load
         load.coming += 1
         try:
@@ -65,7 +64,7 @@ class Admission:
                     async with asyncio.timeout(self.cancelled.wait(tenant, self._openings[tenant]) or None):
                         await self._changed.wait()
                 except TimeoutError:
-                    pass  # a place of a cancelled opening is free
+                    pass  # the place of a cancelled opening is free
                 finally:
                     self._waiting[tenant] -= 1
                     self._waiting += Counter()
@@ -77,7 +76,7 @@ class Admission:
             try:
                 yield
             except (TenantLimitError, GrammarPendingError, TooLateError):
-                raise  # others need not be refused
+                raise  # concerns this request only
             except OverloadedError as refusal:
                 full = model_pb2.PodCapacity(sessions=load.ours, wait_us=int(1e6 * refusal.retry_after))
                 load.report(full, REFUSED_SECONDS)
@@ -85,7 +84,7 @@ class Admission:
             finally:
                 load.opening -= 1
                 self._openings[tenant] -= 1
-                self._openings += Counter()  # without tenants that have none
+                self._openings += Counter()  # drop zeros
                 self._changed.set()
                 self._changed = asyncio.Event()
         finally:
@@ -93,7 +92,7 @@ class Admission:
 
     @contextmanager
     def session(self, tenant: str) -> Iterator[None]:
-        """Wrap a session that is open."""
+        """Count an open session while the context lasts."""
         self.cancelled.begun(tenant)
         try:
             yield
@@ -101,7 +100,7 @@ class Admission:
             self.cancelled.ended(tenant)
 
     def refusal(self, tenant: str) -> OverloadedError | None:
-        """Return the error for a request of a tenant that comes now, if asking the verifier is of no use; else None."""
+        """Return the error for a new request of a tenant, if asking the verifier is pointless; else None."""
         if self._waiting[tenant] >= MAX_WAITING and (seconds := self.cancelled.wait(tenant, self._openings[tenant])):
             problem = f"{self._waiting[tenant]} of its requests wait for places of those that it has cancelled"
             return TenantLimitError(tenant, problem, seconds)
@@ -111,8 +110,8 @@ class Admission:
         return OverloadedError(f"verifier: has {told.sessions} sessions, no room for more", told.wait_us / 1e6)
 
     def _go_ahead(self, tenant: str) -> bool:
-        """Return True if the verifier may be asked now, False if the caller must wait; OverloadedError if asking is of
-        no use."""
+        """Return True if the verifier may be asked now, False if the caller must wait; OverloadedError if asking is
+        pointless."""
         refusal = self.refusal(tenant)
         if refusal is not None:
             raise refusal

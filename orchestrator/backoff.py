@@ -1,4 +1,4 @@
-"""Backoff: the pauses between tries of one thing, and when to stop trying."""
+"""Back-off: the pauses between retries, and when to stop retrying."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import time
 from collections.abc import Callable
 
 FIRST_PAUSE_SECONDS = 0.05
-"""Seconds of the first pause, before jitter: too short for a client to notice."""
+"""First pause in seconds, before jitter: too short for a client to notice."""
 
 LONGEST_PAUSE_SECONDS = 0.5
-"""Seconds of the longest pause, unless a caller can wait longer: a client that has waited for seconds does not notice
-half a second more."""
+"""Longest pause in seconds by default: a client that has waited for seconds does not notice half a second more."""
 
 
 class Backoff:
-    """Pauses that double, up to `longest` seconds, until `budget` seconds have passed since the first failure. Progress
-    resets both."""
+    """Exponential pauses of up to `longest` seconds, until `budget` seconds have passed since the first failure.
+    Progress resets both."""
 
     def __init__(
         self,
@@ -45,7 +44,7 @@ class Backoff:
         return self._failing_since is not None and self._clock() - self._failing_since >= self.budget
 
     def pause(self) -> float:
-        """Return the seconds until the next try: random, so that callers that failed together do not come back
+        """Return the seconds until the next retry, with jitter: callers that failed together must not retry
         together."""
         pause = min(FIRST_PAUSE_SECONDS * (1 << min(self._pauses, 16)), self._longest)
         self._pauses += 1

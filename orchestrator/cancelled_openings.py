@@ -1,8 +1,7 @@
-"""Cancelled openings: what a tenant's requests cost that are cancelled as soon as they are asked.
+"""Cancelled openings: limits tenants whose requests are cancelled right after they are sent.
 
-To open a session costs a verifier some milliseconds, whatever becomes of it, and who cancels asks again at once. Limits
-on what is under way do not see such requests, since they are over. So an opening that is cancelled keeps its place for
-a while.
+Opening a session costs a verifier some milliseconds in any case, and a client that cancels can retry at once. Limits on
+concurrency miss such requests, since they are over. So a cancelled opening keeps its place for a while.
 """
 
 from __future__ import annotations
@@ -13,14 +12,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 CANCELLED_SECONDS = 1.0
-"""Seconds from the beginning of an opening for which its place is taken, if the request is cancelled in that time."""
+"""Seconds from the start of an opening for which its place stays taken, if the request is cancelled within that
+time."""
 
 MAX_CANCELLED = 16
-"""Places of a tenant that has cancelled openings, while other tenants have sessions: those that are under way or are
-kept so. At some 4 ms of processor time each they are a fifteenth of a core."""
+"""Places of a tenant with cancelled openings, in flight or kept, while other tenants have sessions. At some 4 ms of
+processor time each, 16 a second cost a fifteenth of a core."""
 
 PRESENT_SECONDS = 10.0
-"""Seconds for which a tenant counts as present after its last opening."""
+"""Seconds after its last opening for which a tenant counts as present."""
 
 
 class CancelledOpenings:
@@ -28,9 +28,9 @@ class CancelledOpenings:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._kept: dict[str, list[float]] = {}  # when each place is free, by tenant
+        self._kept: dict[str, list[float]] = {}  # by tenant: when each place becomes free, sorted
         self._sessions: Counter[str] = Counter()
-        self._seen: OrderedDict[str, float] = OrderedDict()  # when a tenant last opened a session, the latest last
+        self._seen: OrderedDict[str, float] = OrderedDict()  # a tenant's last opening, latest last
 
     def opening(self, tenant: str) -> None:
         """Note that a tenant opens a session."""
@@ -41,10 +41,10 @@ class CancelledOpenings:
             del self._seen[first]
 
     def add(self, tenant: str, since: float) -> None:
-        """Note that a request was cancelled whose opening began at that time."""
+        """Note the cancellation of a request whose opening began at `since`."""
         free = since + CANCELLED_SECONDS
         if free > (now := self._clock()):
-            insort(self._kept.setdefault(tenant, []), free)  # requests are not cancelled in the order of their openings
+            insort(self._kept.setdefault(tenant, []), free)  # cancellations come in another order than openings
             for other in [other for other, kept in self._kept.items() if kept[-1] <= now]:
                 del self._kept[other]
 
@@ -57,7 +57,7 @@ class CancelledOpenings:
             del self._sessions[tenant]
 
     def wait(self, tenant: str, openings: int) -> float:
-        """Return the seconds until a tenant with so many openings under way has a place; 0: it has one."""
+        """Return the seconds until a tenant with this number of openings in flight has a place; 0: it has one."""
         kept, now = self._kept.get(tenant), self._clock()
         if kept:
             del kept[: bisect_right(kept, now)]
@@ -69,7 +69,7 @@ class CancelledOpenings:
         return max(0.001, kept[min(len(kept) - 1, openings + len(kept) - MAX_CANCELLED)] - now)
 
     def _others(self, tenant: str, now: float) -> bool:
-        """Return whether other tenants are present."""
+        """Return True if other tenants are present."""
         return any(each != tenant for each in self._sessions) or any(
             each != tenant and at >= now - PRESENT_SECONDS for each, at in self._seen.items()
         )

@@ -1,4 +1,4 @@
-"""The catalog: which models are served in which revisions now, and which revision a request gets."""
+"""The catalog: the models and revisions served now, and the choice of a revision for each request."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from specdec.serving.errors import InvalidRequestError, PeerLostError, UnknownMo
 from specdec.v2 import generation_pb2
 
 NAMED = 8
-"""Models that an error message names at most."""
+"""Most models listed in an error message."""
 
 NOWHERE = ("", "")
-"""Where requests are counted that ask for what is not served."""
+"""Key for the counts of requests for unknown models."""
 
 
 class Catalog:
-    """The revisions that are served. It owns them, and the counts of all that ever were."""
+    """The served revisions. The catalog owns them, and the counts of all revisions there have ever been."""
 
     def __init__(self, revisions: Iterable[Revision] = ()) -> None:
         self._models: dict[str, list[Revision]] = {}
         self.missing: Collection[tuple[str, str]] = ()
-        """Names of models and revisions that should be served, and that this orchestrator cannot read."""
+        """Names of models and revisions that are configured but unreadable here."""
         self._leaving: dict[Revision, asyncio.Task[None]] = {}
         self.refused = OrchestratorStats()
-        """Counts of requests that ask for what is not served."""
+        """Counts of requests for unknown models."""
         self._counts: dict[tuple[str, str], list[OrchestratorStats]] = defaultdict(list)
         self._counts[NOWHERE].append(self.refused)
         self.become(revisions)
@@ -53,12 +53,12 @@ class Catalog:
 
     @property
     def leaving(self) -> Iterable[Revision]:
-        """Revisions that are served no more, while their last requests run."""
+        """Revisions no longer served, while their last requests run."""
         return self._leaving.keys()
 
     @property
     def all(self) -> Iterable[Revision]:
-        """Revisions that are served, and those that are leaving."""
+        """Served revisions, and those that are leaving."""
         return (*self, *self._leaving)
 
     @property
@@ -67,24 +67,23 @@ class Catalog:
         return max(each.model.most_request for each in self)
 
     def counts(self) -> dict[tuple[str, str], OrchestratorStats]:
-        """Return the counts of all requests, by the names of model and revision. Those of revisions that are served no
-        more are among them: a counter never falls."""
+        """Return the counts of all requests, by the names of model and revision. Former revisions are included: a
+        counter must never decrease."""
         return {key: OrchestratorStats.summed(counts) for key, counts in self._counts.items()}
 
     async def start(self) -> None:
-        """Begin to look for verifiers."""
+        """Start looking for verifiers."""
         await asyncio.gather(*(each.start() for each in self))
 
     async def close(self) -> None:
-        """Free what is held; called after the last session."""
+        """Free all resources; called after the last session."""
         for task in self._leaving.values():
             task.cancel()
         await asyncio.gather(*self._leaving.values(), return_exceptions=True)
         await asyncio.gather(*(each.close() for each in self.all))
 
     def become(self, revisions: Iterable[Revision]) -> None:
-        """Serve these revisions from now on, and no others. Of those that are served no more, the requests that run go
-        on."""
+        """Replace the served revisions. Running requests of removed revisions continue."""
         before = set(self)
         self._models = {}
         for each in revisions:
@@ -95,11 +94,10 @@ class Catalog:
             self._leaving[gone] = asyncio.create_task(self._leave(gone))
 
     def choose(self, request: generation_pb2.GenerateRequest) -> Revision:
-        """Return the revision that a request gets: the one that it names, else, where it resumes a text, the one by
-        which that was begun, else one by share.
+        """Pick the revision for a request: the one named, or the one that started a resumed text, or one drawn by
+        share.
 
-        UnknownModelError if it names what is not served, InvalidRequestError if it names nothing where several models
-        are.
+        UnknownModelError if the name is unknown, InvalidRequestError if there are several models and no name.
         """
         if (named := self._named(request.model)) is not None:
             return named
@@ -110,12 +108,12 @@ class Catalog:
         return begun[0] if begun else choose(revisions, point_of(request))
 
     def main(self, model: str) -> Revision:
-        """Return the revision that a model's name stands for where nothing is generated: the one with the largest
-        share. Errors are those of `choose`."""
+        """Return the revision of a model with the largest share, for calls that generate nothing. Errors are those of
+        `choose`."""
         return self._named(model) or largest(self._of_model(model))
 
     def _named(self, asked: str) -> Revision | None:
-        """Return the revision that is asked for by its own name; None if a model is."""
+        """Return the revision requested by its own name; None if a model is requested."""
         name, _, revision = asked.rpartition(SEPARATOR)
         if asked in self._models or name not in self._models:
             return None
@@ -129,7 +127,7 @@ class Catalog:
         )
 
     def _of_model(self, asked: str) -> list[Revision]:
-        """Return the revisions of the model that is asked for; an empty name stands for the only one there is."""
+        """Return the revisions of the requested model; an empty name means the only one there is."""
         missing = {name for name, _ in self.missing}
         models = self._models.keys() | missing
         if not asked and len(models) > 1:
@@ -143,7 +141,7 @@ class Catalog:
         return found
 
     async def _leave(self, revision: Revision) -> None:
-        """Close a revision when its last request has ended."""
+        """Close a revision after its last request."""
         await revision.until_idle()
         try:
             await revision.close()
@@ -152,7 +150,7 @@ class Catalog:
 
 
 def _cannot_be_read(asked: str) -> PeerLostError:
-    """Return the error for what should be served: another orchestrator may be able to."""
+    """Return the error for a configured model that is unreadable here: another orchestrator may serve it."""
     return PeerLostError(f"model: {echo(asked)} cannot be read here", "VERIFIER_LOST")
 
 

@@ -1,7 +1,7 @@
 """Coalesced responses: sends a client no more messages than it has use for.
 
-A drafted text is committed step by step, since its draft must receive every commit. Sending each one to the client as
-well costs orchestrator and client half a millisecond, on the cores that small models compute with.
+A drafted text is committed step by step, since its draft must receive every commit. Forwarding each commit to the
+client costs orchestrator and client half a millisecond, on the cores that small models compute with.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from contextlib import aclosing
 from specdec.v2 import generation_pb2
 
 COALESCE_SECONDS = 0.02
-"""Seconds between two messages of a sample, at least. They are fewer than the seconds between two commits of an
-undrafted text: else such a commit would come too early, and wait for the next one."""
+"""Shortest interval in seconds between two messages of a sample. It must be shorter than the interval between two
+commits of an undrafted text: otherwise each of these would be held for the next one."""
 
 ADDED = ("text", "reasoning", "reasoning_tokens", "steps", "offered")
-"""Fields of a response that add up; lists are joined, and the rest stands in the first response or the last one."""
+"""Fields of a response to be summed; lists are joined, and other fields are set in the first or last response only."""
 
 Responses = AsyncGenerator[generation_pb2.GenerateResponse, None]
 
 
 async def coalesced(responses: Responses, seconds: float = COALESCE_SECONDS) -> Responses:
-    """Yield the responses of one sample, coalesced. The first one is sent at once, as is the last one. A response that
-    comes too early is sent with the next, or before an error. There is no timer: where a text stalls, the tokens of its
-    last hundredths of a second wait as well."""
+    """Yield the responses of one sample, coalesced. The first and the last are sent at once; a response that comes too
+    early is sent with the next one, or before an error. There is no timer: when a text stalls, the tokens of its last
+    hundredths of a second are held too."""
     pending: generation_pb2.GenerateResponse | None = None
     told = -seconds
     async with aclosing(responses):
@@ -47,7 +47,7 @@ async def coalesced(responses: Responses, seconds: float = COALESCE_SECONDS) -> 
 def _merge(
     first: generation_pb2.GenerateResponse, then: generation_pb2.GenerateResponse
 ) -> generation_pb2.GenerateResponse:
-    """Merge two responses into one. Times are those of the later one, except that waits add up."""
+    """Merge two responses into one. Times are those of the later one, except that queueing times are summed."""
     sums = {name: getattr(first, name) + getattr(then, name) for name in ADDED}
     queued = first.timings.queued_us + then.timings.queued_us
     first.MergeFrom(then)

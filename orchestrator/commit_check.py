@@ -1,8 +1,8 @@
-"""Checks a verifier's commit against what was asked of it.
+"""Checks a verifier's commit against the request.
 
-The verifier decides which token follows: no message shows whether it is the right one, and the checksum shows whether
-it has arrived as it was sent. Everything else about a commit follows from the request and the text so far. A commit
-that differs means that the pod, or a message on its way, is broken: the session is lost, like one whose stream ends.
+The choice of tokens is the verifier's: no message shows whether it is right, and the checksum shows only that it
+arrived as sent. Everything else about a commit follows from the request and the text so far. A mismatch means that the
+pod is broken or the message corrupted: the session is lost, as if its stream had ended.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from specdec.v2 import model_pb2, verifier_pb2
 SOURCES = frozenset(model_pb2.TokenSource.values()) - {model_pb2.TOKEN_SOURCE_UNSPECIFIED}
 
 MAX_CANDIDATES_A_STEP = 1024
-"""Candidates of one session in one step: four times as many as any step of ours takes from all sessions together."""
+"""Candidates of one session in one step: four times the limit of any of our steps for all sessions together."""
 
 ROUNDING = 1e-3
-"""Amount by which the logarithm of a probability may exceed 0: float32 sums over a vocabulary err by less."""
+"""Amount by which the logarithm of a probability may exceed 0: float32 sums over a vocabulary have smaller errors."""
 
 MAX_PREEMPTIONS = 1 << 20
 MAX_QUEUED_US = 1 << 50
-"""Preemptions and microseconds that a commit may report: far more than any pod has, and so few that sums of them fit
+"""Limits on reported preemptions and microseconds: far above those of any pod, but low enough for sums of them to fit
 the fields of a response."""
 
 
 class CommitCheck:
-    """Checks the commits of one session. `context_tokens`: the longest text that its verifier has room for."""
+    """Checks the commits of one session. `context_tokens`: the longest text its verifier has room for."""
 
     def __init__(self, sample: Sample, model: Model, context_tokens: int) -> None:
         self._sample = sample
@@ -35,12 +35,12 @@ class CommitCheck:
         self._end = min(len(sample.prompt) + sample.max_tokens, context_tokens)
 
     def violation(self, commit: verifier_pb2.Commit, generated: int) -> str:
-        """Return what is wrong with a commit to a text with so many generated tokens; empty if nothing is."""
+        """Return what is wrong with a commit to a text of `generated` tokens; empty if nothing is."""
         checks = (self._wrong_tokens, self._wrong_counts, self._wrong_end, self._wrong_logprobs, self._wrong_figures)
         return next((problem for check in checks if (problem := check(commit, generated))), "")
 
     def _wrong_tokens(self, commit: verifier_pb2.Commit, generated: int) -> str:
-        """Check that there are tokens, that they follow on the text, do not pass its end, and are in the vocabulary."""
+        """Check that there are tokens, directly after the text, within its limit and in the vocabulary."""
         base, tokens = len(self._sample.prompt) + generated, commit.committed.tokens
         if commit.committed.base != base:
             return f"its base is {commit.committed.base}, the text has {base} tokens"
@@ -53,7 +53,8 @@ class CommitCheck:
         return ""
 
     def _wrong_counts(self, commit: verifier_pb2.Commit, _: int) -> str:
-        """Check steps, sources and candidates: a step ends with a token of the target's own, or with the text."""
+        """Check steps, sources and candidates: every step ends with a token of the target's own, or with the end of the
+        text."""
         tokens, sources = len(commit.committed.tokens), commit.sources
         if len(sources) != tokens or not SOURCES.issuperset(sources):
             return f"it has sources {list(sources[:8])} for {tokens} tokens"
@@ -68,10 +69,10 @@ class CommitCheck:
         return ""
 
     def _wrong_end(self, commit: verifier_pb2.Commit, generated: int) -> str:
-        """Check that the text ends where an end token or a limit says so, there and nowhere else."""
+        """Check that the text ends at an end token or a limit, and nowhere else."""
         sample, tokens = self._sample, commit.committed.tokens
         ends = [index for index, token in enumerate(tokens) if token in sample.end_tokens]
-        if ends and generated + ends[0] < sample.min_tokens and sample.grammar is None:  # a grammar may end before
+        if ends and generated + ends[0] < sample.min_tokens and sample.grammar is None:  # a grammar may end earlier
             return f"it has an end token before the minimum of {sample.min_tokens} tokens"
         if ends and ends[0] < len(tokens) - 1:
             return "it continues after an end token"
@@ -88,7 +89,7 @@ class CommitCheck:
         return ""
 
     def _wrong_logprobs(self, commit: verifier_pb2.Commit, _: int) -> str:
-        """Check that each token has log-probabilities if the request asks for them, of as many of the best tokens."""
+        """Check that each token has log-probabilities if requested, with the requested number of top tokens."""
         wanted, vocabulary = self._sample.top_logprobs, self._model.vocabulary
         if len(commit.logprobs) != (0 if wanted is None else len(commit.committed.tokens)):
             return (
@@ -104,7 +105,7 @@ class CommitCheck:
         return ""
 
     def _wrong_figures(self, commit: verifier_pb2.Commit, _: int) -> str:
-        """Check that the figures that the pod reports are in their ranges."""
+        """Check the ranges of the pod's figures."""
         if not 0.0 <= commit.min_candidate_probability <= 1.0:
             return f"its min_candidate_probability is {commit.min_candidate_probability}"
         if commit.preemptions > MAX_PREEMPTIONS or commit.queued_us > MAX_QUEUED_US:

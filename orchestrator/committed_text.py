@@ -1,6 +1,6 @@
-"""The committed text of one sample: its tokens that are final.
+"""The committed text of one sample: its final tokens.
 
-It is the only truth: trees and caches of draft and verifier can be rebuilt from it.
+It is the only source of truth: trees and caches of draft and verifier can be rebuilt from it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from orchestrator.sample import Sample
 
 
 class CommittedText:
-    """The generated tokens of one sample so far. `Verification` alone adds to them; who opens a session reads them."""
+    """The generated tokens of one sample so far. Only `Verification` appends to them; sessions are opened with them."""
 
     def __init__(self, sample: Sample) -> None:
         self._generated = list(sample.generated)
 
     @property
     def generated(self) -> Sequence[int]:
-        """The tokens that follow the prompt."""
+        """The tokens after the prompt."""
         return self._generated
 
     def add(self, tokens: Sequence[int]) -> None:

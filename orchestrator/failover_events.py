@@ -1,5 +1,5 @@
-"""Failover events: changes of pods under a text, and of its draft's being used. Each is logged, counted and
-recorded."""
+"""Failover events: changes of pods under a text, and of the use of its draft. Each event is logged, counted and
+recorded in the timeline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FailoverReason = Literal[
 ]
 
 EXPECTED: frozenset[FailoverReason] = frozenset({"draft_back", "draft_paused", "draft_resumed"})
-"""Events that nobody needs to know of at once; all others are logged as warnings."""
+"""Events logged as info; all others are logged as warnings."""
 
 
 class FailoverEvents:

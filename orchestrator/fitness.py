@@ -1,4 +1,4 @@
-"""Fitness: whether a pod, by what it says of itself, can serve the model that this orchestrator serves."""
+"""Fitness: whether a pod, by its reported identity, can serve this orchestrator's model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from specdec.serving.identity import protocol_mismatch
 from specdec.v2 import model_pb2
 
 MAX_IDENTITY_BYTES = 4096
-"""Bytes of a pod's identity, which is kept with the session: names and fingerprints take some hundred."""
+"""Size limit in bytes of a pod's identity, which is kept with the session: names and fingerprints take a few
+hundred."""
 
 
 def check_fit(identity: model_pb2.ModelIdentity, model: Model, peer: str) -> None:
-    """Raise ForeignPodError unless the pod, called `peer` in messages, has our protocol and tokenizer; LostError if no
-    pod has such an identity."""
+    """Raise ForeignPodError unless the pod, called `peer` in messages, has our protocol and tokenizer; LostError if its
+    identity is malformed."""
     if identity.ByteSize() > MAX_IDENTITY_BYTES or not identity.context_tokens:
         raise LostError(
             f"its identity has {identity.ByteSize()} bytes and a context of {identity.context_tokens} tokens"
@@ -29,7 +30,7 @@ def check_fit(identity: model_pb2.ModelIdentity, model: Model, peer: str) -> Non
 
 
 def check_verifier(identity: model_pb2.ModelIdentity, model: Model) -> None:
-    """Check a verifier as `check_fit` does; its target must not read longer texts than the model that is served."""
+    """Check a verifier as `check_fit` does, and that its context is no longer than the model's."""
     check_fit(identity, model, "verifier")
     if identity.context_tokens > model.context:
         raise ForeignPodError(

@@ -1,7 +1,7 @@
-"""A catalog that follows the file of models: what the file says is served within seconds, without a restart.
+"""A catalog that follows the file of models: changes take effect within seconds, without a restart.
 
-So a rollout is a change of the file: a revision is added with a small share, gets more, and the one before it gets
-none. The way back is the value that was there before.
+So a rollout is a series of changes to the file: a revision is added with a small share, gets a larger one, and the
+previous revision gets none. A rollback restores the previous value.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from specdec.serving.watched import Watched
 log = structlog.get_logger()
 
 RELOAD_SECONDS = 1.0
-"""Seconds between two looks at the file."""
+"""Interval in seconds between checks of the file."""
 
 
 class FollowedCatalog(Catalog):
-    """The revisions that the file names."""
+    """The revisions named in the file."""
 
     def __init__(self, file: ModelsFile, settings: PeerSettings) -> None:
         """Read the file; ModelsFileError if it cannot be used."""
@@ -35,7 +35,7 @@ class FollowedCatalog(Catalog):
         self._following: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin to look for verifiers, and for changes of the file."""
+        """Start looking for verifiers, and watching the file for changes."""
         await self._take(self._watched.contents)
         self._following = asyncio.create_task(self._follow())
 
@@ -56,11 +56,12 @@ class FollowedCatalog(Catalog):
                 if not taken:
                     await self._take(self._watched.contents)
                     taken = True
-            except Exception:  # what is served goes on, and this is tried again
+            except Exception:  # keep serving the previous revisions, and retry
                 log.exception("models_not_taken")
 
     async def _take(self, loaded: tuple[LoadedRevision, ...]) -> None:
-        """Serve these revisions. One that stays keeps its pods; one whose model is another is another one."""
+        """Serve these revisions. A revision keeps its pods if its model is unchanged; with a new model it counts as a
+        new one."""
         before = {each.key: each for each in self}
         served: list[tuple[Revision, LoadedRevision]] = []
         new: list[tuple[Revision, LoadedRevision]] = []
@@ -71,13 +72,13 @@ class FollowedCatalog(Catalog):
                 new.append((revision, each))
             served.append((revision, each))
         try:
-            async with asyncio.TaskGroup() as beginning:  # all have ended when one has failed
+            async with asyncio.TaskGroup() as beginning:  # waits for all of them, even if one fails
                 for revision, each in new:
                     beginning.create_task(_begin(revision, each))
         except BaseException:
             await asyncio.gather(*(revision.close() for revision, _ in new))
             raise
-        # All at once, so that every request meets either the shares of before or those of now.
+        # Without an await in between, so that every request sees either the old shares or the new ones.
         for revision, each in served:
             revision.share = each.entry.share
         self.missing = [(each.model, each.revision) for each in self._file.missing]

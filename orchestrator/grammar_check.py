@@ -1,8 +1,7 @@
-"""Grammar checks: grammars are tried before any pod sees them, and tried again once a pod has ended under one.
+"""Grammar checks: a grammar is tried before any pod gets it, and again after a pod has died under it.
 
-A pod that dies does not say why. So a grammar that was open then is tried by itself, along the text that it was open
-for, before the text is let near another pod; and one that was open at one death after another is refused for a while,
-although its trials pass.
+A pod that dies leaves no reason. So every grammar it had open is tried again in isolation, along the text it was open
+for, before that text goes to another pod. A grammar with repeated deaths is quarantined although its trials pass.
 """
 
 from __future__ import annotations
@@ -30,29 +29,29 @@ from specdec.serving.messages import grammar_from
 log = structlog.get_logger()
 
 MAX_DEATHS = 3
-"""Deaths of pods in a row, under one text that has not grown between them, after which its grammar is refused."""
+"""Consecutive deaths of pods under one text, without growth in between, after which its grammar is refused."""
 
 MAX_BLAME = 6.0
-"""Blame within DEATH_SECONDS after which a grammar is refused, whichever texts it was open for. A death's blame is 1
-shared by all texts at the pod: a grammar that many use is open whatever a pod dies of. Pods are killed for reasons of
-their own, several within a minute in a drain of nodes, so this takes twice as much as one text alone."""
+"""Blame within DEATH_SECONDS after which a grammar is refused, over all its texts. The blame of a death is 1 / (1 +
+`crowd` of the pod), since a widespread grammar is open at every death, whatever the cause. Unrelated kills count too,
+several a minute while nodes are drained, so the limit is twice MAX_DEATHS."""
 
 AMONG_OTHERS = 2
-"""Times as many deaths that it takes while pods die without the grammar as well: something else kills them. Two
-grammars that kill pods by turns would speak for each other without end, so this has a limit too."""
+"""Factor on both limits while pods die without the grammar as well: something else kills them. The factor is finite,
+since two grammars that take turns at killing pods would otherwise excuse each other forever."""
 
 DEATH_SECONDS = 60.0
 """Seconds for which a death is remembered."""
 
 QUARANTINE_SECONDS = 60.0
-"""Seconds for which such a grammar is refused."""
+"""Seconds of a grammar's quarantine."""
 
 MAX_SUSPECTS = 1024
-"""Grammars whose deaths are remembered."""
+"""Grammars with remembered deaths; the one with the oldest last death is dropped first."""
 
 
 class Death(NamedTuple):
-    """The death of a pod, as far as it is a grammar's."""
+    """The death of a pod, and the grammar's part in it."""
 
     at: float
     """Monotonic time."""
@@ -60,13 +59,13 @@ class Death(NamedTuple):
     blame: float
 
     def is_of(self, pod: str, at: float) -> bool:
-        """Return whether a session that this pod lost at this time was lost by the same death."""
+        """Return True if a session lost by this pod at this time was lost by the same death."""
         return self.pod == pod and abs(self.at - at) < SAME_DEATH_SECONDS
 
 
 class GrammarCheck:
-    """Checks the grammars of requests for the model of a directory; each may take `seconds` of a processor, and
-    `patience` in all."""
+    """Checks the grammars of requests for the model of a directory. Each may take `seconds` of processor time, and
+    `patience` seconds in all."""
 
     def __init__(self, model: Path, seconds: float = SECONDS, patience: float = PATIENCE) -> None:
         self.trials = GrammarTrials(model, seconds, patience)
@@ -74,8 +73,8 @@ class GrammarCheck:
         self._refused_until: dict[Key, float] = {}  # grammars in quarantine
 
     async def check(self, grammar: Grammar, field: str, tenant: str = "") -> None:
-        """Raise InvalidRequestError if a grammar, which comes of this field of a tenant's request, cannot be used;
-        OverloadedError if it is in quarantine; and what `GrammarTrials.verdict` raises."""
+        """Check a grammar from this field of a tenant's request. Raise InvalidRequestError if it cannot be used,
+        OverloadedError if it is in quarantine, and what `GrammarTrials.verdict` raises."""
         self.check_quarantine(grammar, field, tenant)
         verdict = await self.trials.verdict(grammar, tenant)
         if verdict.problem:
@@ -97,8 +96,8 @@ class GrammarCheck:
         return None if grammar is None else GrammarWatch(self, grammar, sample, text, peers)
 
     def died(self, grammar: Grammar, tenant: str, pod: Pod, in_a_row: int, of_all: Iterable[PodDeath]) -> None:
-        """Count a death of a pod under a grammar, and under a text for the nth time in a row without growth; 0: that
-        death counts already, for the text. `of_all` are the deaths of pods, with the grammar and without."""
+        """Count a pod's death under a grammar. `in_a_row`: consecutive deaths under one text without growth; 0: this
+        death is counted already for the text. `of_all`: the deaths of all pods, with the grammar or without."""
         key, now = key_of(grammar, tenant), time.monotonic()
         deaths = self._deaths.setdefault(key, deque())
         self._deaths.move_to_end(key)
@@ -131,12 +130,12 @@ class GrammarCheck:
             )
 
     async def close(self) -> None:
-        """End the processes."""
+        """End the trial processes."""
         await self.trials.close()
 
 
 class GrammarWatch:
-    """Watches what becomes of pods that have the grammar of one text."""
+    """Watches the pods that have the grammar of one text."""
 
     def __init__(
         self, check: GrammarCheck, grammar: Grammar, sample: Sample, text: CommittedText, peers: Peers
@@ -148,19 +147,19 @@ class GrammarWatch:
         self._text = text
         self._field = f"grammar.{grammar.kind.value}"
         self._suspect = False  # a pod has died since the last trial
-        self._counted = False  # a death, since a pod last got the text: its draft may die with its verifier
+        self._counted = False  # a death counts since a pod last got the text: draft and verifier may die together
         self._died_at: dict[Pod, float] = {}  # monotonic times
-        self._in_a_row = 0  # pods that died since the text has grown
-        self._length = -1  # of the text, when the last one died
+        self._in_a_row = 0  # deaths since the text last grew
+        self._length = -1  # of the text at the last death
         self._trying = asyncio.Lock()
 
     def lost(self, pod: Pod, lost: LostError) -> None:
-        """Note that a session with the grammar was lost, and whether the pod has died with it."""
+        """Note the loss of a session with the grammar, and whether the pod died."""
         if not lost.died:
             return
         self._suspect = True
         now = time.monotonic()
-        # A session that is opened on the broken connection, before that is known, is lost by the same death.
+        # A session opened on a broken connection, before the break is noticed, is lost by the same death.
         same_death = self._died_at.get(pod, -math.inf) > now - SAME_DEATH_SECONDS
         if self._counted or same_death:
             in_a_row = 0
@@ -174,8 +173,8 @@ class GrammarWatch:
         self._check.died(self._grammar, self._sample.tenant, pod, in_a_row, of_all)
 
     async def clear(self) -> None:
-        """Have the grammar tried again if a pod has died under it, before another one gets it. InvalidRequestError if
-        it does not pass, OverloadedError if it is in quarantine."""
+        """Try the grammar again if a pod has died under it, before another pod gets it. InvalidRequestError if it
+        fails, OverloadedError if it is in quarantine."""
         if not self._suspect:
             return
         async with self._trying:
@@ -191,7 +190,7 @@ class GrammarWatch:
                     insistent=self._in_a_row > 1,
                 )
             except (OverloadedError, InternalError) as error:
-                # The text goes on: it is most likely as innocent as the others that were lost. Deaths are counted.
+                # Continue the text: most likely it is as innocent as the others lost with the pod. Deaths still count.
                 log.warning("grammar_not_tried_again", why=str(error))
                 return
             finally:

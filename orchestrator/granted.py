@@ -1,6 +1,6 @@
-"""Granted limits: what pods grant of the limits of speculation that a request sets.
+"""Granted limits: what pods grant of the speculation limits of a request.
 
-A text may move to a pod that grants less. It goes on there, and its `finish` tells the least that it was granted.
+A text may move to a pod that grants less. It continues there, and its `finish` reports the smallest grants.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ class GrantedLimits:
         self._least = {name: limit for name, limit in asked.items() if limit}  # 0: left to the services
 
     def by_verifier(self, opened: verifier_pb2.VerifyOpened) -> None:
-        """Take what a verifier grants."""
+        """Record a verifier's grants."""
         self._grant("max_candidates", opened.max_candidates)
         self._grant("max_branches", opened.max_branches)
 
     def by_draft(self, opened: draft_pb2.DraftOpened) -> None:
-        """Take what a draft grants."""
+        """Record a draft's grants."""
         self._grant("max_depth", opened.max_depth)
         self._grant("max_branches", opened.max_branches)
 
     def message(self) -> generation_pb2.SpeculationLimits:
-        """Return the least that was granted; a limit that the request does not set is unset."""
+        """Return the smallest grants; limits the request leaves open are unset."""
         return generation_pb2.SpeculationLimits(**self._least)
 
     def _grant(self, name: str, limit: int) -> None:
-        if limit and name in self._least:  # 0: the pod does not say
+        if limit and name in self._least:  # 0: not reported by the pod
             self._least[name] = min(limit, self._least[name])

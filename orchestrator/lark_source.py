@@ -1,4 +1,4 @@
-"""Pieces of grammars, as llguidance's dialect of Lark writes them."""
+"""Pieces of grammars in llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from specdec.grammar.grammar import lark_string
 
 @dataclass(frozen=True)
 class Marks:
-    """Fixed texts of a tool format: those that are special tokens are spelt by their ids."""
+    """Fixed texts of a tool format, with special tokens spelt by their ids."""
 
     tokens: Mapping[str, int]
 
     def spelt(self, text: str) -> str:
-        """Return a text as a part of a rule, where nothing stands for no text."""
+        """Return a text as part of a rule; an empty text becomes nothing."""
         stripped = text.strip()
         if stripped in self.tokens:
             begin, _, end = text.partition(stripped)
@@ -29,7 +29,8 @@ class Marks:
 
 
 def json_rule(name: str, schema: Mapping[str, Any]) -> str:
-    """Return a rule of the JSON that fits a schema, in one line unless the schema itself says otherwise."""
+    """Return a rule for JSON that fits a schema, on one line unless the schema's own `x-guidance` sets other white
+    space."""
     own = schema.get("x-guidance")
     style = {**STYLE, **(own if isinstance(own, dict) else {})}
     return f"{name}: %json " + json.dumps({**schema, "x-guidance": style})

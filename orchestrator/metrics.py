@@ -18,16 +18,16 @@ ERRORS = {
     *(kind.reason for kind in STATUS if kind not in (PeerLostError, PermissionDeniedError)),
     *("VERIFIER_LOST", "DRAFT_REQUIRED", "MODEL_CHANGED", "WRONG_TENANT"),
 }
-"""Reasons of errors that end requests."""
+"""Error reasons of failed requests."""
 
 FALLBACKS = ("no_draft", "draft_lost", "draft_useless", "tokenizer_mismatch", "protocol_mismatch", "late")
-"""Reasons for which texts go on without a draft that they want."""
+"""Reasons for which a text continues without the draft it wants."""
 
 STATES = ("closed", "open", "half_open", "unfit")
-"""States of pods: those of circuit breakers, and of a pod that serves something else."""
+"""States of pods: those of circuit breakers, and unfit."""
 
 MODEL = ("model_name", "revision")
-"""Labels of what is counted by revision. Both are empty where a request asked for a model that is not served."""
+"""Labels of counts by revision. Both are empty for requests for unknown models."""
 
 Key = tuple[str, ...]
 
@@ -37,14 +37,14 @@ def metrics(
     stats: Mapping[tuple[str, str], OrchestratorStats],
     reached: Mapping[tuple[str, str], bool],
 ) -> list[Metric]:
-    """Return the metrics of an orchestrator, of what it tells in `GetStats` and of its own counts by the names of model
-    and revision. `reached`: for which revisions the last look found a verifier.
+    """Return the metrics of an orchestrator, from its answer to `GetStats` and its counts by the names of model and
+    revision. `reached`: whether the last check found a verifier for a revision.
 
-    Reasons that have not occurred yet count 0: of a counter that begins with 1, Prometheus misses the first increase.
+    Reasons without an occurrence are reported as 0: Prometheus misses the first increase of a counter that starts at 1.
     """
     found = Families("orchestrator")
 
-    served = {key: each for key, each in stats.items() if any(key)}  # whoever asked for no model there is got nothing
+    served = {key: each for key, each in stats.items() if any(key)}  # without requests for unknown models
 
     def by_model(count: Callable[[OrchestratorStats], float]) -> dict[Key, float]:
         return {key: count(each) for key, each in served.items()}
@@ -158,7 +158,7 @@ def metrics(
 
 
 def _shares(revisions: Iterable[generation_pb2.RevisionView]) -> dict[Key, float]:
-    """Return the part of its model's requests that each revision gets, from 0 to 1."""
+    """Return the share of each revision of its model's requests, from 0 to 1."""
     served = [each for each in revisions if not each.leaving]
     totals: defaultdict[str, float] = defaultdict(float)
     for each in served:

@@ -19,7 +19,7 @@ from specdec.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Model:
-    """The model this orchestrator serves."""
+    """The model that this orchestrator serves."""
 
     name: str
     tokenizer: Tokenizer
@@ -31,8 +31,8 @@ class Model:
 
     @classmethod
     def of(cls, directory: ModelDirectory, name: str = "") -> Self:
-        """Read what a directory says; ModelDirectoryError if its tokenizer, chat template or generation defaults cannot
-        be used. By default the model has the directory's name."""
+        """Read a model directory; ModelDirectoryError if its tokenizer, chat template or generation defaults cannot be
+        used. The name defaults to the directory's."""
         model = cls(
             name=name or directory.name,
             tokenizer=Tokenizer(directory),
@@ -42,46 +42,46 @@ class Model:
             end_tokens=directory.end_tokens,
             defaults=GenerationDefaults.of(directory),
         )
-        _ = model.tool_format  # renders templates, which takes tens of milliseconds: before requests come
+        _ = model.tool_format  # computed before requests come: rendering templates takes tens of milliseconds
         return model
 
     @cached_property
     def text_fingerprint(self) -> str:
-        """SHA-256, in hex, over what decides how a request becomes tokens: orchestrators that tell the same take each
-        other's requests alike."""
+        """SHA-256, in hex, over everything that decides how a request becomes tokens: orchestrators with equal ones
+        treat requests the same."""
         decides = [self.tokenizer.fingerprint, sorted(self.end_tokens), self.defaults.told]
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
     @cached_property
     def takes_tools(self) -> bool:
-        """True if the model's chat template reads the functions that may be called."""
+        """True if the model's chat template takes tools."""
         templates = self.tokenizer.chat_templates
         return templates is not None and templates.takes_tools
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes calls of functions; None if its chat template writes them in no way that is known."""
+        """How the model writes tool calls; None if its chat template writes none, or none in a known format."""
         return format_of(self.tokenizer)
 
     @cached_property
     def tool_tokens(self) -> Mapping[str, int]:
-        """Special tokens among the marks of the tool format, which texts with calls show."""
+        """Special tokens among the marks of the tool format, to be shown in texts with calls."""
         marks = () if self.tool_format is None else self.tool_format.marks
         found = {mark: self.tokenizer.special_token(mark) for mark in marks}
         return {mark: token for mark, token in found.items() if token is not None}
 
     @cached_property
     def reasoning_marks(self) -> Reasoning | None:
-        """The tokens between which the model reasons; None if it does not, or by marks that are not known here."""
+        """The tokens around the model's reasoning; None if it does not reason, or uses unknown marks."""
         return marks_of(self.tokenizer)
 
     @property
     def most_text(self) -> int:
-        """Bytes of text that the context may hold: a longer text is refused before it is looked at."""
+        """Upper bound in bytes on a text that fits the context: a longer one is refused without tokenising it."""
         return self.context * self.tokenizer.longest_token
 
     @property
     def most_request(self) -> int:
-        """Bytes of the longest request that can be valid: text, or tokens of 5 bytes each and as many to resume, turns
-        of a chat with some 10 bytes around each, a ban of every token, and 256 KiB for all the rest."""
+        """Upper bound in bytes on a valid request: text, or tokens of 5 bytes each and as many to resume, turns of a
+        chat with some 10 bytes around each, a ban of every token, and 256 KiB for the rest."""
         return self.most_text + 20 * self.context + 5 * self.vocabulary + (256 << 10)

@@ -1,4 +1,4 @@
-"""The file of models: their revisions, the pods of each, and the share of the requests that each gets.
+"""The file of models: their revisions, with the pods and the share of requests of each.
 
 models:
   llama-70b:
@@ -35,29 +35,29 @@ from specdec.serving.echo import echo
 log = structlog.get_logger()
 
 LONGEST_NAME = 256
-"""Characters of a model's name."""
+"""Longest name of a model, in characters."""
 
 REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""What a revision may be called."""
+"""Valid names of revisions."""
 
 SEPARATOR = "@"
-"""Stands between a model's name and that of a revision, where a request asks for just this one."""
+"""Between the names of model and revision in requests for one revision."""
 
 MOST_SHARE = 1e6
-"""Largest share: shares are compared with each other, so that any scale will do."""
+"""Largest share. Shares are relative, so any scale will do."""
 
 
 READ = (".json", ".jinja")
-"""Ends of the names of files that an orchestrator reads of a model."""
+"""Suffixes of the files that an orchestrator reads from a model directory."""
 
 
 class ModelsFileError(Exception):
-    """A file of models cannot be used; the message is one line that names the file, the entry and what is wrong."""
+    """A file of models cannot be used. The message is one line: the file, the entry and what is wrong."""
 
 
 @dataclass(frozen=True)
 class RevisionEntry:
-    """What the file says of one revision."""
+    """The entry of one revision in the file."""
 
     model: str
     revision: str  # empty: the only one, without a name
@@ -68,7 +68,7 @@ class RevisionEntry:
 
     @property
     def label(self) -> str:
-        """What logs and errors call it; a request with it as its model asks for just this revision."""
+        """The revision's name in logs and errors; a request for a model of this name gets this revision."""
         return f"{self.model}{SEPARATOR}{self.revision}" if self.revision else self.model
 
 
@@ -77,7 +77,7 @@ KEYS = tuple(each.name for each in fields(RevisionEntry) if each.name not in ("m
 
 @dataclass(frozen=True)
 class LoadedRevision:
-    """What the file says of a revision, and what its directory says of the model."""
+    """The entry of a revision, and the model read from its directory."""
 
     entry: RevisionEntry
     model: Model
@@ -85,17 +85,18 @@ class LoadedRevision:
 
 @dataclass
 class ModelsFile:
-    """A file of models. A directory is read when the file first names it, and again when what was read of it changes:
-    files may come after the one that names them.
+    """A file of models. A directory is read when the file first names it, and again when its files change: they may
+    come after the entry.
 
-    The first time a directory that cannot be read is left out, if others can: an orchestrator that starts serves what
-    it can. Later the file is refused then, and what was read before goes on."""
+    On startup, unreadable directories are skipped if any other can be read. On reload they reject the whole file, and
+    the previous one stays active.
+    """
 
     path: Path
     missing: tuple[RevisionEntry, ...] = ()
-    """Revisions that were left out when the file was first read."""
+    """Revisions skipped when the file was first read."""
     left_out: str = ""
-    """Why they were, in words; empty if none was."""
+    """The reasons, in words; empty if none was skipped."""
     what: ClassVar[str] = "models"
     unusable: ClassVar[type[Exception]] = ModelsFileError
     _loaded: dict[tuple[str, Path, Version], Model] = field(default_factory=dict)
@@ -105,7 +106,7 @@ class ModelsFile:
         return (self.path,)
 
     def version(self) -> Version:
-        """Return what the file and its directories are now; OSError if there is no file."""
+        """Return the current version of the file and its directories; OSError if there is no file."""
         try:
             named = {entry.directory for entry in self.entries()}
         except ModelsFileError:
@@ -113,8 +114,8 @@ class ModelsFile:
         return sum((_directory_version(each) for each in sorted(named)), version_of(self.path))
 
     def read(self) -> tuple[LoadedRevision, ...]:
-        """Read the file, and the directories that are new in it; ModelsFileError if the file cannot be used, or one of
-        them (the first time: none of them)."""
+        """Read the file and its new or changed directories; ModelsFileError if the file or a directory cannot be used
+        (on the first call: if no directory can)."""
         entries, first = self.entries(), not self._loaded
         loaded: list[LoadedRevision] = []
         used: dict[tuple[str, Path, Version], Model] = {}
@@ -140,7 +141,7 @@ class ModelsFile:
         return tuple(loaded)
 
     def entries(self) -> tuple[RevisionEntry, ...]:
-        """Read the file alone; ModelsFileError if it cannot be used."""
+        """Read the file without its directories; ModelsFileError if it cannot be used."""
         try:
             content = strict_yaml.load(self.path)
         except strict_yaml.YamlFileError as error:
@@ -158,7 +159,8 @@ class ModelsFile:
 
 
 def _directory_version(directory: Path) -> Version:
-    """Return what the files of a model's directory are now that are no weights; nothing if it cannot be read."""
+    """Return the version of the files an orchestrator reads from a model directory; empty if the directory is
+    unreadable."""
     try:
         return version_of(*sorted(each for each in directory.iterdir() if each.suffix in READ))
     except OSError:
@@ -166,7 +168,7 @@ def _directory_version(directory: Path) -> Version:
 
 
 def check_name(name: Any) -> str:
-    """Return what a model may be called; ValueError if it is not that."""
+    """Return a valid model name; ValueError if it is invalid."""
     if not (isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and name.isprintable() and SEPARATOR not in name):
         raise ValueError(f"should be a name of 1 to {LONGEST_NAME} printable characters without {SEPARATOR}")
     return name
@@ -194,7 +196,7 @@ def _revisions(name: Any, entry: Any) -> Iterator[RevisionEntry]:
 
 
 def _revision(name: str, revision: str, values: Any, *, alone: bool) -> RevisionEntry:
-    """Check a revision; one that is `alone` need not say its share."""
+    """Parse a revision; only one that is `alone` may omit its share."""
     if not isinstance(values, dict):
         raise ValueError(f"should have {', '.join(KEYS)}")
     for key in values:
@@ -217,7 +219,7 @@ def _revision(name: str, revision: str, values: Any, *, alone: bool) -> Revision
 
 
 def _addresses(key: str, values: Any) -> tuple[Address, ...]:
-    """Parse a list of addresses, each of them once."""
+    """Parse a list of addresses, without duplicates."""
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise ValueError(f"{key}: should be a list of addresses")
     found: list[Address] = []

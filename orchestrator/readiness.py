@@ -1,7 +1,7 @@
-"""Readiness: whether requests can be served here, which takes a verifier. It owns since when none is reachable.
+"""Readiness: whether requests can be served here, which takes a reachable verifier.
 
-Sessions tell of their pods as long as they run. For the rest of the time one verifier is asked every second whether it
-serves: that which answered last, and all others only when it does not.
+Sessions report on their pods while they run. Otherwise one verifier is polled every second: the last one to answer, and
+all others only if it fails.
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ from specdec.v2 import verifier_pb2, verifier_pb2_grpc
 log = structlog.get_logger()
 
 LOOK_SECONDS = 1.0
-"""Seconds between two looks for a verifier: whoever waits for one hears soon enough, and it costs the verifier
-nothing."""
+"""Interval in seconds between polls: soon enough for clients in wait, at a negligible cost to the verifier."""
 
 MOST_FINGERPRINTS = 64
-"""Fingerprints that are remembered: verifiers of a revision have one, and another one after an update."""
+"""Number of remembered fingerprints: the verifiers of a revision have one, and another after an update."""
 
 VERIFIER = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
 
 
 class Readiness:
-    """The readiness of one orchestrator: from the first verifier that is found on, until none was reachable for
-    `failover_seconds`. In a shorter outage requests pause, and are served after it."""
+    """The readiness of one orchestrator: true from the first reachable verifier until none has been reachable for
+    `failover_seconds`. In a shorter outage requests wait, and are served afterwards."""
 
     def __init__(
         self,
@@ -52,11 +51,11 @@ class Readiness:
         self._model = model
         self._look_seconds = look_seconds
         self._clock = clock
-        self._reached: Pod | None = None  # by the last look
-        self._lost_at: float | None = None  # time of the first look that found none any more
-        self._fit: set[Pod] = set()  # serve our model, as of when they last answered
-        self._fingerprints: OrderedDict[str, None] = OrderedDict()  # of models, as verifiers have told lately
-        self._tried: dict[str, str] | None = None  # as last logged: what is wrong with each verifier
+        self._reached: Pod | None = None  # by the last poll
+        self._lost_at: float | None = None  # time of the first poll that found none any more
+        self._fit: set[Pod] = set()  # serve our model, as of their last answer
+        self._fingerprints: OrderedDict[str, None] = OrderedDict()  # of models recently seen at verifiers
+        self._tried: dict[str, str] | None = None  # problem of each verifier, as last logged
         self._watching: asyncio.Task[None] | None = None
 
     @property
@@ -68,7 +67,7 @@ class Readiness:
 
     @property
     def reaches_verifier(self) -> bool:
-        """True if the last look found a verifier."""
+        """True if the last poll found a verifier."""
         return self._reached is not None
 
     def served(self, fingerprint: str) -> None:
@@ -79,11 +78,11 @@ class Readiness:
             self._fingerprints.popitem(last=False)
 
     def knows(self, fingerprint: str) -> bool:
-        """Return whether a verifier has lately been seen to serve a model with this fingerprint."""
+        """Return True if a verifier has recently served a model with this fingerprint."""
         return fingerprint in self._fingerprints
 
     async def start(self) -> None:
-        """Look once, then go on looking in the background."""
+        """Poll once, then start polling in the background."""
         await self._look()
         self._watching = asyncio.create_task(self._watch())
 
@@ -97,11 +96,11 @@ class Readiness:
             await asyncio.sleep(self._look_seconds)
             try:
                 await self._look()
-            except Exception:  # whoever stops looking never serves again
+            except Exception:  # a dead task would never find a verifier again
                 log.exception("look_failed")
 
     async def _look(self) -> None:
-        """Find a verifier that is reachable, or none; log what has changed."""
+        """Poll for a reachable verifier; log changes."""
         before, tried = self._reached, dict[str, str]()
         self._reached = await self._reachable(tried)
         self._fit &= set(self._peers.verifiers)
@@ -117,10 +116,10 @@ class Readiness:
             log.warning("no_verifier_reached", tried=tried)
 
     async def _reachable(self, tried: dict[str, str]) -> Pod | None:
-        """Return a verifier that is reachable; without one, what was wrong with each is in `tried`."""
+        """Return a reachable verifier; if there is none, put the problem of each into `tried`."""
         pods = list(self._peers.verifiers)
         for pod in pods:
-            if pod.load.reported is not None:  # to a session, a moment ago
+            if pod.load.reported is not None:  # a session has just heard from it
                 return pod
         last = [pod for pod in pods if pod is self._reached]
         for asked in (last, [pod for pod in pods if pod not in last]):
@@ -132,7 +131,7 @@ class Readiness:
         return None
 
     async def _refusal(self, pod: Pod) -> str | None:
-        """Ask a verifier whether it serves, and when it answers anew, whether it serves our model. Return what is
+        """Ask a verifier whether it is serving, and after an outage also whether it serves our model. Return what is
         wrong; None if nothing is."""
         try:
             await self._check(pod)

@@ -1,4 +1,4 @@
-"""Reasoning: what a model thinks before it answers, between two tokens that mark it."""
+"""Reasoning: the model's thoughts before its answer, between two tokens that mark it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from specdec.text.tokenizer import Tokenizer
 from specdec.v2 import generation_pb2, model_pb2
 
 MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-"""The marks of Qwen 3, QwQ and DeepSeek R1's distillations, and of Magistral from its release 2507 on."""
+"""The marks of Qwen 3, QwQ and DeepSeek R1's distillations, and those of Magistral since release 2507."""
 
 
 @dataclass(frozen=True)
 class Reasoning:
-    """The reasoning of one text: it ends with the token `closing`. The prompt has `begun` it, or else the text does if
-    its first token is `opening`."""
+    """The reasoning of one text: it ends with the token `closing`. It starts in the prompt if it has `begun`, else in
+    the text if the first token there is `opening`."""
 
     opening: int
     closing: int
     begun: bool = False
 
     def before(self, grammar: model_pb2.Grammar) -> model_pb2.Grammar:
-        """Return a grammar that holds for the answer, unless the grammar itself says for what it holds."""
+        """Return the grammar restricted to the answer, unless it already names its own start."""
         if grammar.HasField("after_token") or grammar.HasField("opening_token"):
             return grammar
         found = model_pb2.Grammar()
@@ -34,8 +34,8 @@ class Reasoning:
 
 
 def marks_of(tokenizer: Tokenizer) -> Reasoning | None:
-    """Return the reasoning of a model, as its texts may begin it; None if its chat template knows none of `MARKS`, or
-    they are not tokens."""
+    """Return the reasoning marks of a model; None if its chat template has none of `MARKS`, or if they are not single
+    tokens."""
     templates = tokenizer.chat_templates
     for opening, closing in MARKS if templates is not None else ():
         first, last = tokenizer.added_token(opening), tokenizer.added_token(closing)
@@ -46,7 +46,7 @@ def marks_of(tokenizer: Tokenizer) -> Reasoning | None:
 
 def reasoning_after(prompt: Sequence[int], marks: Reasoning, tokenizer: Tokenizer) -> Reasoning | None:
     """Return the reasoning of a chat's next text; None if its prompt ends with the closing mark, by which templates
-    have a model answer at once."""
+    skip the reasoning."""
     for token in reversed(prompt):
         if token == marks.closing:
             return None
@@ -58,7 +58,7 @@ def reasoning_after(prompt: Sequence[int], marks: Reasoning, tokenizer: Tokenize
 
 
 def reasoning_from(message: generation_pb2.Reasoning) -> Reasoning | None:
-    """Return what a message says."""
+    """Return the reasoning in a message; None if it says there is none."""
     return None if message.none else Reasoning(message.opening_token, message.closing_token, message.begun)
 
 

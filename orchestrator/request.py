@@ -1,4 +1,4 @@
-"""Parsing of requests: turns a GenerateRequest into valid samples, once; nothing behind checks again."""
+"""Parsing of requests: turns a GenerateRequest into valid samples. Later code does not check them again."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ from specdec.text.generation_defaults import NEUTRAL, GenerationDefaults
 from specdec.v2 import generation_pb2, model_pb2
 
 MOST_SAMPLES = 16
-"""Completions of one request; each has sessions of its own."""
+"""Samples of one request; each has sessions of its own."""
 
 MOST_STOP_STRINGS = 16
 LONGEST_STOP_STRING = 256
-"""Stop strings, and characters of each: all are searched for in every piece of text."""
+"""Number of stop strings, and characters of each: all are searched for in every piece of text."""
 
 MOST_STOP_TOKENS = 1024
-"""Stop tokens: models have a handful. The services take four times as many end tokens (`MAX_END_TOKENS`)."""
+"""Number of stop tokens: models have a handful. The services take four times as many end tokens (`MAX_END_TOKENS`)."""
 
 LONGEST_FINGERPRINT = 128
-"""Characters of a model's fingerprint, which is a SHA-256 in 64 characters."""
+"""Characters of a model's fingerprint: a SHA-256 takes 64."""
 
 MOST_LOGPROBS = 20
-"""Best tokens whose log-probabilities come with each token, as in the OpenAI API."""
+"""Top log-probabilities per token, as in the OpenAI API."""
 
 
 def parse(
@@ -66,13 +66,13 @@ def parse(
     streamed: bool = True,
     arrived: datetime | None = None,
 ) -> Request:
-    """Parse a message into a request, or raise an error that names every field that is wrong; a prompt that is too long
-    is told first, and alone.
+    """Parse a message into a request, or raise an error that names every wrong field; a prompt that is too long is
+    reported first, and alone.
 
-    `owner` is the tenant whose key came with it; by default the message names one. With `untrusted_drafts`, rules are
-    refused under which a draft service influences tokens. Commits for a request that is not `streamed` may be
-    coalesced, unless a stop string may end the text. `arrived`, in UTC, is the present time to a chat template unless
-    the request names another; by default it is now.
+    `owner` is the tenant of the caller's key; without one, the message names the tenant. `untrusted_drafts` refuses
+    rules that let a draft service influence tokens. Commits may be coalesced unless the request is `streamed` or a stop
+    string may end the text. `arrived`, in UTC, is the present time for a chat template unless the request gives one; it
+    defaults to now.
     """
     if violations := _prompt_sizes(message, model):
         raise PromptTooLongError(violations)
@@ -97,7 +97,7 @@ def parse(
     reasoning = _reasoning(message, model, prompt, violations)
     end_tokens = frozenset(message.stop_tokens) | _unshown_stops(message, model, reasoning)
     end_tokens |= frozenset() if message.ignore_end_token else model.end_tokens
-    if len(end_tokens) > MOST_STOP_TOKENS:  # a text that is resumed has them all as stop tokens
+    if len(end_tokens) > MOST_STOP_TOKENS:  # a resumed text has all of them as stop tokens
         problem = f"makes {len(end_tokens)} end tokens with the model's own, may make at most {MOST_STOP_TOKENS}"
         violations.append(("stop_tokens", problem))
     violations += sampling_violations(sampling, model.vocabulary, end_tokens if message.min_tokens else frozenset())
@@ -160,7 +160,7 @@ def parse(
 
 
 def _defaults(message: generation_pb2.GenerateRequest, model: Model) -> GenerationDefaults:
-    """Return what holds where a request is silent."""
+    """Return the defaults for fields the request leaves open."""
     if message.ignore_generation_config:
         return NEUTRAL
     contrastive = message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE
@@ -168,7 +168,8 @@ def _defaults(message: generation_pb2.GenerateRequest, model: Model) -> Generati
 
 
 def _with_fallback(defaults: GenerationDefaults, message: generation_pb2.GenerateRequest) -> Sampling:
-    """Return the defaults with the request's own temperature for a model that names none. CONTRASTIVE draws nothing."""
+    """Return the defaults, with the request's fallback temperature if the model has none. CONTRASTIVE does not
+    sample."""
     default, contrastive = defaults.sampling, message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE
     named = defaults.greedy or default.temperature
     if named or contrastive or not message.HasField("fallback_temperature"):
@@ -196,8 +197,8 @@ def _sampling(asked: generation_pb2.SamplingParameters, default: Sampling) -> Sa
 
 
 def _length_violations(message: generation_pb2.GenerateRequest, max_tokens: int, room: int) -> list[tuple[str, str]]:
-    """Return what is wrong with how long the text is and may get, where the context has `room` after the prompt, and
-    with how it is resumed."""
+    """Return what is wrong with the length and limits of the text, where the context has `room` after the prompt, and
+    with its resumption."""
     found: list[tuple[str, str]] = []
     generated = len(message.generated_tokens)
     if max_tokens < 1:
@@ -214,7 +215,7 @@ def _length_violations(message: generation_pb2.GenerateRequest, max_tokens: int,
 
 
 def _prompt_sizes(message: generation_pb2.GenerateRequest, model: Model) -> list[tuple[str, str]]:
-    """Find that the prompt is too long to be looked at. Cheap, however long it is."""
+    """Find prompts too long to be parsed. Cheap for any length."""
     chat, context = message.chat.messages, model.context
     found = [
         too_many("text", len(message.text.encode()), model.most_text, "bytes"),
@@ -230,7 +231,7 @@ def _prompt_sizes(message: generation_pb2.GenerateRequest, model: Model) -> list
 
 
 def _sizes(message: generation_pb2.GenerateRequest, model: Model) -> list[tuple[str, str]]:
-    """Find the other fields that are too long to be looked at. Cheap as well."""
+    """Find other fields too long to be parsed. Cheap as well."""
     found: list[tuple[str, str] | None] = [
         too_many("generated_tokens", len(message.generated_tokens), model.context, "tokens"),
         too_many("stop", len(message.stop), MOST_STOP_STRINGS, "strings"),
@@ -246,7 +247,7 @@ def _sizes(message: generation_pb2.GenerateRequest, model: Model) -> list[tuple[
 
 
 def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple[str, str]]) -> Speculation:
-    """Return how to speculate; what is wrong with it is added to `violations`."""
+    """Return how to speculate; faults are appended to `violations`."""
     wanted = message.speculation
     violations += speculation_limit_violations("speculation", wanted)
     wrong = drafter_violations("speculation.drafters", wanted.drafters)
@@ -285,7 +286,7 @@ def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple
 def _reasoning(
     message: generation_pb2.GenerateRequest, model: Model, prompt: list[int], violations: list[tuple[str, str]]
 ) -> Reasoning | None:
-    """Return where the reasoning of the text is; what is wrong with it is added to `violations`."""
+    """Return the reasoning of the text; faults are appended to `violations`."""
     if message.HasField("reasoning"):
         violations += [
             (f"reasoning.{name}", f"is {token}, must be a token id below {model.vocabulary}")
@@ -300,7 +301,7 @@ def _reasoning(
 def _grammar(
     message: generation_pb2.GenerateRequest, model: Model, violations: list[tuple[str, str]]
 ) -> model_pb2.Grammar | None:
-    """Return what the text must look like; None if it may be anything. One field may say so."""
+    """Return the grammar of the text; None if it is free. At most one field may set it."""
     said = {
         "grammar": message.grammar if message.HasField("grammar") else None,
         "json_schema": model_pb2.Grammar(json_schema=message.json_schema) if message.json_schema else None,
@@ -315,7 +316,7 @@ def _grammar(
 
 
 def grammar_field(message: generation_pb2.GenerateRequest) -> str:
-    """Return the field that says what the text of a valid request must look like."""
+    """Return the field that sets the grammar of a valid request."""
     if message.HasField("grammar"):
         return f"grammar.{message.grammar.WhichOneof('kind')}"
     return "json_schema" if message.json_schema else "chat.tools"
@@ -324,9 +325,9 @@ def grammar_field(message: generation_pb2.GenerateRequest) -> str:
 def _unshown_stops(
     message: generation_pb2.GenerateRequest, model: Model, reasoning: Reasoning | None
 ) -> frozenset[int]:
-    """Return the tokens whose texts are stop strings and that the text does not show: special ones, and marks of
-    reasoning. They end the text like end tokens. A string that only contains such a text is looked for when the text is
-    spelt (`StopStrings`)."""
+    """Return the tokens for stop strings equal to the text of a hidden token (a special token or a mark of reasoning).
+    They end the text like end tokens. A string that merely contains such a text is searched for during detokenisation
+    (`StopStrings`)."""
     marks = () if reasoning is None else (reasoning.opening, reasoning.closing)
     found = {
         token
@@ -334,7 +335,7 @@ def _unshown_stops(
         if (token := model.tokenizer.added_token(stop)) is not None
         and (token in marks or token == model.tokenizer.special_token(stop))
     }
-    return frozenset(token for token in found if token < model.vocabulary)  # no other is ever chosen
+    return frozenset(token for token in found if token < model.vocabulary)  # others are never chosen
 
 
 def _check_stops(message: generation_pb2.GenerateRequest, model: Model, violations: list[tuple[str, str]]) -> None:

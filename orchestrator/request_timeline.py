@@ -1,4 +1,4 @@
-"""The timeline of a request: what it asks for, and what happens to each of its samples."""
+"""The timeline of a request: its parameters, and the events of each sample."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from specdec.v2 import generation_pb2
 
 
 def operation(request: generation_pb2.GenerateRequest) -> str:
-    """Return what a request asks for, in OpenTelemetry's words (`gen_ai.operation.name`)."""
+    """Return the operation of a request in OpenTelemetry's words (`gen_ai.operation.name`)."""
     return "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"
 
 
 def record_parsed(timeline: Timeline, request: Request) -> None:
-    """Record what a request asks for, now that it is known."""
-    sample = request.samples[0]  # they differ in their seeds alone
+    """Record the parameters of a parsed request."""
+    sample = request.samples[0]  # samples differ in their seeds alone
     timeline.set(
         max_tokens=sample.max_tokens,
         temperature=sample.sampling.temperature,
@@ -35,7 +35,7 @@ class SampleTimeline:
     """The part of one sample in the timeline of its request."""
 
     def __init__(self, timeline: Timeline, sample: Sample | None = None) -> None:
-        """`sample` is given if events should tell which of several it is."""
+        """With `sample`, events name it: one of several."""
         self._timeline = timeline
         self._which: dict[str, Value] = {} if sample is None else {"sample": sample.index}
 
@@ -48,7 +48,8 @@ class SampleTimeline:
         self._timeline.event(name, **self._which, **attributes)
 
     def first_commit(self) -> None:
-        """Record that the first tokens are here; those of the request's first sample are the request's."""
+        """Record the first tokens of the sample; the request's time to first token is that of the first sample to have
+        some."""
         self.event("first_commit")
         self._timeline.attributes.setdefault("time_to_first_token", time.monotonic() - self._timeline.began)
 
@@ -70,7 +71,7 @@ class SampleTimeline:
 
     @contextmanager
     def figures(self, transcript: Transcript) -> Iterator[None]:
-        """Add the sample's figures when it has ended, whichever way."""
+        """Add the sample's figures to the timeline at its end, however it ends."""
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""How a request was understood: what its sender needs to have the text resumed elsewhere, token by token the same."""
+"""The resolved request: what a client needs to have the text resumed elsewhere with the same tokens."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from specdec.v2 import generation_pb2
 
 
 def digest(tokens: Sequence[int]) -> str:
-    """Return the SHA-256, in hex, over tokens of four bytes each."""
+    """Return the SHA-256, in hex, over tokens of four bytes each (little-endian)."""
     return hashlib.sha256(np.asarray(tokens, "<u4").tobytes()).hexdigest()
 
 
 def resolved(sample: Sample, model: str) -> generation_pb2.ResolvedRequest:
-    """Return how the request of a sample was understood. `model` names the revision that it got; empty if there is no
-    other."""
+    """Return the resolved request of a sample. `model` names its revision; empty if there is no other."""
     sampling = sample.sampling
     message = generation_pb2.ResolvedRequest(
         model=model,

@@ -1,4 +1,4 @@
-"""One revision of a model, as an orchestrator serves it: what its requests depend on, and who serves them."""
+"""One revision of a model: what its requests depend on, and the pods that serve it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from specdec.serving.bounded_threads import BoundedThreads
 log = structlog.get_logger()
 
 MAX_RESUMING = 1024
-"""Texts that may wait to be resumed: an orchestrator's death brings all of its texts to the others."""
+"""Texts that may wait to be resumed: when an orchestrator dies, all of its texts come to the others."""
 
 
 class Revision:
-    """A revision: a model, its pods, and the counts of its requests. These keep it until the last of them has ended."""
+    """A revision: a model, its pods, and the counts of its requests. Running requests keep it alive."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Revision:
         grammars: GrammarCheck | None = None,
         finder: PeerFinder | None = None,
     ) -> None:
-        """The only revision of a model may do without a `name`. Without `grammars`, those of requests go to the pods
+        """The only revision of a model may have no `name`. Without `grammars`, pods get the grammars of requests
         untried; without a `finder`, the pods stay those of `peers`."""
         self.name = name
         self.model = model
@@ -47,14 +47,14 @@ class Revision:
         self.stats = OrchestratorStats()
         self.readiness = Readiness(peers, model)
         self.resuming = BoundedThreads("resumed texts", 1, MAX_RESUMING)
-        """Threads that detokenise again what clients have already of texts that they resume."""
+        """Detokenise again, for resumed texts, the tokens their clients have already."""
         self._finder = finder
         self._idle = asyncio.Event()
         self._idle.set()
 
     @classmethod
     def of(cls, loaded: LoadedRevision, settings: PeerSettings) -> Self:
-        """Return a revision as the file has it; its pods are found by `look`."""
+        """Return a revision as in the file; `look` finds its pods."""
         entry, finder = loaded.entry, PeerFinder(settings)
         defaults, grammars = loaded.model.defaults, GrammarCheck(entry.directory)
         log.info("generation_defaults", model=entry.label, used=defaults.told, not_taken=defaults.not_taken)
@@ -67,21 +67,21 @@ class Revision:
 
     @property
     def asked_as(self) -> str:
-        """How a request asks for just this revision; empty if it has no name."""
+        """The model name by which a request selects this revision; empty if it has no name."""
         return f"{self.model.name}{SEPARATOR}{self.name}" if self.name else ""
 
     def serves(self, fingerprint: str) -> bool:
-        """Return whether its verifiers have been seen to have a model with this fingerprint."""
+        """Return True if its verifiers are known to serve a model with this fingerprint."""
         return self.readiness.knows(fingerprint)
 
     @property
     def ready(self) -> bool:
-        """True from the first verifier that is found on, unless none was reachable for `failover_seconds`."""
+        """True from the first verifier found until none has been reachable for `failover_seconds`."""
         return self.readiness.ready
 
     @contextmanager
     def request(self, tenant_class: str) -> Iterator[None]:
-        """Count a request of a tenant of this class, and how it ends."""
+        """Count a request of this tenant class, and its outcome."""
         self._idle.clear()
         try:
             with self.stats.request(tenant_class):
@@ -91,21 +91,21 @@ class Revision:
                 self._idle.set()
 
     async def until_idle(self) -> None:
-        """Wait until no request is under way."""
+        """Wait until no request is running."""
         await self._idle.wait()
 
     async def look(self, entry: RevisionEntry) -> None:
-        """Look for its pods at the addresses that the file says now."""
+        """Look for pods at the addresses of the file's current entry."""
         assert self._finder is not None
         await self._finder.look(entry.verifiers, entry.drafts)
         self.peers = self._finder.peers
 
     async def start(self) -> None:
-        """Begin to look for verifiers: until one is found, the revision is not ready."""
+        """Start looking for verifiers: the revision is not ready until one is found."""
         await self.readiness.start()
 
     async def close(self) -> None:
-        """Free what it holds; called after the last session."""
+        """Free all resources; called after the last session."""
         if self.grammars is not None:
             await self.grammars.close()
         await self.readiness.close()

@@ -1,4 +1,4 @@
-"""A valid request, and the samples that it asks for: what `request.py` makes of a message."""
+"""A valid request and its samples, made from a message by `request.py`."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Sample:
     min_tokens: int
     end_tokens: frozenset[int]
     stop: tuple[str, ...]
-    top_logprobs: int | None  # most probable tokens whose logprobs are wanted; None: not even the chosen one's
+    top_logprobs: int | None  # number of top tokens with logprobs; None: no logprobs, not even the chosen token's
     speculation: Speculation
     tenant: str
     rule: Rule
     contrast: model_pb2.Contrast
-    weight: float = 1.0  # of the tenant, among those that want a verifier at the same time
-    priority: int = 0  # among those of the tenant: lower goes first
-    revision: str = ""  # of the model that the text was begun with; empty: any
-    coalesce_commits: bool = False  # nobody reads while the text is made
+    weight: float = 1.0  # of the tenant, relative to others that compete for a verifier
+    priority: int = 0  # within the tenant: lower goes first
+    revision: str = ""  # of the model that began the text; empty: any
+    coalesce_commits: bool = False  # nobody reads while the text is generated
     grammar: model_pb2.Grammar | None = None  # what the text must look like
-    shown_tokens: frozenset[int] = frozenset()  # special tokens that the text shows all the same
-    reasoning: Reasoning | None = None  # that the answer begins with, or may begin with
-    time: datetime | None = None  # that the chat template saw
+    shown_tokens: frozenset[int] = frozenset()  # special tokens to be shown nevertheless
+    reasoning: Reasoning | None = None  # at the start of the text, if any
+    time: datetime | None = None  # seen by the chat template
 
     @property
     def needs_draft(self) -> bool:
@@ -49,7 +49,7 @@ class Sample:
 
     @property
     def forces_drafting(self) -> bool:
-        """True if a draft is at work whether or not it pays."""
+        """True if a draft is used whether or not it pays."""
         return self.needs_draft or self.speculation.forced
 
 
@@ -66,5 +66,5 @@ class Request:
 
     @property
     def given_tokens(self) -> int:
-        """Tokens that a verifier must read before it chooses the first one."""
+        """Tokens that a verifier must prefill before it chooses the first one."""
         return self.prompt_tokens + len(self.samples[0].generated)

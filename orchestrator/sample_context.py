@@ -1,4 +1,4 @@
-"""The context of one sample: what its verification and its drafting both need to know."""
+"""The context of one sample: what its verification and its drafting share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from orchestrator.sample import Sample
 
 @dataclass(frozen=True)
 class SampleContext:
-    """A sample, the model and the peers that serve it, its text, and what happens to it."""
+    """A sample, its model and peers, its text, and the records of its events."""
 
     sample: Sample
     model: Model
@@ -28,11 +28,11 @@ class SampleContext:
     events: FailoverEvents
     granted: GrantedLimits
     timeline: SampleTimeline
-    grammar_watch: GrammarWatch | None = None  # None: it has no grammar, or nobody tries it
+    grammar_watch: GrammarWatch | None = None  # None: it has no grammar, or grammars are not tried
     fallback_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds for which texts have gone on without a draft that they wanted, by reason: those of all samples."""
+    """Seconds for which texts have continued without the draft they wanted, by reason; shared by all samples."""
 
     @property
     def timeout(self) -> float | None:
-        """Seconds left of the caller's deadline, which gRPC does not pass on by itself."""
+        """Seconds left until the caller's deadline, which gRPC does not propagate by itself."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())

@@ -1,4 +1,4 @@
-"""The text of one sample: its reasoning, if it has one, and then its answer, each spelt as its tokens come."""
+"""The text of one sample: its reasoning, if it has any, then its answer, each detokenised incrementally."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from orchestrator.text import TextStream
 from specdec.text.tokenizer import Tokenizer
 
 MAX_SPACE_BEFORE_MARK = 8
-"""Tokens of white space after which no reasoning can begin: models write one or two line breaks, if any, and the client
-is told nothing of them before the next token."""
+"""Tokens of white space after which no reasoning can begin. Models write one or two line breaks at most, and the client
+does not get them before the next token."""
 
 
 class SampleText:
-    """Spells the tokens of one sample. Marks of reasoning are not spelt; stop strings are looked for in the answer
-    alone. White space around the opening mark and behind the closing one is dropped, but of an answer that a grammar is
-    about: it holds for a text that does not begin with the mark."""
+    """Detokenises one sample. Marks of reasoning are not shown; stop strings are searched for in the answer alone.
+    White space around the opening mark and after the closing one is dropped. With a grammar the answer keeps its white
+    space, and there is reasoning only if the mark is the first token: the grammar holds for all other texts."""
 
     def __init__(self, sample: Sample, tokenizer: Tokenizer) -> None:
         self._sample = sample
@@ -36,11 +36,12 @@ class SampleText:
             if (token := tokenizer.added_token(stop)) is not None and token in sample.end_tokens
         }
         self.reasoning_tokens = 0
-        """Tokens so far that belong to the reasoning, its marks included."""
+        """Tokens of the reasoning so far, including its marks."""
 
     def take_space(self, tokens: Sequence[int]) -> int | None:
-        """Take the white space before the opening mark, if the text goes on with these tokens so; return how many they
-        are. None if that depends on what follows, and nothing was taken. Called until it is known."""
+        """Take the white space before the opening mark, if these tokens continue with the mark; return its number of
+        tokens, 0 if no mark follows. Return None, without taking anything, if that depends on later tokens. Called
+        until it is known."""
         if self._opening is None:
             return 0
         most = 0 if self._sample.grammar is not None else MAX_SPACE_BEFORE_MARK
@@ -54,7 +55,7 @@ class SampleText:
         return None
 
     def push(self, token: int) -> Spelt:
-        """Take a token; return what it made readable."""
+        """Take a token; return the text it completes."""
         if token == self._opening:
             self._open()
             return Spelt("")
@@ -68,7 +69,7 @@ class SampleText:
         return spelt
 
     def end(self, token: int) -> Spelt:
-        """Take the end token, which is not spelt; return what it made readable, and the stop string that it is or
+        """Take the end token, which is not shown; return the text it completes, and the stop string that it is or
         completes, if any."""
         self.reasoning_tokens += self._closing is not None
         spelt = self._stream.end(token)
@@ -77,8 +78,7 @@ class SampleText:
         return Spelt(spelt.text + self._stream.finish().text, self._ending[token])
 
     def finish(self) -> Spelt:
-        """Return what was held back, as a part of what the last token made readable; called at the end of the
-        tokens."""
+        """Return the text held back, to be shown with the last token; called after the last token."""
         return self._stream.finish()
 
     def _open(self) -> None:

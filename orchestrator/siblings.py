@@ -1,7 +1,7 @@
-"""The other workers of an orchestrator: each has recorded its own requests, and any of them is asked for all.
+"""The other workers of an orchestrator: each records its own requests, and any of them may be asked about all.
 
-The kernel gives a connection to one of the workers, which need not be the one that had the request. So each worker
-answers the others at a Unix socket; the sockets lie in a folder that only their user can enter.
+The kernel gives a connection to any worker, not necessarily to the one with the request. So each worker answers the
+others on a Unix socket, in a folder that only their user can enter.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ log = structlog.get_logger()
 
 
 class Siblings:
-    """Answers the other workers, and knows where they answer."""
+    """Answers the other workers, and finds their sockets."""
 
     def __init__(self, socket: Path) -> None:
-        """`socket` is this worker's own; those of the others lie beside it."""
+        """`socket` is this worker's own, next to those of the others."""
         self._socket = socket
         self._server = grpc.aio.server(interceptors=[CallInterceptor()])
         self._channels: dict[Path, grpc.aio.Channel] = {}
 
     async def start(self, recorded: TraceServicer) -> None:
-        """Tell the others what is recorded here, from now on. If that cannot be, this one's requests are not found by
-        way of the others."""
+        """Start serving this worker's timelines to the others. On failure, log a warning: the others will not find its
+        requests."""
         recorded.register(self._server)
         try:
             self._server.add_insecure_port(_address(self._socket))
@@ -39,8 +39,8 @@ class Siblings:
         await self._server.start()
 
     def channels(self) -> list[grpc.aio.Channel]:
-        """Return a channel to each of the others that has ever been there."""
-        with contextlib.suppress(OSError):  # without the folder nobody is there
+        """Return a channel to every other worker seen so far."""
+        with contextlib.suppress(OSError):  # without the folder there are no others
             for each in self._socket.parent.iterdir():
                 if each != self._socket and each not in self._channels:
                     self._channels[each] = grpc.aio.insecure_channel(_address(each))

@@ -1,6 +1,6 @@
-"""Statistics of an orchestrator: what was asked of it, and what became of it.
+"""Statistics of an orchestrator: its requests and their outcomes.
 
-Texts are counted when they end, whichever way: nothing is counted for each token.
+Texts are counted when they end, however they end: nothing is counted per token.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ FINISH_REASONS = {
 
 @dataclass
 class OrchestratorStats:
-    """Counters and gauges of the requests for one revision of a model; only the event loop touches them."""
+    """Counters and gauges of the requests for one revision of a model; used by the event loop only."""
 
     running_requests: int = 0
     by_class: Counter[str] = field(default_factory=Counter)  # requests, by the class of their tenants
-    failed: Counter[tuple[str, str]] = field(default_factory=Counter)  # requests, by the reason of the error and class
+    failed: Counter[tuple[str, str]] = field(default_factory=Counter)  # requests, by error reason and tenant class
     cancelled: int = 0  # requests whose callers left
     running_samples: int = 0
     ended_samples: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
-    finished: Counter[str] = field(default_factory=Counter)  # samples whose texts are complete, by why they are
+    finished: Counter[str] = field(default_factory=Counter)  # samples with complete texts, by finish reason
     finished_tokens: int = 0  # generated in them
     steps: int = 0
     offered: int = 0  # candidates
     accepted: int = 0
     failover_events: Counter[str] = field(default_factory=Counter)  # by reason
     fallback_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds for which texts went on without a draft that they wanted, by reason."""
+    """Seconds for which texts continued without the draft they wanted, by reason."""
     first_token: Histogram = field(default_factory=Histogram)  # seconds from a sample's start to its first token
-    between_tokens: Histogram = field(default_factory=Histogram)  # seconds, of tokens that came together each its part
+    between_tokens: Histogram = field(default_factory=Histogram)  # seconds; tokens that came together share theirs
     whole: Histogram = field(default_factory=Histogram)  # seconds from a sample's start to its end
 
     @classmethod
     def summed(cls, all: Iterable[Self]) -> Self:
-        """Return the counts of all together."""
+        """Return the sums over all of them."""
         found = cls()
         for each in all:
             for name in (one.name for one in fields(cls)):
@@ -75,7 +75,7 @@ class OrchestratorStats:
 
     @contextmanager
     def request(self, tenant_class: str) -> Iterator[None]:
-        """Count a request of a tenant of this class, and how it ends."""
+        """Count a request of this tenant class, and its outcome."""
         self.by_class[tenant_class] += 1
         self.running_requests += 1
         try:
@@ -91,8 +91,8 @@ class OrchestratorStats:
 
     @contextmanager
     def sample(self, transcript: Transcript) -> Iterator[Callable[[int], None]]:
-        """Count a sample, and when it has ended what its transcript then says. Yields a function that is told how many
-        tokens have come, as they come."""
+        """Count a sample, and add its transcript's figures at its end. Yield a function to be called with the number of
+        new tokens as they come."""
         self.running_samples += 1
         begin, last = time.monotonic(), None
 
@@ -101,7 +101,7 @@ class OrchestratorStats:
             now = time.monotonic()
             if last is None:
                 self.first_token.observe(now - begin)
-            elif tokens:  # none are left where a stop string was cut off
+            elif tokens:  # 0 if all were cut off by a stop string
                 self.between_tokens.observe((now - last) / tokens, tokens)
             last = now
 

@@ -1,7 +1,7 @@
-"""The grammar of calls whose arguments stand between tags, and the schemas that it can hold them to.
+"""The grammar of tool calls with arguments between tags, and the schemas it can enforce.
 
-Strings stand there as they are, where JSON's own grammar does not reach: their length and a list of values are kept,
-and a schema that says more is refused.
+Strings stand there verbatim, out of reach of JSON's own grammar: only their length or a list of values can be enforced,
+and a schema with further constraints is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OF_OBJECT = frozenset(
         "x-guidance",
     ]
 )
-"""Words of a schema of all arguments that calls between tags are held to, or that say nothing about them."""
+"""Keywords of an object schema that are enforced in calls between tags, or constrain nothing."""
 
 OF_STRING = frozenset(
     [
@@ -60,13 +60,13 @@ OF_STRING = frozenset(
         "writeOnly",
     ]
 )
-"""The same of a schema of a string."""
+"""The same for a string schema."""
 
 KEY = re.compile(r"[^<>\"\s]+")
 
 
 def tagged_problem(schema: Mapping[str, Any], style: TaggedCall) -> str:
-    """Return why calls cannot be held to a schema; empty if they can."""
+    """Return why a schema cannot be enforced; empty if it can."""
     if others := sorted(set(schema) - OF_OBJECT):
         return f"has {others[0]}, to which calls in the model's format cannot be held"
     if '"$ref": "#"' in json.dumps(schema):
@@ -106,7 +106,7 @@ def _is_plain(schema: object) -> bool:
 def tagged_call(
     rule: str, name: str, schema: Mapping[str, Any], style: TaggedCall, marker: str, marks: Marks
 ) -> Iterator[str]:
-    """Yield the rules of a call of one function, its arguments in the order of the schema."""
+    """Yield the rules for a call of one function, with arguments in the order of the schema."""
     line = marks.spelt(style.line)
     parts = [marks.spelt(style.name[0]), marks.spelt(name), marks.spelt(style.name[1])]
     required, properties = _required(schema), property_schemas(schema)
@@ -131,7 +131,7 @@ def tagged_call(
 def _value(
     rule: str, schema: Mapping[str, Any], root: Mapping[str, Any], style: TaggedCall, marker: str, marks: Marks
 ) -> Iterator[str]:
-    """Yield the rules of a value, and of what stands behind it."""
+    """Yield the rules for a value and its closing tag."""
     types = types_of(schema, root)
     closing = f"{marks.spelt(style.pad)} {marks.spelt(style.value[1])}"
     if not is_text(types):
@@ -150,12 +150,12 @@ def _value(
 
 
 def _text(rule: str, pattern: str, style: TaggedCall, marker: str, marks: Marks) -> Iterator[str]:
-    """Yield the rules of a string and what stands behind it: it holds neither the end of a value nor a marker, which a
-    reader takes for what they are."""
+    """Yield the rules for a string and its closing tag. The string must contain neither the closing tag nor a marker,
+    which a parser would take for the real ones."""
     ends = "|".join(_escaped(text) for text in (style.value[1], marker) if text not in marks.tokens)
     excluded = f" & ~/(.|\\n)*({ends})(.|\\n)*/" if ends else ""
     terminal = rule.upper()
-    lazy = "" if style.value[1] in marks.tokens else "[lazy]"  # a special token is one by itself
+    lazy = "" if style.value[1] in marks.tokens else "[lazy]"  # a special token cannot occur in text
     yield f"{rule}{lazy}: {terminal} {marks.spelt(style.pad + style.value[1])}"
     yield f"{terminal}: /{pattern}/{excluded}"
 
@@ -165,7 +165,7 @@ def _escaped(text: str) -> str:
 
 
 def _values(schema: Mapping[str, Any]) -> list[str] | None:
-    """Return the texts that a string may be; None if it may be any."""
+    """Return the allowed texts of a string; None if any is allowed."""
     if "const" in schema:
         return [_spelt(schema["const"])]
     return [_spelt(value) for value in schema["enum"]] if isinstance(schema.get("enum"), list) else None

@@ -1,7 +1,7 @@
-"""Detokenisation: turns tokens into text as they come, whole characters only, and nothing past a stop string.
+"""Detokenisation: turns tokens into text as they come, in whole characters, and up to a stop string.
 
-The result is a pure function of the token sequence, however it was cut into pieces: a request that is resumed replays
-its generated tokens here, and goes on exactly where the text broke off.
+The result is a pure function of the token sequence, however it was split: a resumed request replays its generated
+tokens here, and continues exactly where the text broke off.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from orchestrator.stop_strings import Spelt, StopStrings
 from specdec.text.tokenizer import Tokenizer
 
 CONTEXT = 8
-"""Earlier tokens that are decoded with new ones: what a token spells depends on whether it begins the text."""
+"""Earlier tokens decoded with new ones: what a token spells depends on whether it begins the text."""
 
 SEARCHED = 4096
-"""Tokens at the end of a prompt among which those of the context are looked for: neither special tokens nor bytes of a
-run that may go on are any."""
+"""Tokens at the end of a prompt to search for the context: special tokens and bytes of an unfinished run do not
+count."""
 
 
 class Detokenizer:
-    """An incremental decoder: its pieces joined are what the library makes of all tokens at once, and no piece changes
-    later. Tokens are held back until they make whole characters (`Characters`); special ones are skipped."""
+    """An incremental decoder: the pieces joined equal the library's decoding of all tokens at once, and no piece
+    changes later. Tokens are held back until they make whole characters (`Characters`); special tokens are skipped."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], shown: frozenset[int] = frozenset()) -> None:
-        """`shown` are special tokens that are spelt, as no others are. If the prompt ends inside a character, the text
-        begins with it."""
+        """`shown` are the special tokens to be spelt. If the prompt ends inside a character, the text begins with
+        it."""
         self._tokenizer = tokenizer
         self._shown = shown
         self._characters = tokenizer.characters()
@@ -43,10 +43,10 @@ class Detokenizer:
                 whole = count
         self._context = context[:whole]  # makes whole characters
         self._pending, broken = self._characters.left_open(context[whole:])  # not yet spelt
-        self._spelt = len(tokenizer.decode(self._context + self._pending)) - broken  # characters that were told
+        self._spelt = len(tokenizer.decode(self._context + self._pending)) - broken  # characters not to return again
 
     def push(self, token: int) -> str:
-        """Return the text that this token completes; empty while a character is incomplete."""
+        """Return the text this token completes; empty while a character is incomplete."""
         if token in self._shown:
             text = self.flush() + self._tokenizer.piece(token).decode(errors="replace")
             self._characters = self._tokenizer.characters()
@@ -58,14 +58,14 @@ class Detokenizer:
         return self._spell() if self._characters.whole_after(token) else ""
 
     def flush(self) -> str:
-        """Return what is left at the end, incomplete or not."""
+        """Return the rest at the end, complete characters or not."""
         return self._spell() if self._pending else ""
 
     def _spell(self) -> str:
-        """Return what the pending tokens spell behind their context, and make them the context."""
+        """Return the text of the pending tokens after their context, and make them the context."""
         new = self._tokenizer.decode(self._context + self._pending)[self._spelt :]
         if new or not self._spelt:
-            # What spells nothing alone, a space that is dropped at the beginning, is no context for what follows.
+            # Tokens that spell nothing alone (a space dropped at the beginning) cannot be the context of what follows.
             alone = self._tokenizer.decode(self._pending[-CONTEXT:])
             self._context = (self._pending if alone else self._context + self._pending)[-CONTEXT:]
             self._spelt = len(alone or self._tokenizer.decode(self._context))
@@ -86,8 +86,8 @@ class TextStream:
         mark: int | None = None,
         drops_space: bool = False,
     ) -> None:
-        """`shown` are special tokens that are spelt. The text may stand behind one that is not, a `mark`. White
-        space at its beginning may be dropped."""
+        """`shown` are the special tokens to be spelt. `mark` is a hidden token before the text. With `drops_space`,
+        white space at the beginning is dropped."""
         self._tokenizer = tokenizer
         self._drops_space = drops_space
         self._detokenizer = Detokenizer(tokenizer, prompt, shown)
@@ -102,12 +102,12 @@ class TextStream:
         return spelt if spelt.stop or is_spelt else self._pass_over(token, spelt.text)
 
     def end(self, token: int) -> Spelt:
-        """Return what was held back before the end token, which is not spelt; a stop string may end with it."""
+        """Return the text held back before the end token, which is not shown but may complete a stop string."""
         spelt = self._release(self._detokenizer.flush())
         return spelt if spelt.stop else self._pass_over(token, spelt.text)
 
     def finish(self) -> Spelt:
-        """Return what was held back; called at the end of the tokens."""
+        """Return the text held back; called after the last token."""
         spelt = self._release(self._detokenizer.flush())
         return spelt if spelt.stop else Spelt(spelt.text + self._stop.rest())
 

@@ -1,4 +1,4 @@
-"""Tokenize: the tokens that a prompt becomes, without a text being generated."""
+"""Tokenize: the tokens of a prompt, without generating a text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from specdec.v2 import generation_pb2
 
 
 def tokenize(message: generation_pb2.TokenizeRequest, model: Model) -> generation_pb2.TokenizeResponse:
-    """Return the tokens of a prompt. It is parsed as a request for a completion, so that both see the same tokens and
-    refuse the same prompts."""
+    """Return the tokens of a prompt. It is parsed as a request for a completion, so that both calls give the same
+    tokens and refuse the same prompts."""
     asked = generation_pb2.GenerateRequest(model=message.model)
     match message.WhichOneof("prompt"):
         case "text":

@@ -1,4 +1,4 @@
-"""The grammar of a text that may, or has to, hold calls of functions."""
+"""The grammar of a text that may or must hold tool calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdec.v2 import generation_pb2, model_pb2
 
 
 def tool_grammar(chat: generation_pb2.ChatPrompt, model: Model) -> model_pb2.Grammar | None:
-    """Return the grammar of a text that may, or has to, hold calls of these functions; None if it may be anything."""
+    """Return the grammar of a text that may or must hold calls of these tools; None if it is free."""
     if not chat.tools:
         return None
     wanted, must = model.tool_format, chat.tool_required or bool(chat.tool_name)
@@ -29,7 +29,7 @@ def tool_grammar(chat: generation_pb2.ChatPrompt, model: Model) -> model_pb2.Gra
 
 
 def _calls(wanted: ToolFormat, marks: Marks, single: bool) -> Iterator[str]:
-    """Yield the rules of calls that are the whole text, and of what follows one marker."""
+    """Yield the rules for calls that are the whole text (`calls`), and for what follows one marker (`body`)."""
     several = False
     match wanted.call:
         case JsonCall(listed=True) as style:
@@ -50,13 +50,13 @@ def _calls(wanted: ToolFormat, marks: Marks, single: bool) -> Iterator[str]:
 
 
 def _beside_text(wanted: ToolFormat, marks: Marks, single: bool) -> Iterator[str]:
-    """Yield the rules of a text that may hold calls."""
+    """Yield the rules for a text that may hold calls."""
     if not wanted.marker:
         yield "start: calls | PLAIN"
         yield r"PLAIN: /([^{\s](.|\n)*)?/"
         return
     yield r"TEXT: /(.|\n)*/"
-    # A special token is one by itself, which no text holds.
+    # A marker that is a special token cannot occur in TEXT.
     yield f"begin{'' if wanted.marker in marks.tokens else '[lazy]'}: TEXT {marks.spelt(wanted.marker)}"
     yield "start: TEXT | begin body" if single else "start: (begin body)* TEXT"
 

@@ -1,4 +1,4 @@
-"""Which tool format a model has: the one in which its own chat template writes a call that an earlier turn made."""
+"""Recognises a model's tool format: the format in which its chat template writes the calls of earlier turns."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ CALLED: dict[str, Any] = {
     "content": "",
     "tool_calls": [{"type": "function", "id": "callprobe", "function": {"name": NAME, "arguments": ARGUMENTS}}],
 }
-"""A turn with a call. Templates of Mistral want ids of nine letters and digits."""
+"""A turn with a call. Templates of Mistral require ids of nine letters and digits."""
 ANSWERED: dict[str, Any] = {"role": "tool", "content": "an answer", "tool_call_id": "callprobe", "name": NAME}
 
 NOON = datetime(2000, 1, 1, 12, tzinfo=UTC)
 
 BY_TEXT = ((GRANITE, "<|tool_call|>"),)
-"""Formats of families whose templates tell the model how to call, but write no calls of earlier turns."""
+"""Formats of families whose templates describe calls to the model, but write none of earlier turns."""
 
 
 def format_of(tokenizer: Tokenizer) -> ToolFormat | None:
-    """Return the tool format of a model; None if its template takes no tools, or writes calls in no known format."""
+    """Return the tool format of a model; None if its template takes no tools, or writes calls in an unknown format."""
     if tokenizer.chat_templates is None or not tokenizer.chat_templates.takes_tools:
         return None
     prompt = _rendered(tokenizer, [ASKED])
     for turns in ([ASKED, CALLED], [ASKED, CALLED, ANSWERED]):
         text = _rendered(tokenizer, turns)
-        if text.count(NAME) > prompt.count(NAME):  # it is not only told of
+        if text.count(NAME) > prompt.count(NAME):  # more than the description of the tool
             return _format_in(text, prompt)
     return next((found for found, mark in BY_TEXT if tokenizer.chat_templates.mentions(mark)), None)
 
 
 def _rendered(tokenizer: Tokenizer, turns: list[dict[str, Any]]) -> str:
-    """Return the conversation's text; empty if the template refuses it."""
+    """Return the text of a conversation; empty if the template refuses it."""
     try:
         return tokenizer.render(turns, NOON, tools=TOOLS)
     except ChatTemplateError:
@@ -51,8 +51,8 @@ def _rendered(tokenizer: Tokenizer, turns: list[dict[str, Any]]) -> str:
 
 
 def _format_in(text: str, prompt: str) -> ToolFormat | None:
-    """Return the format of the call in a rendered conversation that continues `prompt`: the one whose form it has to
-    the letter, else one that reads it."""
+    """Return the format of the call in a rendered conversation that continues `prompt`: preferably one that writes it
+    to the letter, else one that can read it."""
     for tool_format in FORMATS.values():
         call = written(tool_format, [(NAME, ARGUMENTS)])
         if call in text if tool_format.marker else text.startswith(prompt + call):

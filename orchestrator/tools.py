@@ -1,4 +1,4 @@
-"""Functions that a model may call: what is wrong with them, and how its chat template sees them."""
+"""Tools: validates them, and converts them for chat templates."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MOST_TOOLS = 128
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
-"""Schema of the arguments of a function that takes none."""
+"""Schema of the arguments of a function without parameters."""
 
 
 def tool_violations(chat: generation_pb2.ChatPrompt, model: Model) -> list[tuple[str, str]]:
-    """Return what is wrong with the functions of a conversation, and with calls in it."""
+    """Return what is wrong with the tools of a conversation, and with the calls in it."""
     found: list[tuple[str, str]] = []
     names = [tool.name for tool in chat.tools]
     if chat.tools and not model.takes_tools:
@@ -51,8 +51,8 @@ def tool_violations(chat: generation_pb2.ChatPrompt, model: Model) -> list[tuple
 
 
 def _forced_violations(chat: generation_pb2.ChatPrompt, model: Model) -> list[tuple[str, str]]:
-    """Return what is wrong with a conversation where calls have to have a form: it must be known, and able to hold the
-    arguments."""
+    """Return what is wrong with a conversation that forces the form of calls: the form must be known, and able to
+    express the arguments."""
     strict = {f"chat.tools[{index}].strict": tool.strict for index, tool in enumerate(chat.tools)}
     forcing = {
         "chat.tool_required": chat.tool_required,
@@ -74,7 +74,7 @@ def _forced_violations(chat: generation_pb2.ChatPrompt, model: Model) -> list[tu
 
 
 def turns_for_template(messages: Sequence[generation_pb2.ChatMessage]) -> list[dict[str, Any]]:
-    """Return the turns as templates have them: of calls and names there is only what is said."""
+    """Return the turns in the shape templates expect; empty fields are left out."""
 
     def fields(turn: generation_pb2.ChatMessage) -> Iterator[tuple[str, Any]]:
         yield "role", turn.role
@@ -102,7 +102,7 @@ def turns_for_template(messages: Sequence[generation_pb2.ChatMessage]) -> list[d
 
 
 def tools_for_template(tools: Sequence[generation_pb2.Tool]) -> list[dict[str, Any]] | None:
-    """Return the functions as templates have them; None without any."""
+    """Return the tools in the shape templates expect; None if there are none."""
 
     def function(tool: generation_pb2.Tool) -> dict[str, Any]:
         described = {"description": tool.description} if tool.description else {}
@@ -112,13 +112,13 @@ def tools_for_template(tools: Sequence[generation_pb2.Tool]) -> list[dict[str, A
 
 
 def parameters_of(tool: generation_pb2.Tool) -> dict[str, Any]:
-    """Return the schema of a function's arguments, which are an object in any case."""
+    """Return the schema of a tool's arguments: always of type object."""
     found = _object(tool.parameters)
     return NOTHING if found is None else {"type": "object", **found}
 
 
 def _schema_problem(parameters: str) -> str:
-    """Return what is wrong with a schema of arguments, as far as it can be told without compiling it."""
+    """Return what is wrong with a schema of arguments, without compiling it."""
     if not parameters:
         return ""
     found = _object(parameters)
@@ -130,7 +130,7 @@ def _schema_problem(parameters: str) -> str:
 
 
 def _object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object that a text is; None if it is none."""
+    """Parse a JSON object; None if the text is not one."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

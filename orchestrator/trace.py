@@ -1,5 +1,4 @@
-"""TraceService of an orchestrator: its own timelines of a request, those of its other workers, and those of the pods
-that the request used."""
+"""TraceService of an orchestrator: the timelines of a request here, at the other workers, and at the pods it used."""
 
 from __future__ import annotations
 
@@ -20,26 +19,26 @@ from specdec.serving.tracing.servicer import TraceServicer
 from specdec.v2 import trace_pb2, trace_pb2_grpc
 
 ASK_SECONDS = 1.0
-"""Seconds that workers, and then pods, get to answer."""
+"""Timeout in seconds for workers, and then for pods."""
 
 LONGEST_US = 1 << 62
-"""Longest age that is passed on, in microseconds: what a pod says may be anything."""
+"""Limit on ages from pods, in microseconds: they may report anything."""
 
 
 class Part(NamedTuple):
-    """The answer of one process to a question about a request."""
+    """The answer of one process about a request."""
 
     told: trace_pb2.GetTraceResponse
-    at: float  # as of when its ages are: time.monotonic
+    at: float  # reference time of its ages: time.monotonic
 
 
 class OrchestratorTraceServicer(TraceServicer):
-    """Tells what happened to a request everywhere."""
+    """Returns the timelines of a request from all processes."""
 
     def __init__(
         self, timelines: Timelines, pods: Callable[[], Iterable[Pod]], siblings: Siblings | None = None
     ) -> None:
-        """`pods` returns those that may be asked now; `siblings` are the other workers, if there are any."""
+        """`pods` returns the pods known now; `siblings` are the other workers, if there are any."""
         super().__init__("orchestrator", timelines)
         self._pods = pods
         self._siblings = siblings
@@ -54,7 +53,7 @@ class OrchestratorTraceServicer(TraceServicer):
         return merged([own, *await asyncio.gather(*(self._of_pod(address, request) for address in used))])
 
     async def _recorded(self, request: trace_pb2.GetTraceRequest) -> Part:
-        """Return the timelines of all workers, oldest first; UnknownRequestError if there is none."""
+        """Return the timelines of all workers, oldest first; UnknownRequestError if there are none."""
         parts = list[Part]()
         unknown: UnknownRequestError | None = None
         try:
@@ -64,7 +63,7 @@ class OrchestratorTraceServicer(TraceServicer):
         if self._siblings is not None:
             asked = (_ask(channel, request) for channel in self._siblings.channels())
             answers = await asyncio.gather(*asked, return_exceptions=True)
-            parts += [each for each in answers if isinstance(each, Part)]  # one that has nothing says NOT_FOUND
+            parts += [each for each in answers if isinstance(each, Part)]  # one that has none answers NOT_FOUND
         if unknown is not None and not parts:
             raise unknown
         told = merged(parts)
@@ -72,7 +71,7 @@ class OrchestratorTraceServicer(TraceServicer):
         return Part(told, time.monotonic())
 
     async def _of_pod(self, address: str, request: trace_pb2.GetTraceRequest) -> Part:
-        """Return a pod's part, or why it is missing."""
+        """Return a pod's part, or the reason why it is missing."""
         why = "its address is known no more"
         if (pod := self._pod(address)) is not None:
             try:
@@ -93,7 +92,7 @@ class OrchestratorTraceServicer(TraceServicer):
 
 
 async def _ask(channel: grpc.aio.Channel, request: trace_pb2.GetTraceRequest) -> Part:
-    """Return what a process tells. Its ages are as of halfway between question and answer, as far as is known."""
+    """Ask a process for its part. Its ages are taken to be as of halfway between question and answer."""
     begin = time.monotonic()
     stub: Any = trace_pb2_grpc.TraceServiceStub(channel)
     told: trace_pb2.GetTraceResponse = await answer_of(stub.GetTrace, request, ASK_SECONDS)
@@ -104,7 +103,7 @@ async def _ask(channel: grpc.aio.Channel, request: trace_pb2.GetTraceRequest) ->
 
 
 def merged(parts: Iterable[Part]) -> trace_pb2.GetTraceResponse:
-    """Return one answer of several, with all ages as of now."""
+    """Merge parts into one answer, with all ages as of now."""
     whole, now = trace_pb2.GetTraceResponse(), time.monotonic()
     for told, at in parts:
         for timeline in told.timelines:
@@ -114,7 +113,7 @@ def merged(parts: Iterable[Part]) -> trace_pb2.GetTraceResponse:
 
 
 def pods_of(own: Part) -> list[str]:
-    """Return the addresses of the pods that events name."""
+    """Return the addresses of the pods named in events."""
     return [
         event.attributes["pod"]
         for timeline in own.told.timelines
@@ -124,7 +123,7 @@ def pods_of(own: Part) -> list[str]:
 
 
 def _shift(timeline: trace_pb2.Timeline, by: int) -> None:
-    """Make all ages of a timeline greater, since time has passed."""
+    """Increase all ages of a timeline, since time has passed."""
     timeline.age_us = min(timeline.age_us + by, LONGEST_US)
     if timeline.HasField("end_age_us"):
         timeline.end_age_us = min(timeline.end_age_us + by, LONGEST_US)
@@ -133,7 +132,7 @@ def _shift(timeline: trace_pb2.Timeline, by: int) -> None:
 
 
 def _why(error: grpc.aio.AioRpcError) -> str:
-    """Say why a pod has not told its part, in our own words."""
+    """Return why a pod's part is missing, without repeating the pod's words."""
     match error.code():
         case grpc.StatusCode.NOT_FOUND:
             return "it has nothing of this request: it was started since, or has dropped it"

@@ -1,8 +1,8 @@
-"""Traffic splitting: which revision of a model a request gets, by their shares.
+"""Traffic splitting: picks the revision of a model for a request, by shares.
 
-Requests without a seed are split at random. One with a seed gets the same revision whenever it comes, as long as the
-shares stay: it would have other tokens otherwise, and nobody would know why. Nor does it get another one for
-speculating differently.
+Requests without a seed are split at random. A seeded request always gets the same revision while the shares stay the
+same: another revision would give it other tokens, for no visible reason. Speculation options do not affect the choice
+either.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from specdec.v2 import generation_pb2
 
 PART = 4096
 TURNS = 16
-"""Characters or tokens at each end of a prompt, and turns at each end of a conversation, that decide where a request
-with a seed falls."""
+"""Characters or tokens at each end of a prompt, and turns at each end of a conversation, that are hashed to place a
+seeded request."""
 
 
 class Choice(Protocol):
-    """What has a share."""
+    """Something with a share of the traffic."""
 
     @property
     def share(self) -> float:
-        """Relative to others; 0: it is not chosen."""
+        """Relative to others; 0: never chosen."""
 
     @property
     def ready(self) -> bool:
-        """Whether requests can be served by it now."""
+        """Whether it can serve requests now."""
 
 
 Chosen = TypeVar("Chosen", bound=Choice)
 
 
 def point_of(request: generation_pb2.GenerateRequest) -> float:
-    """Return where in [0, 1) a request falls: one with a seed by seed and prompt, others anywhere."""
+    """Return the point of a request in [0, 1): a hash of seed and prompt if it has a seed, else random."""
     if not request.sampling.HasField("seed"):
         return random.random()
     seed = request.sampling.seed.to_bytes(8, "little")
@@ -45,7 +45,7 @@ def point_of(request: generation_pb2.GenerateRequest) -> float:
 
 
 def _ends(request: generation_pb2.GenerateRequest) -> bytes:
-    """Return the beginning and the end of a prompt, and how long it is: it may be of megabytes, which are not looked at
+    """Return the beginning, the end and the length of a prompt, as bytes. It may have megabytes, and is not validated
     yet."""
     match request.WhichOneof("prompt"):
         case "text":
@@ -63,8 +63,8 @@ def _ends(request: generation_pb2.GenerateRequest) -> bytes:
 
 
 def choose(revisions: Sequence[Chosen], point: float) -> Chosen:
-    """Return the revision at a point of [0, 1), on which they lie side by side, each as long as its share. One that is
-    not ready is passed over, unless none is; at least one must have a share."""
+    """Return the revision at a point of [0, 1), divided among them in proportion to their shares. Revisions that are
+    not ready are skipped, unless none is ready; at least one must have a share."""
     left = [each for each in revisions if each.share > 0]
     first = chosen = _at(left, point)
     while not chosen.ready and len(left) > 1:

@@ -1,4 +1,5 @@
-"""The transcript of one sample: its commits as the client reads them, spelt, cut where the text ends, and counted."""
+"""The transcript of one sample: turns its commits into responses with text, cut where the text ends, and counts
+tokens."""
 
 from __future__ import annotations
 
@@ -15,16 +16,16 @@ from specdec.serving.bounded_threads import BoundedThreads
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
 
 SOON_SPELT = 512
-"""Tokens that are detokenised in less time than other streams would notice: each takes some 20 microseconds."""
+"""Tokens detokenised on the event loop without a noticeable delay to other streams: each takes some 20 microseconds."""
 
 
 ADDED = ("steps", "offered", "accepted", "queued_us")
-"""Fields of two commits that add up; lists are joined, and the rest is the later one's."""
+"""Fields summed when two commits are joined; lists are joined, and other fields are the later commit's."""
 
 
 @dataclass
 class Statistics:
-    """Counts of what speculation did. Tokens past a stop string count as overrun only."""
+    """Counts of speculation. Tokens past a stop string count as overrun only."""
 
     steps: int = 0
     offered: int = 0
@@ -48,14 +49,14 @@ class Transcript:
     """Turns the commits of one sample into responses."""
 
     def __init__(self, sample: Sample, model: Model, arrived: float) -> None:
-        """`arrived` is when the sample's request did: time.monotonic."""
+        """`arrived`: arrival of the sample's request, time.monotonic."""
         self._sample = sample
         self._arrived = arrived
         self.statistics = Statistics()
         self._text = SampleText(sample, model.tokenizer)
         self._piece = model.tokenizer.piece
-        self._found: int | None = None  # tokens that were in memory already when the text began
-        self._undecided: verifier_pb2.Commit | None = None  # has had no response
+        self._found: int | None = None  # cached tokens of the prompt at the first verifier
+        self._undecided: verifier_pb2.Commit | None = None  # has had no response yet
         self._completion_tokens = len(sample.generated)
         self.finish_reason: model_pb2.FinishReason.ValueType = model_pb2.FINISH_REASON_UNSPECIFIED
         """Why the text is complete; unspecified while it is not."""
@@ -72,12 +73,11 @@ class Transcript:
 
     @property
     def resumed_tokens(self) -> int:
-        """Tokens that the text came with, of those generated."""
+        """Number of generated tokens that came with the request."""
         return len(self._sample.generated)
 
     async def resume(self, threads: BoundedThreads) -> None:
-        """Detokenise what the client has already, in one of the threads unless it is short; called before the first
-        commit."""
+        """Detokenise what the client has already, in a thread unless it is short; called before the first commit."""
         if len(self._sample.generated) > SOON_SPELT:
             await threads.run(self._spell_generated, self._sample.tenant)
         else:
@@ -89,9 +89,8 @@ class Transcript:
             self._text.push(token)
 
     def take(self, commit: verifier_pb2.Commit) -> generation_pb2.GenerateResponse | None:
-        """Add a commit to the text, cut at a stop string and counted exactly, and return its response. The response
-        that ends the text has `finish`. None if the next token says whether this one's belong to reasoning or answer:
-        they come with the next response."""
+        """Add a commit to the text, cut at a stop string, and return its response; the last one has `finish`. Return
+        None if only the next token decides between reasoning and answer: these tokens come with the next response."""
         commit = self._with_undecided(commit)
         tokens = list(commit.committed.tokens)
         reason = commit.finish_reason
@@ -144,7 +143,7 @@ class Transcript:
         return response
 
     def _with_undecided(self, commit: verifier_pb2.Commit) -> verifier_pb2.Commit:
-        """Return a commit together with the one before it, if that has had no response."""
+        """Return a commit joined with the previous one, if that has had no response."""
         held, self._undecided = self._undecided, None
         if held is None:
             return commit
@@ -157,7 +156,7 @@ class Transcript:
         return joined
 
     def _spell_logprobs(self, tokens: list[int], logprobs: Iterable[verifier_pb2.TokenLogprobs]) -> None:
-        """Enter what the tokens of log-probabilities stand for."""
+        """Enter the bytes of the tokens into their log-probabilities."""
         for token, each in zip(tokens, logprobs, strict=True):
             each.chosen_bytes = self._piece(token)
             each.top_bytes[:] = [self._piece(best) for best in each.top_tokens]
@@ -171,11 +170,11 @@ class Transcript:
         statistics.histogram += histogram
         statistics.overrun += len(commit.committed.tokens) - kept
         statistics.sources.update(source_name(source) for source in commit.sources[:kept])
-        if self._found is None:  # a verifier that resumes the text says nothing new of the prompt
+        if self._found is None:  # a verifier that resumes the text reports nothing new about the prompt
             self._found = commit.cached_tokens
 
     def _finish(self, reason: model_pb2.FinishReason.ValueType, stop: str) -> generation_pb2.Finish:
-        """Return `finish`, as far as the transcript knows it."""
+        """Return `finish`, with the fields known to the transcript."""
         return generation_pb2.Finish(
             reason=reason,
             stop=stop,

@@ -1,4 +1,4 @@
-"""Calls of pods that have a single answer."""
+"""Unary calls of pods."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Answer = TypeVar("Answer")
 
 
 async def answer_of(method: Callable[..., Awaitable[Answer | None]], request: Message, seconds: float) -> Answer:
-    """Call a pod on behalf of the request being served, if one is, and return its answer. Raise AioRpcError if there is
-    none within so many seconds, LostError if it cannot be read (for which gRPC returns None) or if the channel is
+    """Call a pod, on behalf of the request being served if there is one, and return its answer. Raise AioRpcError if
+    there is none within `seconds`, LostError if it cannot be decoded (gRPC returns None then) or if the channel is
     closed: the pod's address is gone."""
     try:
         answer = await method(request, timeout=seconds, metadata=carried())

@@ -1,4 +1,4 @@
-"""What an orchestrator tells of its revisions and pods when it is asked for statistics."""
+"""Views of revisions and pods for GetStats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BREAKER_STATES = {
 
 
 def pod_view(pod: Pod, model: str = "") -> generation_pb2.PodView:
-    """Return what is known of a pod; `model` is what it serves, as requests name it."""
+    """Return the state of a pod; `model` is the name requests use for what it serves."""
     return generation_pb2.PodView(
         address=pod.address,
         breaker=BREAKER_STATES[pod.breaker.state],
@@ -27,7 +27,8 @@ def pod_view(pod: Pod, model: str = "") -> generation_pb2.PodView:
 
 
 def revision_view(revision: Revision, *, leaving: bool = False) -> generation_pb2.RevisionView:
-    """Return what is known of a revision. One that is `leaving` is served no more, and its last requests run."""
+    """Return the state of a revision. One that is `leaving` is no longer served, and only finishes its last
+    requests."""
     stats = revision.stats
     return generation_pb2.RevisionView(
         model=revision.model.name,

@@ -1,4 +1,4 @@
-"""The watchdog: notices that a peer has fallen silent."""
+"""The watchdog: notices a silent peer."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 TICKS = 4
-"""Ticks in the time of a watchdog. Silence is counted in ticks of our own event loop, not read off a clock: time in
-which the loop stood still is one tick, so that a peer is not blamed for it."""
+"""Ticks in a watchdog's timeout. Silence is counted in ticks of our own event loop instead of clock time: a stall of
+the loop counts as one tick, so that the peer is not blamed for it."""
 
 
 class Watchdog:
@@ -30,7 +30,7 @@ class Watchdog:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Count silence while the context lasts: it wraps a wait for the peer's next message. At other times silence
+        """Count silence while the context lasts: it wraps a wait for the peer's next message. Silence at other times
         does not count."""
         self._listening, self._ticks = True, 0
         try:

@@ -1,10 +1,10 @@
-"""Several processes behind one address: an event loop uses one core, and the orchestrator keeps nothing between
+"""Several processes behind one address: an event loop uses one core, and the orchestrator keeps no state between
 requests.
 
-The supervisor starts its own program again as workers, which share the port by SO_REUSEPORT: the kernel gives every
-new connection to one of them. It takes no calls itself and knows nothing of what the workers do. They end when their
-stdin closes, so that none is left behind however the supervisor ends. For each other they have sockets in a folder
-(`orchestrator.siblings`).
+The supervisor starts its own program again as workers, which share the port by SO_REUSEPORT: the kernel gives every new
+connection to one of them. The supervisor takes no calls itself, and knows nothing of the workers' requests. Workers
+exit when their stdin closes, so that none outlives the supervisor, however it ends. They reach each other by sockets in
+a folder (`orchestrator.siblings`).
 """
 
 from __future__ import annotations
@@ -30,29 +30,30 @@ from specdec.serving.process.server import STOP_SIGNALS, ServerSettings, StartEr
 log = structlog.get_logger()
 
 END_SECONDS = 5.0
-"""Seconds for a worker to end, once it has drained."""
+"""Seconds for a worker to exit after its drain."""
 
 
 async def supervise(settings: ServerSettings, count: int) -> None:
-    """Run workers until SIGINT, SIGTERM or, if asked for, the end of stdin; StartError if they cannot stay up.
+    """Run workers until SIGINT, SIGTERM or, with the option, the end of stdin; StartError if they cannot stay up.
 
-    Prints one line `ready HOST:PORT` on stdout when all of them are ready.
+    Prints one line `ready HOST:PORT` on stdout once all of them are ready.
     """
     logs.configure("orchestrator", settings.log_level)
     stop = stop_asked_for(settings)
 
-    # 1. A port that other programs share already counts as taken. A free one is held while there are workers.
+    # 1. Bind the port alone first: a port shared by other programs counts as taken. Then hold it while there are
+    # workers.
     with bound(settings.host, settings.port) as alone:
         settings = replace(settings, port=alone.getsockname()[1], share_port=True)
     with bound(settings.host, settings.port, shared=True), _folder() as sockets:
-        # 2. Serve. Where an option is given twice, the last one counts.
+        # 2. Serve. Options of `ours` come last, and the last one counts.
         ours = ("--port", str(settings.port), "--share-port", "--workers", "1", "--stop-with-stdin")
         address = f"{settings.host}:{settings.port}"
 
         def command(worker: int) -> tuple[str, ...]:
             socket = ("--sibling-socket", f"{sockets}/{worker}")
             port = settings.metrics_port
-            own = () if not port else ("--metrics-port", str(port + worker))  # each counts for itself
+            own = () if not port else ("--metrics-port", str(port + worker))  # each worker counts for itself
             return (sys.executable, *sys.orig_argv[1:], *ours, *socket, *own)
 
         workers = Workers(command, lambda: announce(address))
@@ -60,17 +61,17 @@ async def supervise(settings: ServerSettings, count: int) -> None:
         stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
 
-        # 3. Have them drain.
+        # 3. Drain the workers.
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
-            loop.add_signal_handler(number, workers.end, signal.SIGKILL)  # a second one ends all at once
+            loop.add_signal_handler(number, workers.end, signal.SIGKILL)  # a second signal ends all at once
         loop.call_later(settings.drain_seconds + END_SECONDS, workers.end, signal.SIGKILL)
         workers.end(signal.SIGTERM)
         await running
 
 
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a folder that only this user can enter; StartError if there can be none."""
+    """Return a folder that only this user can enter; StartError if none can be made."""
     try:
         return tempfile.TemporaryDirectory(prefix="specdec-")
     except OSError as error:
@@ -80,20 +81,20 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 class Workers:
-    """Processes with a command each, started again when they die."""
+    """A process for each worker, restarted when it dies."""
 
     def __init__(self, command: Callable[[int], Sequence[str]], all_ready: Callable[[], None]) -> None:
-        """`command` returns the command of the worker with a number."""
+        """`command` returns the command line of a worker by its number."""
         self._command = command
         self._all_ready = all_ready
-        self._awaited: set[int] = set()  # workers that have not been ready yet
+        self._awaited: set[int] = set()  # workers that have never been ready
         self._processes: set[Process] = set()
-        self._restarts: defaultdict[int, Restarts] = defaultdict(Restarts)  # of each worker: several may die at once
+        self._restarts: defaultdict[int, Restarts] = defaultdict(Restarts)  # by worker: several may die at once
         self._failure: StartError | None = None
         self._ending = asyncio.Event()
 
     async def run(self, count: int) -> None:
-        """Run `count` processes until `end`; StartError if they cannot stay up."""
+        """Run `count` workers until `end`; StartError if they cannot stay up."""
         self._awaited = set(range(count))
         async with asyncio.TaskGroup() as group:
             for number in range(count):
@@ -102,7 +103,7 @@ class Workers:
             raise self._failure
 
     def end(self, number: signal.Signals) -> None:
-        """End all processes by this signal, and start none again."""
+        """Send this signal to all workers, and stop restarting them."""
         self._ending.set()
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
@@ -110,17 +111,17 @@ class Workers:
 
     async def _keep_up(self, number: int) -> None:
         while not self._ending.is_set():
-            # In a session of its own: Ctrl-C is for the supervisor, which ends its workers in order.
+            # In a session of its own: Ctrl-C is for the supervisor, which then ends its workers in order.
             try:
                 process = await asyncio.create_subprocess_exec(
                     *self._command(number), stdin=PIPE, stdout=PIPE, start_new_session=True
                 )
-            except OSError as error:  # no memory or no process to be had now; workers that run go on
+            except OSError as error:  # out of memory or processes for now; other workers continue
                 log.warning("worker_not_started", why=str(error))
                 await self._died(number, str(error), f"a worker could not be started: {error}")
                 continue
             self._processes.add(process)
-            if self._ending.is_set():  # it was being started when the others were ended
+            if self._ending.is_set():  # `end` was called while it was being started
                 process.terminate()
             assert process.stdout is not None
             if await process.stdout.readline():  # `ready`
@@ -141,7 +142,7 @@ class Workers:
                 self._all_ready()
 
     async def _died(self, number: int, why: str, at_first: str) -> None:
-        """Wait until the next start of a worker, or give all of them up: `at_first`, if it was never ready."""
+        """Wait until the next start of a worker, or give all of them up: with `at_first`, if it was never ready."""
         restarts = self._restarts[number]
         pause = restarts.died()
         if number in self._awaited:
