@@ -1,5 +1,5 @@
-"""Evaluation of a pair of target and draft, on the device at hand: what is accepted, how fast it would be served.
+"""Evaluation of a pair of target and draft on this machine: acceptance, and predicted speed.
 
-The services run their own code on virtual time (`virtual_time.py`), with the models themselves: a forward pass takes
-the time that it has really taken, as if target and draft had devices of their own (`timed_engine.py`).
+The services run their own code on virtual time (`virtual_time.py`), with the real models: a forward pass takes as long
+in virtual time as it really took, as if target and draft had a device each (`timed_engine.py`).
 """

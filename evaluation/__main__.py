@@ -1,4 +1,4 @@
-"""`python -m evaluation`, `specdec evaluate`: what a pair of target and draft would bring."""
+"""`python -m evaluation`, `specdec evaluate`: the gain to expect from a pair of target and draft."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ with needed_by("evaluate", "evaluate"):
     from verifier_service.step_loop import MOST_CANDIDATES
 
 MOST_STREAMS = 128
-"""Texts that a verifier lets wait at most: all of these may be asked for at once."""
+"""Limit on a verifier's waiting texts: all of these may be requested at once."""
 
 
 def main(
@@ -106,9 +106,9 @@ def main(
     streams = sorted(set(streams or (1, 8)))
     file = PromptFile(prompts, {"max_tokens": max_tokens, "temperature": temperature})
     try:
-        for _ in islice(file.prompts(), max_prompts):  # a wrong one is told before models are loaded
+        for _ in islice(file.prompts(), max_prompts):  # report a wrong one before loading models
             pass
-        # A draft holds the candidates of each session beside its text.
+        # A draft keeps each session's candidates in its KV cache, next to the text.
         candidates = max(streams) * DraftLimits().max_nodes
         pair = Pair(target, draft, target_place, draft_place, kv_tokens, candidates)
         room = (kv_tokens - MOST_CANDIDATES) // max(streams) // BLOCK * BLOCK  # as the verifier counts
@@ -129,8 +129,8 @@ def main(
 
 
 def _samples(pair: Pair, file: PromptFile, most: int, most_tokens: int) -> Iterator[Sample]:
-    """Yield the samples of a file's prompts, so many at most; PromptFileError names a line that cannot be served, or
-    whose text may have more than `most_tokens`."""
+    """Yield the samples of a file's first `most` prompts; PromptFileError names a line that cannot be served, or whose
+    text may exceed `most_tokens`."""
     for prompt in islice(file.prompts(), most):
         try:
             sample = parse(build_request(prompt.text, **prompt.options), pair.model).samples[0]
@@ -154,13 +154,13 @@ def _evaluated(
     draft_speed: float,
     concurrent: int | None,
 ) -> Report:
-    """Measure everything, with a bar on a terminal's stderr that tells how far it is."""
+    """Measure everything, with a progress bar if stderr is a terminal."""
     layout = replace(REMOTE_DRAFT.layout, delay=distance.hop + distance.network, draft_speed=draft_speed)
     remote = replace(REMOTE_DRAFT, layout=layout)
     rules = [Rule.COUPLED, Rule.REJECTION] if any(not each.sampling.greedy for each in samples) else [Rule.COUPLED]
     asked = [
         (rule, tree) for rule in rules for tree in TREES if rule is Rule.COUPLED or tree.branches == 1
-    ]  # REJECTION has one candidate at a place
+    ]  # REJECTION has one candidate per position
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         doing = bar.add_task("runs", total=len(asked) + len(streams) * (len(WAYS) + len(VERIFIERS)))
 
@@ -199,15 +199,15 @@ def _evaluated(
 
 
 def _warm_speed(pair: Pair, way: Way, samples: Sequence[Sample], streams: int) -> Figures:
-    """Return the speed of services that have served for a while: adaptive speculation has seen what pays."""
+    """Return the speed of warm services: adaptive speculation has seen what pays."""
     load = Load(_enough(samples, streams), streams)
     _, warm = speed(pair, way, Load(load.samples[:streams], streams), load)
     return warm
 
 
 def _enough(samples: Sequence[Sample], streams: int) -> list[Sample]:
-    """Return samples for so many streams to have two texts each: the same ones again, with other seeds, by tenants that
-    share no cached prompts."""
+    """Return samples that give every stream two texts: the given ones, repeated with other seeds and by other tenants,
+    so that prompts are not cached."""
     rounds = -(-2 * streams // len(samples))
     return [
         replace(each, tenant=f"{turn}", sampling=replace(each.sampling, seed=each.sampling.seed + turn))

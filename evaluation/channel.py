@@ -1,7 +1,7 @@
-"""A channel to a servicer in the same process: its streams take as long as the network would, and are counted.
+"""A channel to a servicer in the same process: it delays messages as the network would, and counts them.
 
-It looks like a `grpc.aio.Channel` to the generated stubs, and to the servicer like gRPC's context; both only as far
-as the services use them.
+It stands in for `grpc.aio.Channel` in the generated stubs, and for gRPC's context in the servicer, as far as the
+services use them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class End:
 
 
 class Pipe:
-    """One direction of a stream: messages come out in order, `delay` seconds after they went in."""
+    """One direction of a stream: delivers messages in order, `delay` seconds after they were sent."""
 
     def __init__(self, delay: float, traffic: Traffic) -> None:
         self._delay = delay
@@ -46,7 +46,7 @@ class Pipe:
         self._arrived: asyncio.Queue[Message | End] = asyncio.Queue()
 
     def send(self, message: Message) -> None:
-        """Send a copy of the message as it is now, whatever its sender does with it afterwards."""
+        """Send a copy of the message: the sender may change or reuse its own."""
         wire = message.SerializeToString()
         self._traffic.messages += 1
         self._traffic.bytes += len(wire)
@@ -63,7 +63,7 @@ class Pipe:
         return await self._arrived.get()
 
     def _dispatch(self, item: Message | End) -> None:
-        # All take equally long, so timers come due in order; the queue keeps the order of simultaneous ones.
+        # The delay is constant, so timers fire in order; the queue keeps the order of simultaneous ones.
         self._under_way.append(item)
         asyncio.get_running_loop().call_later(self._delay, self._arrive)
 
@@ -72,7 +72,7 @@ class Pipe:
 
 
 class Call:
-    """A running stream at its client's end; a task runs the servicer's method at the other."""
+    """The client's end of a running stream; a task runs the servicer's method at the other end."""
 
     def __init__(self, behaviour: Behaviour, channel: Channel) -> None:
         self._delay = channel.delay
@@ -116,12 +116,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Context:
-    """The context that a servicer gets with its call."""
+    """The context of a call, for the servicer."""
 
     responses: Pipe
 
     def time_remaining(self) -> None:
-        """Return how long the call may take: as long as it likes."""
+        """Return the time left for the call: None, since it has no deadline."""
 
     async def write(self, message: Message) -> None:
         self.responses.send(message)
@@ -141,7 +141,7 @@ class Channel:
         return lambda **_: Call(behaviour, self)
 
     def unary_unary(self, path: str, *_: object, **__: object) -> None:
-        """Do nothing: stubs ask for all their methods when created, but unary ones are not called here."""
+        """Do nothing: stubs look up all their methods when created, but unary ones are not called here."""
 
 
 def _rpc_error(error: ServiceError) -> grpc.aio.AioRpcError:

@@ -1,4 +1,4 @@
-"""The services on virtual time: one verifier, and a draft service or none, with an orchestrator's generations."""
+"""A deployment on virtual time: one verifier, at most one draft service, and an orchestrator's generations."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from verifier_service.servicer import Limits as VerifierLimits
 from verifier_service.servicer import VerifierServicer
 
 PAUSE = 0.5
-"""Virtual seconds that a patient step loop waits: drafts send a few messages a step."""
+"""Virtual seconds that a patient step loop waits: enough for a draft's few messages a step."""
 
 
 class PatientStepLoop(VirtualStepLoop):
-    """A step loop that waits after each step until its drafts have done what they can: they take no time."""
+    """A step loop that waits after each step for all candidates of its drafts, whose passes take no time."""
 
     def turn(self) -> float | None:
         wait = super().turn()
@@ -48,16 +48,16 @@ class PatientStepLoop(VirtualStepLoop):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the draft is. Speeds are relative to the devices at hand."""
+    """Where the draft runs. Speeds are relative to this machine's devices."""
 
     remote: bool = False  # there is a draft service
     local: bool = False  # the verifier runs the draft itself
-    delay: float = 0.0  # seconds from any service to another one: a hop, and the network
+    delay: float = 0.0  # seconds from one service to another: a hop, and the network
     target_speed: float = 1.0
     draft_speed: float = 1.0
     step_seconds: float | None = None
-    """Seconds of the target's passes, whatever is in them, while the draft and all other code take none, so that every
-    step has all candidates; None: all as it is."""
+    """Constant seconds of the target's passes, whatever their rows; the draft and all other code take none, so that
+    every step has all candidates. None: real times."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Text:
 
 
 class Deployment:
-    """The services of a layout. It lives on virtual time only."""
+    """The services of a layout. Needs a running `VirtualLoop`."""
 
     def __init__(self, pair: Pair, layout: Layout) -> None:
         self._pair = pair
@@ -105,7 +105,7 @@ class Deployment:
         return Text(tokens, finish)
 
     async def complete_all(self, samples: Sequence[Sample], streams: int) -> list[Text]:
-        """Run samples, so many at a time; return their texts in order."""
+        """Run samples, `streams` at a time; return their texts in order."""
         room = asyncio.Semaphore(streams)
 
         async def one(sample: Sample) -> Text:
@@ -143,7 +143,7 @@ class Deployment:
 
 
 def _at(speed: float, latency: StepLatency) -> StepLatency:
-    """Return a latency, which steps will correct, on a device so many times as fast."""
+    """Return the latency scaled to a device `speed` times as fast; steps will correct it."""
     found = deepcopy(latency)
     found.become(1, latency.of(1) / speed)
     return found

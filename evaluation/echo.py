@@ -20,7 +20,7 @@ PATH = "/specdec.Echo/Echo"
 
 
 class Measured:
-    """A service that is there to be measured: it always works, and tells and holds nothing."""
+    """A service to be measured: always working, without metrics or state."""
 
     max_request_bytes = MAX_MESSAGE_BYTES
     connection_seconds = None
@@ -33,11 +33,11 @@ class Measured:
         return []
 
     async def close(self) -> None:
-        """Hold nothing."""
+        """Nothing to close."""
 
 
 class Echo(Measured):
-    """The service. Its one method is a stream of bytes both ways."""
+    """The echo service. Its one method is a stream of bytes both ways."""
 
     name = "specdec.Echo"
 

@@ -1,6 +1,6 @@
-"""A hop: what a message takes from one service to another where the network takes nothing.
+"""A hop: the time of a message from one service to another, without the network's.
 
-That is the time of two event loops, of gRPC and of the multiplexer: for one stream, about as long as a pass of a small
+It is the time of two event loops, of gRPC and of the multiplexer: for one stream, about as long as a pass of a small
 draft. It is measured by an echo in another process.
 """
 
@@ -19,16 +19,16 @@ MESSAGE = bytes(64)
 
 ROUNDS = 400
 WARM_ROUNDS = 50
-"""Rounds that are measured, and those before them."""
+"""Measured rounds, and warm-up rounds before them."""
 
 PAUSE_SECONDS = 0.002
-"""Seconds between two rounds: services wait for each other's passes, and are woken by the message."""
+"""Seconds between two rounds: a service idles during the other's passes, and the message has to wake it."""
 
 START_SECONDS = 30.0
 
 
 def hop_seconds() -> float:
-    """Return the seconds of a hop, the median; LocalError if the echo does not start."""
+    """Return the median seconds of a hop; LocalError if the echo does not start."""
     child = Child.start("echo", "-m", "evaluation.echo")
     try:
         return asyncio.run(_measured(_address(child)))

@@ -1,4 +1,4 @@
-"""What is measured of a pair: acceptance by rule and tree, and the speed of each way to serve it."""
+"""The measurements of a pair: acceptance by rule and tree, and the speed of each way to serve it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS, Drafter, Spe
 REMOTE = frozenset({Drafter.REMOTE})
 
 LONG_STEP = 0.5
-"""Seconds of a step of the target, however many candidates it has: a draft has all of them by then, all are worth it,
-and nobody takes the target for lost."""
+"""Seconds of a step of the target, however many candidates it has: long enough for a draft to send all of them and for
+all to pay, but too short for the target to count as lost."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ TREES = (
 
 @dataclass(frozen=True)
 class Way:
-    """A way to serve the target: with which draft, and who may propose."""
+    """A way to serve the target: the layout, and the drafters allowed."""
 
     name: str
     layout: Layout
@@ -57,24 +57,24 @@ WAYS = (PLAIN, ABSENT, LOCAL, REMOTE_DRAFT)
 
 @dataclass(frozen=True)
 class Figures:
-    """What came of running samples one way."""
+    """The results of running samples one way."""
 
     tokens: int
     seconds: float
     steps: int
     offered: int
     accepted: int
-    target_busy: float  # part of the time in which the target computed
+    target_busy: float  # share of the time in which the target computed
     draft_busy: float
 
     @property
     def rate(self) -> float:
-        """Tokens a second, of all streams."""
+        """Tokens a second, over all streams."""
         return self.tokens / self.seconds
 
     @property
     def acceptance(self) -> float:
-        """Accepted candidates, of those verified."""
+        """Accepted candidates divided by verified ones."""
         return self.accepted / max(1, self.offered)
 
     @property
@@ -84,15 +84,15 @@ class Figures:
 
 @dataclass(frozen=True)
 class Load:
-    """Samples that are run, so many at a time."""
+    """Samples to run, `streams` at a time."""
 
     samples: Sequence[Sample]
     streams: int
 
 
 def run(pair: Pair, layout: Layout, *loads: Load) -> list[Figures]:
-    """Run loads on virtual time, one after the other: the services learn from each for the next. None finds its
-    prompts computed by one before."""
+    """Run loads on virtual time, one after the other: the services learn from each for the next. Prompts are not cached
+    from one load to the next."""
 
     async def main() -> list[Figures]:
         deployment = Deployment(pair, layout)

@@ -18,7 +18,7 @@ from verifier_service.costs.step_latency import StepLatency
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model computes, and with what."""
+    """Where a model computes: engine, device, threads and dtype."""
 
     engine: Kind = "torch"
     device: str = "cpu"
@@ -30,7 +30,7 @@ class Place:
 
 
 class LoadedModel:
-    """A model at its place, with the seconds of its passes as measured."""
+    """A model at its place, with the measured latency of its passes."""
 
     def __init__(self, directory: ModelDirectory, place: Place, kv_tokens: int, *, exact: bool = False) -> None:
         self.directory = directory
@@ -47,8 +47,8 @@ class LoadedModel:
 
 
 class Pair:
-    """A target and a draft that may serve together. The draft is loaded as a draft service has it, and as a verifier
-    has it beside its target."""
+    """A target and a draft that may serve together. The draft is loaded twice: as in a draft service, and as a local
+    draft of the verifier."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class Pair:
         kv_tokens: int = 16384,
         candidates: int = 0,
     ) -> None:
-        """Load both, with room for so many tokens each, and for `candidates` more at the draft.
-        ModelDirectoryError or UnsupportedModelError says in one line what cannot be."""
+        """Load both, with KV caches of `kv_tokens` tokens, and room for `candidates` more at the draft.
+        ModelDirectoryError or UnsupportedModelError says in one line what is wrong."""
         of_draft = kv_tokens + candidates
         wanted = [Wanted(target, target_place.placement(kv_tokens)), Wanted(draft, draft_place.placement(of_draft))]
-        self.has_local_draft = not (draft / GRAPH).exists()  # what was exported is for draft services alone
+        self.has_local_draft = not (draft / GRAPH).exists()  # an export is for draft services only
         if self.has_local_draft:
             wanted.append(Wanted(draft, target_place.placement(kv_tokens)))
         directory, small, *_ = check(*wanted)
@@ -79,5 +79,5 @@ class Pair:
 
     @cached_property
     def width(self) -> expansion_width.Width:
-        """Nodes that a draft service computes together."""
+        """Number of nodes a draft service computes together."""
         return expansion_width.measured(self.draft.engine, ExpansionPolicy().max_branches)

@@ -1,4 +1,4 @@
-"""What an evaluation found, as a value for scripts and as lines for people."""
+"""The report of an evaluation, as JSON for scripts and as lines for people."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from evaluation.pools import Pools
 from specdec.decoding.sampling import Rule
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-"""Rows of a pass whose seconds are told."""
+"""Rows of a pass for which latencies are reported."""
 
 
 @dataclass(frozen=True)
 class Distance:
-    """From one service to another one, in seconds."""
+    """From one service to another, in seconds."""
 
-    hop: float  # what services and gRPC take, as measured here
-    network: float  # as was said
+    hop: float  # services and gRPC, as measured here
+    network: float  # as given in the options
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that was found of a pair."""
+    """All results for a pair."""
 
     target: str  # what it is and where it computes
     draft: str
@@ -34,7 +34,7 @@ class Report:
     acceptance: Mapping[tuple[Rule, Tree], Figures]
     speed: Mapping[int, Mapping[Way, Figures]]  # by streams
     distance: Distance
-    draft_speed: float  # of a remote draft's device, relative to the one here
+    draft_speed: float  # of a remote draft's device, relative to this machine's
     pools: Mapping[int, Pools]  # by streams, where a remote draft is fastest
     concurrent: int | None
 
@@ -104,7 +104,7 @@ class Report:
         return asdict(self.pools[streams]) | {"verifier_pods": verifiers, "draft_pods": drafts}
 
     def _replicas(self, streams: int) -> tuple[int, int]:
-        """Return the verifiers and drafts that serve the texts that are asked about, else those of one draft pod."""
+        """Return the numbers of verifiers and drafts for `concurrent` texts, or for one draft pod if it is None."""
         pools = self.pools[streams]
         return pools.replicas(streams, self.concurrent or streams * pools.verifiers)
 

@@ -1,4 +1,4 @@
-"""An engine whose passes take virtual time: as much as they have really taken, and what the worker's own code took."""
+"""An engine on virtual time: a pass takes its real time, plus the real time of the worker's own code before it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ T = TypeVar("T")
 
 
 class TimedEngine:
-    """An engine on a device `speed` times as fast as the one at hand. For workers on virtual time. Its steps sample on
-    the GPU if those of the one at hand do."""
+    """An engine on a device `speed` times as fast as this machine's, for workers on virtual time. It samples on the GPU
+    if the inner engine does."""
 
     def __init__(self, inner: Engine, speed: float = 1.0, pass_seconds: float | None = None) -> None:
-        """With `pass_seconds` every pass takes so long, whatever is in it, and the worker's own code takes no time."""
+        """With `pass_seconds` every pass takes this long, whatever its rows, and the worker's own code takes no
+        time."""
         self.capacity = inner.capacity
         self.vocabulary = inner.vocabulary
         self.numerics = inner.numerics
@@ -49,7 +50,7 @@ class TimedEngine:
         self._inner.copy(source, target)
 
     def _timed(self, run: Callable[[], T]) -> T:
-        """Run a pass, and let virtual time go by for it."""
+        """Run a pass, and let its time pass on the virtual clock."""
         host = host_seconds()
         begin = time.perf_counter()
         result = run()

@@ -1,8 +1,8 @@
-"""Virtual time: an event loop that, with nothing to do, is at once where the next timer is due.
+"""Virtual time: an event loop that jumps to the next timer when idle.
 
-Whatever asks `time.monotonic` meanwhile is told the loop's time, policies and the services' worker threads included.
-Where the code of workers takes time, they are ahead of the loop by what they have not spent yet (`ahead`): their clock
-shows it, and what they send leaves as much later.
+While it runs, `time.monotonic` returns the loop's time to all code, including policies and the services' worker
+threads. If the code of workers takes time, a worker is ahead of the loop by its unspent seconds (`ahead`): its clock
+includes them, and what it sends is delayed by them.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 START = 1000.0
-"""Seconds on the clock when it starts: as on a real one, nothing has happened at 0."""
+"""Seconds on the clock at the start: as on a real one, nothing has happened at 0."""
 
 TICK = 1e-9
-"""Seconds that asking for the time takes. If it took none, who asks until a moment has passed would ask for ever: a
-sum of floats may fall short of that moment by its last bit."""
+"""Seconds added by every reading of the clock. Otherwise code that polls for a moment might never reach it: a sum of
+floats may fall short by its last bit."""
 
 T = TypeVar("T")
 
 
 class DeadlockError(RuntimeError):
-    """Everybody waits, and nothing is due."""
+    """All tasks wait, and no timer is due."""
 
 
 class _Timers(selectors.SelectSelector):
-    """Waits for timers alone: files are nobody's on virtual time."""
+    """Waits for timers alone: nothing uses files on virtual time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,19 +43,19 @@ class _Timers(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Has one thread, so that calls from other threads are calls of its own."""
+    """An event loop with one thread, so that calls from other threads are its own."""
 
     def __init__(self) -> None:
         self._timers = _Timers()
         self.ahead: Callable[[], float] = _not_ahead
-        """Returns the seconds by which whoever runs now is ahead of this loop."""
+        """Returns the seconds by which the running worker is ahead of this loop."""
         super().__init__(self._timers)
 
     def time(self) -> float:
         return self._timers.now
 
     def monotonic(self) -> float:
-        """In place of `time.monotonic`."""
+        """Replaces `time.monotonic`."""
         self._timers.now += TICK
         return self._timers.now + self.ahead()
 
@@ -79,7 +79,7 @@ def _not_ahead() -> float:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` on virtual time; DeadlockError if nothing can go on."""
+    """`asyncio.run` on virtual time; DeadlockError if nothing can continue."""
     loop = VirtualLoop()
     with asyncio.Runner(loop_factory=lambda: loop) as runner, _as_the_clock(loop.monotonic):
         return runner.run(main)
@@ -87,7 +87,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 @contextmanager
 def _as_the_clock(monotonic: Callable[[], float]) -> Iterator[None]:
-    """Have whoever asks `time.monotonic` ask this one."""
+    """Replace `time.monotonic` while the context lasts."""
     real = time.monotonic
     time.monotonic = monotonic
     try:

@@ -1,7 +1,7 @@
-"""Workers of the services without threads: each runs in a greenlet, and the event loop goes on where a thread would
-wait.
+"""Workers of the services without threads: each runs in a greenlet, and the event loop continues where a thread would
+block.
 
-So one thread does everything, in an order that depends on virtual time only: a run can be repeated exactly.
+So one thread does everything, in an order that depends on virtual time only: runs are exactly reproducible.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ Action = Callable[[], None] | None
 
 
 _resumed = 0.0
-"""Real time at which the worker that runs now was let run."""
+"""Real time at which the running worker was last resumed."""
 
 
 def sleep(seconds: float) -> None:
-    """Let virtual time pass, in a worker, as a forward pass does."""
+    """Let virtual time pass in a worker, as a forward pass does."""
     me = getcurrent()
     asyncio.get_running_loop().call_later(seconds, me.switch)
     _wait(me)
 
 
 def host_seconds() -> float:
-    """Return the real seconds for which this worker has run since it last waited."""
+    """Return the real seconds this worker has run since it last waited."""
     return time.perf_counter() - _resumed
 
 
 def unspent_seconds() -> float:
-    """Return the real seconds that the worker which runs now has not spent on the clock yet; 0 on the event loop."""
+    """Return the real seconds of the running worker that are not on the clock yet; 0 on the event loop."""
     return 0.0 if getcurrent().parent is None else host_seconds()
 
 
 def _wait(me: greenlet) -> None:
     global _resumed
-    assert me.parent is not None  # the event loop's own greenlet has none, and must not wait
+    assert me.parent is not None  # the event loop's own greenlet has no parent, and must not wait
     me.parent.switch()
     _resumed = time.perf_counter()
 
@@ -55,7 +55,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._actions: deque[Action] = deque()
-        self._reader: greenlet | None = None  # the worker that waits
+        self._reader: greenlet | None = None  # the worker in wait
         self._alarm: asyncio.TimerHandle | None = None  # ends its wait at the timeout
 
     def put(self, action: Action) -> None:
@@ -80,7 +80,7 @@ class Inbox:
         return len(self._actions)
 
     def _disarm(self) -> greenlet:
-        """Return the worker that waited, which is woken once only."""
+        """Return the waiting worker, and clear it: it is woken only once."""
         reader, self._reader = self._reader, None
         if self._alarm is not None:
             self._alarm.cancel()
@@ -90,7 +90,7 @@ class Inbox:
 
 
 class SpendingInbox(Inbox):
-    """An inbox whose reader, before it waits, lets as much virtual time pass as its own code has really taken."""
+    """An inbox whose reader, before it waits, spends the real time of its own code on the virtual clock."""
 
     def get(self, timeout: float | None = None) -> Action:
         sleep(host_seconds())
@@ -128,7 +128,7 @@ class OnVirtualTime(Worker):
         self._thread = self._turns  # type: ignore[assignment]
 
     async def end(self) -> None:
-        """Stop after the forward pass under way."""
+        """Stop after the current forward pass."""
         self.stop()
         await self._turns.ended.wait()
 
