@@ -129,8 +129,8 @@ def main(
 
 
 def _samples(pair: Pair, file: PromptFile, most: int, most_tokens: int) -> Iterator[Sample]:
-    """Yield the samples of a file's first `most` prompts; PromptFileError names a line that cannot be served, or whose
-    text may exceed `most_tokens`."""
+    """Yield the samples of a file's first `most` prompts; PromptFileError names a line if it cannot be served, or if
+    its text may exceed `most_tokens`."""
     for prompt in islice(file.prompts(), most):
         try:
             sample = parse(build_request(prompt.text, **prompt.options), pair.model).samples[0]
@@ -206,8 +206,8 @@ def _warm_speed(pair: Pair, way: Way, samples: Sequence[Sample], streams: int) -
 
 
 def _enough(samples: Sequence[Sample], streams: int) -> list[Sample]:
-    """Return samples that give every stream two texts: the given ones, repeated with other seeds and by other tenants,
-    so that prompts are not cached."""
+    """Return samples for two texts a stream: the given ones, repeated with other seeds and by other tenants, so that
+    prompts are not cached."""
     rounds = -(-2 * streams // len(samples))
     return [
         replace(each, tenant=f"{turn}", sampling=replace(each.sampling, seed=each.sampling.seed + turn))

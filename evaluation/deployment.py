@@ -34,11 +34,11 @@ from verifier_service.servicer import Limits as VerifierLimits
 from verifier_service.servicer import VerifierServicer
 
 PAUSE = 0.5
-"""Virtual seconds that a patient step loop waits: enough for a draft's few messages a step."""
+"""Virtual seconds of a patient step loop's wait: enough for a draft's few messages a step."""
 
 
 class PatientStepLoop(VirtualStepLoop):
-    """A step loop that waits after each step for all candidates of its drafts, whose passes take no time."""
+    """A step loop with a wait after each step for all candidates of its drafts; their passes take no time."""
 
     def turn(self) -> float | None:
         wait = super().turn()

@@ -64,7 +64,7 @@ class Figures:
     steps: int
     offered: int
     accepted: int
-    target_busy: float  # share of the time in which the target computed
+    target_busy: float  # share of the time spent in the target's passes
     draft_busy: float
 
     @property
@@ -124,7 +124,7 @@ async def _figures(deployment: Deployment, samples: Sequence[Sample], streams: i
 
 
 def acceptance(pair: Pair, samples: Sequence[Sample], rule: Rule, tree: Tree) -> Figures:
-    """Run samples under a rule, with a draft that has such a tree ready for every step."""
+    """Run samples under a rule; at every step the draft has such a tree ready."""
     speculation = Speculation(
         REMOTE, forced=True, max_candidates=tree.candidates, max_depth=tree.depth, max_branches=tree.branches
     )

@@ -1,4 +1,4 @@
-"""The number of draft pods that a verifier needs."""
+"""The number of draft pods a verifier needs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from math import ceil
 
 VERIFIERS = (8, 4, 2)
-"""Numbers of verifiers that may share a draft pod, largest first. A verifier gains nothing from more than one pod: a
-text has one draft at a time."""
+"""Numbers of verifiers to share a draft pod, largest first. A verifier gains nothing from more than one pod: a text has
+one draft at a time."""
 
 ENOUGH = 0.95
-"""Share of the best speed that is good enough: another pod does not pay for the rest."""
+"""Sufficient share of the best speed: another pod does not pay for the rest."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Pools:
 
 def smallest(rate: Callable[[float], float], alone: float) -> Pools:
     """Return the smallest sufficient pool. `rate` maps a draft's relative speed to a verifier's tokens a second: a pod
-    that drafts for two verifiers is about half as fast for each. `alone` is the rate at full speed."""
+    shared by two verifiers is about half as fast for each. `alone` is the rate at full speed."""
     for verifiers in VERIFIERS:
         found = rate(1 / verifiers)
         if found >= ENOUGH * alone:

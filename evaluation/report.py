@@ -11,7 +11,7 @@ from evaluation.pools import Pools
 from specdec.decoding.sampling import Rule
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-"""Rows of a pass for which latencies are reported."""
+"""Numbers of rows for which the latency of a pass is reported."""
 
 
 @dataclass(frozen=True)

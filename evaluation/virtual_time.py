@@ -18,8 +18,8 @@ START = 1000.0
 """Seconds on the clock at the start: as on a real one, nothing has happened at 0."""
 
 TICK = 1e-9
-"""Seconds added by every reading of the clock. Otherwise code that polls for a moment might never reach it: a sum of
-floats may fall short by its last bit."""
+"""Seconds added by every reading of the clock. Otherwise a poll for a moment might never reach it: a sum of floats may
+fall short by its last bit."""
 
 T = TypeVar("T")
 

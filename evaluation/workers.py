@@ -39,7 +39,7 @@ def host_seconds() -> float:
 
 
 def unspent_seconds() -> float:
-    """Return the real seconds of the running worker that are not on the clock yet; 0 on the event loop."""
+    """Return the running worker's real seconds not yet on the clock; 0 on the event loop."""
     return 0.0 if getcurrent().parent is None else host_seconds()
 
 
@@ -55,7 +55,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._actions: deque[Action] = deque()
-        self._reader: greenlet | None = None  # the worker in wait
+        self._reader: greenlet | None = None  # the waiting worker
         self._alarm: asyncio.TimerHandle | None = None  # ends its wait at the timeout
 
     def put(self, action: Action) -> None:
@@ -90,7 +90,7 @@ class Inbox:
 
 
 class SpendingInbox(Inbox):
-    """An inbox whose reader, before it waits, spends the real time of its own code on the virtual clock."""
+    """An inbox whose reader spends the real time of its own code on the virtual clock before it waits."""
 
     def get(self, timeout: float | None = None) -> Action:
         sleep(host_seconds())

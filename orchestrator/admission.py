@@ -1,4 +1,4 @@
-"""Admission control: decides whether a session may be opened at a verifier that may be full.
+"""Admission control: decides whether a session may be opened at a possibly full verifier.
 
 Without it, a flood would be sent to the verifier to be refused there, and refusals would be slow when they matter most.
 A verifier reports its room for sessions: requests beyond it are refused without asking. While the room is unknown, one
@@ -29,11 +29,11 @@ MAX_OPENINGS = 64
 Twice as many are allowed, if each of the others is its tenant's only one."""
 
 MAX_WAITING = 16
-"""Requests of a tenant that may wait for places of its cancelled ones; more are refused before parsing."""
+"""Limit on a tenant's requests waiting for places of its cancelled ones; more are refused before parsing."""
 
 REFUSED_SECONDS = 0.05
-"""Seconds for which other requests are refused after the verifier has refused one. Every text that ends makes room, so
-this is short: it only keeps a flood from asking again and again."""
+"""Seconds for which other requests are refused after a refusal by the verifier. Every ended text makes room, so this is
+short: it only keeps a flood from asking again and again."""
 
 
 class LeftAloneError(Exception):
@@ -67,7 +67,7 @@ class Admission:
                     pass  # the place of a cancelled opening is free
                 finally:
                     self._waiting[tenant] -= 1
-                    self._waiting += Counter()
+                    self._waiting += Counter()  # drop zeros
                 if self._breaker.state == "open":
                     raise LeftAloneError("its circuit breaker is open")
             self.cancelled.opening(tenant)
@@ -118,5 +118,6 @@ class Admission:
         if self.cancelled.wait(tenant, self._openings[tenant]):
             return False
         if self._load.reported is None:
-            return self._load.opening < 1
+            return self._load.opening < 1  # one probe at a time
+        # Tenants with openings in flight stop at half the places, so that a tenant's first opening finds one.
         return self._load.opening < (MAX_OPENINGS if self._openings[tenant] else 2 * MAX_OPENINGS)

@@ -10,7 +10,7 @@ FIRST_PAUSE_SECONDS = 0.05
 """First pause in seconds, before jitter: too short for a client to notice."""
 
 LONGEST_PAUSE_SECONDS = 0.5
-"""Longest pause in seconds by default: a client that has waited for seconds does not notice half a second more."""
+"""Longest pause in seconds by default: after seconds of waiting, a client does not notice half a second more."""
 
 
 class Backoff:

@@ -1,7 +1,7 @@
 """Cancelled openings: limits tenants whose requests are cancelled right after they are sent.
 
-Opening a session costs a verifier some milliseconds in any case, and a client that cancels can retry at once. Limits on
-concurrency miss such requests, since they are over. So a cancelled opening keeps its place for a while.
+Opening a session costs a verifier some milliseconds even if the client cancels, and the client can retry at once.
+Limits on concurrency miss such requests, since they are over. So a cancelled opening keeps its place for a while.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CancelledOpenings:
             del self._seen[first]
 
     def add(self, tenant: str, since: float) -> None:
-        """Note the cancellation of a request whose opening began at `since`."""
+        """Note a cancelled request; its opening began at `since`."""
         free = since + CANCELLED_SECONDS
         if free > (now := self._clock()):
             insort(self._kept.setdefault(tenant, []), free)  # cancellations come in another order than openings
@@ -66,6 +66,8 @@ class CancelledOpenings:
             return 0.0
         if openings + len(kept) < MAX_CANCELLED or not self._others(tenant, now):
             return 0.0
+        # `kept` is sorted: once the place at this index is free, openings and kept places are below MAX_CANCELLED. If
+        # openings alone exceed it, even the last place is not enough, and the caller has to ask again.
         return max(0.001, kept[min(len(kept) - 1, openings + len(kept) - MAX_CANCELLED)] - now)
 
     def _others(self, tenant: str, now: float) -> bool:

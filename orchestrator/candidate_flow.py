@@ -17,7 +17,7 @@ each other."""
 
 
 MOST_EXTEND_BYTES = MOST_BYTES - 64
-"""Largest message in bytes. It goes to the verifier inside another message, which is slightly longer."""
+"""Largest message in bytes. It goes to the verifier inside another, slightly longer message."""
 
 NODES_FOR_ONE = 64
 BYTES_FOR_ONE = 1 << 20
@@ -26,7 +26,7 @@ candidates (`MAX_NODES_A_MESSAGE`) costs 17, and so does the longest. No distrib
 
 
 class CandidateFlow:
-    """The messages that the draft of one session may still send. `max_nodes`: limit on its live candidates. In the
+    """The number of messages the draft of one session may still send. `max_nodes`: limit on its live candidates. In the
     worst case it sends each in a message of its own, and each again with its distribution."""
 
     def __init__(self, max_nodes: int) -> None:
@@ -40,7 +40,7 @@ class CandidateFlow:
 
     def violation(self, extend: model_pb2.Extend) -> str:
         """Count a message; return what is wrong with it, empty if nothing is."""
-        # There is one distribution more than candidates: that of the committed prefix.
+        # There is one distribution more than candidates: the committed prefix's.
         nodes, size = max(len(extend.tokens), len(extend.parents), len(extend.distributions) - 1), extend.ByteSize()
         self._left -= 1 + nodes // NODES_FOR_ONE + size // BYTES_FOR_ONE
         if self._left < 0:

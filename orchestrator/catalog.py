@@ -30,7 +30,7 @@ class Catalog:
     def __init__(self, revisions: Iterable[Revision] = ()) -> None:
         self._models: dict[str, list[Revision]] = {}
         self.missing: Collection[tuple[str, str]] = ()
-        """Names of models and revisions that are configured but unreadable here."""
+        """Names of configured models and revisions unreadable here."""
         self._leaving: dict[Revision, asyncio.Task[None]] = {}
         self.refused = OrchestratorStats()
         """Counts of requests for unknown models."""
@@ -58,12 +58,12 @@ class Catalog:
 
     @property
     def all(self) -> Iterable[Revision]:
-        """Served revisions, and those that are leaving."""
+        """Served revisions, and leaving ones."""
         return (*self, *self._leaving)
 
     @property
     def max_request_bytes(self) -> int:
-        """Bytes of the longest request that can be valid."""
+        """Bytes of the longest valid request."""
         return max(each.model.most_request for each in self)
 
     def counts(self) -> dict[tuple[str, str], OrchestratorStats]:
@@ -150,7 +150,7 @@ class Catalog:
 
 
 def _cannot_be_read(asked: str) -> PeerLostError:
-    """Return the error for a configured model that is unreadable here: another orchestrator may serve it."""
+    """Return the error for a configured model unreadable here: another orchestrator may serve it."""
     return PeerLostError(f"model: {echo(asked)} cannot be read here", "VERIFIER_LOST")
 
 

@@ -1,7 +1,7 @@
 """Coalesced responses: sends a client no more messages than it has use for.
 
 A drafted text is committed step by step, since its draft must receive every commit. Forwarding each commit to the
-client costs orchestrator and client half a millisecond, on the cores that small models compute with.
+client costs orchestrator and client half a millisecond, on the same cores as small models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Responses = AsyncGenerator[generation_pb2.GenerateResponse, None]
 
 
 async def coalesced(responses: Responses, seconds: float = COALESCE_SECONDS) -> Responses:
-    """Yield the responses of one sample, coalesced. The first and the last are sent at once; a response that comes too
+    """Yield the responses of one sample, coalesced. The first and the last are sent at once; any other that comes too
     early is sent with the next one, or before an error. There is no timer: when a text stalls, the tokens of its last
     hundredths of a second are held too."""
     pending: generation_pb2.GenerateResponse | None = None

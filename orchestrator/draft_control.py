@@ -68,8 +68,7 @@ class DraftControl:
             self._unsent = model_pb2.Committed()
 
     def another_verifier(self, max_nodes: int) -> Iterator[draft_pb2.DraftRequest]:
-        """Yield the messages for a move to another verifier, which grants `max_nodes` and has none of the
-        candidates."""
+        """Yield the messages for a move to another verifier: it grants `max_nodes`, and has none of the candidates."""
         if max_nodes != self._policy.max_nodes:
             self._policy.max_nodes = max_nodes
             yield draft_pb2.DraftRequest(policy=self._policy)

@@ -13,13 +13,13 @@ from orchestrator.speculation_state import SpeculationState
 from specdec.v2 import model_pb2, verifier_pb2
 
 USELESS_AFTER_STEPS = 128
-"""Steps that wanted candidates and accepted none, after which a draft is given up: it lags, or guesses at random. For a
-draft that helps in one step of twenty, such a run has a probability of 0.14 %."""
+"""Steps that wanted candidates and accepted none, after which a draft is given up: it lags, or guesses at random. If a
+draft helps in one step of twenty, such a run has a probability of 0.14 %."""
 
 
 LATE_SHARE = 0.5
-"""Share of `failover_seconds` for which a text waits for a draft, where no token can be chosen without one. The rest is
-enough to try another draft."""
+"""Share of `failover_seconds` to wait for one draft if no token can be chosen without it. The rest is enough to try
+another."""
 
 
 class UselessError(LostError):
@@ -40,10 +40,10 @@ class FloodError(LostError):
 
 
 class DraftSession:
-    """A session at a draft. Commits that arrive before it is open are queued for it."""
+    """A session at a draft. Commits are queued until it is open."""
 
     def __init__(self, stream: DraftStream, context: SampleContext, state: SpeculationState) -> None:
-        """Make a session that is not open yet; `state` decides its first policy."""
+        """Prepare a session; `state` decides its first policy."""
         self._stream = stream
         self._context = context
         self._policy = state.draft_policy(context.sample)
@@ -65,7 +65,7 @@ class DraftSession:
             raise FloodError(problem)
 
     def on_opened(self, state: SpeculationState) -> None:
-        """Make the draft resend its candidates, for another verifier that has none of them."""
+        """Make the draft resend its candidates: another verifier has none of them."""
         self._awaited_since = None
         self._flow = CandidateFlow(state.max_nodes)
         for message in self._control.another_verifier(state.max_nodes):
@@ -80,7 +80,7 @@ class DraftSession:
             self._abort_silent(self._awaited_since, now)
 
     def on_commit(self, commit: verifier_pb2.Commit) -> bool:
-        """Tell the draft what the target has decided; return True if that speaks for the draft."""
+        """Forward the target's decisions; return True if they speak for the draft."""
         self._awaited_since = None
         self._flow.committed()
         paused = self._control.paused

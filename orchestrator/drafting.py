@@ -35,12 +35,12 @@ from specdec.v2 import model_pb2, verifier_pb2
 log = structlog.get_logger()
 
 USELESS_SECONDS = 60.0
-"""Seconds before a text retries a draft that was of no use to it. The draft would have to prefill the whole text again,
-and needs time for the text to change."""
+"""Seconds before a text retries a useless draft. A retry prefills the whole text again, and can only pay once the text
+has changed."""
 
 MAX_FULL_SECONDS = 10.0
-"""Longest time in seconds for which a text avoids a draft that had no room: sessions end, and another pod may take over
-its address."""
+"""Longest time in seconds for which a text avoids a full draft: sessions end, and another pod may take over its
+address."""
 
 MAX_ROUND_PAUSE_SECONDS = 1.0
 """Longest pause in seconds between two rounds over all drafts. It may exceed the pause between verifiers, since the
@@ -48,7 +48,7 @@ text continues meanwhile."""
 
 
 class CandidateSink(Protocol):
-    """Where drafting sends its output: the verifier that has the text at the moment."""
+    """Takes the output of drafting, for the verifier that has the text at the moment."""
 
     async def extend(self, extend: model_pb2.Extend) -> None:
         """Send candidates."""
@@ -109,7 +109,7 @@ class Drafting:
             await asyncio.wait([self._working])  # a plain await could not tell its cancellation from ours
 
     def on_opened(self, opened: verifier_pb2.VerifyOpened) -> None:
-        """Draft for the verifier that has just taken the text."""
+        """Draft for a verifier that has just taken the text."""
         self._last_commit = None
         self._update(self._state.after_opened(opened))
         if self._given_up is not None:
@@ -121,7 +121,7 @@ class Drafting:
         """Pass the target's decisions to the draft, and count undrafted tokens and fallback time."""
         sample = self._context.sample
         if sample.speculation.remote and not sample.needs_draft:
-            # A verifier counts no undrafted tokens for a session that it believes to have no draft.
+            # A verifier counts no undrafted tokens for a session it believes to have no draft.
             tokens = commit.undrafted_tokens if self._state.drafted else len(commit.committed.tokens)
             if tokens and self._state.drafted and not self._late:
                 self._late = True
@@ -184,8 +184,8 @@ class Drafting:
                 tried.clear()
 
     def _full(self, pods: Pods) -> set[Pod]:
-        """Return the pods that have recently reported, to any text here, no room for sessions. A text that needs a
-        draft asks them all the same."""
+        """Return the pods with a recent report, to any text here, of no room for sessions. A text that needs a draft
+        asks them all the same."""
         if self._context.sample.needs_draft:
             return set()
         return {pod for pod in pods if (told := pod.load.reported) is not None and not told.room}
@@ -242,8 +242,8 @@ class Drafting:
                 if pod.candidates_at < error.waiting_since:  # no text has had candidates since: its device may be stuck
                     pod.breaker.failed()
                 if not (stream.at_work and self._context.sample.needs_draft):
-                    # It may be late for this text alone, or still busy with a long prefill, which an immediate retry
-                    # would restart.
+                    # It may be late for this text alone, or busy with a long prefill: an immediate retry would restart
+                    # that.
                     self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
                 reason = "draft_useless"
             case FloodError():
@@ -272,7 +272,7 @@ class Drafting:
             self._context.events.record(reason, pod, str(error))
 
     def _give_up(self) -> None:
-        """End the request, which needs a draft."""
+        """End the request: it needs a draft."""
         reason, why = self._last_failure
         log.warning("no_draft", reason=reason, why=why)
         self._given_up = _draft_required("none is available")

@@ -128,7 +128,7 @@ class Generation:
         finish.preemptions = verification.preemptions
         speculation = finish.speculation
         speculation.undrafted_reason = self._drafting.undrafted_reason
-        # Only tokens that are left count: some may be past a stop string.
+        # Count only tokens before a stop string.
         speculation.undrafted_tokens = min(self._drafting.undrafted_tokens, sum(speculation.sources.values()))
         speculation.granted.CopyFrom(self._context.granted.message())
         speculation.failover_events.update(self._context.events.counts)

@@ -1,7 +1,7 @@
 """Grammar checks: a grammar is tried before any pod gets it, and again after a pod has died under it.
 
-A pod that dies leaves no reason. So every grammar it had open is tried again in isolation, along the text it was open
-for, before that text goes to another pod. A grammar with repeated deaths is quarantined although its trials pass.
+A dead pod leaves no reason. So every grammar it had open is tried again in isolation, along the text it was open for,
+before that text goes to another pod. A grammar with repeated deaths is quarantined although its trials pass.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ MAX_BLAME = 6.0
 several a minute while nodes are drained, so the limit is twice MAX_DEATHS."""
 
 AMONG_OTHERS = 2
-"""Factor on both limits while pods die without the grammar as well: something else kills them. The factor is finite,
-since two grammars that take turns at killing pods would otherwise excuse each other forever."""
+"""Factor on both limits while pods die without the grammar as well: something else kills them. The factor is finite:
+two grammars killing pods by turns would otherwise excuse each other forever."""
 
 DEATH_SECONDS = 60.0
 """Seconds for which a death is remembered."""
@@ -111,6 +111,7 @@ class GrammarCheck:
             deaths.remove(death)
             blame = max(blame, death.blame)
         deaths.append(Death(now, str(pod), blame))
+        # True if a pod has died without this grammar: something else may be killing pods.
         others_die = any(
             at > now - DEATH_SECONDS and not any(death.is_of(address, at) for death in deaths) for at, address in of_all
         )
@@ -135,7 +136,7 @@ class GrammarCheck:
 
 
 class GrammarWatch:
-    """Watches the pods that have the grammar of one text."""
+    """Watches the pods with the grammar of one text."""
 
     def __init__(
         self, check: GrammarCheck, grammar: Grammar, sample: Sample, text: CommittedText, peers: Peers

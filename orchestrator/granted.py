@@ -1,6 +1,6 @@
 """Granted limits: what pods grant of the speculation limits of a request.
 
-A text may move to a pod that grants less. It continues there, and its `finish` reports the smallest grants.
+A text may move to a pod with smaller grants. It continues there, and its `finish` reports the smallest.
 """
 
 from __future__ import annotations

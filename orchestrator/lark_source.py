@@ -29,8 +29,7 @@ class Marks:
 
 
 def json_rule(name: str, schema: Mapping[str, Any]) -> str:
-    """Return a rule for JSON that fits a schema, on one line unless the schema's own `x-guidance` sets other white
-    space."""
+    """Return a rule for JSON of a schema, on one line unless the schema's own `x-guidance` sets other white space."""
     own = schema.get("x-guidance")
     style = {**STYLE, **(own if isinstance(own, dict) else {})}
     return f"{name}: %json " + json.dumps({**schema, "x-guidance": style})

@@ -1,4 +1,4 @@
-"""The model that an orchestrator serves, as far as requests depend on it."""
+"""The model of an orchestrator, as far as requests depend on it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specdec.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Model:
-    """The model that this orchestrator serves."""
+    """The model served by this orchestrator."""
 
     name: str
     tokenizer: Tokenizer
@@ -77,7 +77,7 @@ class Model:
 
     @property
     def most_text(self) -> int:
-        """Upper bound in bytes on a text that fits the context: a longer one is refused without tokenising it."""
+        """Upper bound in bytes on a text within the context: a longer one is refused without tokenising it."""
         return self.context * self.tokenizer.longest_token
 
     @property

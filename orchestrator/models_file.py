@@ -196,7 +196,7 @@ def _revisions(name: Any, entry: Any) -> Iterator[RevisionEntry]:
 
 
 def _revision(name: str, revision: str, values: Any, *, alone: bool) -> RevisionEntry:
-    """Parse a revision; only one that is `alone` may omit its share."""
+    """Parse a revision; only if it is `alone` may it omit its share."""
     if not isinstance(values, dict):
         raise ValueError(f"should have {', '.join(KEYS)}")
     for key in values:

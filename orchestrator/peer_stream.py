@@ -89,7 +89,7 @@ class PeerStream:
         return response.opened
 
     async def _write(self, request: Any) -> None:
-        """Write a request. On a stream that is over, do nothing: the next read raises the reason."""
+        """Write a request. Do nothing if the stream is over: the next read raises the reason."""
         assert self._call is not None  # nothing is sent before `open`
         async with self._writing:
             try:
@@ -147,7 +147,8 @@ class PeerStream:
         """Count a heartbeat; LostError if they come faster than any peer sends them. They cost the peer nothing, and
         nothing else bounds them."""
         now = self._clock()
-        # Heartbeats queued while nobody read the stream arrive at once: their number may exceed the burst.
+        # A token bucket with one exception: heartbeats queued while nobody read the stream arrive at once, so credit
+        # of that pause (`since`) is kept even above the burst.
         since = HEARTBEATS_A_SECOND * (now - self._last_heartbeat)
         self._heartbeats = max(self._heartbeats, since, min(MAX_HEARTBEATS, self._heartbeats + since)) - 1
         self._last_heartbeat = now

@@ -1,4 +1,4 @@
-"""Errors of a pod that decide whether another one is asked: it is lost, or it serves something else."""
+"""Errors of a pod after which another one may be asked: it is lost, or it serves something else."""
 
 from __future__ import annotations
 

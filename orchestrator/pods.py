@@ -110,9 +110,9 @@ class Pods(Replicas[Pod]):
         no_trial: bool = False,
         cached: Mapping[Pod, int] = MappingProxyType({}),
     ) -> Pod | None:
-        """Choose a pod that is not in `but`, is not unfit and has no open circuit breaker; None if there is none. Order
-        of preference: not in `rather_not`; with `no_trial`, a closed breaker; the given `numerics`; memory for a text
-        of `tokens` tokens; the most `cached` tokens; the fewest sessions; the longest time since it was chosen."""
+        """Choose a pod that is fit, not in `but`, and without an open circuit breaker; None if there is none. Order of
+        preference: not in `rather_not`; with `no_trial`, a closed breaker; the given `numerics`; memory for a text of
+        `tokens` tokens; the most `cached` tokens; the fewest sessions; the longest time since it was chosen."""
 
         def cost(pod: Pod) -> tuple[bool, bool, bool, bool, int, int, int]:
             small = 0 < pod.context_tokens < tokens
@@ -127,5 +127,5 @@ class Pods(Replicas[Pod]):
 
     @property
     def willing(self) -> list[Pod]:
-        """Pods that may be asked: fit, and with a breaker that is not open."""
+        """Pods that may be asked: fit, and without an open breaker."""
         return [pod for pod in self if pod.unfit is None and pod.breaker.state != "open"]

@@ -1,4 +1,4 @@
-"""Prefix-aware routing: finds the verifiers that have a text in their prefix cache and are free enough to be preferred.
+"""Prefix-aware routing: finds verifiers with a text in their prefix cache, and free enough to be preferred.
 
 Verifiers are queried for every text: orchestrators share no state, and only a verifier knows its cache. A verifier much
 busier than the others is not preferred, as in consistent hashing with bounded loads (Mirrokni, Thorup and
@@ -21,12 +21,12 @@ from specdec.decoding.block_hashes import block_hashes
 from specdec.v2 import verifier_pb2, verifier_pb2_grpc
 
 ASK_SECONDS = 0.25
-"""Timeout in seconds for a verifier's answer, which takes a millisecond unless it is very busy. After a timeout,
-nothing counts as cached."""
+"""Timeout in seconds for a verifier's answer: a millisecond is usual, unless it is very busy. After a timeout, nothing
+counts as cached."""
 
 LEAST_SHARE = 0.5
-"""Smallest cached share of a text that counts. A short shared prefix, such as a system prompt, must not route every
-text to the verifier that saw it first."""
+"""Smallest cached share of a text to count. A short shared prefix, such as a system prompt, must not route every text
+to the verifier that saw it first."""
 
 LOAD_FACTOR = 1.25
 SPARE_SESSIONS = 2

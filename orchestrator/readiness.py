@@ -1,4 +1,4 @@
-"""Readiness: whether requests can be served here, which takes a reachable verifier.
+"""Readiness: whether requests can be served here, with a reachable verifier.
 
 Sessions report on their pods while they run. Otherwise one verifier is polled every second: the last one to answer, and
 all others only if it fails.
@@ -27,7 +27,7 @@ from specdec.v2 import verifier_pb2, verifier_pb2_grpc
 log = structlog.get_logger()
 
 LOOK_SECONDS = 1.0
-"""Interval in seconds between polls: soon enough for clients in wait, at a negligible cost to the verifier."""
+"""Interval in seconds between polls: soon enough for waiting clients, at a negligible cost to the verifier."""
 
 MOST_FINGERPRINTS = 64
 """Number of remembered fingerprints: the verifiers of a revision have one, and another after an update."""
@@ -52,7 +52,7 @@ class Readiness:
         self._look_seconds = look_seconds
         self._clock = clock
         self._reached: Pod | None = None  # by the last poll
-        self._lost_at: float | None = None  # time of the first poll that found none any more
+        self._lost_at: float | None = None  # time of the first poll without one
         self._fit: set[Pod] = set()  # serve our model, as of their last answer
         self._fingerprints: OrderedDict[str, None] = OrderedDict()  # of models recently seen at verifiers
         self._tried: dict[str, str] | None = None  # problem of each verifier, as last logged

@@ -1,4 +1,4 @@
-"""Reasoning: the model's thoughts before its answer, between two tokens that mark it."""
+"""Reasoning: the model's thoughts before its answer, between two marks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def marks_of(tokenizer: Tokenizer) -> Reasoning | None:
 
 
 def reasoning_after(prompt: Sequence[int], marks: Reasoning, tokenizer: Tokenizer) -> Reasoning | None:
-    """Return the reasoning of a chat's next text; None if its prompt ends with the closing mark, by which templates
+    """Return the reasoning of a chat's next text; None if its prompt ends with the closing mark: templates write it to
     skip the reasoning."""
     for token in reversed(prompt):
         if token == marks.closing:

@@ -66,7 +66,7 @@ def parse(
     streamed: bool = True,
     arrived: datetime | None = None,
 ) -> Request:
-    """Parse a message into a request, or raise an error that names every wrong field; a prompt that is too long is
+    """Parse a message into a request, or raise an error that names every wrong field; a prompt over the limit is
     reported first, and alone.
 
     `owner` is the tenant of the caller's key; without one, the message names the tenant. `untrusted_drafts` refuses
@@ -326,7 +326,7 @@ def _unshown_stops(
     message: generation_pb2.GenerateRequest, model: Model, reasoning: Reasoning | None
 ) -> frozenset[int]:
     """Return the tokens for stop strings equal to the text of a hidden token (a special token or a mark of reasoning).
-    They end the text like end tokens. A string that merely contains such a text is searched for during detokenisation
+    They end the text like end tokens. If a string merely contains such a text, detokenisation searches for it
     (`StopStrings`)."""
     marks = () if reasoning is None else (reasoning.opening, reasoning.closing)
     found = {

@@ -48,8 +48,7 @@ class SampleTimeline:
         self._timeline.event(name, **self._which, **attributes)
 
     def first_commit(self) -> None:
-        """Record the first tokens of the sample; the request's time to first token is that of the first sample to have
-        some."""
+        """Record the first tokens of the sample. The first sample to get any sets the request's time to first token."""
         self.event("first_commit")
         self._timeline.attributes.setdefault("time_to_first_token", time.monotonic() - self._timeline.began)
 

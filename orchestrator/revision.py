@@ -21,7 +21,7 @@ from specdec.serving.bounded_threads import BoundedThreads
 log = structlog.get_logger()
 
 MAX_RESUMING = 1024
-"""Texts that may wait to be resumed: when an orchestrator dies, all of its texts come to the others."""
+"""Limit on texts waiting for resumption: when an orchestrator dies, all of its texts come to the others."""
 
 
 class Revision:

@@ -28,9 +28,9 @@ class Sample:
     tenant: str
     rule: Rule
     contrast: model_pb2.Contrast
-    weight: float = 1.0  # of the tenant, relative to others that compete for a verifier
+    weight: float = 1.0  # of the tenant, relative to its competitors for a verifier
     priority: int = 0  # within the tenant: lower goes first
-    revision: str = ""  # of the model that began the text; empty: any
+    revision: str = ""  # of the model at the start of the text; empty: any
     coalesce_commits: bool = False  # nobody reads while the text is generated
     grammar: model_pb2.Grammar | None = None  # what the text must look like
     shown_tokens: frozenset[int] = frozenset()  # special tokens to be shown nevertheless
@@ -66,5 +66,5 @@ class Request:
 
     @property
     def given_tokens(self) -> int:
-        """Tokens that a verifier must prefill before it chooses the first one."""
+        """Tokens for a verifier to prefill before it chooses the first one."""
         return self.prompt_tokens + len(self.samples[0].generated)

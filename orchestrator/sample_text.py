@@ -40,7 +40,7 @@ class SampleText:
 
     def take_space(self, tokens: Sequence[int]) -> int | None:
         """Take the white space before the opening mark, if these tokens continue with the mark; return its number of
-        tokens, 0 if no mark follows. Return None, without taking anything, if that depends on later tokens. Called
+        tokens, 0 if no mark follows. Return None, without taking anything, if only later tokens can decide. Called
         until it is known."""
         if self._opening is None:
             return 0
@@ -69,8 +69,8 @@ class SampleText:
         return spelt
 
     def end(self, token: int) -> Spelt:
-        """Take the end token, which is not shown; return the text it completes, and the stop string that it is or
-        completes, if any."""
+        """Take the end token, without showing it; return the text it completes, and the stop string it is or completes,
+        if any."""
         self.reasoning_tokens += self._closing is not None
         spelt = self._stream.end(token)
         if spelt.stop or token not in self._ending:

@@ -51,11 +51,11 @@ of megabytes of memory."""
 
 
 PARSING_THREADS = 2
-"""Threads for shorter requests. A thread that tokenises allocates memory for it, and never frees it."""
+"""Threads for shorter requests. A tokenising thread allocates memory, and never frees it."""
 
 MAX_WAITING_SHORT = 1024
 MAX_WAITING_LONG = 16
-"""Limits on requests that wait for a thread. Long ones are megabytes each."""
+"""Limits on requests waiting for a thread. Long ones are megabytes each."""
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):

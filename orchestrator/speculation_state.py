@@ -1,5 +1,5 @@
-"""The speculation state of one sample: the last report of its verifier, whether there is a draft, and the policies that
-follow from both."""
+"""The speculation state of one sample: its verifier's last report, whether there is a draft, and the resulting
+policies."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SpeculationState:
         )
 
     def draft_policy(self, sample: Sample) -> draft_pb2.DraftPolicy:
-        """Return the policy with which a session at a draft opens now; `DraftControl` makes the later ones."""
+        """Return the opening policy for a session at a draft; `DraftControl` makes the later ones."""
         policy = draft_pb2.DraftPolicy(
             max_nodes=self.max_nodes,
             max_depth=sample.speculation.max_depth,

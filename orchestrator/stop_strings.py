@@ -20,7 +20,7 @@ class Spelt:
 class StopStrings:
     """The search for stop strings in one text.
 
-    Stop strings are searched for in the shown text. Those that contain the text of a special token are also searched
+    Stop strings are searched for in the shown text. If they contain the text of a special token, they are also searched
     for in the text with special tokens spelt out (`pass_over`); the client gets the shown part of it.
     """
 
@@ -34,7 +34,7 @@ class StopStrings:
         self._shown: list[int] = []  # by character of `_held`: 1 if it is shown, else 0
 
     def add(self, text: str) -> Spelt:
-        """Add shown text; return the part that is final, up to the first stop string."""
+        """Add shown text; return its final part, up to the first stop string."""
         if not self._stop or not text:
             return Spelt(text)
         self._held += text

@@ -37,7 +37,7 @@ OF_OBJECT = frozenset(
         "x-guidance",
     ]
 )
-"""Keywords of an object schema that are enforced in calls between tags, or constrain nothing."""
+"""Keywords of an object schema that calls between tags enforce, or that constrain nothing."""
 
 OF_STRING = frozenset(
     [
@@ -150,8 +150,8 @@ def _value(
 
 
 def _text(rule: str, pattern: str, style: TaggedCall, marker: str, marks: Marks) -> Iterator[str]:
-    """Yield the rules for a string and its closing tag. The string must contain neither the closing tag nor a marker,
-    which a parser would take for the real ones."""
+    """Yield the rules for a string and its closing tag. The string must contain neither the closing tag nor a marker: a
+    parser would take them for the real ones."""
     ends = "|".join(_escaped(text) for text in (style.value[1], marker) if text not in marks.tokens)
     excluded = f" & ~/(.|\\n)*({ends})(.|\\n)*/" if ends else ""
     terminal = rule.upper()

@@ -65,7 +65,7 @@ class Detokenizer:
         """Return the text of the pending tokens after their context, and make them the context."""
         new = self._tokenizer.decode(self._context + self._pending)[self._spelt :]
         if new or not self._spelt:
-            # Tokens that spell nothing alone (a space dropped at the beginning) cannot be the context of what follows.
+            # Tokens that spell nothing alone (a space dropped at the beginning) cannot serve as context.
             alone = self._tokenizer.decode(self._pending[-CONTEXT:])
             self._context = (self._pending if alone else self._context + self._pending)[-CONTEXT:]
             self._spelt = len(alone or self._tokenizer.decode(self._context))
@@ -102,7 +102,7 @@ class TextStream:
         return spelt if spelt.stop or is_spelt else self._pass_over(token, spelt.text)
 
     def end(self, token: int) -> Spelt:
-        """Return the text held back before the end token, which is not shown but may complete a stop string."""
+        """Return the text held back before the end token. The token is not shown, but may complete a stop string."""
         spelt = self._release(self._detokenizer.flush())
         return spelt if spelt.stop else self._pass_over(token, spelt.text)
 

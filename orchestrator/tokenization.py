@@ -9,8 +9,8 @@ from specdec.v2 import generation_pb2
 
 
 def tokenize(message: generation_pb2.TokenizeRequest, model: Model) -> generation_pb2.TokenizeResponse:
-    """Return the tokens of a prompt. It is parsed as a request for a completion, so that both calls give the same
-    tokens and refuse the same prompts."""
+    """Return the tokens of a prompt. It is parsed like a request for a completion, so both calls give the same tokens
+    and refuse the same prompts."""
     asked = generation_pb2.GenerateRequest(model=message.model)
     match message.WhichOneof("prompt"):
         case "text":

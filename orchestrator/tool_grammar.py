@@ -56,7 +56,7 @@ def _beside_text(wanted: ToolFormat, marks: Marks, single: bool) -> Iterator[str
         yield r"PLAIN: /([^{\s](.|\n)*)?/"
         return
     yield r"TEXT: /(.|\n)*/"
-    # A marker that is a special token cannot occur in TEXT.
+    # If the marker is a special token, it cannot occur in TEXT.
     yield f"begin{'' if wanted.marker in marks.tokens else '[lazy]'}: TEXT {marks.spelt(wanted.marker)}"
     yield "start: TEXT | begin body" if single else "start: (begin body)* TEXT"
 

@@ -1,4 +1,4 @@
-"""Recognises a model's tool format: the format in which its chat template writes the calls of earlier turns."""
+"""Recognises a model's tool format from its chat template, by the calls it writes for earlier turns."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def _rendered(tokenizer: Tokenizer, turns: list[dict[str, Any]]) -> str:
 
 
 def _format_in(text: str, prompt: str) -> ToolFormat | None:
-    """Return the format of the call in a rendered conversation that continues `prompt`: preferably one that writes it
-    to the letter, else one that can read it."""
+    """Return the format of the call in a rendered conversation after `prompt`: preferably one whose writer matches to
+    the letter, else one whose reader parses it."""
     for tool_format in FORMATS.values():
         call = written(tool_format, [(NAME, ARGUMENTS)])
         if call in text if tool_format.marker else text.startswith(prompt + call):

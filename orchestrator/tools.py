@@ -51,8 +51,8 @@ def tool_violations(chat: generation_pb2.ChatPrompt, model: Model) -> list[tuple
 
 
 def _forced_violations(chat: generation_pb2.ChatPrompt, model: Model) -> list[tuple[str, str]]:
-    """Return what is wrong with a conversation that forces the form of calls: the form must be known, and able to
-    express the arguments."""
+    """Return what is wrong with a conversation with forced calls: their format must be known, and able to express the
+    arguments."""
     strict = {f"chat.tools[{index}].strict": tool.strict for index, tool in enumerate(chat.tools)}
     forcing = {
         "chat.tool_required": chat.tool_required,

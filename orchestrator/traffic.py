@@ -17,7 +17,7 @@ from specdec.v2 import generation_pb2
 
 PART = 4096
 TURNS = 16
-"""Characters or tokens at each end of a prompt, and turns at each end of a conversation, that are hashed to place a
+"""Characters or tokens at each end of a prompt, and turns at each end of a conversation: these are hashed to place a
 seeded request."""
 
 
@@ -41,6 +41,7 @@ def point_of(request: generation_pb2.GenerateRequest) -> float:
     if not request.sampling.HasField("seed"):
         return random.random()
     seed = request.sampling.seed.to_bytes(8, "little")
+    # 53 bits, the precision of a float: the quotient is exact, and below 1.
     return float(int.from_bytes(hashlib.sha256(seed + _ends(request)).digest()[:8], "little") >> 11) / 2**53
 
 
@@ -63,8 +64,8 @@ def _ends(request: generation_pb2.GenerateRequest) -> bytes:
 
 
 def choose(revisions: Sequence[Chosen], point: float) -> Chosen:
-    """Return the revision at a point of [0, 1), divided among them in proportion to their shares. Revisions that are
-    not ready are skipped, unless none is ready; at least one must have a share."""
+    """Return the revision at a point of [0, 1), divided among them in proportion to their shares. A revision is skipped
+    while it is not ready, unless none is; at least one must have a share."""
     left = [each for each in revisions if each.share > 0]
     first = chosen = _at(left, point)
     while not chosen.ready and len(left) > 1:

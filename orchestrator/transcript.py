@@ -73,7 +73,7 @@ class Transcript:
 
     @property
     def resumed_tokens(self) -> int:
-        """Number of generated tokens that came with the request."""
+        """Number of generated tokens in the request."""
         return len(self._sample.generated)
 
     async def resume(self, threads: BoundedThreads) -> None:
@@ -170,7 +170,7 @@ class Transcript:
         statistics.histogram += histogram
         statistics.overrun += len(commit.committed.tokens) - kept
         statistics.sources.update(source_name(source) for source in commit.sources[:kept])
-        if self._found is None:  # a verifier that resumes the text reports nothing new about the prompt
+        if self._found is None:  # after a failover, `cached_tokens` would be those of the resumption
             self._found = commit.cached_tokens
 
     def _finish(self, reason: model_pb2.FinishReason.ValueType, stop: str) -> generation_pb2.Finish:

@@ -95,7 +95,7 @@ class Verification:
                     self._stream = None
 
     def cancelled(self) -> None:
-        """Note that the caller has cancelled before the text was complete."""
+        """Note the caller's cancellation before the text was complete."""
         if self._asked is not None:
             pod, since = self._asked
             pod.admission.cancelled.add(self._context.sample.tenant, since)
@@ -185,8 +185,8 @@ class Verification:
 
     def _note_failed(self, pod: Pod, error: ServiceError) -> None:
         """Note that a verifier's model has failed on this text, or that it rejects a text begun by another one: other
-        verifiers may take it. If no verifier has begun the text, the request may really be invalid: raise the error to
-        the caller."""
+        verifiers may take it. If none has begun the text, the request may really be invalid: raise the error to the
+        caller."""
         if isinstance(error, InvalidRequestError) and not self._begun:
             if not isinstance(error, PromptTooLongError):
                 raise error

@@ -1,4 +1,4 @@
-"""Verifier choice: which verifier a text asks next, for how long it keeps asking, and which error ends the request."""
+"""Verifier choice: the next verifier for a text, the limit on retries, and the error that ends the request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class VerifierChoice:
         self._tried: dict[Pod, Exception] = {}  # pods tried since the last progress or pause
         self._answers: dict[Pod, Exception] = {}  # latest answer of each pod tried since the last progress
         self._unfit: dict[Pod, ServiceError] = {}  # pods that serve something else, or have failed on this text
-        self._left: Pod | None = None  # the last pod that had the text and lost it
+        self._left: Pod | None = None  # the last pod to lose the text
 
     async def next(self, *, numerics: str, resumed: bool) -> Pod:
         """Return the next pod to try, after a pause if all were tried; raise the client's error once nothing is left to
@@ -88,7 +88,7 @@ class VerifierChoice:
         if self._backoff.exhausted:
             tried = {str(pod): str(self._answers.get(pod, "its circuit breaker is open")) for pod in self._pods}
             log.warning("no_verifier", tried=tried)
-            # Clients see the addresses, which the operator chose; the answers of pods are only logged.
+            # The client gets the addresses, set by the operator, but no words of pods: these are only logged.
             told = ", ".join(f"{pod} ({_kind(self._answers.get(pod))})" for pod in self._pods) or "no address is known"
             raise PeerLostError(
                 f"verifier: none available within {self._backoff.budget:g} s; tried {told}", "VERIFIER_LOST"

@@ -23,8 +23,8 @@ MAX_GRANTED_NODES = 1 << 16
 send (`CandidateFlow`)."""
 
 CONSUMED_EVERY = 64
-"""Tokens between two reports to the verifier of how far the client has read: a quarter of the lead it allows a session
-(`max_unread_tokens`), so that a client which keeps reading is not throttled."""
+"""Tokens between two reports to the verifier of the client's progress: a quarter of the lead it allows a session
+(`max_unread_tokens`), so that a steady reader is not throttled."""
 
 UNREPORTED_CAPACITY = model_pb2.PodCapacity(room=2**16)
 """Capacity assumed for a pod that reports none: it is asked without limit, and refuses what it cannot take."""
@@ -36,7 +36,7 @@ class VerifierStream(PeerStream):
     peer = "verifier"
 
     def __init__(self, pod: Pod, context: SampleContext, longest_step: Callable[[], float]) -> None:
-        """Make a stream that is not open yet. `longest_step` returns the seconds a step may always take."""
+        """Prepare a stream. `longest_step` returns the seconds a step may always take."""
         super().__init__(pod, context)
         self._longest_step = longest_step
         self._checksum = 0  # over all tokens sent and received
@@ -126,9 +126,9 @@ class VerifierStream(PeerStream):
             raise LostError("the checksum of a commit is wrong: a message was lost or changed on its way")
 
     def _look_at(self, heartbeat: model_pb2.Heartbeat) -> None:
-        """Take the capacity from a heartbeat; LostError if the verifier's step is stuck. Only a worker that steps
-        counts as alive; answering is not enough. It need not step for this session, which may be waiting for memory,
-        for its draft or for its reader."""
+        """Take the capacity from a heartbeat; LostError if the verifier's step is stuck. Only steps prove a worker
+        alive, answers do not. It need not step for this session, which may be waiting for memory, for its draft or for
+        its reader."""
         if heartbeat.HasField("capacity"):
             self.pod.load.report(heartbeat.capacity)
         age, expected = heartbeat.step_age_us / 1e6, heartbeat.step_expected_us / 1e6

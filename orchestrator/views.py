@@ -27,8 +27,7 @@ def pod_view(pod: Pod, model: str = "") -> generation_pb2.PodView:
 
 
 def revision_view(revision: Revision, *, leaving: bool = False) -> generation_pb2.RevisionView:
-    """Return the state of a revision. One that is `leaving` is no longer served, and only finishes its last
-    requests."""
+    """Return the state of a revision; `leaving`: it is no longer served, and only finishes its last requests."""
     stats = revision.stats
     return generation_pb2.RevisionView(
         model=revision.model.name,

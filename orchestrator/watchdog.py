@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 TICKS = 4
 """Ticks in a watchdog's timeout. Silence is counted in ticks of our own event loop instead of clock time: a stall of
-the loop counts as one tick, so that the peer is not blamed for it."""
+the loop counts as one tick, so the peer is not blamed for it."""
 
 
 class Watchdog:

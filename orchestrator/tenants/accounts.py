@@ -67,7 +67,7 @@ class Accounts:
         return account
 
     def check_operator(self, metadata: Metadata) -> None:
-        """Raise PermissionDeniedError unless the call is an operator's, who may see all tenants' data."""
+        """Raise PermissionDeniedError unless the call is an operator's: it concerns all tenants."""
         tenant = self.of(metadata).tenant
         if tenant is not None and not tenant.operator:
             raise PermissionDeniedError(f"tenant {tenant.name!r} is no operator", "NOT_OPERATOR")
@@ -82,7 +82,7 @@ class Accounts:
                 log.exception("tenants_not_taken")
 
     def _take(self, tenants: Tenants) -> None:
-        """Replace the tenants. A tenant that stays keeps its account; running requests of removed tenants continue."""
+        """Replace the tenants. Remaining tenants keep their accounts; running requests of removed tenants continue."""
         named: dict[str, Tenant] = {tenant.name: tenant for tenant in tenants.values()}
         self._by_name = {name: self._by_name.get(name) or Account(tenant) for name, tenant in named.items()}
         for name, account in self._by_name.items():
