@@ -1,1 +1,1 @@
-"""The KV cache: which slots and blocks hold which text."""
+"""KV cache book-keeping: which slots and blocks belong to which text."""

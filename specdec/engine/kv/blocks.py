@@ -1,12 +1,12 @@
-"""The KV cache in blocks: tables of each session's blocks, and prefix caching between sessions.
+"""The paged KV cache: a block table for each session, and prefix caching between sessions.
 
-Pure book-keeping, for one thread and one model. The tensors belong to the engine; block b is their rows
-b * BLOCK .. b * BLOCK + BLOCK - 1.
+Pure book-keeping, for one thread and one model. The tensors belong to the engine; block b is their rows b * BLOCK .. b
+* BLOCK + BLOCK - 1.
 
-A filled block is *published*: it becomes a node of a tree, one for each tenant, in which the path from the root to a
-node spells a text from its start, compared token by token. A block is free, held by tables, or *cached*: published
-and held by none. A table that holds a node holds all its ancestors, and releases them last; so the least recently used
-cached node never has children, and evicting it forgets no longer prefix.
+A full block is *published*: it becomes a node of its tenant's prefix tree. The path from the root to a node spells a
+text from its start, compared token by token. A block is free, held by tables, or *cached*: published but held by none.
+A table holding a node also holds all its ancestors, and releases them last. So the least recently used cached node
+never has children, and evicting it loses no longer prefix.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specdec.decoding.block_hashes import HASHED_TOKENS, next_hash, root_hash
 from specdec.engine.kv.slots import PoolFullError, Slots
 
 BLOCK = HASHED_TOKENS
-"""Slots in a block, one for each token."""
+"""Slots in a block, one per token."""
 
 
 @dataclass(eq=False, slots=True)
@@ -31,17 +31,17 @@ class _Node:
     """A published block, or a tenant's root (no parent, block 0)."""
 
     parent: _Node | None
-    key: bytes  # its own BLOCK tokens; a root's: the tenant
+    key: bytes  # its own BLOCK tokens; for a root, the tenant
     block: int
     hash: int  # block hash of the text up to its end
-    holders: int  # tables that have this block
-    suspect: bool = False  # may hold NaN: out of the tree, and never cached again
+    holders: int  # number of tables holding this block
+    suspect: bool = False  # may contain NaN: out of the tree, never cached again
     children: dict[bytes, _Node] = field(default_factory=dict)
     order: list[bytes] = field(default_factory=list)  # the children's keys, sorted
 
     def nearest(self, key: bytes) -> tuple[_Node | None, int]:
-        """Return the child that shares the longest beginning with `key`, and its length in tokens."""
-        # In sorted order the keys with the longest common beginning stand right next to `key`.
+        """Return the child sharing the longest prefix with `key`, and that prefix's length in tokens."""
+        # In sorted order the keys with the longest common prefix are the direct neighbours of `key`.
         place = bisect_left(self.order, key)
         best, longest = None, 0
         for other in self.order[max(0, place - 1) : place + 1]:
@@ -53,19 +53,19 @@ class _Node:
 
 
 class BlockPool:
-    """A pool of blocks 1..blocks-1; block 0 has the padding slot and belongs to nobody."""
+    """A pool of blocks 1..blocks-1. Block 0 contains the padding slot and has no owner."""
 
     def __init__(self, blocks: int) -> None:
         self.usable = blocks - 1
         self.free = blocks - 1
         self._map = bytearray(b"\0" + b"\1" * (blocks - 1))  # 1: free; searching bytes is fast
-        self._roots: dict[bytes, _Node] = {}  # only tenants that have something published
+        self._roots: dict[bytes, _Node] = {}  # only tenants with published blocks
         self._cached: OrderedDict[_Node, None] = OrderedDict()  # least recently used first
         self._hashes: set[int] = set()  # of all nodes
 
     @property
     def cached(self) -> int:
-        """The number of published blocks that no table holds; they are evicted when blocks run out."""
+        """Published blocks held by no table. They are evicted when free blocks run out."""
         return len(self._cached)
 
     @property
@@ -74,12 +74,12 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """The number of blocks that tables can still take."""
+        """Blocks that tables can still take."""
         return self.free + self.cached
 
     def known_prefix(self, hashes: Iterable[int]) -> int:
-        """Return how many leading tokens of a text, of which these are the block hashes, are published in whole blocks.
-        Any thread may ask: the answer is as of now, and holds nothing."""
+        """Return the number of leading tokens, in whole blocks, already published for a text with these block hashes.
+        May be called from any thread. The answer is a snapshot: the blocks are not held."""
         known = 0
         for each in hashes:
             if each not in self._hashes:
@@ -88,10 +88,10 @@ class BlockPool:
         return known
 
     def open(self, tokens: Sequence[int], tenant: str = "") -> tuple[BlockTable, Slots, Slots]:
-        """Open a table that starts with the longest cached prefix of `tokens` without the last, which must be computed.
+        """Open a table starting with the longest cached prefix of `tokens`, except the last token: it must be computed.
 
-        Returns the table and the slots that the caller must copy, from source to target, before anything is written:
-        where the prefix ends inside a block and memory allows, the table gets a block of its own for that part.
+        Returns the table and the (source, target) slots to copy before anything is written: if the prefix ends inside a
+        block and memory allows, the table gets a block of its own for that part.
         """
         table = BlockTable(self, tenant.encode())
         start, limit = 0, len(tokens) - 1
@@ -108,7 +108,7 @@ class BlockPool:
         table.shared = start
         source, common = (None, 0) if node is None else node.nearest(key)
         if source is not None:
-            self._hold(source)  # so that making room does not evict it; it also counts as just used
+            self._hold(source)  # making room must not evict it; it also counts as just used
             if self.available:
                 table._origin = source
                 table.shared += common
@@ -121,7 +121,7 @@ class BlockPool:
         return table, table._origin.block * BLOCK + rows, table._blocks[-1] * BLOCK + rows
 
     def forget_prefixes(self) -> None:
-        """Free all cached blocks, since their contents may not be what was computed."""
+        """Free all cached blocks: their contents may be wrong."""
         while self._cached:
             self._evict()
 
@@ -134,8 +134,8 @@ class BlockPool:
         self._give([node.block])
 
     def _take(self, count: int, after: int) -> list[int]:
-        """Take `count` blocks: those right after block `after` as far as they are free, then the first run that is
-        long enough, else pieces."""
+        """Take `count` blocks: the free ones right after block `after`, then the first run that is long enough, else
+        pieces."""
         if count > self.available:
             raise PoolFullError(count * BLOCK, self.available * BLOCK)
         while self.free < count:
@@ -164,7 +164,7 @@ class BlockPool:
         node.holders += 1
 
     def _release(self, node: _Node) -> list[int]:
-        """Drop one holder of a node; return its block if the last one is gone and it may hold NaN."""
+        """Drop one holder of a node. If it was the last and the block may contain NaN, return the block."""
         node.holders -= 1
         if node.holders:
             return []
@@ -197,7 +197,7 @@ class BlockPool:
             del self._roots[parent.key]
 
     def _condemn(self, node: _Node) -> list[int]:
-        """Forget a prefix and all its continuations; return those of their blocks that no table holds."""
+        """Forget a prefix and all its continuations; return their blocks held by no table."""
         if node.suspect:
             return []
         self._unlink(node)
@@ -216,49 +216,50 @@ class BlockPool:
 
 
 def blocks_freed(tables: Sequence[BlockTable]) -> int:
-    """Return the number of blocks that are available once all these tables are closed."""
+    """Return the number of blocks available once all these tables are closed."""
     held = Counter(node for table in tables for node in table._chain)
     own = sum(len(table._blocks) - len(table._chain) for table in tables)
     return own + sum(node.holders == count for node, count in held.items())
 
 
 class BlockTable:
-    """One session's blocks, in order of position: published ones that it holds, then its own.
+    """One session's blocks in order of position: the published ones it holds, then its own.
 
-    Blocks found at open are only read; positions from `shared` on are written, and lie in the table's own blocks.
+    Blocks found by `BlockPool.open` are read-only. Positions from `shared` upwards are writable, in the table's own
+    blocks.
     """
 
     def __init__(self, pool: BlockPool, tenant: bytes) -> None:
         self.tenant = tenant
-        self.shared = 0  # leading tokens found at open, copied ones included
-        self.slots: Slots = np.arange(0)  # slots[p] is where token p lives
+        self.shared = 0  # leading tokens found when opened, copied ones included
+        self.slots: Slots = np.arange(0)  # slots[p] is the slot of token p
         self._pool = pool
         self._blocks: list[int] = []
-        self._chain: list[_Node] = []  # nodes of the leading blocks, which are in the tree
-        self._late: list[bytes] = []  # keys of the filled blocks after these, to be published at close
-        self._origin: _Node | None = None  # where rows were copied from
+        self._chain: list[_Node] = []  # nodes of the leading blocks, all in the tree
+        self._late: list[bytes] = []  # keys of the full blocks after these, to be published by close()
+        self._origin: _Node | None = None  # node whose rows were copied
         self._closed = False
 
     @property
     def exclusive(self) -> int:
-        """The number of blocks that no other table holds; they are available once this table is closed."""
-        # Whoever holds a node holds all its ancestors, so nodes with one holder stand at the end.
+        """Blocks held by no other table. They become available when this table is closed."""
+        # A table holding a node holds all its ancestors, so nodes with a single holder are at the end.
         return len(self._blocks) - bisect_left(self._chain, True, key=lambda node: node.holders == 1)
 
     @property
     def share(self) -> float:
-        """The number of blocks that this table holds, each divided by how many tables hold it."""
+        """This table's blocks, each divided by the number of tables holding it."""
         blocks, start = float(len(self._blocks) - len(self._chain)), 0
-        while start < len(self._chain):  # holders never become more along the chain
+        while start < len(self._chain):  # holder counts never increase along the chain
             holders = self._chain[start].holders
             end = bisect_left(self._chain, True, lo=start, key=lambda node: node.holders < holders)
             blocks, start = blocks + (end - start) / holders, end
         return blocks
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens; PoolFullError, with nothing taken, if there is too little.
+        """Make room for `length` tokens. Raises PoolFullError, taking nothing, if there is too little.
 
-        The new array `slots` begins like the old one.
+        The new `slots` array starts with the old one.
         """
         if self._closed:
             raise RuntimeError("the table is closed")
@@ -268,7 +269,7 @@ class BlockTable:
             self._lay()
 
     def publish(self, tokens: Sequence[int], computed: int) -> None:
-        """Publish the filled blocks of tokens[:computed], whose keys and values are in place: others may share them."""
+        """Publish the full blocks of tokens[:computed] for sharing. Their keys and values must be in place."""
         filled = computed // BLOCK
         known = len(self._chain) + len(self._late)
         if filled <= known:
@@ -285,12 +286,12 @@ class BlockTable:
                 self._chain.append(self._pool._publish(parent, key, self._blocks[index]))
 
     def close(self, *, wipe: bool = False) -> Slots:
-        """Give all blocks back; filled blocks stay cached. Closing again does nothing.
+        """Release all blocks; full blocks stay cached. Closing twice does nothing.
 
-        `wipe` says that the memory may hold NaN, and so may what it was computed from and what was computed from it:
-        the whole prefix is forgotten with all its continuations, whichever tables hold them. No new table finds them,
-        and the close() of their other holders wipes too. Returns the slots to overwrite before the pool is used again,
-        since a NaN spreads to the next rows that read it, masked or not; none unless wiping.
+        `wipe`: the memory may contain NaN, and so may everything it was computed from or was used for. The whole prefix
+        is forgotten with all its continuations, including blocks held by other tables: no new table finds them, and the
+        close() of their other holders wipes too. Returns the slots to overwrite before the pool is used again, since a
+        NaN spreads to the next rows that read it, masked or not. Empty unless wiping.
         """
         pool, chain, own = self._pool, self._chain, self._blocks[len(self._chain) :]
         wipe = wipe or self._suspect
@@ -304,11 +305,11 @@ class BlockTable:
                 twin = parent.children.get(key)
                 if twin is None:
                     twin = pool._publish(parent, key, block)
-                else:  # our slots are read no more: the other table's copy takes their place
+                else:  # our slots are no longer read: the other table's copy replaces them
                     pool._hold(twin)
                     spare.append(block)
                 chain.append(twin)
-        for node in reversed(chain):  # a prefix is older than its continuation, but outlives it
+        for node in reversed(chain):  # descendants first: a prefix must be more recently used than its continuation
             spare += pool._release(node)
         pool._give(spare)
         self._closed = True
@@ -318,8 +319,8 @@ class BlockTable:
 
     @property
     def _suspect(self) -> bool:
-        """True if a block that this table holds, or copied from, may hold NaN."""
-        # The last node of the chain is enough: a node is condemned with all its descendants.
+        """True if a block held by this table, or copied from, may contain NaN."""
+        # Checking the last node of the chain is enough: a node is condemned with all its descendants.
         found = self._chain[-1:] + ([self._origin] if self._origin else [])
         return any(node.suspect for node in found)
 
@@ -327,7 +328,8 @@ class BlockTable:
         return self._chain[-1] if self._chain else self._pool._root(self.tenant)
 
     def _grow(self, count: int) -> None:
-        # An empty table passes -1, not 0: block 1 must not count as adjacent, so that a long enough run is searched.
+        # An empty table passes -1, not 0: block 1 must not count as adjacent, so that _take searches for a long enough
+        # run.
         self._blocks += self._pool._take(count, self._blocks[-1] if self._blocks else -1)
 
     def _lay(self) -> None:
@@ -335,7 +337,7 @@ class BlockTable:
 
 
 def _key(tokens: Sequence[int]) -> bytes:
-    """Return tokens as bytes of fixed width, so that a common beginning of bytes is one of tokens."""
+    """Return tokens as bytes of fixed width: a common prefix of tokens is a common prefix of bytes."""
     return array("I", tokens).tobytes()
 
 

@@ -1,4 +1,4 @@
-"""Slots of the KV cache: which are free and which are taken. The tensors themselves belong to the engine."""
+"""Slots of the KV cache: a contiguous-run allocator. The tensors themselves belong to the engine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 Slots = NDArray[np.int64]
 
 PADDING_SLOT = 0
-"""A slot nobody owns: padding reads from it and writes to it."""
+"""A slot without an owner: padding rows read from it and write to it."""
 
 
 class PoolFullError(Exception):
-    """An error that says that too few slots are free."""
+    """Raised when there are too few free slots."""
 
     def __init__(self, wanted: int, free: int) -> None:
         super().__init__(f"{wanted} key/value slots wanted, {free} free")
@@ -23,10 +23,10 @@ class PoolFullError(Exception):
 
 
 class KVPool:
-    """A pool that hands out slots 1..capacity-1, one for each token, contiguous where possible.
+    """A pool of slots 1..capacity-1, one per token, handed out contiguously where possible.
 
-    Contiguous slots let attention read a view instead of a copy. Free memory is a sorted list of runs
-    (start, length), neighbours merged.
+    Contiguous slots allow attention to read a view instead of a copy. Free memory is a sorted list of (start, length)
+    runs with neighbours merged.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -39,7 +39,7 @@ class KVPool:
         return self.capacity - 1 - self.free
 
     def take(self, count: int) -> Slots:
-        """Take `count` slots, ascending: from the first run that is long enough, else pieces of several runs."""
+        """Take `count` slots in ascending order: from the first run that is long enough, else from several runs."""
         if count > self.free:
             raise PoolFullError(count, self.free)
         if not count:
@@ -62,7 +62,7 @@ class KVPool:
         return np.concatenate(pieces)
 
     def give(self, slots: Slots) -> None:
-        """Take slots back; each must have come from `take` and be given once."""
+        """Return slots to the pool. Each must come from `take` and be returned once."""
         if not len(slots):
             return
         ordered = np.sort(slots)
