@@ -1,1 +1,1 @@
-"""The torch engine on the CPU: ragged batches, their attention, and decoders of the Llama kind in compiled loops."""
+"""The torch engine on the CPU: ragged batches, their attention, and compiled decoder layers of the Llama kind."""

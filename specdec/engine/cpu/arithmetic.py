@@ -1,7 +1,7 @@
-"""Arithmetic that all compiled loops of the CPU use: conversion between stored and computed numbers, and exp.
+"""Arithmetic shared by all compiled CPU loops: conversion between stored and computed numbers, and exp.
 
-The KV cache, weights and what one loop passes to the next may be bfloat16, which NumPy sees as its bits (uint16); all
-arithmetic is float32.
+The KV cache, weights and intermediate results may be bfloat16, seen by NumPy as raw bits (uint16). All arithmetic is
+float32.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 NUMBA = f"{numba.__version__}-{llvm.get_host_cpu_name()}"
-"""Numba's version and the processor that it compiles the loops for: others may sum in another order."""
+"""Numba's version and the processor the loops are compiled for: another one may sum in another order."""
 
 REORDERED = {"reassoc", "contract", "nsz", "arcp"}
-"""LLVM's fast-math flags: a sum may be reordered, once and for all, when a loop is compiled; infinities and NaNs keep
+"""LLVM's fast-math flags. A sum may be reordered, but only once, when the loop is compiled; infinities and NaNs keep
 their meaning."""
 
 
@@ -35,7 +35,7 @@ def array_of(tensor: Tensor) -> Array:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def widened(_context: Any, stored: Any) -> Any:
-    """Convert a stored number to float32: itself, or the bits of a bfloat16 followed by sixteen zeros."""
+    """Convert a stored number to float32: unchanged, or the bits of a bfloat16 followed by sixteen zeros."""
 
     def generate(_: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         (number,) = arguments
@@ -49,7 +49,7 @@ def widened(_context: Any, stored: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def narrowed(_context: Any, number: Any, like: Any) -> Any:
-    """Convert a float32 to the type in which `like` is stored: itself, or the nearest bfloat16, ties to even."""
+    """Convert a float32 to the stored type of `like`: unchanged, or the nearest bfloat16, ties to even."""
 
     def generate(_: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if signature.return_type == types.float32:
@@ -60,7 +60,7 @@ def narrowed(_context: Any, number: Any, like: Any) -> Any:
         odd = builder.and_(half, ir.Constant(word, 1))
         rounded = builder.lshr(builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF))), ir.Constant(word, 16))
         is_nan = builder.fcmp_unordered("uno", arguments[0], arguments[0])
-        quiet = builder.or_(half, ir.Constant(word, 0x40))  # rounding could make a NaN an infinity
+        quiet = builder.or_(half, ir.Constant(word, 0x40))  # rounding could turn a NaN into an infinity
         return builder.trunc(builder.select(is_nan, quiet, rounded), ir.IntType(16))
 
     return like(types.float32, like), generate
@@ -78,7 +78,7 @@ def _from_bits(_context: Any, bits: Any) -> Any:
 
 @numba.njit(inline="always", fastmath=REORDERED)  # type: ignore[untyped-decorator]
 def exp(x: Any) -> Any:
-    """Return e**x for x <= 0, to five units in the last place, in a form that lets loops over it be vectorised (after
+    """Return e**x for x <= 0, accurate to five units in the last place. Loops calling it can be vectorised (after
     Cephes' expf: a power of two times a polynomial)."""
     x = np.float32(-87.0) if x < np.float32(-87.0) else x
     whole = np.floor(x * np.float32(1.44269504) + np.float32(0.5))

@@ -1,10 +1,10 @@
 """Attention over a ragged batch on the CPU: one loop, compiled by Numba.
 
 For each row it computes the dot products with the row's keys in order of position, their softmax, and the weighted sum
-of the values. Nothing is gathered, padded or masked; keys and values are read where they lie. Queries that read the
-same keys, from rows of one path or from heads that share a key head, are computed a few at a time and read them once.
-But no row's arithmetic depends on another's (`cpu/vectors.py`): the same token at the same place of the same text has
-the same bits in every batch. Keys, values and queries may be bfloat16; all arithmetic is float32.
+of the values. Nothing is gathered, padded or masked; keys and values are read in place. Queries over the same keys
+(rows of one path, or query heads sharing a key head) are computed a few at a time and read the keys once. Still, no
+row's arithmetic depends on another's (`cpu/vectors.py`): the same token at the same place of the same text has the same
+bits in every batch. Keys, values and queries may be bfloat16; all arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from specdec.engine.cpu.layout import RaggedBatch
 from specdec.engine.cpu.vectors import dots, weighted_sums
 
 GROUP = 4
-"""Queries that are computed at a time."""
+"""Queries computed together."""
 
 PIECE = 32
-"""Rows of a path, at most, in a piece: the part that one thread computes for one key head."""
+"""Maximum rows of a path in a piece, the unit of work of one thread for one key head."""
 
 SHARED_FROM = 1 << 16
-"""Numbers in the keys of all rows from which sharing them among threads pays: about ten microseconds' work."""
+"""Break-even for sharing among threads, in numbers in the keys of all rows: about ten microseconds' work."""
 
 CACHE_LINE = 64
 """Bytes of a cache line."""
 
 EVERYTHING = np.iinfo(np.int64).max
-"""Tokens of a window that hides nothing: a layer without a sliding window."""
+"""Window of a layer without a sliding window, in tokens."""
 
 
 class Scratch(NamedTuple):
-    """Memory that the loop computes in: a row for each thread."""
+    """Scratch memory of the loop: a row per thread."""
 
     integers: NDArray[np.int64]
     floats: NDArray[np.float32]
 
     @classmethod
     def of(cls, threads: int, longest: int, width: int, value_width: int) -> Scratch:
-        """Return memory for texts of at most `longest` tokens."""
+        """Allocate scratch memory for texts of at most `longest` tokens."""
         integers, floats = 2 * GROUP + 2 * longest, GROUP * (width + value_width + longest)
         return cls(
             np.empty((threads, _whole_lines(integers, 8)), np.int64),
@@ -57,15 +57,19 @@ class Scratch(NamedTuple):
 
 
 def _whole_lines(numbers: int, width: int) -> int:
-    """Return as many numbers of `width` bytes, or a few more, as fill cache lines: no two threads write to the same."""
+    """Round a count of numbers of `width` bytes up to whole cache lines, so that no two threads write to the same
+    line."""
     in_a_line = CACHE_LINE // width
     return -(-numbers // in_a_line) * in_a_line
 
 
 @dataclass
 class RaggedMemory:
-    """Keys and values of all layers, [kv_heads, slots, width] each, and the number of threads that read them. If all
-    layers have the same shape they may be one tensor. (All keys of a head lie together, since a text reads them so.)"""
+    """Keys and values of all layers, each [kv_heads, slots, width], and the number of threads that read them.
+
+    They may be one tensor if all layers have the same shape. All keys of a head are adjacent, the order in which
+    attention reads them.
+    """
 
     keys: Sequence[Tensor] | Tensor
     values: Sequence[Tensor] | Tensor
@@ -73,21 +77,21 @@ class RaggedMemory:
 
     def __post_init__(self) -> None:
         self.arrays = [(array_of(k), array_of(v)) for k, v in zip(self.keys, self.values, strict=True)]
-        self.whole: tuple[Array, Array] | None = None  # [layers, kv_heads, slots, width] each
+        self.whole: tuple[Array, Array] | None = None  # each [layers, kv_heads, slots, width]
         if isinstance(self.keys, Tensor) and isinstance(self.values, Tensor):
             self.whole = array_of(self.keys), array_of(self.values)
 
 
 class RaggedAttention:
-    """The attention of one forward pass, which the model's layers call."""
+    """The attention of one forward pass, called by the model's layers."""
 
     def __init__(self, memory: RaggedMemory, batch: RaggedBatch) -> None:
         batch.check(memory.keys[0].shape[1])
         self.batch = batch
         self.memory = memory
         self.pieces = pieces(batch.first, memory.threads)
-        self._cuts: dict[tuple[int, int], openmp.Cuts] = {}  # by key heads and width of a key
-        self._scratch: dict[tuple[int, int], Scratch] = {}  # by widths of keys and values
+        self._cuts: dict[tuple[int, int], openmp.Cuts] = {}  # by number of key heads and key width
+        self._scratch: dict[tuple[int, int], Scratch] = {}  # by key width and value width
 
     def attend(
         self,
@@ -123,11 +127,11 @@ class RaggedAttention:
 
     @property
     def threads(self) -> int:
-        """The number of threads that compute."""
+        """Threads used for this pass."""
         return self.memory.threads
 
     def scratch(self, width: int, value_width: int) -> Scratch:
-        """Return the memory that the threads compute in for heads of these widths; it is allocated once."""
+        """Return the threads' scratch memory for heads of these widths, allocated once."""
         made = self._scratch.get((width, value_width))
         if made is None:
             longest = int(self.batch.positions.max()) + 1
@@ -135,7 +139,7 @@ class RaggedAttention:
         return made
 
     def shares_of(self, kv_heads: int, width: int) -> openmp.Cuts:
-        """Return the `shares` of the batch for keys of this shape; they are computed once."""
+        """Return the `shares` of the batch for keys of this shape, computed once."""
         cuts = self._cuts.get((kv_heads, width))
         if cuts is None:
             cuts = shares(self.batch.positions, self.pieces, kv_heads, width, self.threads)
@@ -144,11 +148,11 @@ class RaggedAttention:
 
 
 def pieces(first: NDArray[np.int64], threads: int) -> NDArray[np.int64]:
-    """Cut rows, whose paths begin at `first`, into pieces of neighbours on one path, a few for each thread; return
-    their bounds [p + 1]."""
+    """Cut rows into pieces of neighbours on one path, a few pieces per thread; return their bounds [p + 1]. `first`:
+    start of each row's path."""
     rows = np.arange(len(first))
     size = min(PIECE, max(GROUP, len(first) // (4 * threads)))
-    begins = np.concatenate([[True], first[1:] != first[:-1]])  # a path
+    begins = np.concatenate([[True], first[1:] != first[:-1]])  # True at the first row of a path
     behind = rows - np.maximum.accumulate(np.where(begins, rows, 0))
     return np.append(rows[behind % size == 0], len(first))
 
@@ -156,8 +160,8 @@ def pieces(first: NDArray[np.int64], threads: int) -> NDArray[np.int64]:
 def shares(
     positions: NDArray[np.int64], pieces: NDArray[np.int64], kv_heads: int, width: int, threads: int
 ) -> openmp.Cuts:
-    """Cut the batch's key heads, counted piece by piece, so that each thread reads about as many keys; into a single
-    share where there are few."""
+    """Cut the batch's (piece, key head) units, in this order, into shares with about equal numbers of keys, one per
+    thread; a single share for little work."""
     keys = np.repeat(np.add.reduceat(positions + 1, pieces[:-1]), kv_heads)
     ends = np.cumsum(keys)
     if not openmp.AVAILABLE or ends[-1] * width < SHARED_FROM:
@@ -178,9 +182,10 @@ def _store(new_keys: Any, new_values: Any, keys: Any, values: Any, slots: Any) -
 
 @functools.cache
 def kernel(width: int, value_width: int) -> openmp.SharedLoop:
-    """Return the loop for heads of these widths, which are compiled into it.
+    """Return the loop for heads of these widths, compiled in as constants.
 
-    It is one function: LLVM keeps its accumulators in registers only where it sees all of the loop."""
+    It is a single function: LLVM keeps the accumulators in registers only if it sees the whole loop.
+    """
     dots_of_one, dots_of_row, dots_of_rows = (
         dots(1, width, fetched=value_width),
         dots(GROUP, width, fetched=value_width),
@@ -193,25 +198,25 @@ def kernel(width: int, value_width: int) -> openmp.SharedLoop:
         keys: Any,  # as stored [kv_heads, slots, width]
         values: Any,
         path: Any,  # slots of all paths
-        first: Any,  # [t] where a row's path begins
+        first: Any,  # [t] start of each row's path
         positions: Any,  # [t]
-        pieces: Any,  # [p + 1] rows at which pieces begin
-        window: Any,  # how many tokens back a row sees, itself included
+        pieces: Any,  # [p + 1] first row of each piece
+        window: Any,  # tokens a row sees, itself included, counted backwards
         scale: Any,
         softcap: Any,  # 0: none
         out: Any,  # as stored [t, heads, value_width]
-        integers: Any,  # to compute in, as are these
-        floats: Any,  # (`Scratch`)
-        cuts: Any,  # [2] the first key head and the end, counted piece by piece
+        integers: Any,  # scratch (`Scratch`)
+        floats: Any,  # scratch
+        cuts: Any,  # [2] first unit (piece, key head) and end
     ) -> None:
         kv_heads, slots = keys.shape[:2]
-        shared = query.shape[1] // kv_heads  # query heads of one key head
+        shared = query.shape[1] // kv_heads  # query heads per key head
         flat_keys, flat_values = keys.reshape(-1), values.reshape(-1)
         longest = 0
         for r in range(pieces[cuts[0] // kv_heads], pieces[-(-cuts[1] // kv_heads)]):
             longest = max(longest, positions[r] + 1)
-        # These arrays hold one group of queries: a query is a row and one of its heads.
-        begins, ends = integers[:GROUP], integers[GROUP : 2 * GROUP]  # the keys that each query sees
+        # These arrays hold one group of queries; a query is one head of one row.
+        begins, ends = integers[:GROUP], integers[GROUP : 2 * GROUP]  # range of keys each query sees
         places = integers[2 * GROUP :]
         key_at, value_at = places[:longest], places[longest : 2 * longest]
         queries = floats[: GROUP * width].reshape(GROUP, width)
@@ -232,10 +237,10 @@ def kernel(width: int, value_width: int) -> openmp.SharedLoop:
                 key_at[j], value_at[j] = place * width, place * value_width
             for start in range(0, count, GROUP):
                 members = min(GROUP, count - start)
-                any_begin, any_end = longest, 0  # keys that any of them sees
-                all_begin, all_end = 0, longest  # keys that all of them see
+                any_begin, any_end = longest, 0  # keys seen by any query of the group
+                all_begin, all_end = 0, longest  # keys seen by all of them
                 for i in range(1 if members == 1 else GROUP):
-                    number = start + min(i, members - 1)  # the last query is repeated to fill the group
+                    number = start + min(i, members - 1)  # repeat the last query to fill the group
                     r, head = row + number // shared, kv_head * shared + number % shared
                     end = positions[r] + 1
                     begin = max(0, end - window)
@@ -246,7 +251,7 @@ def kernel(width: int, value_width: int) -> openmp.SharedLoop:
                         queries[i, d] = query[r, head, d] * scale
                 if members == 1:
                     dots_of_one(queries, flat_keys, key_at, flat_values, value_at, any_begin, any_end, weights)
-                elif count == shared:  # all queries are of one row, which shares its keys with no other
+                elif count == shared:  # all queries belong to one row and share its keys with no other row
                     dots_of_row(queries, flat_keys, key_at, flat_values, value_at, any_begin, any_end, weights)
                 else:
                     dots_of_rows(queries, flat_keys, key_at, flat_values, value_at, any_begin, any_end, weights)
@@ -256,8 +261,8 @@ def kernel(width: int, value_width: int) -> openmp.SharedLoop:
                 if members == 1:
                     sums_of_one(sums, weights, flat_values, value_at, any_begin, any_end)
                 else:
-                    # Keys that all of them see are summed together. Those that only some see are summed for each
-                    # query alone, since what a query does not see may be NaN.
+                    # Sum keys seen by the whole group together. Keys seen by only some are summed for each query alone:
+                    # memory a query does not see may contain NaN.
                     all_end = max(all_begin, all_end)
                     for i in range(members):
                         sums_of_one(sums[i:], weights[i:], flat_values, value_at, begins[i], min(all_begin, ends[i]))
@@ -269,18 +274,18 @@ def kernel(width: int, value_width: int) -> openmp.SharedLoop:
                     for d in range(value_width):
                         out[r, head, d] = narrowed(sums[i, d], out[r, head, d])
 
-    attend.__qualname__ = f"attend_{width}_{value_width}"  # symbols are made of it (`cpu/openmp.py`)
+    attend.__qualname__ = f"attend_{width}_{value_width}"  # becomes part of symbol names (`cpu/openmp.py`)
     return openmp.shared(scratch=2, error_model="numpy")(attend)
 
 
 @part(loop=True, fastmath=REORDERED, error_model="numpy")
 def _soften(weights: Any, softcap: Any) -> None:
-    """Replace scores by their softmax, after the softcap if there is one (0: none)."""
+    """Replace scores by their softmax, after the softcap if any (0: none)."""
     if softcap > 0:
         for j in range(len(weights)):
             weights[j] = np.tanh(weights[j] / softcap) * softcap
     best = np.float32(-np.inf)
-    for j in range(len(weights)):  # NaN is never the best, and stays NaN
+    for j in range(len(weights)):  # NaN never wins the comparison, and stays NaN
         best = weights[j] if weights[j] > best else best
     total = np.float32(0.0)
     for j in range(len(weights)):

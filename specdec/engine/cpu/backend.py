@@ -20,9 +20,11 @@ from specdec.engine.row_counts import InvariantRowCounts
 
 
 class RaggedBackend:
-    """Keys and values of all layers, [kv_heads, slots, width] each, read by the threads that torch has.
+    """Attention backend over the keys and values of all layers, each [kv_heads, slots, width], with torch's thread
+    count.
 
-    The system hands out their memory where it is first written; `touch_memory` has it do so everywhere."""
+    The system allocates the memory's pages at the first write; `touch_memory` allocates all of them.
+    """
 
     name = f"vectors-numba-{NUMBA}"
 
@@ -53,14 +55,14 @@ class RaggedBackend:
 
 
 def _pool(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Sequence[Tensor] | Tensor:
-    """Return memory of these shapes: one tensor if all are the same, else a list."""
+    """Allocate memory of these shapes: one tensor if all are equal, else a list."""
     if len(set(shapes)) == 1:
         return _zeros((len(shapes), *shapes[0]), dtype)
     return [_zeros(shape, dtype) for shape in shapes]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros that no memory is taken for until they are written, as torch's own are at once. They begin with a
-    page, so that no vector of a slot lies in one cache line more than it must."""
+    """Return zeros without physical memory until the first write, unlike torch.zeros. They are page-aligned, so that no
+    slot's vector straddles more cache lines than necessary."""
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

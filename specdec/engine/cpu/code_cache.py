@@ -1,9 +1,9 @@
-"""Compiled loops in the cache folder, so that only a machine's first start compiles them.
+"""Compiled loops in the cache folder, so that only the first start on a machine compiles them.
 
-Numba's own cache looks at the time and size of the one file that defines a function, and cannot name a function that
-holds others, as ours do. Here the key is the name that `kept` is given, the arguments' types, the processor, Numba's
-settings, and all our sources with the versions below them (`engine/cache_folder.py`). Code can be kept because it
-names what it calls outside: no address of this process is in it.
+Numba's own cache checks time and size of the single file defining a function, and cannot name a function that closes
+over others, as ours do. Here the key is the name passed to `kept`, the arguments' types, the processor, Numba's
+settings, and all our sources with the versions of their dependencies (`engine/cache_folder.py`). The code is cacheable
+because it refers to external functions by name: it contains no address of this process.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ log = structlog.get_logger()
 
 
 def kept(name: str, file: str, dispatcher: Any) -> Any:
-    """Have a compiled function, written in this file, come from the cache folder, and return it. No other one may have
-    its `name`: whatever is compiled into it, such as a width, must be named too."""
+    """Load a compiled function, defined in `file`, from the cache folder if possible, and return it. `name` must be
+    unique: it includes everything compiled in, such as a width."""
     dispatcher._cache = CodeCache(name, file)
     return dispatcher
 
 
 class CodeCache(_Cache):  # type: ignore[misc]
-    """The code of one function, for each signature that it is called with."""
+    """The code of one function, for each signature it is called with."""
 
     def __init__(self, name: str, file: str) -> None:
         self._name, self._file = name, file
@@ -50,18 +50,18 @@ class CodeCache(_Cache):  # type: ignore[misc]
             return None
         try:
             return CompileResult._rebuild(target_context, *pickle.loads(data))
-        except Exception as error:  # whatever a pickle may raise; compiling anew always works
+        except Exception as error:  # unpickling may raise anything; compiling again always works
             log.warning("code_not_loaded", function=self._name, why=f"{type(error).__name__}: {error}")
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        if data.lifted or data.library.has_dynamic_globals:  # holds addresses of this process
+        if data.lifted or data.library.has_dynamic_globals:  # contains addresses of this process
             log.warning("code_not_kept", function=self._name)
             return
         cache_folder.write(dumps(data._reduce()), "code", *self._key(sig, data.codegen))
 
     def enable(self) -> None:
-        """Do nothing: the cache is on while there is a folder."""
+        """Do nothing: the cache is on as long as there is a folder."""
 
     disable = flush = enable
 
@@ -72,5 +72,5 @@ class CodeCache(_Cache):  # type: ignore[misc]
 
 @functools.cache
 def _content(file: str) -> str:
-    """Return a digest of the file that a function is written in: it may be none of the engines' sources."""
+    """Return a digest of the file defining a function: it may not be one of the engines' sources."""
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()

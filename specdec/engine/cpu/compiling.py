@@ -1,11 +1,10 @@
-"""How Numba compiles our loops: what is called from Python becomes a closed piece of code, what only compiled code
-calls becomes a part of its callers.
+"""How Numba compiles our loops: functions called from Python become closed pieces of code, functions called only from
+compiled code become parts of their callers.
 
-Numba makes machine code of every function that a loop calls, and where code calls one of them, whichever version was
-loaded first is run. Code that was compiled in this process would so run other versions of inner loops than the same
-code from the cache folder does, which may add in another order. A closed piece runs its own version of everything,
-and so has the same bits wherever it comes from. What becomes a part needs no machine code of its own, which makes up
-a good part of the time that compiling takes.
+Numba emits machine code for every function a loop calls, and at run time the first loaded version of a function wins.
+So code compiled in this process could run other versions of inner loops than the same code from the cache folder, with
+another order of additions. A closed piece runs its own version of everything, hence has the same bits in both cases.
+Parts need no machine code of their own, which saves a good part of the compile time.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from specdec.engine.cpu.code_cache import kept
 
 
 def closed(name: str, file: str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that has a function compiled as a closed piece of code, with these options of `numba.njit`,
-    and kept in the cache folder. No other one may have its `name`: whatever is compiled into it, such as a width, must
-    be named too. `file`: where it is written, if its code does not say so."""
+    """Return a decorator that compiles a function as a closed piece of code, with these options of `numba.njit`, and
+    keeps it in the cache folder. `name` must be unique: it includes everything compiled in, such as a width. `file`:
+    where the function is defined, if its code object does not know."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         compiled = numba.njit(nogil=True, pipeline_class=_Closed, **options)(function)
@@ -36,9 +35,9 @@ def closed(name: str, file: str | None = None, **options: Any) -> Callable[[Call
 
 
 def part(*, loop: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that has a function compiled as a part of its callers, with these options of `numba.njit`. It
-    cannot be called from Python. What is no `loop` is optimised in its callers only, which saves time; a loop also by
-    itself, since in a large function LLVM keeps less of it in registers."""
+    """Return a decorator that compiles a function as a part of its callers, with these options of `numba.njit`. It
+    cannot be called from Python. Without `loop` it is optimised only inside its callers, which saves time. A loop is
+    also optimised by itself, since in a large function LLVM keeps less of it in registers."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         return numba.njit(nogil=True, pipeline_class=_LoopPart if loop else _Part, **options)(function)
@@ -47,7 +46,7 @@ def part(*, loop: bool = False, **options: Any) -> Callable[[Callable[..., Any]]
 
 
 class ClosedLibrary(JITCodeLibrary):  # type: ignore[misc]
-    """A library to which all functions that are linked into it belong."""
+    """A library that owns all functions linked into it."""
 
     def _optimize_final_module(self) -> None:
         for function in self._final_module.functions:
@@ -57,7 +56,7 @@ class ClosedLibrary(JITCodeLibrary):  # type: ignore[misc]
 
 
 class UnoptimisedLibrary(JITCodeLibrary):  # type: ignore[misc]
-    """A library that is optimised where it becomes a part of another one, and not before."""
+    """A library optimised only after it becomes part of another one."""
 
     def _optimize_final_module(self) -> None:
         """Do nothing."""
@@ -65,7 +64,7 @@ class UnoptimisedLibrary(JITCodeLibrary):  # type: ignore[misc]
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class ClosedLowering(NativeLowering):  # type: ignore[misc]
-    """Numba's lowering, into a closed library."""
+    """Numba's lowering into a closed library."""
 
     _name = "closed_lowering"
 
@@ -77,15 +76,15 @@ class ClosedLowering(NativeLowering):  # type: ignore[misc]
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class LoopLowering(NativeLowering):  # type: ignore[misc]
-    """Numba's lowering, without machine code."""
+    """Numba's lowering without machine code."""
 
     _name = "loop_lowering"
 
     def run_pass(self, state: Any) -> Any:
         state.flags.no_compile = state.flags.no_cpython_wrapper = state.flags.no_cfunc_wrapper = True
         super().run_pass(state)
-        # In place of machine code stands a builtin, as a dispatcher wants, that is equal to no other one, and raises a
-        # TypeError when it is called with the tuple of its arguments.
+        # A dispatcher needs an entry point even without machine code: a builtin that equals no other one, and raises a
+        # TypeError when called with a tuple of arguments.
         entry: Any = bytearray().append
         state.targetctx.insert_user_function(entry, state["cr"].fndesc, [state.library])
         state["cr"] = state["cr"]._replace(cfunc=entry)
@@ -94,7 +93,7 @@ class LoopLowering(NativeLowering):  # type: ignore[misc]
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class PartLowering(LoopLowering):
-    """The same into an unoptimised library."""
+    """The same, into an unoptimised library."""
 
     _name = "part_lowering"
 
@@ -104,7 +103,7 @@ class PartLowering(LoopLowering):
 
 
 class _Compiler(CompilerBase):  # type: ignore[misc]
-    """Numba's passes with another lowering."""
+    """Numba's passes with a different lowering."""
 
     lowering: type[NativeLowering]
 

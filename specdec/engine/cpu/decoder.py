@@ -1,8 +1,8 @@
 """A decoder of the Llama kind on the CPU, in few operators.
 
-Each of transformers' layers is about forty small operators, which for the few rows of a decoding step take as long as
-the matrix products. Here a layer is four products and five compiled loops. It uses the model's own weights; the model's
-linear layers are parts of the joined products here (`hf/linear.py`: `Part`). Models of any other kind keep their own
+Each of transformers' layers is about forty small operators; for the few rows of a decode step they take as long as the
+matrix products. Here a layer is four products and five compiled loops. It uses the model's own weights; the model's
+linear layers become parts of the joined products (`hf/linear.py`: `Part`). Models of any other kind keep their own
 layers.
 """
 
@@ -27,25 +27,24 @@ from specdec.engine.hf.batch_invariance import TiledLinear
 from specdec.engine.hf.pretrained import LayerAttention
 
 FIRST_POSITIONS = 1024
-"""Positions whose cosines and sines are computed at once, beyond twice the last position that is needed."""
+"""Positions computed ahead: cosines and sines cover twice the last position needed plus this many."""
 
 SHARED_FROM = 1 << 13
-"""Numbers from which sharing a pass over them among threads pays: about ten microseconds' work."""
+"""Break-even for sharing a pass over memory among threads, in numbers: about ten microseconds' work."""
 
 
 @dataclass(frozen=True)
 class _Workspace:
-    """Memory for steps of one number of rows. All layers have the same shapes, and use the same memory one after the
-    other."""
+    """Memory for steps of one row count. All layers have the same shapes and use the same memory in turn."""
 
     normal: Tensor  # [t, hidden]
-    inputs: list[Tensor]  # the products' inputs, one for each kind
+    inputs: list[Tensor]  # inputs of the products, one per kind
     buffers: Buffers  # the same memory as arrays
-    tiled: TiledInputs | None  # the inputs for prepacked GEMMs in compiled code, if they are used
+    tiled: TiledInputs | None  # inputs for prepacked GEMMs in compiled code, if used
 
 
 class Decoder:
-    """A decoder that runs a model's joined layers. When layers have been replaced, a new one must be made."""
+    """A decoder running a model's joined layers. Create a new one after replacing layers."""
 
     def __init__(self, model: PreTrainedModel, attends: list[LayerAttention]) -> None:
         config = model.config
@@ -55,7 +54,7 @@ class Decoder:
         self._head = model.get_output_embeddings()
         self._dtype = model.dtype
         self._hidden = config.hidden_size
-        # The heads of this process only: a model may be cut into parts.
+        # Only the heads of this process: a model may be split among ranks.
         self._heads = attends[0].kv_heads * (config.num_attention_heads // config.num_key_value_heads)
         self._width = attends[0].width
         self._projected = (self._heads + 2 * attends[0].kv_heads) * self._width
@@ -73,7 +72,7 @@ class Decoder:
         batch = attention.batch
         rows = len(tokens)
         self._know_angles(int(batch.positions.max()))
-        assert attention.memory.whole is not None  # the layers of these models are alike
+        assert attention.memory.whole is not None  # all layers of these models have the same shape
         keys, values = attention.memory.whole
         work = self._workspace(rows)
         work.buffers.residual[:] = 0
@@ -104,14 +103,14 @@ class Decoder:
         return logits
 
     def _products(self, work: _Workspace) -> tuple[Any, Callable[..., None]]:
-        """Return the products and the function that runs the layers with them: compiled for prepacked GEMMs, else
+        """Return the products and the function running the layers with them: compiled for prepacked GEMMs, else
         interpreted."""
         if self._packed is not None and work.tiled is not None:
             return self._packed.of(work.tiled, like=work.buffers.normal), compiled(self._width)
         return list(map(_product, self._linears, itertools.cycle(work.inputs))), interpreted(self._width)
 
     def _workspace(self, rows: int) -> _Workspace:
-        """Return the workspace for this number of rows: the first rows of the largest buffers, which grow if needed."""
+        """Return the workspace for this row count: the first rows of the largest buffers, grown if needed."""
         if rows > len(self._largest[0]):
             self._make_room(rows)
         found = self._workspaces.get(rows)
@@ -134,15 +133,16 @@ class Decoder:
         self._workspaces.clear()
         widths = (self._hidden, self._hidden, self._heads * self._width, self._inner)
         stored = [torch.zeros(rows, width, dtype=self._dtype) for width in widths]
-        self._largest = [*stored, torch.zeros(rows, self._heads, self._width)]  # all of them, or memory was short
+        # One assignment after all allocations: on a memory shortage the old set stays complete.
+        self._largest = [*stored, torch.zeros(rows, self._heads, self._width)]
 
     def _know_angles(self, last: int) -> None:
-        """Compute the cosines and sines of all positions up to `last`, and beyond, unless they are there."""
+        """Make sure that cosines and sines exist for all positions up to `last`, computing some beyond it."""
         if last < len(self._weights.cos):
             return
         positions = torch.arange(2 * last + FIRST_POSITIONS)[None]
         cos, sin = self._rotary(torch.empty(0, dtype=torch.float32), positions)
-        half = cos.shape[-1] // 2  # the other half is the same
+        half = cos.shape[-1] // 2  # both halves are equal
         cos, sin = (angle[0, :, :half].numpy().copy() for angle in (cos, sin))
         self._weights = self._weights._replace(cos=cos, sin=sin)
 
@@ -167,14 +167,14 @@ def _weights(inside: Any, attends: list[LayerAttention], epsilon: float) -> Weig
 
 
 def _linears(layer: Any) -> tuple[Any, ...]:
-    """Return the linear layers of one decoder layer, in the order in which they are used."""
+    """Return the linear layers of one decoder layer in order of use."""
     attention, mlp = layer.self_attn, layer.mlp
     return attention.q_proj.joined.linear, attention.o_proj, mlp.gate_proj.joined.linear, mlp.down_proj
 
 
 def _embedding(embed: Any) -> Callable[[Tensor], Array]:
-    """Return the function from tokens [t] to their embeddings [t, hidden], as stored. A plain table is read as an
-    array, since torch would release the interpreter's lock for it."""
+    """Return the function from tokens [t] to their embeddings [t, hidden] in the stored dtype. A plain table is read as
+    an array: torch would release the GIL for it."""
     if type(embed) is torch.nn.Embedding and type(embed.weight) is torch.nn.Parameter and not embed._forward_hooks:
         table = array_of(embed.weight.detach())
         return lambda tokens: table[tokens.numpy()]

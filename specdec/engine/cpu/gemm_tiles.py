@@ -1,4 +1,4 @@
-"""The tile sizes at which a model's products are the quickest, measured when it is loaded.
+"""The fastest tile sizes for a model's products, measured at load.
 
 oneDNN runs products of some shapes over many rows in a single thread: on AMX, 512 rows of 7936 inputs and 384 outputs
 take four times as long as 256 rows (`docs/decisions/2026-11-23-quickest-tiles.md`).
@@ -25,8 +25,8 @@ log = structlog.get_logger()
 
 @torch.inference_mode()
 def largest_tiles(layers: Iterable[PackedLinear], clock: Callable[[], float] = time.perf_counter) -> dict[Shape, int]:
-    """Measure, for each shape of layer, the rows of the quickest tile, with the threads that torch has now. The clock
-    tells seconds."""
+    """Measure the rows of the fastest tile for each shape of layer, with torch's current thread count. The clock
+    returns seconds."""
     shapes: dict[Shape, list[PackedLinear]] = defaultdict(list)
     for layer in layers:
         shapes[layer.in_features, layer.out_features].append(layer)
@@ -36,8 +36,8 @@ def largest_tiles(layers: Iterable[PackedLinear], clock: Callable[[], float] = t
 
 
 def _timing(layers: list[PackedLinear], clock: Callable[[], float]) -> Callable[[int], float]:
-    """Return a function that measures the seconds of a tile of `rows`, copying into the joint result included. It runs
-    one layer after the other, as a step does."""
+    """Return a function measuring the seconds of a tile of `rows`, including the copy into the joint result. It cycles
+    through the layers, as a step does."""
     x = torch.zeros(SIZES[-1], layers[0].in_features, dtype=layers[0].dtype)
     together = np.empty((SIZES[-1], layers[0].out_features), array_of(x).dtype)
     turns = itertools.cycle(layers)
@@ -48,7 +48,7 @@ def _timing(layers: list[PackedLinear], clock: Callable[[], float]) -> Callable[
         done = 0
         for tile in tiles:
             result = array_of(layer(tile))
-            if len(tiles) > 1:  # by one thread, as `cpu/packed_gemm.py` does
+            if len(tiles) > 1:  # in one thread, as in `cpu/packed_gemm.py`
                 together[done : done + len(result)] = result
                 done += len(result)
         return (clock() - start) / len(tiles)

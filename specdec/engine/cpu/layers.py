@@ -1,7 +1,7 @@
 """The layers of a decoder of the Llama kind: written once, run as compiled code or as Python.
 
-Compiled, all layers of a step are one call that does not touch the interpreter's lock in between. As Python they take
-any kind of product: those of ranks that sum theirs, or of weights that are not prepacked.
+Compiled, all layers of a step are one call that leaves the GIL alone throughout. As Python they accept any kind of
+product: of ranks that sum their results, or with weights that are not prepacked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specdec.engine.cpu.openmp import Cuts, SharedLoop
 from specdec.engine.cpu.packed_gemm import product
 
 PRODUCTS = 4
-"""Products in a layer. They read, in this order, the buffers `normal`, `attended`, `normal` and `gated`."""
+"""Products in a layer. They read the buffers `normal`, `attended`, `normal` and `gated`, in this order."""
 
 QKV, BACK, GATE_AND_UP, DOWN = range(PRODUCTS)
 
@@ -30,29 +30,29 @@ NO_SOFTCAP = np.float32(0.0)
 class Weights(NamedTuple):
     """Weights and constants of all layers, except the weights of products."""
 
-    norms: Array  # [2 * layers + 1, hidden] each layer's norms before attention and before the gate; the last norm
-    head_norms: Array  # [layers, 2, width] norms of queries and of keys, or [layers, 0, width]
+    norms: Array  # [2 * layers + 1, hidden] each layer's norms before attention and before the MLP; the last norm
+    head_norms: Array  # [layers, 2, width] query and key norms, or [layers, 0, width]
     epsilon: Any
     cos: Array  # float32 [positions, width / 2]
     sin: Array
-    windows: Array  # [layers] how many tokens back a row sees
+    windows: Array  # [layers] tokens a row sees, counted backwards
     scales: Array  # float32 [layers]
 
 
 class StepRows(NamedTuple):
-    """The arrays of a ragged batch that the layers read."""
+    """The arrays of a ragged batch read by the layers."""
 
     positions: Array  # [t]
     slots: Array  # [t]
     path: Array  # slots of all paths
-    first: Array  # [t] where a row's path begins
-    pieces: Array  # [p + 1] rows at which pieces of paths begin
-    integers: Array  # [threads, ...] that loops compute in (`cpu/attention.py`: `Scratch`)
+    first: Array  # [t] start of each row's path
+    pieces: Array  # [p + 1] first row of each piece
+    integers: Array  # [threads, ...] scratch (`cpu/attention.py`: `Scratch`)
     floats: Array
 
 
 class Buffers(NamedTuple):
-    """Memory that one layer after the other computes in; in the stored dtype, except queries."""
+    """Memory used by one layer after the other, in the stored dtype except for queries."""
 
     residual: Array  # [t, hidden]
     normal: Array  # [t, hidden]
@@ -62,7 +62,7 @@ class Buffers(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """The cuts that share the work of each kind of loop among the OpenMP team."""
+    """The cuts that split each kind of loop among the OpenMP team."""
 
     norms: Cuts
     heads: Cuts
@@ -71,7 +71,7 @@ class Shares(NamedTuple):
 
 
 class Loops(NamedTuple):
-    """The loops of a layer, as they are called from compiled code or from Python."""
+    """The loops of a layer, callable from compiled code or from Python."""
 
     add_and_normalise: Callable[..., None]
     rotate: Callable[..., None]
@@ -85,7 +85,7 @@ def _loops(width: int) -> tuple[SharedLoop, ...]:
 
 
 def sequence(loops: Loops, multiply: Callable[[Any, int], Array]) -> Callable[..., None]:
-    """Return the function that runs all layers; multiply(products, number) must return the result of a product."""
+    """Return the function running all layers; multiply(products, number) must return the result of a product."""
     add_and_normalise, rotate, gate, attend = loops
 
     def layers(
@@ -98,8 +98,8 @@ def sequence(loops: Loops, multiply: Callable[[Any, int], Array]) -> Callable[..
         shares: Any,
         update: Any,  # [t, hidden]
     ) -> None:
-        """Run all layers: add the update (the embedded tokens) and the output of each layer to the residual, and leave
-        its last norm in `normal`."""
+        """Run all layers: add the update (the embedded tokens) and each layer's output to the residual, and leave its
+        last norm in `normal`."""
         residual, normal, norms = buffers.residual, buffers.normal, weights.norms
         for layer in range(len(keys)):
             own = PRODUCTS * layer
@@ -147,11 +147,11 @@ def sequence(loops: Loops, multiply: Callable[[Any, int], Array]) -> Callable[..
 def compiled(width: int) -> Callable[..., None]:
     """Compile the layers for heads of this width and prepacked GEMMs (`cpu/packed_gemm.py`: `Products`)."""
     layers = sequence(Loops(*(each.inside for each in _loops(width))), product)
-    layers.__qualname__ = f"layers_{width}"  # symbols are made of it (`cpu/openmp.py`)
+    layers.__qualname__ = f"layers_{width}"  # becomes part of symbol names (`cpu/openmp.py`)
     return closed(f"layers-{width}")(layers)  # type: ignore[no-any-return]
 
 
 @functools.cache
 def interpreted(width: int) -> Callable[..., None]:
-    """Return the layers as Python, for heads of this width; `products` are functions that each return a product."""
+    """Return the layers as Python, for heads of this width; `products` is a list of functions returning a product."""
     return sequence(Loops(*_loops(width)), lambda products, number: products[number]())

@@ -1,6 +1,6 @@
-"""The ragged batch: every row names the slots of its keys, in order of position.
+"""The ragged batch: every row lists the slots of its keys in order of position.
 
-A row's attention then depends on its own text alone, not on the batch's other rows nor on whether the row is part of a
+So a row's attention depends on its own text alone, not on the batch's other rows, nor on whether the row belongs to a
 prompt, a tree or a plain step: nothing is padded, masked or rearranged.
 """
 
@@ -18,13 +18,13 @@ from specdec.engine.kv.slots import Slots
 
 @dataclass(frozen=True)
 class RaggedBatch(PackedBatch):
-    """A ragged batch: row r sees the slots keys[first[r] : first[r] + positions[r] + 1]."""
+    """A ragged batch: row r attends to the slots keys[first[r] : first[r] + positions[r] + 1]."""
 
-    keys: Slots  # slots of all paths, one after the other
-    first: NDArray[np.int64]  # [t] where a row's path begins
+    keys: Slots  # slots of all paths, concatenated
+    first: NDArray[np.int64]  # [t] start of each row's path
 
     def check(self, capacity: int) -> None:
-        """Raise ValueError unless every slot exists: the compiled code that reads them checks no bounds."""
+        """Raise ValueError unless all slots exist: the compiled code does no bounds checks."""
         highest = max(int(self.keys.max()), int(self.slots.max()))
         if highest >= capacity or min(int(self.keys.min()), int(self.slots.min())) < 0:
             raise ValueError(f"slots must lie in 0..{capacity - 1}, one is {highest}")
@@ -32,11 +32,11 @@ class RaggedBatch(PackedBatch):
 
 @dataclass
 class RaggedPacker(Packer):
-    """A packer of ragged batches, in which rows of one path share its list of slots."""
+    """A packer of ragged batches. Rows of one path share its list of slots."""
 
     _keys: list[Slots] = field(default_factory=list)
     _length: int = 0
-    _first: dict[int, int] = field(default_factory=dict)  # row -> where its keys begin
+    _first: dict[int, int] = field(default_factory=dict)  # row -> start of its keys
 
     def add_path(self, keys: Slots, rows: Sequence[int]) -> None:
         last = max(map(self.positions.__getitem__, rows))

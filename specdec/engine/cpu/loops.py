@@ -1,7 +1,7 @@
 """The loops between a decoder layer's matrix products, each a single pass over memory, compiled by Numba.
 
-Arrays are in their stored dtype (`cpu/arithmetic.py`); rows are computed one by one, in float32, and rounded once when
-they are stored, so that no row's arithmetic depends on another's.
+Arrays are in their stored dtype (`cpu/arithmetic.py`). Each row is computed by itself in float32, and rounded once when
+stored, so that no row's arithmetic depends on another's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def add_and_normalise(
     weight: Any,  # [hidden]
     epsilon: Any,
     out: Any,  # [t, hidden]
-    cuts: Any,  # [2] the first row and the end
+    cuts: Any,  # [2] first row and end
 ) -> None:
     """Add the update to the residual, and write the RMS norm of the sum to `out` (Zhang and Sennrich 2019, "Root mean
     square layer normalization", eq. 4)."""
@@ -40,20 +40,20 @@ def add_and_normalise(
 @openmp.shared(scratch=1, fastmath=REORDERED, error_model="numpy")
 def rotate(
     projected: Any,  # [t, (heads + 2 * kv_heads) * width]: queries, keys, values
-    norms: Any,  # [2, width] weights of the RMS norm of query and key heads, or [0, width]
+    norms: Any,  # [2, width] weights of the query and key RMS norms, or [0, width]
     epsilon: Any,
     cos: Any,  # float32 [positions, width / 2]
     sin: Any,
     positions: Any,  # [t]
-    slots: Any,  # [t] where keys and values are stored
+    slots: Any,  # [t] destination of keys and values
     query: Any,  # float32 [t, heads, width], written
     keys: Any,  # [kv_heads, slots, width], written
     values: Any,
-    turned: Any,  # float32 [width or more] to compute in
-    cuts: Any,  # [2] the first row and the end
+    turned: Any,  # float32 [width or more], scratch
+    cuts: Any,  # [2] first row and end
 ) -> None:
-    """Split a row into heads, rotate queries and keys by their position (Su et al. 2021, "RoFormer", eq. 34, with the
-    halves of a head as pairs instead of neighbours), and store keys and values."""
+    """Split a row into heads, rotate queries and keys by their position (Su et al. 2021, "RoFormer", eq. 34, pairing
+    the two halves of a head instead of neighbours), and store keys and values."""
     heads, width = query.shape[1:]
     kv_heads = len(keys)
     for r in range(cuts[0], cuts[1]):
@@ -91,7 +91,7 @@ def rotate(
 def gate(
     projected: Any,  # [t, 2 * inner]: gates, then ups
     out: Any,  # [t, inner]
-    cuts: Any,  # [2] the first row and the end
+    cuts: Any,  # [2] first row and end
 ) -> None:
     """Write silu(gate) * up to `out` (Shazeer 2020, "GLU variants improve transformer", eq. 6)."""
     inner = out.shape[1]

@@ -1,8 +1,8 @@
-"""Compiled loops, shared among the OpenMP team that torch computes with.
+"""Compiled loops, shared among torch's OpenMP team.
 
-After a matrix product the team's threads spin, waiting for the next one. Threads of any other pool would have to
-compete with them for the cores (`docs/decisions/2026-11-22-one-team.md`). So loops are run by the same team, through
-the OpenMP runtime that torch has loaded into the process.
+After a matrix product the team's threads spin, waiting for the next one. Any other thread pool would compete with them
+for the cores (`docs/decisions/2026-11-22-one-team.md`). So loops run on the same team, through the OpenMP runtime that
+torch has loaded into the process.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from numpy.typing import NDArray
 from specdec.engine.cpu.compiling import closed, part
 
 Cuts = NDArray[np.int64]
-"""The bounds [shares + 1] of a loop's shares: where each begins, and the end of the last."""
+"""The bounds [shares + 1] of a loop's shares: the start of each, and the end of the last."""
 
 _process = ctypes.CDLL(None)
 AVAILABLE = hasattr(_process, "GOMP_parallel")
-"""True if the process has GNU's OpenMP interface, which LLVM's and Intel's runtimes have as well. Without it a loop is
-run by its caller alone."""
+"""True if the process has GNU's OpenMP interface, provided by LLVM's and Intel's runtimes too. Without it a loop runs
+in the calling thread alone."""
 
 if AVAILABLE:
-    # Compiled code calls these by name, so that it holds no address of this process and can be kept for another one.
+    # Compiled code calls these by name: it contains no address of this process and can be cached for another one.
     for _name in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"):
         llvm.add_symbol(f"specdec.{_name}", ctypes.cast(getattr(_process, _name), ctypes.c_void_p).value)
 
-# (function, its argument, threads, 0): called by each thread; addresses are integers
+# (function, its argument, threads, 0): run by each thread; addresses are integers
 _parallel = types.ExternalFunction(
     "specdec.GOMP_parallel", types.void(types.uintp, types.uintp, types.uint32, types.uint32)
 )
 _thread = types.ExternalFunction("specdec.omp_get_thread_num", types.int32())
 """The calling thread's number in the team."""
 _team = types.ExternalFunction("specdec.omp_get_num_threads", types.int32())
-"""Threads in the team: fewer than asked for, if the runtime has a limit."""
+"""Threads in the team: fewer than requested if the runtime has a limit."""
 
 
 @functools.cache
 def evenly(rows: int, threads: int, least: int) -> Cuts:
-    """Cut rows into equal shares, one for each thread; into a single share if there are fewer rows than threads, or
-    than `least`, from which sharing pays. The result is cached and must not be written to."""
+    """Cut rows into equal shares, one per thread; a single share if there are fewer rows than threads, or fewer than
+    `least`, the break-even for sharing. The result is cached and must not be written to."""
     shares = threads if AVAILABLE and rows >= max(least, threads) else 1
     return np.arange(shares + 1) * rows // shares
 
 
 class SharedLoop:
-    """A loop that the OpenMP team shares. From Python this object is called, compiled code calls its `inside`."""
+    """A loop shared by the OpenMP team. Python calls this object, compiled code its `inside`."""
 
     def __init__(self, function: Callable[..., None], file: str) -> None:
         self.inside: Any = part()(function)
@@ -66,15 +66,15 @@ class SharedLoop:
 
 
 def shared(*, scratch: int = 0, **options: Any) -> Callable[[Callable[..., None]], SharedLoop]:
-    """Return a decorator that makes a shared loop of a loop(*arguments, cuts), which runs from cuts[0] to cuts[1];
-    `options` are those of `numba.njit`.
+    """Return a decorator that makes a shared loop of a loop(*arguments, cuts) over cuts[0] to cuts[1]; `options` are
+    those of `numba.njit`.
 
-    The shared one takes any number of cuts, and each thread runs one share, or several if the team has fewer threads
-    than shares. All threads see the same arrays. Where there is no team its caller runs all of it.
+    The shared loop takes any number of cuts. Each thread runs one share, or several if the team has fewer threads than
+    shares. All threads see the same arrays. Without a team the calling thread runs all of it.
 
-    A loop must not allocate memory: nobody hears of a thread of the team that gets none, and what it had to write would
-    be missing. The last arguments before `cuts`, `scratch` many and two at most, are there to compute in: they have a
-    row for each share, and the loop gets its own.
+    A loop must not allocate memory: a failed allocation in a team thread goes unnoticed, and its results would be
+    missing. Instead, the last `scratch` arguments before `cuts` (at most two) are scratch memory: they have a row per
+    share, and the loop gets its own row.
     """
 
     def decorate(function: Callable[..., None]) -> SharedLoop:
@@ -99,7 +99,7 @@ def shared(*, scratch: int = 0, **options: Any) -> Callable[[Callable[..., None]
 
         @intrinsic  # type: ignore[untyped-decorator]
         def share_of(_context: Any, arguments: Any) -> Any:
-            """Return the address of a function of this module that reads the arguments and runs its thread's shares."""
+            """Return the address of a function of this module that reads the arguments and runs the thread's shares."""
 
             def generate(context: Any, builder: Any, signature: Any, _: Any) -> Any:
                 own = types.void(signature.args[0])
@@ -125,7 +125,7 @@ def shared(*, scratch: int = 0, **options: Any) -> Callable[[Callable[..., None]
         def alone(*arguments: Any) -> None:
             loop(arguments, 0, arguments[-1])
 
-        # Symbols are made of these names: no two loops share one.
+        # Symbols are made of these names: they must be unique.
         whole = run if AVAILABLE else alone
         for each in (share, whole):
             each.__qualname__ = f"{each.__name__}_{function.__qualname__}"
@@ -136,7 +136,7 @@ def shared(*, scratch: int = 0, **options: Any) -> Callable[[Callable[..., None]
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _address(_context: Any, arguments: Any) -> Any:
-    """Return the address at which the arguments lie for the rest of the call."""
+    """Return an address holding the arguments for the rest of the call."""
 
     def generate(_: Any, builder: Any, __: Any, values: Any) -> Any:
         return builder.ptrtoint(cgutils.alloca_once_value(builder, values[0]), ir.IntType(64))

@@ -1,9 +1,9 @@
 """Prepacked GEMM: products with prepacked weights (`hf/linear.py`: `PackedLinear`), called from compiled code.
 
-A call from Python takes five microseconds more, and releases and takes the interpreter's lock. torch has the same
-operator as a C function, for programs made by its ahead-of-time compiler: compiled loops call that function, so that
-all layers of a step are one call (`docs/decisions/2026-11-23-one-call-a-step.md`). Its tensors are handles: addresses
-of tensor objects, here as integers, each of which is a reference until it is given back.
+A call from Python takes five microseconds more, and releases and takes the GIL. torch exports the same operator as a C
+function for programs made by its ahead-of-time compiler. Compiled loops call that function, so that all layers of a
+step are one call (`docs/decisions/2026-11-23-one-call-a-step.md`). Its tensors are handles: addresses of tensor
+objects, here as integers. Each handle is a reference until it is released.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from specdec.engine.hf.linear import PackedLinear
 Handles = NDArray[np.int64]
 
 RESULTS = 2
-"""Times that a step's results are reserved: oneDNN's scratch memory is at most as large as what a product writes."""
+"""Multiple of a step's results to reserve: oneDNN's scratch memory is at most as large as a product's result."""
 
 BESIDE_RESULTS = 1 << 20
-"""Bytes that are reserved beside them, for handles and what torch needs to run a product."""
+"""Bytes reserved in addition, for handles and torch's own needs in a product."""
 
 FUNCTIONS = ("aoti_torch_cpu__linear_pointwise", "aoti_torch_get_data_ptr", "aoti_torch_delete_tensor_object")
 
@@ -55,18 +55,18 @@ _torch = _library()
 AVAILABLE = _torch is not None
 
 if AVAILABLE:
-    # Compiled code calls these by name, so that it holds no address of this process and can be kept for another one.
+    # Compiled code calls these by name: it contains no address of this process and can be cached for another one.
     for _name in FUNCTIONS:
         llvm.add_symbol(f"specdec.{_name}", ctypes.cast(getattr(_torch, _name), ctypes.c_void_p).value)
     _delete: Any = _torch.aoti_torch_delete_tensor_object
     _delete.argtypes, _delete.restype = [ctypes.c_size_t], ctypes.c_int32
 
-# Addresses are integers. All return 0 unless they fail.
+# Addresses are integers. All functions return 0 on success.
 _linear = types.ExternalFunction(  # x, weight, &bias, name, 0, 0, &name, &result
     "specdec.aoti_torch_cpu__linear_pointwise",
     types.int32(*[types.uintp] * 5, types.int64, types.uintp, types.uintp),
 )
-_data = types.ExternalFunction(  # tensor, &pointer to its numbers
+_data = types.ExternalFunction(  # tensor, &pointer to its data
     "specdec.aoti_torch_get_data_ptr", types.int32(types.uintp, types.uintp)
 )
 _give_back = types.ExternalFunction("specdec.aoti_torch_delete_tensor_object", types.int32(types.uintp))
@@ -76,23 +76,23 @@ _NOTHING_AFTER = np.asarray([ctypes.addressof(each) for each in _nothing_after],
 
 
 class Products(NamedTuple):
-    """The arrays that compiled code needs for the products of all layers. Each layer has one product of each kind; all
+    """Arrays for the products of all layers, read by compiled code. Each layer has one product of each kind; all
     products of a kind share input and output."""
 
     weights: Handles  # [layers * kinds]
-    biases: Handles  # [layers * kinds] addresses of handles; 0: none
+    biases: Handles  # [layers * kinds] addresses of handles; 0: no bias
     inputs: Handles  # [tiles of all kinds]
     rows: NDArray[np.int64]  # [tiles of all kinds]
-    first: NDArray[np.int64]  # [kinds + 1] where a kind's tiles begin
+    first: NDArray[np.int64]  # [kinds + 1] first tile of each kind
     outputs: NDArray[np.int64]  # [kinds] columns of the results
     results: Handles  # [kinds] the latest result; 0: none yet
-    address: NDArray[np.int64]  # [1] address of the last result's numbers
-    nothing_after: NDArray[np.int64]  # [2] addresses of the name of what follows a product, none, and its algorithm
-    together: Array  # in the inputs' stored dtype; room for any result, if a kind has several tiles
+    address: NDArray[np.int64]  # [1] address of the last result's data
+    nothing_after: NDArray[np.int64]  # [2] addresses of the post-op's name ("none") and its algorithm
+    together: Array  # stored dtype of the inputs; room for any result, if a kind has several tiles
 
 
 class References:
-    """Handles to tensors, which keep the tensors alive as long as this object exists."""
+    """Handles to tensors, keeping the tensors alive as long as this object exists."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
@@ -101,7 +101,7 @@ class References:
 
 
 class TiledInputs:
-    """The inputs of products: for each kind a tensor [t, inputs], cut into tiles of the given numbers of rows."""
+    """The inputs of products: for each kind a tensor [t, inputs], cut into tiles of the given row counts."""
 
     def __init__(self, inputs: Sequence[Tensor], tiles: Sequence[Sequence[int]]) -> None:
         parts = [part for each, sizes in zip(inputs, tiles, strict=True) for part in torch.split(each, list(sizes))]
@@ -113,7 +113,7 @@ class TiledInputs:
 
 
 class PackedGemm:
-    """The prepacked GEMMs of a model's linear layers, `kinds` of them in each decoder layer, in order."""
+    """The prepacked GEMMs of a model's linear layers, `kinds` per decoder layer, in order."""
 
     def __init__(self, linears: Sequence[PackedLinear], kinds: int) -> None:
         biases = [linear.bias for linear in linears]
@@ -136,8 +136,8 @@ class PackedGemm:
         return cls(packed, kinds) if AVAILABLE and alike and len(packed) == len(linears) else None
 
     def of(self, inputs: TiledInputs, like: Array) -> Products:
-        """Return the products of these inputs, with as many rows as `like` and its stored dtype. They are valid only
-        while this object and the inputs exist: compiled code keeps no references."""
+        """Return the products of these inputs, with the row count and stored dtype of `like`. They are valid only while
+        this object and the inputs exist: compiled code keeps no references."""
         _reserve(RESULTS * len(like) * int(self._outputs.sum()) * like.itemsize + BESIDE_RESULTS)
         numbers = 0 if inputs.whole else len(like) * int(self._outputs.max())
         if len(self._together) < numbers or self._together.dtype != like.dtype:
@@ -157,15 +157,15 @@ class PackedGemm:
 
 
 def _reserve(size: int) -> None:
-    """Have malloc get so many bytes from the system, and keep them free (`memory.py`: `keep_freed_memory`); MemoryError
-    if they cannot be had. Where a product gets no memory, torch describes its error in more of it, and the process ends
-    by SIGSEGV: here a shortage is an error like any other."""
+    """Make malloc obtain `size` bytes from the system and keep them free (`memory.py`: `keep_freed_memory`);
+    MemoryError if it cannot. When a product runs out of memory, torch allocates more to describe the error, and the
+    process ends by SIGSEGV. Here a shortage is an ordinary error."""
     np.empty(size, np.uint8)
 
 
 def _give_back_after(owner: object, handles: Handles) -> None:
-    """Give the handles back when their owner is gone. At the end of the process they are left to the system, since a
-    step may still be under way."""
+    """Release the handles when their owner is gone. At process exit they are left to the system, since a step may still
+    be running."""
     weakref.finalize(owner, _give_all_back, handles).atexit = False
 
 
@@ -188,7 +188,7 @@ def _pointer_to(_context: Any, address: Any) -> Any:
 
 @part()
 def product(products: Any, number: Any) -> Any:
-    """Compute the product of this number, [t, outputs] in the stored dtype. The result is valid until the next one."""
+    """Compute product `number`, [t, outputs] in the stored dtype. The result is valid until the next product."""
     kind = number % len(products.outputs)
     begin, end, columns = products.first[kind], products.first[kind + 1], products.outputs[kind]
     if end - begin == 1:
@@ -200,7 +200,7 @@ def product(products: Any, number: Any) -> Any:
     done = 0
     for tile in range(begin, end):
         result = _tile(products, number, kind, tile)
-        for row in range(len(result)):  # an assignment of whole arrays takes seconds to compile
+        for row in range(len(result)):  # whole-array assignment takes seconds to compile
             for column in range(columns):
                 together[done + row, column] = result[row, column]
         done += len(result)

@@ -1,11 +1,10 @@
 """Dot products and weighted sums of keys and values for compiled loops, with a fixed order of arithmetic.
 
-A compiler reorders sums of float32 as each loop allows: a row that shares its loads with three others may get other
-bits than a row by itself. Here both functions are written in vectors of 16 numbers, whatever the processor has, with
-every sum in one order; so rows can be computed several at a time, and each gets the same result.
+A compiler reorders float32 sums separately in each loop: a row sharing its loads with three others may get other bits
+than a row by itself. Here both functions are written in vectors of 16 numbers, independent of the processor, with a
+single order for every sum. So rows can be computed several at a time without changing their results.
 
-Keys and values are flat arrays; `at` says where each key's or value's numbers begin. They may be bfloat16
-(`cpu/arithmetic.py`).
+Keys and values are flat arrays; `at` is the offset of each key or value. They may be bfloat16 (`cpu/arithmetic.py`).
 """
 
 from __future__ import annotations
@@ -23,23 +22,22 @@ LANES = 16
 """Numbers in a vector: one register of AVX-512, two of AVX2."""
 
 ACCUMULATORS = 8
-"""Vectors that a weighted sum keeps in registers."""
+"""Vectors of a weighted sum kept in registers."""
 
 LINE = 64
-"""Bytes in a cache line, which a processor fetches at once."""
+"""Bytes in a cache line, the unit of a fetch."""
 
 AHEAD = 32
-"""Keys by which the prefetch runs ahead of reading. Processors by themselves prefetch only what is read in order, and
-only to the end of a page."""
+"""Prefetch distance in keys. Hardware prefetchers follow sequential reads only, and stop at the end of a page."""
 
 _float, _half, _word, _size, _byte = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.IntType(8)
 
 
 @functools.cache
 def dots(rows: int, width: int, fetched: int = 0) -> Any:
-    """Return dots(queries, keys, key_at, values, value_at, begin, end, products), which writes to products[row, j] the
-    dot products of each of the `rows` queries [rows, width] with the keys key_at[begin:end]. If `fetched`, it meanwhile
-    prefetches the following keys, and `fetched` numbers of each value that belongs to these keys."""
+    """Return dots(queries, keys, key_at, values, value_at, begin, end, products), writing to products[row, j] the dot
+    products of each of the `rows` queries [rows, width] with the keys key_at[begin:end]. If `fetched`, it also
+    prefetches the following keys, and `fetched` numbers of each of these keys' values."""
 
     @intrinsic  # type: ignore[untyped-decorator]
     def compiled(
@@ -76,8 +74,8 @@ def dots(rows: int, width: int, fetched: int = 0) -> Any:
 
 @functools.cache
 def weighted_sums(rows: int, width: int) -> Any:
-    """Return weighted_sums(sums, weights, values, at, begin, end), which adds to each of the `rows` sums [rows, width]
-    the values at[begin:end] times weights[row, begin:end], in order."""
+    """Return weighted_sums(sums, weights, values, at, begin, end), adding to each of the `rows` sums [rows, width] the
+    values at[begin:end] times weights[row, begin:end], in order."""
     vectors = list(_vectors(width))
     at_once = max(1, ACCUMULATORS // rows)
 
@@ -112,12 +110,12 @@ def weighted_sums(rows: int, width: int) -> Any:
 
 
 def _vectors(width: int) -> Iterator[tuple[int, int]]:
-    """Return where each vector of `width` numbers begins, and how many numbers are in it."""
+    """Return the offset and length of each vector in `width` numbers."""
     return ((d, min(LANES, width - d)) for d in range(0, width, LANES))
 
 
 def _data(context: Any, b: Any, kind: Any, array: Any) -> Any:
-    """Return the address of a contiguous array's numbers."""
+    """Return the address of a contiguous array's data."""
     return context.make_array(kind)(context, b, array).data
 
 
@@ -135,7 +133,7 @@ def _plus(b: Any, place: Any, offset: int) -> Any:
 
 
 def _load(b: Any, pointer: Any, stored: Any, count: int, *, fill: bool = True) -> Any:
-    """Load `count` stored numbers as a vector of float32; with `fill` it is filled up with zeros to LANES."""
+    """Load `count` stored numbers as a vector of float32, with `fill` padded with zeros to LANES."""
     kind = _float if stored == types.float32 else _half
     vector = b.load(b.bitcast(pointer, ir.VectorType(kind, count).as_pointer()))
     vector.align = 4 if kind is _float else 2
@@ -149,7 +147,7 @@ def _load(b: Any, pointer: Any, stored: Any, count: int, *, fill: bool = True) -
 
 
 def _sum(b: Any, vector: Any) -> Any:
-    """Return the sum of all numbers: the halves of the vector are added until one number is left."""
+    """Return the sum of a vector by pairwise halving."""
     count = LANES
     while count > 1:
         count //= 2
@@ -177,7 +175,7 @@ def _fetch(b: Any, memory: Any, place: Any, width: int, stored: Any) -> None:
     prefetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
     for offset in range(0, width, LINE // size):
         address = b.bitcast(b.gep(memory, [_plus(b, place, offset)]), _byte.as_pointer())
-        b.call(prefetch, [address, *(ir.Constant(_word, flag) for flag in (0, 3, 1))])  # to read, near, data
+        b.call(prefetch, [address, *(ir.Constant(_word, flag) for flag in (0, 3, 1))])  # read, high locality, data
 
 
 def _all(kind: Any, value: float, count: int) -> Any:
