@@ -1,14 +1,14 @@
 """Attention over a split-KV batch on a GPU, as Triton kernels.
 
 One program of the first kernel computes one split-KV tile for the query heads of one key head: scores, softmax and
-values for a few keys at a time (Dao et al. 2022, "FlashAttention", alg. 1), with keys and values gathered from their
-slots. Its result for a row and split is a partial: the largest score, the sum of weights and the weighted values, in
-float32. A second kernel adds up the partials of each row in order of position (split along keys as in Dao et al. 2023,
+values for a few keys at a time (Dao et al. 2022, "FlashAttention", alg. 1), gathering keys and values from their slots.
+Its result for a row and split is a partial: the largest score, the sum of weights and the weighted values, in float32.
+A second kernel reduces the partials of each row in order of position (split along keys as in Dao et al. 2023,
 "Flash-Decoding").
 
-Products take numbers in their stored dtype, with sums in float32; all else is float32. Keys that a row does not see
-leave no trace in its sums: with the layout's fixed splits a row's bits do not depend on other rows (`gpu/layout.py`).
-NaNs and infinities are dealt with when keys and values are stored (`gpu/kernels.py`).
+Products take the stored dtype and accumulate in float32; all else is float32. Keys a row does not see leave no trace in
+its sums: with the layout's fixed splits, a row's bits do not depend on other rows (`gpu/layout.py`). NaNs and
+infinities are handled when keys and values are stored (`gpu/kernels.py`).
 """
 
 from __future__ import annotations
@@ -26,54 +26,54 @@ from specdec.engine.gpu.layout import SPLIT, TILE_ROWS
 from specdec.engine.gpu.staging import SplitKvTensors
 
 TILES = (64, 32, 16)
-"""Numbers of keys that may be read at once. The first is used whose keys and values take no more than STAGE_BYTES,
-without 64 for float32, whose products take many registers."""
+"""Candidate numbers of keys per read. The first whose keys and values fit into STAGE_BYTES is used; 64 is not
+considered for float32, whose products need many registers."""
 
 STAGE_BYTES = 1 << 15
-"""Bytes of the keys and values that are read at once, at most. So heads of up to 128 numbers fit into the 99 KiB of
-shared memory that a block may have on the smallest GPUs with tensor cores for bfloat16. Heads of 256 fit there too,
-but in float32 they need a GPU with 164 KiB."""
+"""Upper bound on the bytes of keys and values per read. Heads of up to 128 numbers then fit into the 99 KiB of shared
+memory per block on the smallest GPUs with tensor cores for bfloat16. Heads of 256 fit there too, but in float32 they
+need a GPU with 164 KiB."""
 
 PRECISION = tl.constexpr("tf32x3")
-"""The precision of float32 products: each is three products of a tensor core, nearly as exact as float32 itself.
-(Exact ones, "ieee", do not use tensor cores, and need more registers than there are.)"""
+"""Precision of float32 products: three tensor-core products each, nearly as exact as float32 itself. (Exact ones,
+"ieee", do not use tensor cores, and need more registers than there are.)"""
 
 SPLITS_AT_ONCE = 16
-"""Splits that the second kernel reads at once."""
+"""Splits per read of the second kernel."""
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""True if Triton's interpreter runs the kernels, as in tests without a GPU. It has no products of bfloat16: there the
-same numbers are multiplied in float32."""
+"""True if Triton's interpreter runs the kernels, as in tests without a GPU. It has no bfloat16 products: there the same
+numbers are multiplied in float32."""
 
 
 class Tiling(NamedTuple):
-    """The launch parameters of the first kernel for heads of one shape."""
+    """Launch parameters of the first kernel for heads of one shape."""
 
-    block: int  # numbers of a key, padded to a power of two
-    value_block: int  # numbers of a value, padded likewise
-    tile: int  # keys that are read at once
+    block: int  # key width, padded to a power of two
+    value_block: int  # value width, padded to a power of two
+    tile: int  # keys per read
     warps: int
-    stages: int  # reads of `tile` keys that are under way
+    stages: int  # reads of `tile` keys in flight
 
     @classmethod
     def of(cls, width: int, value_width: int, item_bytes: int) -> Tiling:
-        """Choose the parameters for keys and values of these widths, whose numbers take `item_bytes` each."""
+        """Choose the parameters for keys and values of these widths with `item_bytes` per number."""
         block, value_block = (triton.next_power_of_2(max(16, each)) for each in (width, value_width))
         key_bytes = (block + value_block) * item_bytes
         wide = item_bytes > 2
         tile = next((tile for tile in TILES[wide:] if tile * key_bytes <= STAGE_BYTES), TILES[-1])
-        room = (1 if wide else 2) * STAGE_BYTES  # the compiler uses shared memory for float32 products as well
+        room = (1 if wide else 2) * STAGE_BYTES  # the compiler needs shared memory for float32 products, too
         stages = 1 if tile == TILES[-1] else min(3, room // (tile * key_bytes))
         return cls(block, value_block, tile, warps=4 if tile == TILES[0] else 8, stages=stages)
 
 
 @dataclass
 class SplitKvMemory:
-    """Keys and values of all layers, [slots, kv_heads, width] each, and room for the partials of a forward pass."""
+    """Keys and values of all layers, each [slots, kv_heads, width], and memory for the partials of a forward pass."""
 
     keys: list[Tensor]
     values: list[Tensor]
-    partials: int = field(init=False, default=0)  # partials that there is room for
+    partials: int = field(init=False, default=0)  # capacity in partials
     _width: int = field(init=False, default=0)
     _found: Tensor = field(init=False)
 
@@ -81,22 +81,23 @@ class SplitKvMemory:
         self._found = torch.empty(0, dtype=torch.float32, device=self.keys[0].device)
 
     def reserve(self, partials: int, heads: int) -> bool:
-        """Make room for `partials` (`SplitKvBatch.partials`) of `heads` query heads; return whether it is new memory.
+        """Make room for `partials` (`SplitKvBatch.partials`) of `heads` query heads; return whether memory was
+        reallocated.
 
-        If so, CUDA graphs that were captured before must not run again: they write to memory that is no longer theirs.
-        If the GPU has not enough memory (torch's error), there is no room at all until the next successful call.
+        If so, CUDA graphs captured before must not be replayed: they write to memory they no longer own. If the GPU is
+        out of memory (torch's error), there is no room until the next successful call.
         """
         width = heads * (2 + max(values.shape[2] for values in self.values))
         if partials <= self.partials and width <= self._width:
             return False
         partials, width = max(partials, self.partials), max(width, self._width)
-        self.partials, self._width, self._found = 0, 0, self._found.new_empty(0)  # frees the old room first
+        self.partials, self._width, self._found = 0, 0, self._found.new_empty(0)  # free the old memory first
         self._found = self._found.new_empty(partials * width)
         self.partials, self._width = partials, width
         return True
 
     def found(self, heads: int, value_width: int) -> tuple[Tensor, Tensor]:
-        """Return the room for largest scores and sums of weights [2, partials, heads], and for weighted values
+        """Return the memory for largest scores and sums of weights [2, partials, heads], and for weighted values
         [partials, heads, value_width]."""
         if heads * (2 + value_width) > self._width:
             raise ValueError(f"no room is reserved for {heads} heads of width {value_width}")
@@ -106,8 +107,8 @@ class SplitKvMemory:
 
 
 class SplitKvAttention:
-    """The attention of one forward pass, which the model's layers call. Making it raises ValueError if the memory has
-    no room for the batch's partials."""
+    """The attention of one forward pass, called by the model's layers. Raises ValueError if the memory has no room for
+    the batch's partials."""
 
     def __init__(self, memory: SplitKvMemory, batch: SplitKvTensors) -> None:
         if batch.partials > memory.partials:
@@ -134,7 +135,7 @@ class SplitKvAttention:
         return out
 
     def memory_of(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of a layer, [slots, kv_heads, width] each."""
+        """Return the keys and values of a layer, each [slots, kv_heads, width]."""
         return self._memory.keys[layer], self._memory.values[layer]
 
     def read(
@@ -232,8 +233,8 @@ def _read(
     WINDOW: tl.constexpr,
     WIDENED: tl.constexpr,
 ) -> None:
-    """Compute the partials of one split-KV tile and key head: a program for each pair. It is one function, since Triton
-    keeps what a program shares (keys, maxima, sums) in registers of that program."""
+    """Compute the partials of one split-KV tile and key head, one program per pair. It is one function, since Triton
+    keeps shared state (keys, maxima, sums) in registers of that program."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     count = tl.load(tile_counts + tile)
@@ -246,7 +247,7 @@ def _read(
     head = kv_head * SHARED + line % SHARED
     inside = place < count
     row = tl.load(tile_row_indices + tile * TILE_CAPACITY + place, mask=inside, other=0).to(tl.int64)
-    position = tl.load(positions + row, mask=inside, other=-1).to(tl.int32)  # position -1 sees nothing
+    position = tl.load(positions + row, mask=inside, other=-1).to(tl.int32)  # position -1: sees nothing
     d = tl.arange(0, BLOCK)
     dv = tl.arange(0, VALUE_BLOCK)
     q = tl.load(
@@ -280,7 +281,7 @@ def _read(
             seen &= start + n[None, :] > position[:, None] - WINDOW
         scores = tl.where(seen, scores, float("-inf"))
         new = tl.maximum(best, tl.max(scores, 1))
-        level = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet has weights of zero
+        level = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet has zero weights
         weights = tl.exp(scores - level[:, None])
         kept = tl.exp(best - level)
         total = total * kept + tl.sum(weights, 1)
@@ -317,8 +318,8 @@ def _add_up(
     AT_ONCE: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> None:
-    """Add up the partials of one row and head: a program for each pair. The row's position alone decides which splits
-    are added up, and in which order."""
+    """Reduce the partials of one row and head, one program per pair. The row's position alone determines the splits and
+    their order."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     position = tl.load(positions + row).to(tl.int32)

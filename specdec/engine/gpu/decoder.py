@@ -1,8 +1,8 @@
 """A decoder of the Llama kind on a GPU, in few kernels: the counterpart of `cpu/decoder.py`.
 
 A layer is four matrix products and six Triton kernels. It uses the model's own weights, joined where products share
-their input (`hf/llama_like.py`). A pass never waits for the GPU, and no shape depends on what is in a tensor, so that
-it can be captured as a CUDA graph; under Triton's interpreter the same code runs on a CPU.
+their input (`hf/llama_like.py`). A pass never synchronises with the GPU, and no shape depends on a tensor's contents,
+so that it can be captured as a CUDA graph. Under Triton's interpreter the same code runs on a CPU.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class _Layer:
 
 
 class GpuDecoder:
-    """A decoder that runs a model's joined layers, for texts of up to `context` tokens. `hf/llama_like.py` says which
-    models it can run. When layers have been replaced, a new one must be made."""
+    """A decoder running a model's joined layers, for texts of up to `context` tokens. `hf/llama_like.py` decides which
+    models qualify. Create a new one after replacing layers."""
 
     def __init__(self, model: PreTrainedModel, attends: list[LayerAttention], context: int) -> None:
         config = model.config
@@ -47,13 +47,13 @@ class GpuDecoder:
         self._cos, self._sin = _angles(inside.rotary_emb, context, model.device)
 
     def __call__(self, tokens: Tensor, positions: Tensor, attention: SplitKvAttention) -> Tensor:
-        """Return the hidden states [t, hidden] of all rows, as the output head reads them. `positions` are those of
-        the attention's batch."""
+        """Return the hidden states [t, hidden] of all rows, the input of the output head. `positions` are those of the
+        attention's batch."""
         update = self._embed(tokens)
         rows, width = len(tokens), self._layers[0].attends.width
         residual = torch.zeros_like(update)
         normal = torch.empty_like(update)
-        # All layers have the same shapes, and use the same memory one after the other.
+        # All layers have the same shapes, and use the same memory in turn.
         query = update.new_empty(rows, self._heads, width)
         attended = torch.empty_like(query)
         gated = update.new_empty(rows, self._inner)
@@ -95,9 +95,9 @@ def _layer(layer: Any, attends: LayerAttention) -> _Layer:
 
 
 def _angles(rotary: Any, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of all positions, float32 [context, width / 2] each."""
+    """Return the cosines and sines of all positions, each float32 [context, width / 2]."""
     positions = torch.arange(context, device=device)[None]
     with torch.inference_mode():
         cos, sin = rotary(torch.empty(0, dtype=torch.float32, device=device), positions)
-    half = cos.shape[-1] // 2  # the other half is the same
+    half = cos.shape[-1] // 2  # both halves are equal
     return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()

@@ -1,4 +1,4 @@
-"""A draft's logits on the GPU: the host gets a shortlist of every row, all in one copy, and few rows whole."""
+"""A draft's logits on the GPU. The host fetches a shortlist of every row, all in one copy, and only few whole rows."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from specdec.engine.gpu.upload import upload
 
 
 class GpuDraftLogits:
-    """The wanted rows of a pass as float32 logits [n, V] on the GPU. Their shortlists are fetched when it is made."""
+    """The wanted rows of a pass as float32 logits [n, V] on the GPU. The constructor fetches their shortlists."""
 
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
-        self._fetched: dict[int, Logits] = {}  # whole rows
+        self._fetched: dict[int, Logits] = {}  # whole rows by index
         values, ids = logits.topk(min(MAX_DRAFT_LOGITS, logits.shape[1]))
-        ids, order = ids.sort(dim=1)  # of equal logits the lower ids come first
+        ids, order = ids.sort(dim=1)  # equal logits: lower ids first
         values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
         fetched = torch.stack([values.view(torch.int32), ids.gather(1, order).int()]).cpu().numpy()
         self._shortlists = Shortlists(fetched[0].view(np.float32), fetched[1].astype(np.int64))

@@ -1,6 +1,6 @@
 """The engine for GPUs: split-KV attention, layers in few kernels, steps as CUDA graphs, sampling on the GPU.
 
-`gpu/decoder.py` runs layers of the Llama kind, and its steps are CUDA graphs; any other model runs its own layers,
+`gpu/decoder.py` runs layers of the Llama kind, and its steps are CUDA graphs. Any other model runs its own layers,
 kernel by kernel, around the same attention.
 """
 
@@ -44,15 +44,17 @@ from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, ShapeRowCo
 from specdec.engine.start_phases import phase
 
 LEAST_PARTIALS = 1 << 12
-"""Partials that there is room for at first. A step that needs more gets room for the next power of two, and graphs are
-recorded anew."""
+"""Initial capacity in partials. A step needing more grows it to the next power of two, and graphs are captured
+again."""
 
 
 class GpuEngine:
-    """A model and its KV cache on one GPU. `capacity` is in slots; None takes as many as memory has room for. `exact`
-    asks for rows that do not depend on their batch; the attribute of this name says whether the check at start found
-    this to hold. Without `cuda_graphs` every step launches its kernels one by one. On "cpu" it runs under Triton's
-    interpreter, without graphs, for tests."""
+    """A model and its KV cache on one GPU.
+
+    `capacity` is in slots; None fills the available memory. The parameter `exact` requests rows independent of their
+    batch; the attribute `exact` is the outcome of the check at start. Without `cuda_graphs` every step launches its
+    kernels one by one. On "cpu" it runs under Triton's interpreter, without graphs, for tests.
+    """
 
     threads: tuple[int, ...] = ()
 
@@ -93,7 +95,7 @@ class GpuEngine:
         self.tile(None)
         with phase("compiled_loops"):
             own.check(self)
-        with phase("exactness"), self._computing():  # products are tried one by one, outside of passes
+        with phase("exactness"), self._computing():  # tries products one by one, outside of passes
             self.exact = exact and make_exact(self, instead=split_k)
         self.numerics = "/".join(
             (
@@ -128,7 +130,7 @@ class GpuEngine:
             queries = asked()
             rows = GpuLogits(logits, queries)
             if not queries and self._device.type == "cuda":
-                torch.cuda.synchronize()  # a fetch would have waited: the call must not return before the step is over
+                torch.cuda.synchronize()  # nothing was fetched, hence no wait so far: the step must be over on return
         return rows
 
     def forward_shortlists(self, batch: PackedBatch) -> GpuDraftLogits:
@@ -136,7 +138,7 @@ class GpuEngine:
             logits, _ = self._execute(batch)
             rows = GpuDraftLogits(logits)
             if not len(logits) and self._device.type == "cuda":
-                torch.cuda.synchronize()  # as in `step`: nothing was fetched that would have waited
+                torch.cuda.synchronize()  # as in `step`: nothing was fetched, hence no wait so far
         return rows
 
     def copy(self, source: Slots, target: Slots) -> None:
@@ -146,7 +148,7 @@ class GpuEngine:
                 pool.index_copy_(0, target_rows, pool.index_select(0, source_rows))
 
     def tile(self, classes: ShapeRowCounts | None) -> None:
-        """Run products at their invariant row counts only; with None at any of the CANDIDATES."""
+        """Run products at their invariant row counts only; None allows all CANDIDATES."""
         self._classes = classes
         self._rows = InvariantRowCounts(CANDIDATES) if classes is None else classes.batch  # row counts of batches
         untile(self.model)
@@ -156,14 +158,14 @@ class GpuEngine:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Make this GPU the thread's current device, by which Triton and the recording of graphs go instead of by where
-        tensors lie."""
+        """Make this GPU the thread's current device. Triton and graph capture use the current device, not the device of
+        their tensors."""
         with torch.inference_mode(), torch.accelerator.device_index(self._device.index):
             yield
 
     def _execute(self, batch: PackedBatch, *, hidden: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Run a forward pass; return logits [n, vocabulary] of the wanted rows and, if asked for, their hidden states
-        [n, hidden_size], on the GPU."""
+        """Run a forward pass; return the logits [n, vocabulary] of the wanted rows and, if `hidden`, their hidden
+        states [n, hidden_size], on the GPU."""
         assert isinstance(batch, SplitKvBatch)  # from our own packer
         batch.check(self.capacity, self._context)
         if self._memory.reserve(1 << (batch.partials - 1).bit_length(), self._heads):
@@ -180,12 +182,12 @@ class GpuEngine:
         else:
             tensors = SplitKvTensors.of(batch, self._device)
             states = self._states(tensors)
-        # Outside of graphs, since a prompt wants one row of many, and logits are large.
+        # Outside of graphs: a prompt wants one row of many, and logits are large.
         chosen = states.index_select(0, tensors.wanted[:wanted])
         return self.model.get_output_embeddings()(chosen), chosen
 
     def _assemble(self) -> None:
-        """Make the decoder and the graphs anew, for the layers and the memory as they are now."""
+        """Rebuild the decoder and the graphs for the current layers and memory."""
         self._decoder = GpuDecoder(self.model, self._layers, self._context) if self._joined else None
         graphed = self._decoder is not None and self._cuda_graphs
         self._graphs = Graphs(self._states, self._device) if graphed else None

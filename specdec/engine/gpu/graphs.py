@@ -1,4 +1,4 @@
-"""CUDA graphs: a forward pass recorded once for each size of batch, and launched again in one call.
+"""CUDA graphs: a forward pass captured once for each batch size, and replayed in one call.
 
 In a step of an 8B model over a few rows, launching about three hundred kernels one by one takes the host longer than
 running them takes the GPU.
@@ -17,14 +17,14 @@ from specdec.engine.gpu.layout import SplitKvBatch
 from specdec.engine.gpu.staging import SplitKvTensors
 
 MOST_ROWS = 512
-"""Rows of the largest batch that is recorded. Larger ones, which are prompts mostly, come in too many sizes."""
+"""Rows of the largest batch to capture. Larger batches, mostly prompts, come in too many sizes."""
 
 MOST_GRAPHS = 256
-"""Graphs that are kept at most; the least recently used is dropped first. Each holds its batch, its result, and
-what the driver keeps of its kernels."""
+"""Maximum number of graphs; the least recently used is dropped first. Each holds its batch, its result, and the
+driver's data for its kernels."""
 
 Pass = Callable[[SplitKvTensors], Tensor]
-"""A forward pass in which the host never waits for the GPU; returns a tensor [rows, ...]."""
+"""A forward pass without synchronisation between host and GPU; returns a tensor [rows, ...]."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class _Recorded:
 
 
 class Graphs:
-    """The CUDA graphs of a forward pass, each recorded when a batch of its size first comes up."""
+    """The CUDA graphs of a forward pass, each captured at the first batch of its size."""
 
     def __init__(self, run: Pass, device: torch.device) -> None:
         self._run = run
@@ -45,8 +45,8 @@ class Graphs:
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def forward(self, batch: SplitKvBatch) -> tuple[SplitKvTensors, Tensor]:
-        """Run the pass and return the batch on the GPU and the result, which are valid until the next call. Batches of
-        the same rows and tiles must have the same number of wanted rows."""
+        """Replay the pass; return the batch on the GPU and the result, both valid until the next call. Batches with the
+        same numbers of rows and tiles must have the same number of wanted rows."""
         key = len(batch.tokens), len(batch.tile_counts)
         recorded = self._recorded.get(key)
         if recorded is None:
@@ -59,11 +59,11 @@ class Graphs:
         return recorded.batch, recorded.result
 
     def _record(self, batch: SplitKvBatch) -> _Recorded:
-        """Record the pass, on a stream of its own: the current one cannot be recorded."""
+        """Capture the pass on a separate stream: the current one cannot be captured."""
         tensors = SplitKvTensors.of(batch, self._device)
         self._beside.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._beside):
-            self._run(tensors)  # compiles kernels, and lets libraries set up what they need on a new stream
+            self._run(tensors)  # compiles kernels; libraries set up what they need on a new stream
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._beside):  # waits for all earlier work
             result = self._run(tensors)

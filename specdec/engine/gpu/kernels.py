@@ -1,12 +1,12 @@
 """The Triton kernels between a decoder layer's matrix products, each a single pass over memory.
 
-They compute the same functions as `cpu/loops.py`: a row has programs of its own, is computed in float32, and is rounded
-once when it is stored, so that no row's arithmetic depends on another's. Nothing waits for the GPU, and no shape
-depends on what is in a tensor: all of it can be part of a CUDA graph.
+They compute the same functions as `cpu/loops.py`. Each row has its own programs, is computed in float32, and is rounded
+once when stored, so that no row's arithmetic depends on another's. Nothing waits for the GPU, and no shape depends on a
+tensor's contents: all of it can be part of a CUDA graph.
 
-One rule is added. Attention on a GPU multiplies the values of many keys by the weights of many rows, which are zero
-where a row does not see a key; but zero times NaN or infinity is NaN. So a value that is not finite is stored as zero,
-and its key as NaN: rows that see the key get NaN, and other rows are not affected.
+There is one more rule. Attention on a GPU multiplies the values of many keys by the weights of many rows. A weight is
+zero for a key the row does not see, but zero times NaN or infinity is NaN. So a value that is not finite is stored as
+zero, and its key as NaN: rows that see the key get NaN, and other rows are not affected.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 GATE_BLOCK = 1024
-"""Numbers that one program computes."""
+"""Numbers per program."""
 
 
 def add_and_normalise(residual: Tensor, update: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
@@ -42,10 +42,10 @@ def rotate(
 ) -> None:
     """Split rows into heads, rotate queries and keys by their position, write `query` and store keys and values.
 
-    The rotation is that of Su et al. 2021, "RoFormer", eq. 34, with a head's halves as pairs instead of neighbours.
-    `projected` is [t, (heads + 2 * kv_heads) * width]; cos and sin are float32 [positions, width / 2]; `query` is
-    [t, heads, width]; keys and values are [slots, kv_heads, width], written at the rows' slots. `norms` [2, width] are
-    the weights of an RMS norm of query and key heads, if there is one.
+    The rotation is that of Su et al. 2021, "RoFormer", eq. 34, pairing the two halves of a head instead of neighbours.
+    `projected` is [t, (heads + 2 * kv_heads) * width]; cos and sin are float32 [positions, width / 2]; `query` is [t,
+    heads, width]; keys and values are [slots, kv_heads, width], written at the rows' slots. `norms` [2, width] are the
+    weights of the query and key RMS norms, if any.
     """
     rows, heads, width = query.shape
     kv_heads = keys.shape[1]
@@ -108,7 +108,7 @@ def _add_and_normalise(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Add and normalise one row: a program for each row."""
+    """Add and normalise one row, one program per row."""
     d = tl.arange(0, BLOCK)
     inside = d < HIDDEN
     offsets = tl.program_id(0).to(tl.int64) * HIDDEN + d
@@ -140,7 +140,7 @@ def _rotate(
     BLOCK: tl.constexpr,
     NORMALISED: tl.constexpr,
 ) -> None:
-    """Rotate one query head, or rotate and store one key head and its value: a program for each of a row's heads."""
+    """Rotate one query head, or rotate and store one key head and its value, one program per head of a row."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     HALF: tl.constexpr = WIDTH // 2
@@ -178,7 +178,7 @@ def _rotate(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gate(projected: tl.tensor, out: tl.tensor, INNER: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """Compute one block of a row: a program for each block."""
+    """Compute one block of a row, one program per block."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < INNER
@@ -205,7 +205,7 @@ def _store(
     VALUE_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Store the key and value of one head of a row: a program for each."""
+    """Store the key and value of one head of a row, one program per head."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BLOCK)

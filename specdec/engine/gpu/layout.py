@@ -1,14 +1,14 @@
-"""The split-KV batch: the keys that rows read, cut along positions into tiles, for attention on a GPU.
+"""The split-KV batch: the keys of the rows, cut along positions into tiles, for attention on a GPU.
 
 Every text is cut into *splits* at the same absolute positions, SPLIT tokens each. A *split-KV tile* is one split of a
-text and up to `tile_rows` rows that read it: the work of one program for the query heads of one key head. A chain, a
-tree, a piece of a prompt and padding all become such tiles. Where paths agree on a whole split (the leaves of a tree
-in the text before them, sessions that share a prefix), its tiles serve the rows of all these paths, so that what they
-share is read once.
+text and up to `tile_rows` rows that read it: the work of one program for the query heads of one key head. Chains,
+trees, pieces of a prompt and padding all become such tiles. If paths agree on a whole split (leaves of a tree over the
+text before them, sessions with a common prefix), its tiles serve the rows of all these paths, and the common keys are
+read once.
 
 A row's attention is a sum over its splits in order of position, and within a split over its keys in order, a few at a
-time, in a matrix product of at least TILE_ROWS rows however many of them are used. None of this depends on which rows
-share the tiles, so a row has the same bits in a prompt, a tree or a plain step, and beside any other rows.
+time, in a matrix product of at least TILE_ROWS rows, used or not. None of this depends on the other rows of the tiles,
+so a row has the same bits in a prompt, a tree or a plain step, beside any other rows.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ SPLIT = 256
 """Positions in a split."""
 
 TILE_ROWS = 64
-"""Rows of a split-KV tile's products: its rows times the query heads that share a key head."""
+"""Rows of a split-KV tile's products: its rows times the query heads per key head."""
 
 MIN_TILES = 8
-"""Tiles of the smallest batch: the number of tiles is padded to a power of two from here on, for each of which a CUDA
-graph may be kept."""
+"""Tiles of the smallest batch. Larger tile counts are padded to a power of two, since a CUDA graph may be kept for each
+count."""
 
 Integers = NDArray[np.int32]
 
 
 def tile_rows_for(shared: int) -> int:
-    """Return how many rows a tile has room for, if `shared` query heads share a key head."""
+    """Return a tile's capacity in rows, with `shared` query heads per key head."""
     return max(1, TILE_ROWS // shared)
 
 
 @dataclass(frozen=True)
 class SplitKvBatch(PackedBatch):
-    """A split-KV batch: tile u is split tile_splits[u] of a text, with its slots tile_keys[u], for the rows
+    """A split-KV batch. Tile u is split tile_splits[u] of a text, with the slots tile_keys[u], for the rows
     tile_row_indices[u, : tile_counts[u]]. Tiles without rows are padding.
 
     The partial of row r over split s has the number first_partials[r] + s, out of `partials`.
@@ -52,22 +52,22 @@ class SplitKvBatch(PackedBatch):
 
     tile_counts: Integers  # [u] number of rows
     tile_splits: Integers  # [u]
-    tile_row_indices: Integers  # [u, tile_rows] indices of rows
-    tile_keys: Integers  # [u, SPLIT]; the padding slot behind the end of the text
+    tile_row_indices: Integers  # [u, tile_rows] row indices
+    tile_keys: Integers  # [u, SPLIT]; the padding slot beyond the end of the text
     first_partials: Integers  # [t]
     partials: int
 
     def check(self, capacity: int, context: int) -> None:
-        """Raise ValueError unless every slot and position exists: the kernels that read them check no bounds."""
+        """Raise ValueError unless all slots and positions exist: the kernels do no bounds checks."""
         _check_range("slots", (self.tile_keys, self.slots), capacity)
         _check_range("positions", (self.positions,), context)
 
 
 class _Path(NamedTuple):
-    first: int  # slot, of its keys
+    first: int  # first slot of its keys
     keys: Slots
     rows: list[int]
-    shared: int = 0  # leading splits whose keys equal those of the path before it
+    shared: int = 0  # leading splits whose keys equal those of the preceding path
 
 
 class _Stack(NamedTuple):
@@ -80,7 +80,7 @@ class _Stack(NamedTuple):
 
 @dataclass
 class SplitKvPacker(Packer):
-    """A packer of split-KV batches. `tile_rows` is the number of rows that a tile has room for (`tile_rows_for`)."""
+    """A packer of split-KV batches. `tile_rows` is a tile's capacity in rows (`tile_rows_for`)."""
 
     tile_rows: int = TILE_ROWS
     _paths: list[_Path] = field(default_factory=list)
@@ -133,14 +133,14 @@ class SplitKvPacker(Packer):
         )
 
     def _stacks(self) -> Iterator[_Stack]:
-        """Return the tiles of all paths. Only neighbouring paths are compared: sorting makes neighbours of texts that
-        begin with the same slot, and leaves of one session are neighbours already."""
+        """Yield the tiles of all paths. Only neighbouring paths are compared: sorting makes texts with the same first
+        slot neighbours, and leaves of one session are neighbours already."""
         paths = sorted(self._paths, key=lambda path: path.first)
         paths[1:] = [
             _Path(b.first, b.keys, b.rows, _common_splits(a.keys, b.keys)) if a.first == b.first else b
             for a, b in pairwise(paths)
         ]
-        waiting = [(0, paths)]  # paths that agree on all splits before this one
+        waiting = [(0, paths)]  # (split, paths that agree on all earlier splits)
         while waiting:
             start, group = waiting.pop()
             rows = group[0].rows if len(group) == 1 else [row for path in group for row in path.rows]
@@ -153,7 +153,7 @@ class SplitKvPacker(Packer):
                 yield from self._of_rows(group[0].keys, rows, start, stop)
 
     def _of_rows(self, keys: Slots, rows: list[int], start: int, stop: int) -> Iterator[_Stack]:
-        """Return the tiles of splits start..stop-1 of one text; a row is in no split that begins behind it."""
+        """Yield the tiles of splits start..stop-1 of one text. A row is in no split that begins after its position."""
         if len(rows) == 1:
             yield _Stack(keys, range(start, stop), rows)
             return
@@ -174,14 +174,14 @@ def _check_range(what: str, arrays: Sequence[NDArray[np.integer]], end: int) -> 
 
 
 def _common_splits(a: Slots, b: Slots) -> int:
-    """Return how many leading splits have the same slots in both."""
+    """Return the number of leading splits with the same slots in both."""
     whole = min(len(a), len(b)) // SPLIT * SPLIT
     differ = np.flatnonzero(a[:whole] != b[:whole])
     return (int(differ[0]) if len(differ) else whole) // SPLIT
 
 
 def _padded(array: NDArray[np.int64] | Integers, length: int) -> Integers:
-    """Return the array as int32, padded with zeros to this length."""
+    """Return the array as int32, zero-padded to this length."""
     result = np.zeros((length, *array.shape[1:]), dtype=np.int32)
     result[: len(array)] = array
     return result

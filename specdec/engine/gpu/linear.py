@@ -1,9 +1,9 @@
-"""Linear layers whose rows have the same bits in every batch, as Triton kernels.
+"""Batch-invariant linear layers as Triton kernels: a row has the same bits in every batch.
 
-A product of few columns has too few tiles to keep a GPU busy, so its sums are cut into parts that are computed side by
-side and added up afterwards ("split-K"). cuBLAS decides by the number of rows whether and where to cut, and a row's
-bits change with that. Here the cut depends on the layer's shape alone. A tensor core adds up a part in the same order
-for any number of rows: weights are its left factor, whose tiles are always whole, and rows are the right one.
+A product of few columns has too few tiles to occupy a GPU, so its sums are cut into parts computed side by side and
+added up afterwards ("split-K"). cuBLAS chooses the cut by the number of rows, which changes a row's bits. Here the cut
+depends on the layer's shape alone. A tensor core accumulates a part in the same order for any number of rows: weights
+are its left factor, whose tiles are always whole, and rows are the right one.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from torch import Tensor
 from specdec.engine.hf.linear import is_plain
 
 LEAST_PART = 512
-"""Terms of a part's sums, about, at least: reading from memory takes a while to get under way."""
+"""Approximate minimum of terms in a part: shorter reads do not amortise memory latency."""
 
 PROGRAMS = 256
-"""Programs, about, that compute the product of a few rows: two for each multiprocessor of a large GPU."""
+"""Approximate number of programs for the product of a few rows: two per multiprocessor of a large GPU."""
 
 COLUMNS = 64
-"""Columns of the result that a program computes for few rows: the height of a tensor core's instruction."""
+"""Columns of the result per program for few rows: the height of a tensor core's instruction."""
 
 LEAST_ROWS, MOST_ROWS = 16, 128
-"""Rows that a program computes, at least and at most."""
+"""Bounds on the rows per program."""
 
 TERMS = 128
-"""Terms that are read at once for few rows; a part is a multiple of it."""
+"""Terms per read for few rows; a part is a multiple of it."""
 
 WHOLE = 96
-"""Programs from which on each adds up its own parts, which needs no memory in between. Chosen by hand: fewer would
+"""Number of programs above which each adds up its own parts, with no memory in between. Chosen by hand: fewer would
 leave much of a large GPU idle."""
 
 ADDED = 1024
-"""Numbers of the result that a program adds up."""
+"""Numbers of the result reduced per program."""
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""True if Triton's interpreter runs the kernels, which has no products of bfloat16: they are made in float32 there."""
+"""True if Triton's interpreter runs the kernels. It has no bfloat16 products: they are computed in float32 there."""
 
 
 class SplitKLinear(torch.nn.Linear):
-    """The layer that it is made from, whose weights it shares, in float16 or bfloat16, with sums in float32."""
+    """A linear layer sharing the weights of the one passed in, in float16 or bfloat16, accumulating in float32."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
@@ -56,26 +56,26 @@ class SplitKLinear(torch.nn.Linear):
 
 
 def split_k(layer: torch.nn.Module) -> SplitKLinear | None:
-    """Return a layer's counterpart here; None if it has none."""
+    """Return a layer's split-K counterpart; None if it has none."""
     if is_plain(layer) and layer.weight.dtype in (torch.float16, torch.bfloat16) and layer.weight.is_contiguous():
         return SplitKLinear(layer)
     return None
 
 
 def parts_of(inputs: int, outputs: int) -> int:
-    """Return into how many parts the sums of a layer of this shape are cut."""
+    """Return the number of parts for a layer of this shape."""
     blocks = -(-outputs // COLUMNS)
     parts = max(1, min(PROGRAMS // blocks, inputs // LEAST_PART))
     return -(-inputs // length_of(inputs, parts))
 
 
 def length_of(inputs: int, parts: int) -> int:
-    """Return the terms of a part; the last may have fewer."""
+    """Return the terms of a part; the last one may have fewer."""
     return TERMS * -(-inputs // (TERMS * parts))
 
 
 def cuts(model: torch.nn.Module) -> str:
-    """Return a name that differs where the cuts of a model's layers do, since other cuts give other bits."""
+    """Return a name that identifies the cuts of a model's layers: other cuts give other bits."""
     split = {(each.in_features, each.out_features) for each in model.modules() if isinstance(each, SplitKLinear)}
     cut = sorted((*shape, length_of(shape[0], parts_of(*shape))) for shape in split)
     return f"{len(cut)}-{zlib.crc32(repr(cut).encode()):08x}"
@@ -83,7 +83,7 @@ def cuts(model: torch.nn.Module) -> str:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x [t, inputs] times weight [outputs, inputs], transposed, plus bias [outputs], rounded once to the dtype
-    of x, which is that of the weights."""
+    of x, the same as the weights'."""
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, inputs = x.shape
     outputs = len(weight)
@@ -148,8 +148,8 @@ def _sums(
     BIASED: tl.constexpr,
     WIDENED: tl.constexpr,
 ) -> None:
-    """Compute some columns of some rows: a program for each block of both and, unless WHOLE, for each part. Parts are
-    added up in the order of `_add_up`, so that the two ways give the same bits."""
+    """Compute some columns of some rows, one program per block of both and, unless WHOLE, per part. Parts are added up
+    in the order of `_add_up`, so that both ways give the same bits."""
     column = tl.program_id(0) * COLUMN_BLOCK + tl.arange(0, COLUMN_BLOCK)
     row = (tl.program_id(1) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)).to(tl.int64)
     first = tl.program_id(2)
@@ -191,7 +191,7 @@ def _add_up(
     BLOCK: tl.constexpr,
     BIASED: tl.constexpr,
 ) -> None:
-    """Add up the parts of one row, in order: a program for each block of its columns."""
+    """Add up the parts of one row in order, one program per block of its columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < OUTPUTS

@@ -1,5 +1,5 @@
 """Logits processing on the GPU: `specdec.decoding.processing` in torch, with the same float32 operations in the same
-order, so that it gives the same bits."""
+order, hence the same bits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from specdec.engine.gpu.upload import upload
 
 
 def adjusted(logits: Tensor, queries: Sequence[SamplingQuery]) -> Tensor:
-    """Return float32 logits [n, V] with penalties, biases, bans and token masks applied; the caller's tensor is not
-    changed. A row of which bans leave nothing that its mask allows has no finite logit: the host decides it."""
+    """Return float32 logits [n, V] with penalties, biases, bans and token masks applied; the input is not modified. If
+    bans leave a row nothing its mask allows, it has no finite logit: the host decides such a row."""
     if not any(query.adjusts for query in queries):
         return logits
     z = logits.clone()
@@ -35,13 +35,13 @@ def adjusted(logits: Tensor, queries: Sequence[SamplingQuery]) -> Tensor:
     ]
     if any(len(ids) for ids in ruled_out):
         rows, ids = _indices(z, ruled_out)
-        z[rows, ids] = z.new_full((), -torch.inf)  # a number would come from the host, which would wait for the GPU
+        z[rows, ids] = z.new_full((), -torch.inf)  # a Python scalar would be copied from the host: a synchronisation
     _keep_allowed(z, queries)
     return z
 
 
 def _keep_allowed(z: Tensor, queries: Sequence[SamplingQuery]) -> None:
-    """Rule out what token masks do not allow, in place."""
+    """Apply token masks in place."""
     masked = [(row, query.allowed) for row, query in enumerate(queries) if query.allowed is not None]
     if not masked:
         return
@@ -59,8 +59,7 @@ def tempered(z: Tensor, queries: Sequence[SamplingQuery]) -> Tensor:
 
 
 def _penalise(z: Tensor, queries: Sequence[SamplingQuery]) -> None:
-    """Apply penalties in place. Each token that a row's text holds is penalised once; tokens of the row's path count as
-    output."""
+    """Apply penalties in place, once for each token in a row's text. Tokens of the row's path count as output."""
     held = [
         _held(query.penalty_state, query.path) if query.sampler.sampling.penalises else _NOTHING for query in queries
     ]
@@ -86,7 +85,7 @@ _NOTHING = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
 
 
 def _held(penalty_state: PenaltyState | None, path: Sequence[int]) -> tuple[Ids, NDArray[Any]]:
-    """Return the tokens that a text holds, with its path, and how often each is in the output."""
+    """Return the tokens of a text and path, and each token's count in the output."""
     if penalty_state is None:
         raise ValueError("penalties need the history of the text")
     ids = np.flatnonzero(penalty_state.seen)

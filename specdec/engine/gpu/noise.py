@@ -1,7 +1,7 @@
 """Gumbel noise on the GPU: `specdec.decoding.noise` in torch, with the same 64-bit words.
 
-torch has no unsigned 64-bit arithmetic, but signed arithmetic wraps the same way; only right shifts need a mask, since
-they would copy the sign.
+torch has no unsigned 64-bit arithmetic, but signed arithmetic wraps the same way. Only right shifts need a mask, since
+they would extend the sign.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ def _signed(word: int) -> int:
 
 
 def _shift(value: Tensor, bits: int) -> Tensor:
-    """Return an int64 tensor shifted right, with zeros coming in."""
+    """Return an int64 tensor shifted right, zero-filled."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def token_words(streams: Tensor, ids: Tensor) -> Tensor:
-    """Return the raw word of each token id in each stream, as int64 with the bits of `noise.token_words`, in the shape
-    that the two broadcast to."""
+    """Return the raw word of each token id in each stream, as int64 with the bits of `noise.token_words`, in the
+    broadcast shape of both."""
     value = streams + _signed(noise.GAMMA) + ids
     value = (value ^ _shift(value, 30)) * _signed(noise.MULTIPLY_1)
     value = (value ^ _shift(value, 27)) * _signed(noise.MULTIPLY_2)

@@ -1,10 +1,10 @@
 """Sampling from GPU logits.
 
-Rows of a whole vocabulary are too much to copy to the host for every token, and a choice made on the GPU alone could
-differ from one made elsewhere, since logarithms differ from library to library in their last bits. So the GPU makes a
-shortlist and the host decides: the few ids of each row that can be the choice are fetched, those of a step in one copy,
+Copying rows of the whole vocabulary to the host for every token costs too much, and a choice made on the GPU alone
+could differ from one made elsewhere: logarithms of different libraries differ in their last bits. So the GPU makes a
+shortlist and the host decides. The few ids of each row that can be the choice are fetched, in one copy for the step,
 and the host chooses among them with the same arithmetic as everywhere. A step waits for the GPU once. Rows for which a
-shortlist is not enough are fetched whole: broken ones, very flat ones, and those of other rules than COUPLED.
+shortlist is not enough are fetched whole: broken ones, very flat ones, and those of rules other than COUPLED.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from specdec.engine.gpu.upload import upload
 
 
 class GpuLogits:
-    """The wanted rows of a step as float32 logits [n, V] on the GPU. The sampling queries in `asked`, by the index of
-    their row, are answered at once."""
+    """The wanted rows of a step as float32 logits [n, V] on the GPU. `asked`: sampling queries by row index, answered
+    immediately."""
 
     def __init__(self, logits: Tensor, asked: Mapping[int, SamplingQuery]) -> None:
         self._logits = logits
@@ -64,7 +64,7 @@ class GpuLogits:
             self._known.update(zip(whole, zip(tokens, sound, strict=True), strict=True))
 
     def _of(self, rows: Sequence[int]) -> Tensor:
-        if list(rows) == list(range(len(rows))):  # all of a kind, as in most steps: nothing need be copied
+        if list(rows) == list(range(len(rows))):  # all rows of one kind, as in most steps: no copy needed
             return self._logits[: len(rows)]
         return self._logits.index_select(0, upload(np.asarray(rows), self._logits.device))
 
@@ -73,7 +73,7 @@ class GpuLogits:
 
 
 def _fetched(parts: Sequence[Tensor]) -> list[NDArray[Any]]:
-    """Copy tensors of one device to the host, in a single copy."""
+    """Fetch tensors of one device in a single copy."""
     if not parts:
         return []
     flat = [part.contiguous().flatten().view(torch.uint8) for part in parts]

@@ -1,7 +1,7 @@
-"""Shortlists: the part of GPU logits that the host needs to choose tokens by the COUPLED rule.
+"""Shortlists: the part of GPU logits the host needs to choose tokens by the COUPLED rule.
 
-Each kind of shortlist launches its work on the GPU when it is made; `parts` are the tensors [n, ...] to be fetched,
-and `decided` chooses from them.
+The constructor of each kind launches its work on the GPU; `parts` are the tensors [n, ...] to fetch, and `decided`
+chooses from them.
 """
 
 from __future__ import annotations
@@ -25,37 +25,35 @@ from specdec.engine.gpu import logits_processing, noise
 from specdec.engine.gpu.upload import upload
 
 UNDECIDED = -1
-"""The value in place of a token that says that the whole row is needed."""
+"""Placeholder for a token: the whole row is needed."""
 
 CLOSEST = 4
-"""Ids of a row that are fetched: those with the highest scores on the GPU. Its scores are an ulp or two off, so two
-ids would be enough."""
+"""Ids fetched per row: the highest scores on the GPU. Its scores are an ulp or two off, so two ids would be enough."""
 
 RANKED = 1024
-"""Ids of a row that are fetched, those with the largest logits: top-k, top-p and min-p nearly always cut among
-these."""
+"""Ids fetched per row: the largest logits. Top-k, top-p and min-p nearly always cut among these."""
 
 FEW = 64
-"""Ids of a row among which survivors are looked for first."""
+"""Ids per row in the first search for survivors."""
 
 AT_ONCE = 64
-"""Rows whose survivors are found at once: few enough that intermediate results stay in a core's cache."""
+"""Rows searched at once: few enough to keep intermediate results in a core's cache."""
 
 BLOCK = 1 << 22
-"""Scores, about, that are computed at once: each takes about thirty bytes meanwhile."""
+"""Approximate number of scores computed at once, with about thirty bytes of temporary memory each."""
 
 Arrays = Sequence[NDArray[Any]]
 
 
 class Narrowing(Protocol):
-    """A shortlist of rows of float32 logits [n, V], for the sampling query of each."""
+    """A shortlist of rows of float32 logits [n, V], for one sampling query per row."""
 
     parts: list[Tensor]
 
     def __init__(self, logits: Tensor, queries: Sequence[SamplingQuery]) -> None: ...
 
     def decided(self, parts: Arrays) -> Tokens:
-        """Return the choices, int64 [n], or UNDECIDED, from the parts as fetched."""
+        """Return the choices, int64 [n], or UNDECIDED, given the fetched parts."""
 
 
 def narrowing(query: SamplingQuery) -> type[Narrowing] | None:
@@ -79,8 +77,8 @@ class Greedy:
 
 
 class Drawn:
-    """A shortlist for sampling without truncation: the ids with the highest scores (logit plus noise), which the host
-    computes again."""
+    """A shortlist for sampling without truncation: the ids with the highest scores (logit plus noise). The host
+    computes these scores again."""
 
     def __init__(self, logits: Tensor, queries: Sequence[SamplingQuery]) -> None:
         z = logits_processing.adjusted(logits, queries)
@@ -100,17 +98,17 @@ class Drawn:
 
     def decided(self, parts: Arrays) -> Tokens:
         peaks, ids, z = parts
-        order = np.argsort(ids, axis=1)  # the lowest id on ties
+        order = np.argsort(ids, axis=1)  # the lowest id wins ties
         ids, z = np.take_along_axis(ids, order, axis=1), np.take_along_axis(z, order, axis=1)
         return _where_sound(peaks, _best(ids, z, self._streams))
 
 
 class Ranked:
-    """A shortlist for truncated sampling: the largest logits, and the weight of all; the host finds out whether the cut
+    """A shortlist for truncated sampling: the largest logits, and the weight of all. The host finds out whether the cut
     lies among them.
 
     The GPU's exponentials may be an ulp off the host's, and it sums in another order. If top-p falls between the two
-    results, which differ by a ten-millionth of the weight or less, one id more or less survives than on the host.
+    results, at most a ten-millionth of the weight apart, one id more or less survives than on the host.
     """
 
     def __init__(self, logits: Tensor, queries: Sequence[SamplingQuery]) -> None:
@@ -134,15 +132,18 @@ def of_largest(
     ids: NDArray[np.int64],
     totals: NDArray[np.float64],
 ) -> Tokens:
-    """Return the choices by truncated sampling, int64 [n], or UNDECIDED, from the largest logits z [n, k] of each row,
-    descending and divided by T, their ids, and the weight of the whole row relative to its first."""
+    """Return the choices by truncated sampling, int64 [n], or UNDECIDED.
+
+    `z` [n, k]: the largest logits of each row, descending and divided by T; `ids`: their token ids; `totals`: the
+    weight of the whole row relative to its first.
+    """
     samplings, streams = [query.sampler.sampling for query in queries], streams_of(queries)
     tokens = np.full(len(queries), UNDECIDED, dtype=np.int64)
     for width in (FEW, z.shape[1]):  # few survive in most rows
         undecided = np.flatnonzero(tokens == UNDECIDED)
         for begin in range(0, len(undecided), AT_ONCE):
             rows = undecided[begin : begin + AT_ONCE]
-            with np.errstate(invalid="ignore"):  # of rows that are not sound
+            with np.errstate(invalid="ignore"):  # rows that are not sound
                 kept = leading(
                     z[rows, :width], ids[rows, :width], totals[rows], vocabulary, [samplings[row] for row in rows]
                 )
@@ -162,6 +163,6 @@ def _best(ids: NDArray[np.int64], z: NDArray[np.float32], streams: NDArray[np.ui
 
 
 def _where_sound(peaks: NDArray[np.float32], tokens: Tokens) -> Tokens:
-    """Return the tokens, with UNDECIDED where a row's largest logit is NaN, infinite or absurdly large: such a row is
-    looked at as a whole."""
+    """Return the tokens, with UNDECIDED where a row's largest logit is NaN, infinite or absurdly large: the host
+    examines the whole of such a row."""
     return np.where(np.abs(peaks) < MAX_ABS_LOGIT, tokens, UNDECIDED)

@@ -1,6 +1,6 @@
 """A split-KV batch on the GPU: one piece of memory at a fixed address, filled by one transfer.
 
-So a CUDA graph that was captured with these tensors runs again with whatever is in them.
+The fixed address allows a CUDA graph captured with these tensors to be replayed with other contents.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 from specdec.engine.gpu.layout import SPLIT, SplitKvBatch
 
 ALIGNMENT = 32
-"""Numbers to a multiple of which each tensor's beginning is aligned, so that kernels may read it in wide pieces."""
+"""Alignment of each tensor's start, in numbers, so that kernels may use wide loads."""
 
 
 class SplitKvTensors:
-    """The int32 tensors for batches of exactly this many rows, wanted rows and tiles."""
+    """The int32 tensors for batches of exactly these numbers of rows, wanted rows and tiles."""
 
     def __init__(self, rows: int, wanted: int, tiles: int, tile_rows: int, device: torch.device | str) -> None:
         shapes = {
@@ -45,7 +45,7 @@ class SplitKvTensors:
         self.wanted = views["wanted"]  # [n]
         self.tile_counts = views["tile_counts"]  # [u]
         self.tile_splits = views["tile_splits"]  # [u]
-        self.tile_row_indices = views["tile_row_indices"]  # [u, tile_rows] indices of rows
+        self.tile_row_indices = views["tile_row_indices"]  # [u, tile_rows] row indices
         self.tile_keys = views["tile_keys"]  # [u, SPLIT]
         self.partials = 0  # partials of the batch
         self._arrays = {name: view.numpy() for name, view in self._views(self._here).items()}
@@ -59,13 +59,13 @@ class SplitKvTensors:
         return tensors
 
     def fill(self, batch: SplitKvBatch) -> None:
-        """Replace the batch, once the transfer of the one before is over; ValueError if it has other sizes."""
+        """Replace the batch, after waiting for the previous transfer; ValueError if its sizes differ."""
         for name, array in self._arrays.items():
             shape = getattr(batch, name).shape
             if shape != array.shape:
                 raise ValueError(f"{name} has shape {shape}, the tensors are for {array.shape}")
         if self._sent is not None:
-            self._sent.synchronize()  # the batch before may still be on its way out of this memory
+            self._sent.synchronize()  # the previous batch may still be in transfer from this memory
         for name, array in self._arrays.items():
             array[...] = getattr(batch, name)
         self.partials = batch.partials
