@@ -1,8 +1,8 @@
 """The vLLM engine: the models, kernels and executors of vLLM behind the interface of all engines.
 
-vLLM loads a model, in any quantisation that it knows, on one device or cut into parts for several, and runs passes over
-the rows that the verifier's step loop has packed. What decides about texts (scheduling, memory, prefix caching, choice)
-is ours, so a text is treated as with any other engine.
+vLLM loads a model, in any quantisation it supports, on one device or with tensor parallelism, and runs passes over the
+rows packed by the verifier's step loop. Scheduling, memory, prefix caching and sampling stay ours, so texts are treated
+as with any other engine.
 """
 
 from __future__ import annotations
@@ -41,31 +41,33 @@ from specdec.exit_status import ExitStatus
 log = structlog.get_logger()
 
 ENVIRONMENT = {
-    "VLLM_CONFIGURE_LOGGING": "0",  # what it logs goes where the service's own lines go
-    "VLLM_CPU_ATTN_SPLIT_KV": "0",  # how keys are split depends on the batch, and so would bits
+    "VLLM_CONFIGURE_LOGGING": "0",  # its log lines go where the service's own go
+    "VLLM_CPU_ATTN_SPLIT_KV": "0",  # the split of keys depends on the batch, and so would bits
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a model on one device is in this process
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a model on one device runs in this process
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `worker.py` is written for the first one
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, and has asked the CUDA driver for its devices
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `worker.py` is written for the first version
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, and has initialised the CUDA driver
 }
-"""Environment variables that vLLM reads when it is imported."""
+"""Environment variables read by vLLM on import."""
 
 KERNEL_VARIABLES = {"VLLM_TUNED_CONFIG_FOLDER", "VLLM_FLASHINFER_AUTOTUNE_SKIP_OPS"}
-"""Variables by which vLLM chooses among kernels, and that do not change its graphs."""
+"""Variables selecting vLLM's kernels without changing its graphs."""
 
 LONG_TEXT = 1024
-"""Tokens of the long text in the check of exactness, or as many as fit: over short ones attention is never split."""
+"""Length in tokens of the long text in the exactness check, shortened if it does not fit: attention over short texts is
+never split."""
 
 
 class VllmEngine:
     """A model in vLLM, and its KV cache.
 
-    `capacity` is in slots; None takes as many as memory has room for. A pass has rows of `sessions` texts at most. On
-    CPUs it computes with `threads` threads.
-    `compiled` has torch compile the layers on CPUs; without `cuda_graphs` a GPU's kernels are launched one by one.
-    `options` are vLLM's own (`vllm.EngineArgs`), such as tensor_parallel_size. `exact` asks for the check whether rows
-    depend on their batch; the attribute of this name says whether it found that they do not.
+    `capacity` is in slots; None fills the available memory. A pass has rows of at most `sessions` texts. On CPUs it
+    computes with `threads` threads.
+
+    `compiled` uses torch.compile for the layers on CPUs; without `cuda_graphs` a GPU's kernels are launched one by one.
+    `options` are vLLM's own (`vllm.EngineArgs`), such as tensor_parallel_size. The parameter `exact` requests the check
+    that rows do not depend on their batch; the attribute `exact` is its outcome.
     """
 
     chains_only = True
@@ -100,8 +102,8 @@ class VllmEngine:
 
             from specdec.engine.hf.fingerprint import device_kind
         check_build(device, for_cpus=current_platform.is_cpu())
-        self._set_threads = partial(torch.set_num_threads, threads)  # vLLM puts another function there
-        self._thread = 0  # the one that computed last: each has a number of threads of its own
+        self._set_threads = partial(torch.set_num_threads, threads)  # the original function: vLLM replaces it
+        self._thread = 0  # ident of the last computing thread: torch's thread count is per thread
         self._compute_here()
         memory = memory_options(directory, capacity, dtype, device, options)
         parts = options.get("tensor_parallel_size", 1)
@@ -146,7 +148,7 @@ class VllmEngine:
                 device_kind(device),
                 dtype,
                 attention,
-                *([json.dumps(options, sort_keys=True)] if options else []),  # any may change how it computes
+                *([json.dumps(options, sort_keys=True)] if options else []),  # any of them may affect numerics
                 *_variables(),
                 *where,
                 "exact" if self.exact else "fast",
@@ -163,8 +165,8 @@ class VllmEngine:
         return logits
 
     def copy(self, source: Slots, target: Slots) -> None:
-        """Copy keys and values, by whole blocks: slots are copied to the same places in other blocks, which have
-        nothing else behind them yet. From the padding slot, zeros are copied, to single slots as well."""
+        """Copy keys and values in whole blocks: from slots to the same offsets in other blocks, which must not contain
+        anything after them yet. A copy from the padding slot writes zeros, also to single slots."""
         clears = source == PADDING_SLOT
         if clears.any():
             self._clear(target[clears])
@@ -182,7 +184,7 @@ class VllmEngine:
         self._call("specdec_clear", slots)
 
     def _keeps_tokens_apart(self) -> bool:
-        """Return whether a token's keys and values are by themselves in its block, in memory as in name."""
+        """Return whether a token's keys and values are separate from others in its block's memory layout."""
         keys, packer = BLOCK + np.arange(6), self.packer()
         packer.add_path(keys, [packer.add_row(0, 5, int(keys[5]))])
         packer.want(0)
@@ -195,18 +197,18 @@ class VllmEngine:
         return self._start(method, *given)()
 
     def _compute_here(self) -> None:
-        """Have the calling thread compute with the engine's number of threads."""
+        """Set the engine's thread count for the calling thread."""
         if self._thread != threading.get_ident():
             self._thread = threading.get_ident()
             self._set_threads()
 
 
 class SamplingVllmEngine(VllmEngine):
-    """The engine where logits are on a GPU or in another process: they stay there, and tokens come back."""
+    """A vLLM engine with logits on a GPU or in another process: they stay there, and only tokens are fetched."""
 
     def step(self, batch: PackedBatch, asked: Callable[[], Mapping[int, SamplingQuery]]) -> WorkerLogits:
-        """Run a forward pass and return its wanted rows, as `GpuSampling` has it. The device computes, or the processes
-        with the parts of the model do, while the queries are worked out."""
+        """Run a forward pass and return its wanted rows, as in `GpuSampling`. The device, or the tensor-parallel
+        workers, compute while `asked` works out the queries."""
         self._compute_here()
         passed = self._start("specdec_step", batch)
         queries = asked()
@@ -216,7 +218,7 @@ class SamplingVllmEngine(VllmEngine):
 
 
 class WorkerLogits:
-    """Step logits that a worker of vLLM keeps until its next pass."""
+    """Step logits kept by a vLLM worker until its next pass."""
 
     def __init__(
         self,
@@ -242,14 +244,14 @@ class WorkerLogits:
 
 
 def vllm_engine(directory: ModelDirectory, *, device: str, options: Mapping[str, Any], **rest: Any) -> VllmEngine:
-    """Load a model: its logits are at hand only where they are computed in this process's memory."""
+    """Load a model. Only on a CPU without tensor parallelism are its logits in this process's memory."""
     here = device == "cpu" and options.get("tensor_parallel_size", 1) == 1
     return (VllmEngine if here else SamplingVllmEngine)(directory, device=device, options=options, **rest)
 
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Give environment variables to processes that are started meanwhile."""
+    """Set environment variables for processes started inside the context."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -263,8 +265,8 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _variables() -> list[str]:
-    """Return vLLM's environment variables that somebody has set and that may change bits: those by which vLLM tells
-    compiled graphs apart, and those by which it chooses kernels."""
+    """Return the user-set vLLM environment variables that may change bits: those in vLLM's cache key for compiled
+    graphs, and those selecting kernels."""
     from vllm import envs
 
     names = envs.compile_factors().keys() | KERNEL_VARIABLES
@@ -273,12 +275,11 @@ def _variables() -> list[str]:
 
 
 Start = Callable[..., Callable[[], Any]]
-"""A function that starts a method of all workers, and returns another, which waits until it is done and returns what
-the worker says that has the logits."""
+"""Starts a method on all workers; returns a function that waits for it and returns rank 0's result."""
 
 
 def _started(**arguments: Any) -> Start:
-    """Start vLLM with these engine arguments, and return the function that calls its workers."""
+    """Start vLLM with these engine arguments; return the function that calls its workers."""
     from vllm import EngineArgs, envs
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.abstract import Executor
@@ -286,13 +287,13 @@ def _started(**arguments: Any) -> Start:
     try:
         config = EngineArgs(**arguments).create_engine_config()
         core = EngineCore(config, Executor.get_class(config), log_stats=False, executor_fail_callback=_lost)
-    except Exception as error:  # of many kinds, and of none in particular where workers do not start
+    except Exception as error:  # vLLM raises many kinds of errors, some generic when workers fail to start
         raise UnsupportedModelError(f"vLLM does not take it: {reason_of(error)}") from error
     atexit.register(core.shutdown)
     call_all: Callable[..., Any] = core.model_executor.collective_rpc
 
     def start_one(method: str, *given: Any) -> Callable[[], Any]:
-        """It is in this process, and runs at once. If it fails, nothing that follows on it is started."""
+        """Call the worker in this process, synchronously: if it fails, nothing after it is started."""
         (answer,) = call_all(method, args=given)
         return lambda: answer
 
@@ -303,8 +304,8 @@ def _started(**arguments: Any) -> Start:
             try:
                 return answers.result()[0]
             except Exception:
-                # Parts compute together. Where one has failed, the others may have gone on, or wait for it for ever:
-                # the next pass would add up what does not belong together.
+                # Workers compute together. After a failure of one, the others may have gone on, or wait for it for
+                # ever: the next pass would add up mismatched parts.
                 _lost()
 
         return wait
@@ -313,14 +314,14 @@ def _started(**arguments: Any) -> Start:
 
 
 def _lost() -> NoReturn:
-    """End the process, of which a worker has failed, died or hangs: nothing brings a part of a model back."""
+    """End the process after a worker has failed, died or hung: a lost part of a model cannot be restored."""
     log.critical("vllm_worker_lost", exc_info=True)
     os._exit(ExitStatus.INTERNAL)
 
 
 def reason_of(error: Exception) -> str:
-    """Return what an error of vLLM's says, in one line. A failed check of its configuration says it in its third. To
-    what it says of memory, add which options of ours that is."""
+    """Return the message of a vLLM error in one line: of a failed configuration check, its third line. Errors about
+    memory also name our option for it."""
     lines = str(error).splitlines() or [type(error).__name__]
     told = lines[2] if "validation error" in lines[0] and len(lines) > 2 else lines[0]
     told = told.strip().partition(" [type=")[0].removeprefix("Value error, ")
@@ -332,18 +333,18 @@ def reason_of(error: Exception) -> str:
 def memory_options(
     directory: ModelDirectory, capacity: int | None, dtype: Dtype, device: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return vLLM's options for a KV cache of so many slots, and for the longest text that it has room for. Without
-    `capacity` vLLM finds both on a GPU; on a CPU it would take nearly all memory."""
+    """Return vLLM's options for a KV cache of `capacity` slots, and for the longest text it has room for. Without
+    `capacity` vLLM determines both on a GPU; on a CPU it would take nearly all memory."""
     slot = numbers_of_a_token(directory) * BYTES[dtype]
     if capacity is None and device == "cpu" and slot and "kv_cache_memory_bytes" not in options:
-        weights = memory_needed(directory, Placement("vllm", dtype)).weights  # they are not loaded yet
+        weights = memory_needed(directory, Placement("vllm", dtype)).weights  # not loaded yet
         capacity = slots_for(slot, directory.context, "cpu", promised=weights)
     if capacity is None:
         return {"max_model_len": -1}
     blocks = capacity // BLOCK
     found = {"num_gpu_blocks_override": blocks, "max_model_len": min(directory.context, (blocks - 1) * BLOCK)}
     if slot or device != "cpu":
-        # On a GPU blocks are counted, and any size will do: without one vLLM would try out graphs first, with another
-        # KV cache of up to 32,768 tokens.
+        # On a GPU the block count decides, and any size will do. Without a size vLLM would profile graphs first, with
+        # another KV cache of up to 32,768 tokens.
         found["kv_cache_memory_bytes"] = max(1, blocks * BLOCK * slot // options.get("tensor_parallel_size", 1))
     return found

@@ -1,7 +1,6 @@
-"""Checks whether a model that vLLM has loaded can be run by passes over rows (`worker.py`), each of which gets what it
-gets alone.
+"""Checks that a model loaded by vLLM can run in passes over rows (`worker.py`), with results independent of other rows.
 
-vLLM is not imported: its model runner is read as it is.
+vLLM is not imported: its model runner is duck-typed.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ from specdec.engine.kv.blocks import BLOCK
 
 
 def why_unfit(runner: Any) -> str | None:
-    """Return why the model of vLLM's runner cannot be run by passes over rows; None if it can."""
+    """Return why the model of vLLM's runner cannot run in passes over rows; None if it can."""
     model, groups, size = runner.model_config, runner.kv_cache_config.kv_cache_groups, runner.cache_config.block_size
     causes = (
         (model.is_encoder_decoder, "it has an encoder"),
         (runner.uses_mrope, "its tokens have several positions each (M-RoPE)"),
-        # Graphs and compiled layers are made for embeddings then.
+        # Graphs and compiled layers then take embeddings.
         (runner.supports_mm_inputs, "its layers take embeddings of other media than text"),
         (model.is_hybrid or len(groups) != 1, "its layers have other states than keys and values of tokens"),
-        # What a row sees depends on where its prompt is cut, or ends: passes know neither.
+        # A row's attention would depend on where its prompt is cut or ends, unknown to passes.
         (any(map(_sees_ahead, groups)), "rows of its prompts see later ones (prefix-LM attention)"),
         (getattr(model, "rswa_window", None) is not None, "its attention window depends on where the prompt ends"),
         (getattr(runner, "lookback_token_ids", None) is not None, "its layers read earlier tokens of the text"),
@@ -30,14 +29,14 @@ def why_unfit(runner: Any) -> str | None:
 
 
 def rope_factors(model: Any) -> list[str]:
-    """Return by which of LongRoPE's factors a model's positions are scaled, "long-rope" or "short-rope"; nothing for
-    other models. vLLM chooses once, by the longest text that there is room for, and tokens depend on it."""
+    """Return the LongRoPE scaling of a model's positions, "long-rope" or "short-rope"; nothing for other models. vLLM
+    chooses once, by the longest text it has room for, and tokens depend on the choice."""
     found = {module.use_long_rope for module in model.modules() if hasattr(module, "use_long_rope")}
     return sorted("long-rope" if long else "short-rope" for long in found)
 
 
 def _sees_ahead(group: Any) -> bool:
-    """Return whether attention of a group of layers is not causal."""
+    """Return whether the attention of a group of layers is not causal."""
     spec = group.kv_cache_spec
-    layers = getattr(spec, "kv_cache_specs", {})  # where they differ
+    layers = getattr(spec, "kv_cache_specs", {})  # present if they differ
     return any(getattr(each, "non_causal", False) for each in (spec, *layers.values()))

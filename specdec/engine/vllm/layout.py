@@ -1,7 +1,7 @@
-"""The block batch: sequences whose keys lie in blocks of the KV cache, as paged attention reads them.
+"""The block batch: sequences with block tables into the KV cache, the input of paged attention.
 
-A *sequence* is a piece of one text: its rows are consecutive tokens at the end of what is computed, and a block table
-says where the keys of all tokens up to there are. So the candidates of a text are one chain behind its root: a side
+A *sequence* is a piece of one text: its rows are consecutive tokens at the end of the computed text, and its block
+table locates the keys of all tokens up to there. So the candidates of a text are a single chain after its root: a side
 branch would need a table of its own, and copies of keys.
 """
 
@@ -22,12 +22,12 @@ from specdec.engine.kv.slots import Slots
 
 @dataclass(frozen=True)
 class BlockBatch(PackedBatch):
-    """A block batch: sequence s has the rows starts[s] .. starts[s + 1] - 1 of a text of lengths[s] tokens so far,
-    whose keys are in the blocks tables[s]. Sequences with fewer rows come first, as some kernels want them."""
+    """A block batch: sequence s has the rows starts[s] .. starts[s + 1] - 1 of a text of lengths[s] tokens so far, with
+    keys in the blocks tables[s]. Sequences are sorted by ascending row count, as some kernels require."""
 
     starts: NDArray[np.int32]  # [s + 1]
-    lengths: NDArray[np.int32]  # [s] tokens, those of the rows included
-    tables: NDArray[np.int32]  # [s, w] blocks in order of position; 0 behind those of a text
+    lengths: NDArray[np.int32]  # [s] tokens, including the rows
+    tables: NDArray[np.int32]  # [s, w] blocks in order of position; zero-padded
 
 
 class _Sequence(NamedTuple):
@@ -43,8 +43,8 @@ class BlockPacker(Packer):
     _sequences: list[_Sequence] = field(default_factory=list)
 
     def add_path(self, keys: Slots, rows: Sequence[int]) -> None:
-        """Let rows see one text, as in `Packer`. ValueError unless the rows stand next to each other, as consecutive
-        tokens of the text, and the text's tokens in its blocks in order."""
+        """Add rows of one text, as in `Packer`. Raises ValueError unless the rows are adjacent, consecutive tokens of
+        the text, and the text's tokens lie in its blocks in order."""
         first, count = rows[0], len(rows)
         position = self.positions[first]
         length = position + count
@@ -54,7 +54,7 @@ class BlockPacker(Packer):
         if length > len(keys):
             raise ValueError(f"a row at position {length - 1} has only {len(keys)} keys")
         table = (keys[:length:BLOCK] // BLOCK).astype(np.int32)
-        if count == 1:  # as most are; this runs for every text in every step
+        if count == 1:  # the common case: runs for every text in every step
             if not self.slots[first] == keys[position] == int(table[-1]) * BLOCK + position % BLOCK:
                 raise ValueError("the tokens of a sequence must lie in its blocks, in order of position")
             self._sequences.append(_Sequence(own, length, table))

@@ -1,4 +1,4 @@
-"""Options that are passed on to vLLM as they are."""
+"""Options passed on to vLLM unchanged."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from specdec.engine.unsupported import UnsupportedModelError
 
 MOST_ROWS = 4096
 MOST_SEQUENCES = 1024
-"""Rows of one pass for which vLLM sets buffers aside, and the most sequences."""
+"""Limits of one pass for vLLM's buffers: rows, and sequences."""
 
 LEAST_SEQUENCES = 256
-"""Sequences for which it sets some aside in any case: the verifier measures steps of as many texts."""
+"""Minimum number of sequences in vLLM's buffers: the verifier measures steps of that many texts."""
 
 MOST_STEP_ROWS = 2048
-"""Rows up to which prompts may fill a step: roots of all sessions and their candidates come on top."""
+"""Limit on a step's rows when filled with prompts: the roots of all sessions and their candidates come on top."""
 
 OWN = {
     "async_scheduling": "steps are ours",
@@ -62,11 +62,11 @@ OWN = {
     "watermark_config": "tokens are chosen by the verifier",
     "worker_extension_cls": "it is ours",
 }
-"""Options of vLLM that the engine sets itself, and why or by what they are changed."""
+"""vLLM options set by the engine itself, with the reason or the option to use instead."""
 
 
 def read_options(text: str) -> dict[str, Any]:
-    """Return the options of a JSON object; ValueError if it is none."""
+    """Parse a JSON object of options; ValueError if it is not one."""
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -77,7 +77,7 @@ def read_options(text: str) -> dict[str, Any]:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError, by name, for options that the engine sets itself."""
+    """Raise UnsupportedModelError for an option reserved to the engine, naming it."""
     for name, why in OWN.items():
         if name in options:
             raise UnsupportedModelError(f"vLLM's option {name} is not passed on: {why}")

@@ -1,9 +1,8 @@
-"""Forward passes over block batches inside vLLM's workers, by vLLM's model runner.
+"""Forward passes over block batches inside vLLM's workers, using vLLM's model runner.
 
-This is the one file that knows vLLM from within; `preflight/vllm_version.py` says which versions it was written for. A
-pass does what the runner's `execute_model` does between its states of requests and its sampler, neither of which is
-used: it fills the runner's buffers, has it build the attention's metadata, and runs the model, as a CUDA graph where
-there is one.
+This is the only file that depends on vLLM's internals; `preflight/vllm_version.py` lists the versions it supports. A
+pass does what the runner's `execute_model` does between its request states and its sampler, both unused here. It fills
+the runner's buffers, has the attention's metadata built, and runs the model, as a CUDA graph if there is one.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from specdec.engine.vllm.layout import BlockBatch
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Chosen = tuple[Tokens, NDArray[np.bool_]]
-"""Tokens, and which of their rows are sound, as `StepLogits.choose` returns them."""
+"""Tokens, and which of their rows are sound, as returned by `StepLogits.choose`."""
 
 
 def on_the_stream(method: Method) -> Method:
-    """Have a method compute in inference mode, and on a GPU on the stream on which vLLM has loaded the model. Another
-    thread runs the passes, where vLLM would make a new stream: with memory of its own, and without the workspaces of
+    """Decorate a method to compute in inference mode, and on a GPU on the stream used by vLLM to load the model. Passes
+    run in another thread, where vLLM would make a new stream: with memory of its own, and without the workspaces of
     quantised layers."""
 
     @torch.inference_mode()
@@ -56,15 +55,15 @@ def on_the_stream(method: Method) -> Method:
 
 
 class Passes:
-    """Methods that vLLM adds to each of its workers (`worker_extension_cls`). All workers of a model are called at
-    once. The one of rank 0 has the logits, and answers; the others return None."""
+    """Methods added to each vLLM worker (`worker_extension_cls`). They are called on all workers of a model at once.
+    Rank 0 has the logits and answers; the others return None."""
 
     model_runner: Any
-    _specdec_stream: Any  # of the thread that has loaded the model
+    _specdec_stream: Any  # stream of the thread that loaded the model
 
     def specdec_describe(self) -> tuple[int, int, int, str] | str:
-        """Return the tokens in a block of vLLM's, the blocks that there are, the tokens of the longest text, and how
-        attention is computed, for the numerics; or why the model cannot be run."""
+        """Return vLLM's block size in tokens, the number of blocks, the length of the longest text in tokens, and the
+        attention implementation, for the numerics fingerprint; or why the model cannot run."""
         _outlive_signals()
         self._specdec_stream = current_stream()
         runner = self.model_runner
@@ -76,7 +75,7 @@ class Passes:
 
     @on_the_stream
     def specdec_step(self, batch: BlockBatch) -> None:
-        """Run a forward pass, and keep its logits until the next one. A GPU may still compute them."""
+        """Run a forward pass and keep its logits until the next one. A GPU may still be computing on return."""
         logits = _logits(self.model_runner, batch)
         if logits is None or get_tp_group().rank_in_group:
             return
@@ -108,7 +107,7 @@ class Passes:
 
     @on_the_stream
     def specdec_copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy keys and values from block to block."""
+        """Copy keys and values in whole blocks, given (source, target) pairs."""
         runner = self.model_runner
         sources, targets = (_of_runner(runner, np.asarray(blocks)).tolist() for blocks in zip(*pairs, strict=True))
         copy_kv_cache_blocks_inplace(
@@ -117,7 +116,7 @@ class Passes:
 
     @on_the_stream
     def specdec_clear(self, slots: Slots) -> None:
-        """Overwrite keys and values with zeros, those of whole blocks or of single tokens."""
+        """Zero keys and values, of whole blocks or single tokens."""
         for cache in self.model_runner.kv_caches:  # [blocks, heads, tokens, numbers]
             places = np.divmod(slots, self._specdec_tokens_in(cache))
             blocks, tokens = (torch.from_numpy(each).to(cache.device) for each in places)
@@ -125,7 +124,7 @@ class Passes:
 
     @on_the_stream
     def specdec_written(self, block: int) -> list[int]:
-        """Return the tokens of a block that have keys or values other than zeros, in any layer."""
+        """Return the tokens of a block with any non-zero key or value, in any layer."""
         found: set[int] = set()
         for cache in self.model_runner.kv_caches:
             size = self._specdec_tokens_in(cache)
@@ -134,23 +133,23 @@ class Passes:
         return sorted(found)
 
     def _specdec_tokens_in(self, cache: Tensor) -> int:
-        """Return the tokens in a block of a layer's cache, which kernels may want smaller than vLLM's."""
+        """Return the tokens per block of a layer's cache: kernels may use smaller blocks than vLLM."""
         config = self.model_runner.kv_cache_config
         size: int = self.model_runner.cache_config.block_size * config.num_blocks // cache.shape[0]
         return size
 
 
 def _outlive_signals() -> None:
-    """Have a process that has a part of the model leave signals to the one that started it. They come to all at once,
-    from a terminal or a supervisor, and the parts are needed until the texts are drained. vLLM's pipe ends them."""
+    """Ignore signals in a worker process, leaving them to its parent. A terminal or supervisor signals all processes at
+    once, but workers are needed until the texts are drained. The end of vLLM's pipe stops them."""
     if multiprocessing.parent_process() is not None:
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_IGN)
 
 
 def _logits(runner: Any, batch: BlockBatch) -> Tensor | None:
-    """Run a forward pass and return the logits [n, vocabulary] of the wanted rows, on the device; None on a worker that
-    does not get them."""
+    """Run a forward pass and return the logits [n, vocabulary] of the wanted rows, on the device; None on a worker
+    without them."""
     count, sequences, counts = len(batch.tokens), len(batch.lengths), np.diff(batch.starts)
     if count > runner.max_num_tokens or sequences > runner.max_num_reqs:
         raise ValueError(
@@ -169,7 +168,7 @@ def _logits(runner: Any, batch: BlockBatch) -> Tensor | None:
         whole_graph = mode == CUDAGraphMode.FULL
         rows = padded.num_tokens
         tables = sequences if padded.num_reqs is None else padded.num_reqs
-        # Where keys are written beside the attention, they are written for the padding as well.
+        # Backends that write keys outside of attention write them for padding rows, too.
         beside = not all(each.backend.forward_includes_kv_cache_update for each in runner.attn_groups[0])
         in_attention, in_layers = runner._get_slot_mappings(
             num_tokens_padded=rows if whole_graph or beside else count,
@@ -201,7 +200,7 @@ def _logits(runner: Any, batch: BlockBatch) -> Tensor | None:
             inputs_embeds=None,
         )
     if not len(batch.wanted):
-        # Nobody will fetch anything of this pass: wait for it here, before the next one fills the same buffers.
+        # Nothing of this pass will be fetched: wait for it here, before the next one overwrites its buffers.
         if hidden.device.type != "cpu":
             torch.accelerator.synchronize()
         nothing: Tensor = hidden.new_empty((0, runner.model_config.get_vocab_size()))
@@ -212,20 +211,20 @@ def _logits(runner: Any, batch: BlockBatch) -> Tensor | None:
 
 
 def _fill(runner: Any, batch: BlockBatch) -> None:
-    """Write a batch into the buffers that the runner's metadata and graphs read."""
+    """Write a batch into the buffers read by the runner's metadata and graphs."""
     count, sequences = len(batch.tokens), len(batch.lengths)
     runner.input_ids.np[:count] = batch.tokens
     runner.input_ids.copy_to_gpu(count)
     runner.positions[:count] = upload(batch.positions, runner.device)
     runner.query_start_loc.np[: sequences + 1] = batch.starts
-    runner.query_start_loc.np[sequences + 1 :] = batch.starts[-1]  # must not fall
+    runner.query_start_loc.np[sequences + 1 :] = batch.starts[-1]  # must not decrease
     runner.query_start_loc.copy_to_gpu()
     runner.optimistic_seq_lens_cpu[:sequences] = torch.from_numpy(batch.lengths)
     runner.optimistic_seq_lens_cpu[sequences:] = 0
     runner.seq_lens.copy_(runner.optimistic_seq_lens_cpu, non_blocking=True)
     inputs = runner.input_batch
     inputs.num_computed_tokens_cpu[:sequences] = batch.lengths - np.diff(batch.starts)
-    inputs.num_prompt_tokens_cpu_tensor[:sequences] = 0  # to the metadata every sequence is past its prompt
+    inputs.num_prompt_tokens_cpu_tensor[:sequences] = 0  # for the metadata every sequence is past its prompt
     blocks = _of_runner(runner, batch.tables)
     inputs.block_table[0].block_table.np[:sequences, : blocks.shape[1]] = blocks
     inputs.block_table.commit_block_table(sequences)
@@ -235,7 +234,7 @@ def _fill(runner: Any, batch: BlockBatch) -> None:
 
 
 def _of_runner(runner: Any, blocks: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-    """Return the runner's blocks [..., n * parts] that ours [..., n] consist of, which may be smaller."""
+    """Return the runner's blocks [..., n * parts] covering our blocks [..., n]: the runner's may be smaller."""
     parts = BLOCK // runner.cache_config.block_size
     found: NDArray[np.int64] = blocks[..., None].astype(np.int64) * parts + np.arange(parts)
     return found.reshape(*blocks.shape[:-1], -1)
