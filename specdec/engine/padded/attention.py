@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass
 class Group:
-    """A `PaddedGroup` (`padded/layout.py`) as tensors; `keys` is a slice where a view is enough."""
+    """A `PaddedGroup` (`padded/layout.py`) as tensors; `keys` is a slice if a view is enough."""
 
     keys: Tensor | slice
     rows: Tensor
@@ -21,21 +21,21 @@ class Group:
 
 
 class Pools(Protocol):
-    """Keys and values of all layers, [slots, heads, width] each."""
+    """Keys and values of all layers, each [slots, heads, width]."""
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values at their slots; return the layer's keys and values with the new ones in place."""
+        """Store new keys and values at their slots; return the layer's updated keys and values."""
 
 
 @dataclass
 class PaddedAttention:
-    """The attention of one forward pass, which the model's layers call."""
+    """The attention of one forward pass, called by the model's layers."""
 
     pools: Pools
-    slots: Tensor  # [t] where the new keys and values are stored
+    slots: Tensor  # [t] destination of the new keys and values
     groups: list[Group]
-    place: Tensor | None  # [t] each token's row in the groups' output; None: they hold each token once, in order
-    fused: bool  # scaled_dot_product_attention, or the operations it consists of (for tracing)
+    place: Tensor | None  # [t] each token's row in the groups' output; None: they contain each token once, in order
+    fused: bool  # use scaled_dot_product_attention, or else its component operations (for tracing)
 
     def attend(
         self,
@@ -61,7 +61,7 @@ class PaddedAttention:
         return output if self.place is None else output[self.place]
 
     def _gather(self, pool: Tensor, keys: Tensor) -> Tensor:
-        """Return pool[keys]. index_select copies several times as fast; in an ONNX graph both are one operator."""
+        """Return pool[keys]. index_select copies several times as fast; in an ONNX graph both are the same operator."""
         if not self.fused:
             return pool[keys]
         return pool.index_select(0, keys.flatten()).view(*keys.shape, *pool.shape[1:])
@@ -70,10 +70,10 @@ class PaddedAttention:
 def _lanes(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, softcap: float | None, fused: bool
 ) -> Tensor:
-    """Return the attention [g, r, heads, width] of query [g, r, heads, width] over key and value
-    [g, l, kv_heads, width].
+    """Return the attention [g, r, heads, width] of query [g, r, heads, width] over key and value [g, l, kv_heads,
+    width].
 
-    Query heads that share a key head become further rows of it: keys and values are not repeated in memory.
+    Query heads sharing a key head become further rows of it: keys and values are not repeated in memory.
     """
     lanes, rows, heads, width = query.shape
     kv_heads = key.shape[2]

@@ -20,7 +20,7 @@ from specdec.engine.row_counts import InvariantRowCounts
 
 
 class PaddedBackend:
-    """Keys and values of all layers, [slots, kv_heads, width] each, which are written in place."""
+    """Attention backend over the keys and values of all layers, each [slots, kv_heads, width], updated in place."""
 
     name = "padded"
 

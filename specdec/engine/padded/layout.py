@@ -1,12 +1,12 @@
 """The padded batch: rectangles of key slots and query rows with a mask, for attention by tensor operations.
 
-A *lane* is a list of key slots and the query rows that read them. A chain of text is one lane for each length that its
-keys are padded to. A token tree is a chain for each of its paths, whose keys lie in order of absolute position, without
+A *lane* is a list of key slots and the query rows that read them. A chain of text becomes one lane for each padded
+length of its keys. A token tree becomes a chain for each of its paths, with keys in order of absolute position, without
 gaps; or, where bits do not matter, one lane with a mask.
 
-Exactness rests on two rules kept here: a lane of a chain is padded to a length that depends only on the positions of
-its rows, and (unless an engine takes all lanes in one group) it has at least LEAST_ROWS rows. Then a row's attention
-does not depend on whether it came in a prompt, a tree or a plain step.
+Exactness depends on two rules kept here. A chain's lane is padded to a length determined only by the positions of its
+rows, and (unless an engine takes all lanes in one group) it has at least LEAST_ROWS rows. Then a row's attention is the
+same in a prompt, a tree or a plain step.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from specdec.engine.batch import Mask, PackedBatch, Packer
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
 
 KEY_BUCKET = 64
-"""Keys to a multiple of which a lane's list of keys is padded."""
+"""A lane's list of keys is padded to a multiple of this."""
 
 LEAST_ROWS = 4
-"""Query rows to which a lane is padded at least."""
+"""Minimum number of query rows in a lane, after padding."""
 
 
 @dataclass(frozen=True)
 class Lane:
-    """A lane: query rows that share a list of keys."""
+    """A lane: query rows with a common list of keys."""
 
     keys: Slots  # [n] slots
     key_positions: NDArray[np.int64]  # [n] absolute positions of the keys
     rows: NDArray[np.int64]  # [r] indices into the batch's tokens
     row_positions: NDArray[np.int64]  # [r]
     visible: Mask | None  # [r, n]; None: a row sees the keys up to its own position
-    padded_keys: int  # number of keys with padding
+    padded_keys: int  # number of keys, including padding
 
 
 @dataclass(frozen=True)
 class PaddedGroup:
-    """A stack of lanes of one shape. Padding keys are the padding slot and masked; padding rows repeat a lane's first
-    row."""
+    """A stack of lanes of one shape. Padding keys are masked and use the padding slot; padding rows repeat a lane's
+    first row."""
 
     keys: Slots  # [g, l]
     rows: NDArray[np.int64]  # [g, r]
     visible: Mask  # [g, r, l]
-    windowed: Mask | None  # [g, r, l]: `visible` within the sliding window, if the model has one
+    windowed: Mask | None  # [g, r, l]: `visible` within the sliding window, if any
     contiguous: bool  # one lane whose keys are consecutive slots: a view is enough
 
 
@@ -62,8 +62,10 @@ class PaddedBatch(PackedBatch):
 
 @dataclass
 class PaddedPacker(Packer):
-    """A packer of padded batches. `window` is the model's sliding window in tokens, if any. `one_group` pads all lanes
-    to one shape, for engines that take a single group. `least_rows` below LEAST_ROWS trades exactness for speed.
+    """A packer of padded batches.
+
+    `window` is the model's sliding window in tokens, if any. `one_group` pads all lanes to one shape, for engines
+    taking a single group. `least_rows` below LEAST_ROWS trades exactness for speed.
     """
 
     window: int | None = None
@@ -85,9 +87,9 @@ class PaddedPacker(Packer):
         self.lanes.append(Lane(keys, key_positions, indices, positions, visible, _bucket(len(keys))))
 
     def add_leaves(self, text: Slots, branches: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
-        """Make one tree of them: a lane, in which what they share is read once."""
+        """Add the branches as one tree: a lane that reads common slots once."""
         base = len(text)
-        columns: dict[int, int] = {}  # of the branches' slots among the keys
+        columns: dict[int, int] = {}  # slot of a branch -> its column among the keys
         visible = np.zeros((len(rows), base + sum(map(len, branches))), dtype=bool)
         visible[:, :base] = True
         positions = list(range(base))
@@ -128,7 +130,7 @@ class PaddedPacker(Packer):
         )
 
     def _row_class(self, rows: int) -> int:
-        """Return the number of rows to pad a lane to: a power of two, so that lanes of similar width can be stacked."""
+        """Return the padded row count of a lane: a power of two, so that lanes of similar width can be stacked."""
         return max(self.least_rows, 1 << (rows - 1).bit_length())
 
     def _stack(self, lanes: list[Lane], length: int, width: int) -> PaddedGroup:
@@ -145,7 +147,7 @@ class PaddedPacker(Packer):
             if seen is None:
                 seen = lane.key_positions <= lane.row_positions[:, None]
             visible[g, :r, :n] = seen
-            visible[g, r:, 0] = True  # a padding row must see something to stay finite
+            visible[g, r:, 0] = True  # a padding row must see a key to stay finite
             if windowed is not None and self.window is not None:
                 near = lane.key_positions > lane.row_positions[:, None] - self.window
                 windowed[g, :r, :n] = seen & near
