@@ -1,1 +1,1 @@
-"""The processes of a parallel engine, and what goes between them."""
+"""The processes of a parallel engine and the communication between them."""

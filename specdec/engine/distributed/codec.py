@@ -1,7 +1,6 @@
-"""A compact encoding of packed batches, which go to every rank of a parallel engine in every step.
+"""A compact encoding of packed batches, sent to every rank of a parallel engine in every step.
 
-Most of a batch is slots, which come in long runs of consecutive numbers, and masks, of which eight entries fit into a
-byte.
+Most of a batch is slots, in long runs of consecutive numbers, and masks, packed eight entries to a byte.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 WORTH_IT = 64
-"""Numbers in an array from which it is encoded as runs, if it has any."""
+"""Minimum size of an int64 array to be encoded as runs, if its runs average at least four numbers."""
 
 
 def dumps(thing: Any) -> bytes:

@@ -1,9 +1,9 @@
-"""The meeting of ranks: connections between rank 0 and the others, and the store of torch.distributed over them.
+"""Rendezvous of ranks: connections between rank 0 and the others, and torch.distributed's store over them.
 
-torch's own store listens on all interfaces and takes anybody's word for the address of a rank; and what ranks tell each
-other is executed. So ranks do not use it. Those of one machine meet at a socket in a folder that no other user can
-enter. Those of several machines meet at rank 0, which listens at `MASTER_ADDR` alone, on the port behind `MASTER_PORT`,
-where each side proves that it knows the secret in `SPECDEC_RANKS_SECRET`, which is not sent itself.
+torch's own store listens on all interfaces and trusts any peer's claim about the address of a rank; and messages
+between ranks are executed. So ranks do not use it. Ranks of one machine meet at a socket in a folder closed to other
+users. Ranks of several machines meet at rank 0, listening at `MASTER_ADDR` only, on the port after `MASTER_PORT`. Each
+side proves its knowledge of the secret in `SPECDEC_RANKS_SECRET` without sending it.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ SECRET = "SPECDEC_RANKS_SECRET"
 MIN_SECRET_BYTES = 16
 
 RETRY_SECONDS = 0.1
-"""Seconds between two tries to reach a rank 0 that does not listen yet."""
+"""Retry interval while rank 0 does not listen yet."""
 
 LOOK_SECONDS = 0.02
-"""Seconds between two looks for ranks that have proved who they are, while no further one comes."""
+"""Poll interval for completed handshakes while no new connection arrives."""
 
 HANDSHAKE_SECONDS = 10.0
 MAX_HANDSHAKES = 256
-"""Handshakes at a time, each in a thread of its own, and the time that each side may take for its word: a stranger that
-says nothing keeps nobody from joining."""
+"""Limit on concurrent handshakes, each in its own thread, and timeout for each message: a silent stranger cannot keep
+ranks from joining."""
 
 NONCE_BYTES = 32
 COMMANDS, STORE = 0, 1
 """Purposes of a connection."""
 
-_HELLO = struct.Struct("<BI")  # what it is for, and the rank
+_HELLO = struct.Struct("<BI")  # purpose, rank
 
 
 class Met(NamedTuple):
     """A rank's connections to the other ranks."""
 
     connections: dict[Connection, int]
-    """Each with the rank at its other end: of rank 0 all others, of these rank 0."""
+    """Connection -> rank at its other end. Rank 0 has all others, the others have rank 0."""
     store: RankStore
 
 
 class StrangerError(Exception):
-    """The other end does not know the secret, or is no rank."""
+    """Raised if the peer does not know the secret or is not a rank."""
 
 
 def meet(rank: int, degree: int, *, one_machine: bool, patience: timedelta) -> Met:
-    """Meet the other ranks; UnsupportedModelError says what is wrong on this machine, TimeoutError that rank 0 was not
-    found in time."""
+    """Connect to the other ranks. Raises UnsupportedModelError if something is wrong on this machine, TimeoutError if
+    rank 0 was not found in time."""
     address: Any
     if one_machine:
-        address, key = str(_private_folder() / "rank-0"), b""  # whoever can enter the folder is this user
+        address, key = str(_private_folder() / "rank-0"), b""  # only this user can enter the folder
         _stay_on_loopback()
     else:
         address, key = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1), _secret()
@@ -86,7 +86,7 @@ def meet(rank: int, degree: int, *, one_machine: bool, patience: timedelta) -> M
 
 
 def _reached(address: Any, key: bytes, rank: int, purpose: int, patience: timedelta) -> Connection:
-    """Return a connection to rank 0, which may not listen yet."""
+    """Return a connection to rank 0, retrying while it does not listen yet."""
     deadline = time.monotonic() + patience.total_seconds()
     while True:
         try:
@@ -104,10 +104,10 @@ def _reached(address: Any, key: bytes, rank: int, purpose: int, patience: timede
 
 
 def _listening(address: Any) -> socket.socket:
-    """Return a socket that listens at an address: a host and port, or a path."""
+    """Return a socket listening at an address: a host and port, or a path."""
     if isinstance(address, tuple):
         return socket.create_server(address, backlog=MAX_HANDSHAKES)
-    Path(address).unlink(missing_ok=True)  # that of a rank 0 which was killed
+    Path(address).unlink(missing_ok=True)  # left over from a rank 0 that was killed
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(MAX_HANDSHAKES)
@@ -115,7 +115,7 @@ def _listening(address: Any) -> socket.socket:
 
 
 def _gathered(listener: socket.socket, key: bytes, degree: int) -> dict[tuple[int, int], Connection]:
-    """Return the connections of all other ranks by what they are for and whose they are. Strangers are turned away."""
+    """Return the connections of all other ranks by (purpose, rank). Strangers are rejected."""
     arrived: queue.SimpleQueue[tuple[tuple[int, int], Connection]] = queue.SimpleQueue()
     places = threading.BoundedSemaphore(MAX_HANDSHAKES)
 
@@ -146,7 +146,7 @@ def _gathered(listener: socket.socket, key: bytes, degree: int) -> dict[tuple[in
 
 
 def _introduce(connection: Connection, key: bytes, rank: int, purpose: int) -> None:
-    """Prove to rank 0 that this is a rank, and have it prove that it is rank 0; StrangerError if it cannot."""
+    """Authenticate to rank 0 as a rank, and verify rank 0; StrangerError if it fails."""
     theirs = _heard(connection, NONCE_BYTES)
     hello, ours = _HELLO.pack(purpose, rank), secrets.token_bytes(NONCE_BYTES)
     connection.send_bytes(hello + ours + _proof(key, b"rank", hello, theirs, ours))
@@ -159,7 +159,7 @@ def _introduce(connection: Connection, key: bytes, rank: int, purpose: int) -> N
 
 
 def _examined(connection: Connection, key: bytes, degree: int) -> tuple[int, int]:
-    """Have the other end prove that it is a rank; return what the connection is for, and its rank."""
+    """Verify that the peer is a rank; return the purpose of the connection, and its rank."""
     ours = secrets.token_bytes(NONCE_BYTES)
     connection.send_bytes(ours)
     said = _heard(connection, _HELLO.size + 2 * NONCE_BYTES)
@@ -184,7 +184,7 @@ def _heard(connection: Connection, count: int) -> bytes:
 
 
 def _proof(key: bytes, *parts: bytes) -> bytes:
-    """Return what only who knows the key can tell, of what both sides have said."""
+    """Return an HMAC, under the key, of the messages of both sides."""
     return hmac.digest(key, b"".join(struct.pack("<I", len(part)) + part for part in parts), "sha256")
 
 
@@ -199,7 +199,7 @@ def _secret() -> bytes:
 
 
 def _private_folder() -> Path:
-    """Return the folder of the ranks that torchrun has started here: of this user alone."""
+    """Return the private folder, on this machine, of the ranks started by this torchrun."""
     launched = os.getppid(), os.environ.get("MASTER_PORT", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     folder = Path(tempfile.gettempdir()) / f"specdec-ranks-{os.geteuid()}" / "-".join(map(str, launched))
     for part in (folder.parent, folder):
@@ -209,7 +209,7 @@ def _private_folder() -> Path:
 
 
 def _stay_on_loopback() -> None:
-    """Have gloo and NCCL connect the ranks of one machine without any other interface."""
+    """Restrict gloo and NCCL to the loopback interface for the ranks of one machine."""
     if loopback := next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)

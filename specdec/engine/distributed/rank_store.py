@@ -1,4 +1,4 @@
-"""The store of torch.distributed, as values that rank 0 keeps and the others ask it for over a connection."""
+"""torch.distributed's store: values kept by rank 0, accessed by the others over a connection."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 POLL_SECONDS = 0.01
-"""Seconds between two looks for a value that is awaited. No call waits at rank 0: one of another thread would wait
-too."""
+"""Poll interval for an awaited value. Calls never block at rank 0: that would also block the rank's other threads."""
 
 
 class Values:
-    """The values themselves, at rank 0. Any thread may use them."""
+    """The values, at rank 0. Thread-safe."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
     def do(self, action: str, *given: Any) -> Any:
-        """Do what a rank asks for."""
+        """Execute a rank's request."""
         actions: dict[str, Callable[..., Any]] = {
             "set": self._set,
             "get": self._values.get,
@@ -39,7 +38,7 @@ class Values:
             return actions[action](*given)
 
     def serve(self, connection: Connection) -> None:
-        """Do what another rank asks for until its connection ends."""
+        """Serve another rank's requests until its connection ends."""
         try:
             while True:
                 connection.send(self.do(*connection.recv()))
@@ -55,7 +54,8 @@ class Values:
         return total
 
     def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Put a value in the place of the expected one, or of none if none is expected; return what is there then."""
+        """Replace the value if it equals `expected`, or is absent and nothing is expected; return the value
+        afterwards."""
         found = self._values.get(key)
         if (expected if found is None else found) != expected or (found is None and expected):
             return expected if found is None else found
@@ -64,7 +64,7 @@ class Values:
 
 
 class RemoteValues:
-    """The values of rank 0, reached from another rank."""
+    """The values of rank 0, accessed from another rank."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -77,7 +77,7 @@ class RemoteValues:
 
 
 class RankStore(Store):
-    """The store of torch.distributed, over the values of rank 0."""
+    """torch.distributed's store, over the values of rank 0."""
 
     def __init__(self, values: Values | RemoteValues, patience: timedelta) -> None:
         super().__init__()

@@ -1,12 +1,11 @@
-"""The ranks of a parallel engine: processes that each hold one part of a model. Rank 0 leads, the others follow.
+"""The ranks of a parallel engine: processes with one part of a model each. Rank 0 leads, the others follow.
 
-Tensors go through torch.distributed, by NCCL between CUDA devices and by gloo between CPUs. Rank 0 has a separate
-connection to every follower, on which it tells what is to be run. A follower waits there for as long as there is
-nothing to do, without a collective that would time out. When a process is gone its connections end, which the others
-see at once, whether they are idle or in the midst of a collective that would never end. A model is of no use without
-all its parts: a rank that sees the end of another ends as well, with the exit status LOST.
+Tensors go through torch.distributed, by NCCL between CUDA devices and by gloo between CPUs. Commands go over a separate
+connection from rank 0 to every follower. An idle follower waits on it, not in a collective that would time out. When a
+process dies its connections close. The others notice immediately, idle or inside a collective that would never finish.
+A model is useless without all its parts: a rank that sees another one end exits as well, with status LOST.
 
-Nothing here knows what a command means, or what a model is.
+Nothing here knows the meaning of a command, or what a model is.
 """
 
 from __future__ import annotations
@@ -40,22 +39,22 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""The environment variables in which torchrun gives each process its numbers."""
+"""Environment variables with torchrun's numbers for each process."""
 
 LOST = 70
-"""Exit status of a rank that ends because another has ended, or because it could not do its part."""
+"""Exit status of a rank that ends because another has ended, or because it failed to do its part."""
 
 PATIENCE = timedelta(hours=2)
-"""Time that the other ranks have to start and to read a large model. The connections show when a rank is gone."""
+"""Time for the other ranks to start and to load a large model. Lost ranks show on their connections."""
 
 SILENT_SECONDS = 25
-"""Seconds after which a machine counts as gone that acknowledges neither data nor keep-alive probes."""
+"""Seconds without acknowledgement of data or keep-alive probes after which a machine counts as lost."""
 
 CONCLUSION_SECONDS = 3.0
-"""Seconds within which the end of a process that has broken a collective shows on its connection."""
+"""Seconds within which the end of a process that broke a collective shows on its connection."""
 
 END = b""
-"""The last message that rank 0 sends."""
+"""The last message of rank 0."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -69,20 +68,20 @@ class Ranks:
     ) -> None:
         self.rank = rank
         self.degree = degree
-        self.local_rank = local_rank  # on this machine
-        self.local_degree = local_degree  # ranks of this machine
-        self._connections = connections  # each with the rank at its other end
-        self._group = group  # for Python objects, which lie in the machine's memory
+        self.local_rank = local_rank  # number on this machine
+        self.local_degree = local_degree  # ranks on this machine
+        self._connections = connections  # connection -> rank at its other end
+        self._group = group  # for Python objects in host memory
         self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._sending = threading.Lock()
-        self._ends = False  # True once this process is to stop, so that the end of others is expected
-        context = contextvars.copy_context()  # carries the fields that every log line has
+        self._ends = False  # True once this process is to stop: the end of others is then expected
+        context = contextvars.copy_context()  # carries the fields common to all log lines
         self._watcher = threading.Thread(target=context.run, args=(self._watch,), name="ranks", daemon=True)
 
     @classmethod
     @contextmanager
     def joined(cls, device: str) -> Iterator[Ranks]:
-        """Join the other ranks, which torchrun's environment names; at the end rank 0 tells them to stop."""
+        """Join the other ranks, given by torchrun's environment; on exit rank 0 tells them to stop."""
         rank, degree, local_rank, local_degree = (int(os.environ[name]) for name in PLACE)
         _end_with_launcher()
         connections, store = meet(rank, degree, one_machine=local_degree == degree, patience=PATIENCE)
@@ -113,7 +112,7 @@ class Ranks:
         return things
 
     def together(self, action: Callable[[], T]) -> T:
-        """Run the action on all ranks and return its result here once all are done. If a rank refuses it
+        """Run the action on all ranks and return its local result once all are done. If a rank refuses it
         (UnsupportedModelError, ModelDirectoryError), all raise that error."""
         result: T | None = None
         refusal: Exception | None = None
@@ -127,7 +126,7 @@ class Ranks:
         return result  # type: ignore[return-value]
 
     def agree(self, **options: Any) -> None:
-        """Raise UnsupportedModelError on all ranks unless they have the same options: each machine has its own command
+        """Raise UnsupportedModelError on all ranks unless their options are equal: each machine has its own command
         line."""
         first, *others = self.all(options)
         for rank, theirs in enumerate(others, 1):
@@ -138,7 +137,7 @@ class Ranks:
                     )
 
     def tell(self, *command: Any) -> None:
-        """Send a command to all other ranks, without waiting for it to be run."""
+        """Send a command to all other ranks without waiting for it to run."""
         message = dumps(command)
         try:
             self._send(message)
@@ -146,28 +145,28 @@ class Ranks:
             self.fail(error)
 
     def commands(self) -> Iterator[tuple[Any, ...]]:
-        """Yield the commands of rank 0, in order and without end: when rank 0 ends, so does this process."""
+        """Yield the commands of rank 0 in order, without end: this process ends when rank 0 does."""
         while True:
             yield pickle.loads(self._inbox.get())
 
     def await_end(self) -> NoReturn:
-        """Wait for the end of rank 0, which ends this process too."""
+        """Wait for rank 0 to end, which ends this process, too."""
         self._watcher.join()
         raise AssertionError("the watch never ends here")
 
     def fail(self, error: Exception) -> NoReturn:
-        """End this process, and so all: it has not done its part of a command, and the others cannot undo theirs. If
-        the reason is that another rank is gone, that is logged instead of the error."""
+        """End this process, and thereby all: it failed to do its part of a command, and the others cannot undo theirs.
+        If the reason is the loss of another rank, that is logged instead of the error."""
         self._watcher.join(CONCLUSION_SECONDS)
         log.critical("rank_failed", rank=self.rank, exc_info=error)
         os._exit(LOST)
 
     def _part(self) -> None:
-        if wait(list(self._connections), timeout=0):  # a connection has ended, perhaps the reason why this process ends
+        if wait(list(self._connections), timeout=0):  # a connection has ended, perhaps the reason for this exit
             self._watcher.join(CONCLUSION_SECONDS)
         if self.rank == 0:
             self._ends = True
-            for connection in list(self._connections):  # a copy: `_watch` removes ranks that have ended already
+            for connection in list(self._connections):  # a copy: `_watch` removes ended ranks
                 with self._sending, contextlib.suppress(OSError):
                     connection.send_bytes(END)
 
@@ -177,7 +176,7 @@ class Ranks:
                 connection.send_bytes(message)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
-        """Note that an end is expected: a follower ends when rank 0 does, which gets the same signal."""
+        """Note that an end is expected: a follower ends when rank 0 does, and rank 0 gets the same signal."""
         self._ends = True
 
     def _watch(self) -> None:
@@ -209,15 +208,15 @@ class Ranks:
 
 
 def _end_with_launcher() -> None:
-    """Have this process get SIGTERM, as torchrun would send it, when torchrun dies without a word (on Linux)."""
+    """Have this process get SIGTERM, as sent by torchrun, if torchrun dies without sending it (on Linux)."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _attentive(connection: Connection) -> None:
-    """Make a connection send small messages at once, and notice when the machine at its other end is gone."""
+    """Make a connection send small messages immediately, and detect the loss of the machine at its other end."""
     with socket.socket(fileno=os.dup(connection.fileno())) as ours:
-        if ours.family == socket.AF_UNIX:  # it does both
+        if ours.family == socket.AF_UNIX:  # Unix sockets do both
             return
         ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
