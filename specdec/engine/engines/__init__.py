@@ -1,1 +1,2 @@
-"""Whole engines, made of the parts in the other rooms: torch on one device or several, and what loads them all."""
+"""Complete engines, assembled from the other sub-packages: torch on one device or several, and the loader for all
+kinds."""

@@ -1,6 +1,6 @@
 """A model compiled by torch: its layers fused into a few kernels, with our attention as one operator.
 
-It saves about a quarter of a small model's step, and needs a C++ compiler and about a minute at start.
+It saves about a quarter of a small model's step, but needs a C++ compiler and about a minute at start.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts
 from specdec.engine.start_phases import phase
 
 LEAST_ROWS = 2
-"""Rows of the smallest batch: a single row would be compiled by itself, with kernels that may round differently."""
+"""Rows of the smallest batch: a single row would be compiled separately, with kernels that may round differently."""
 
 _running: dict[int, PackedAttention] = {}
-"""The attention of each pass under way, by the number of its `CompiledModel`: an operator takes no objects."""
+"""The attention of each pass in progress, by number of its `CompiledModel`: a custom operator takes no objects."""
 
 _numbers = itertools.count()
 
@@ -51,7 +51,7 @@ def _(
 
 
 class _Operator:
-    """The attention as the compiler sees it: the same object in every pass."""
+    """The attention as seen by the compiler: the same object in every pass."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -74,7 +74,7 @@ class _Operator:
 
 
 class CompiledModel:
-    """A compiled model: one graph for every number of rows from LEAST_ROWS."""
+    """A compiled model: one graph for all row counts >= LEAST_ROWS."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._operator = _Operator(next(_numbers))
@@ -99,18 +99,18 @@ class CompiledModel:
 
 
 def frozen() -> AbstractContextManager[None]:
-    """Return a context for the call that compiles, which must be outside inference mode: in it weights become
-    constants, laid out for the CPU's kernels as `hf/linear.py` does without a compiler. (As an option of
-    `torch.compile` the setting comes too late to have an effect.)"""
+    """Return a context for the compiling call, to be made outside inference mode. In it weights become constants, laid
+    out for the CPU's kernels as in `hf/linear.py` without a compiler. (As an option of `torch.compile` the setting
+    comes too late to take effect.)"""
     patch: AbstractContextManager[None] = torch._inductor.config.patch(freezing=True)
     return patch
 
 
 class CompiledEngine(CpuEngine):
-    """An engine on the CPU whose layers, the model's own, are compiled."""
+    """An engine on the CPU with compiled layers, the model's own."""
 
     _compiled: CompiledModel | None = None
-    float32_head: Head = Float32Head  # one product: the compiler makes one kernel of each
+    float32_head: Head = Float32Head  # one product: the compiler makes a kernel of each
 
     forward_hidden = None  # type: ignore[assignment]  # so that it is no `HiddenStates`: the head is compiled with the layers
 

@@ -1,4 +1,4 @@
-"""The torch engine on a CPU: ragged batches, prepacked products in the quickest tiles, threads that can be changed."""
+"""The torch engine on a CPU: ragged batches, prepacked products in the fastest tiles, adjustable thread count."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from specdec.engine.row_counts import CANDIDATES, Shape, ShapeRowCounts
 
 
 class CpuEngine(TorchEngine):
-    """A torch engine on the CPU that computes with each of `threads`, thread counts with the largest first; with as
-    many as torch has now, if there are none. No bit depends on their number if rows are exact.
+    """A torch engine on the CPU. `threads`: its possible thread counts, the largest first; by default torch's current
+    one. If rows are exact, no bit depends on the thread count.
 
-    In ragged batches layers of the Llama kind run in `cpu/decoder.py`; all others are the model's own code.
+    In ragged batches, layers of the Llama kind run in `cpu/decoder.py`; all others are the model's own code.
     """
 
     float32_head: Head = SlicedHead
@@ -68,10 +68,10 @@ class CpuEngine(TorchEngine):
             self._backend.touch_memory()
 
     def tile(self, classes: ShapeRowCounts | None) -> None:
-        """Run products at their invariant row counts only; with None at any number of rows, or prepacked ones at the
-        usual counts. Prepacked products use no tiles larger than those measured to be the quickest."""
+        """Run products at their invariant row counts only. None: any row count, for prepacked products the usual ones.
+        Prepacked products use no tiles larger than the fastest measured."""
         super().tile(None if classes is None else classes.cut(self._largest_tiles))
-        self._classes = classes  # the fingerprint names them uncut: tiles change no bit
+        self._classes = classes  # the numerics fingerprint uses the uncut counts: tiles change no bit
         if classes is None and self._usual is not None:
             tile(self.model, self._usual, packed_only=True)
         self._decoder = Decoder(self.model, self._layers) if self._joined else None
@@ -82,20 +82,20 @@ class CpuEngine(TorchEngine):
             llama_like.join_products(self.model)
         self._packed = can_pack(dtype)
         lay_out(self.model, packed=self._packed)
-        if self._packed:  # what was prepacked is read no more
+        if self._packed:  # the originals of prepacked weights are not read again
             drop_file_pages(".safetensors")
 
     @cached_property
     def _largest_tiles(self) -> dict[Shape, int]:
-        """The rows of the quickest tile of each shape of prepacked product, measured once there are pools."""
+        """Rows of the fastest tile for each shape of prepacked product, measured once the KV cache exists."""
         head = set(self.model.get_output_embeddings().modules())  # left out: it has fewer rows
         products = [each for each in self.model.modules() if isinstance(each, PackedLinear) and each not in head]
         return largest_tiles(products)
 
     @cached_property
     def _usual(self) -> ShapeRowCounts | None:
-        """The row counts of prepacked products where rows need not be exact; None: any. For each one oneDNN compiles a
-        product, which takes milliseconds, and keeps it: a quarter of a megabyte."""
+        """Row counts of prepacked products if rows need not be exact; None: any. For each count oneDNN compiles a
+        product, taking milliseconds, and keeps it, taking a quarter of a megabyte."""
         largest = self._largest_tiles
         return ShapeRowCounts.alike(CANDIDATES, largest).cut(largest) if self._packed and self._ragged else None
 
@@ -106,5 +106,5 @@ class CpuEngine(TorchEngine):
     def _run(self, tokens: Tensor, positions: Tensor, wanted: Tensor, packed: PackedAttention) -> Tensor:
         if self._decoder is None:
             return super()._run(tokens, positions, wanted, packed)
-        assert isinstance(packed, RaggedAttention)  # of the ragged backend
+        assert isinstance(packed, RaggedAttention)  # from the ragged backend
         return self._decoder(tokens, positions, wanted, packed)

@@ -37,14 +37,14 @@ def load_engine(
     sessions: int | None = None,
     promised: int = 0,
 ) -> Engine:
-    """Load a model into an engine; ModelDirectoryError or UnsupportedModelError says in one line why it cannot be.
+    """Load a model into an engine; ModelDirectoryError or UnsupportedModelError with a one-line reason if it cannot be.
 
-    An engine on the CPU computes with each of `threads`, thread counts with the largest first. `dtype_of` says what
-    "auto" means. Without `cuda_graphs` the engine for GPUs launches its kernels one by one; to other engines it means
-    nothing. `vllm_options` are for vLLM alone, and so is how many `sessions` a step may have. `promised` bytes of a
-    CPU's memory belong to another engine of this process, whose KV memory is lazy (`LazyMemory`). With `ranks`, return
-    this rank's part of a parallel engine: on rank 0 it is used like any other engine, elsewhere it is a
-    `FollowingEngine`."""
+    `threads`: thread counts for an engine on the CPU, the largest first. `dtype_of` resolves "auto". `cuda_graphs`: for
+    the GPU engine and vLLM; without it kernels are launched one by one. `vllm_options` and `sessions` (limit of a step)
+    are for vLLM alone. `promised`: bytes of CPU memory owed to another engine of this process with lazy KV memory
+    (`LazyMemory`). With `ranks`, return this rank's part of a parallel engine: on rank 0 it is used like any other
+    engine, elsewhere it is a `FollowingEngine`.
+    """
     placement = Placement(kind, dtype, device, compiled=compiled)
     dtype = dtype_of(directory, placement)
     if ranks is not None:
@@ -94,11 +94,11 @@ def _torch(
     cuda_graphs: bool,
     **options: Any,
 ) -> Engine:
-    """Load a torch engine in one process, on a device that torch has."""
+    """Load a torch engine in one process, on a device known to torch."""
     import torch
 
     try:
-        torch.set_num_threads(max(threads))  # what the host computes beside a GPU uses them too
+        torch.set_num_threads(max(threads))  # used by host computations beside a GPU, too
         if device == "cpu":
             return _cpu(kind, directory, threads=threads, compiled=compiled, **options)
         if kind == "torch":
@@ -107,7 +107,7 @@ def _torch(
 
         return TorchEngine(directory, device=device, **options)
     except torch.OutOfMemoryError as error:  # raised for GPU memory only
-        reason = str(error).partition(". ")[0]  # only statistics follow
+        reason = str(error).partition(". ")[0]  # the rest is statistics
         raise UnsupportedModelError(
             f"device {device}: {reason}; a smaller model may fit, or fewer --kv-tokens"
         ) from error
@@ -125,7 +125,7 @@ def _cpu(kind: Kind, directory: ModelDirectory, *, compiled: bool, **options: An
 
 
 def _backend(kind: Kind) -> type[AttentionBackend]:
-    """Return the attention backend of a kind of torch engine on CPUs."""
+    """Return the attention backend for a kind of torch engine on CPUs."""
     from specdec.engine.cpu.backend import RaggedBackend
     from specdec.engine.padded.backend import PaddedBackend
 
@@ -145,7 +145,7 @@ def _onnx(directory: ModelDirectory, dtype: Dtype, device: str, *, capacity: int
 
     from specdec.engine.onnx.engine import OnnxEngine
 
-    providers(place_of(device), onnxruntime.get_available_providers())  # before a model is exported in vain
+    providers(place_of(device), onnxruntime.get_available_providers())  # fail before an export in vain
     if not (directory.path / GRAPH).is_file():
         from specdec.engine.onnx.export import exported
 
@@ -168,7 +168,7 @@ def _part(
 
 
 def _own_device(kind: Kind, device: str, local_rank: int) -> str:
-    """Return the device of the rank with this number on its machine; UnsupportedModelError if it cannot have one."""
+    """Return the device of a rank, given its number on this machine; UnsupportedModelError if it cannot have one."""
     import torch
 
     if device not in ("cpu", "cuda"):

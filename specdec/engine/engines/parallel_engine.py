@@ -1,8 +1,8 @@
-"""One engine in several processes, each with its part of every layer and its own heads' keys and values.
+"""Tensor parallelism: one engine in several processes, with a part of every layer and the KV cache of some heads each.
 
-Rank 0 tells the others every call before it runs its own part of it, and decides alone: the row counts, whether rows
-are exact, and everything above the engine. (Each rank measures for itself which tiles are the quickest; that changes no
-bit.) The other ranks run the same calls in the same order.
+Rank 0 sends every call to the others before it runs its own part, and decides alone: the row counts, the exactness of
+rows, and everything above the engine. (Each rank measures its own fastest tiles; that changes no bit.) The other ranks
+run the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ log = structlog.get_logger()
 
 
 class PartEngine(TorchEngine):
-    """One rank's part of a parallel engine. A call that fails ends the process: the other ranks have run it, or wait in
-    it."""
+    """One rank's part of a parallel engine. A failing call ends the process: the other ranks have run it, or are
+    waiting in it."""
 
     def __init__(self, directory: ModelDirectory, *, ranks: Ranks, **options: Any) -> None:
         self._ranks = ranks
         super().__init__(directory, ranks=ranks, **options)
 
     def _settle(self, reference: ReferenceCheck, *, exact: bool) -> None:
-        """Check as one process does, anew at each start: nothing of it is kept, since ranks may be on any machine."""
+        """Check as in one process, but at each start: results are not cached, since ranks may be on any machine."""
         with phase("compiled_loops"):
             reference.check(self)
         with phase("exactness"):
@@ -50,7 +50,7 @@ class PartEngine(TorchEngine):
 
 
 class LeadingEngine(PartEngine):
-    """Rank 0's part: for its user an engine like any other."""
+    """Rank 0's part, used like any other engine."""
 
     def logits(self, batch: PackedBatch) -> Tensor:
         found: Tensor = self._with_all("logits", batch)
@@ -71,13 +71,13 @@ class LeadingEngine(PartEngine):
 
 
 class FollowingEngine(PartEngine):
-    """The part of any rank but 0."""
+    """The part of a rank other than 0."""
 
     def _settle(self, reference: ReferenceCheck, *, exact: bool) -> None:
         """Do nothing: rank 0 checks and decides."""
 
     def follow(self) -> NoReturn:
-        """Run the calls that rank 0 tells, until the process ends with it."""
+        """Run the calls sent by rank 0, until the process ends with it."""
         for name, *arguments in self._ranks.commands():
             try:
                 getattr(self, name)(*arguments)
@@ -87,19 +87,19 @@ class FollowingEngine(PartEngine):
 
 
 class LeadingCpuEngine(LeadingEngine, CpuEngine):
-    """Rank 0's part on a CPU: all ranks change the number of their threads together."""
+    """Rank 0's part on a CPU: all ranks change their thread counts together."""
 
     def use_threads(self, count: int) -> None:
         self._with_all("use_threads", count)
 
 
 class FollowingCpuEngine(FollowingEngine, CpuEngine):
-    """The part of any rank but 0 on a CPU."""
+    """The part of a rank other than 0 on a CPU."""
 
 
 def follow(ranks: Ranks, load: Callable[[], Engine]) -> NoReturn:
-    """Load this rank's part of a model and run the calls that rank 0 tells, until the process ends with it. If the
-    model is refused, rank 0 reports why."""
+    """Load this rank's part of a model and run the calls sent by rank 0, until the process ends with it. If the model
+    is refused, rank 0 reports why."""
     try:
         engine = load()
     except (UnsupportedModelError, ModelDirectoryError):

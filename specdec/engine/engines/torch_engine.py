@@ -32,10 +32,9 @@ from specdec.engine.working_memory import logits_bytes, row_bytes
 class TorchEngine:
     """A model and its KV cache on one device: the model's own layers, around the attention of a `backend`.
 
-    `capacity` is in slots; None takes as many as memory has room for. `exact` asks for rows that do not depend on their
-    batch; the attribute of this name says whether the check at start found this to hold. With `ranks` the model is cut
-    into parts, and this engine is one of them (`parallel_engine.py`). `promised` is of `slots_for`. On a CPU
-    `engines/cpu_engine.py` is faster.
+    `capacity` is in slots; None fills the available memory. The parameter `exact` requests rows independent of their
+    batch; the attribute `exact` is the outcome of the check at start. With `ranks` the model is split, and this engine
+    is one part (`parallel_engine.py`). `promised`: as in `slots_for`. On a CPU `engines/cpu_engine.py` is faster.
     """
 
     threads: tuple[int, ...] = ()
@@ -100,7 +99,7 @@ class TorchEngine:
         return np.asarray(logits.cpu().numpy()), np.asarray(hidden.float().cpu().numpy())
 
     def logits(self, batch: PackedBatch) -> Tensor:
-        """Run a forward pass and return its logits [n, vocabulary], which stay on the device."""
+        """Run a forward pass and return its logits [n, vocabulary], on the device."""
         with torch.inference_mode():
             return self._pass(batch)
 
@@ -109,7 +108,7 @@ class TorchEngine:
         self._backend.copy(source, target)
 
     def tile(self, classes: ShapeRowCounts | None) -> None:
-        """Run products at their invariant row counts only; with None at any number of rows."""
+        """Run products at their invariant row counts only; None allows any row count."""
         self._classes = classes
         self._rows: InvariantRowCounts | None = None if classes is None else classes.batch  # of batches; None: any
         untile(self.model)
@@ -118,7 +117,7 @@ class TorchEngine:
 
     @staticmethod
     def _room(slot_bytes: int, directory: ModelDirectory, device: str, ranks: Ranks | None, promised: int) -> int:
-        """Return the number of slots that memory has room for, on every rank."""
+        """Return the number of slots with room in memory on every rank."""
         sharers = ranks.local_degree if ranks is not None and device == "cpu" else 1
         beside = (
             {}
@@ -132,19 +131,19 @@ class TorchEngine:
         return slots() if ranks is None else min(ranks.all(ranks.together(slots)))
 
     def _lay_out(self, dtype: torch.dtype) -> None:
-        """Prepare the model's linear layers, before it is first run in a packed batch."""
+        """Prepare the model's linear layers, before the first packed batch."""
         lay_out(self.model, packed=False)
 
     def _settle(self, reference: ReferenceCheck, *, exact: bool) -> None:
-        """Run the reference check, then make rows exact if so asked."""
-        with phase("compiled_loops"):  # the first pass has them compiled, if they are not kept
+        """Run the reference check, then make rows exact if requested."""
+        with phase("compiled_loops"):  # the first pass compiles them, unless cached
             reference.check(self)
         with phase("exactness"):
-            # The same layers may run with another attention: what is found holds for this one.
+            # Results are cached per attention backend: the same layers may run with another one.
             self.exact = exact and make_exact(self, reference.contents + self._backend.name.encode())
 
     def _execution(self) -> tuple[str, ...]:
-        """Return the parts of the numerics fingerprint that tell how products and layers are run."""
+        """Return the parts of the numerics fingerprint about products and layers."""
         return "plain", "layers"
 
     def _pass(self, batch: PackedBatch) -> Tensor:
