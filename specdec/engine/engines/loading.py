@@ -64,7 +64,7 @@ def load_engine(
     if kind != "vllm":
         hub.stay_away()
     if kind == "onnx":
-        return _onnx(directory, dtype, device, capacity=capacity, threads=min(threads))  # it cannot change their number
+        return _onnx(directory, dtype, device, capacity=capacity, threads=min(threads))  # its thread count is fixed
     options: dict[str, Any] = {"capacity": capacity, "dtype": dtype, "exact": exact}
     if kind == "vllm":
         from specdec.engine.vllm.engine import vllm_engine
