@@ -1,1 +1,1 @@
-"""Models of transformers: loading them, changing their layers, checking what they compute."""
+"""Models of transformers: loading them, replacing their layers, checking their results."""

@@ -1,4 +1,4 @@
-"""The seam between a torch engine and a layout of its batches: where keys and values lie, and how they are read."""
+"""The seam between a torch engine and a batch layout: where keys and values are stored, and how they are read."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from specdec.engine.row_counts import InvariantRowCounts
 class AttentionBackend(Protocol):
     """Keys and values of all layers, in one layout."""
 
-    name: str  # in the numerics fingerprint
+    name: str  # part of the numerics fingerprint
 
     def __init__(
         self, layers: Sequence[LayerAttention], capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None: ...
 
     def packer(self, rows: InvariantRowCounts | None) -> Packer:
-        """Return an empty packer, which pads batches to these row counts, if any."""
+        """Return an empty packer; it pads batches to these row counts, if any."""
 
     def attention(self, batch: PackedBatch) -> PackedAttention:
-        """Return the attention of one forward pass over a batch from its own packer."""
+        """Return the attention of one forward pass over a batch from this backend's packer."""
 
     def copy(self, source: Slots, target: Slots) -> None:
         """Copy keys and values from slots to slots, in every layer."""

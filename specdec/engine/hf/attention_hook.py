@@ -1,7 +1,7 @@
-"""The hook by which a model's layers read a packed batch: transformers calls `attend` in place of its own attention.
+"""The attention hook of a model's layers for packed batches: transformers calls `attend` in place of its own attention.
 
-Any causal language model of transformers whose attention goes through `AttentionInterface` runs in a packed batch with
-this one function. How keys and values are stored and read depends on the batch's layout: `cpu/attention.py`,
+With this one function any causal language model of transformers can run in a packed batch, provided its attention goes
+through `AttentionInterface`. How keys and values are stored and read depends on the batch's layout: `cpu/attention.py`,
 `padded/attention.py`, `gpu/attention.py`.
 """
 
@@ -18,7 +18,7 @@ NAME = "specdec"
 
 
 class PackedAttention(Protocol):
-    """The KV cache, and which keys each row sees, in one forward pass."""
+    """The KV cache and the visible keys of each row, in one forward pass."""
 
     def attend(
         self,
@@ -31,8 +31,8 @@ class PackedAttention(Protocol):
         softcap: float | None,
         window: int | None,
     ) -> Tensor:
-        """Store the new keys and values [t, kv_heads, width]; return the output [t, heads, width] for query
-        [t, heads, width], each row over the keys it sees."""
+        """Store the new keys and values [t, kv_heads, width]; return the output [t, heads, width] for query [t, heads,
+        width], each row over its visible keys."""
 
 
 def attend(
@@ -50,7 +50,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Return the attention output [1, t, heads, width] for query [1, heads, t, width] and the new key and value.
 
-    The model's own layers call this. `attention_mask` is not used: the batch says which keys a row sees.
+    Called by the model's own layers. `attention_mask` is not used: the batch defines the keys a row sees.
     """
     output = packed.attend(
         int(module.layer_idx),  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def attend(
 
 
 def no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """Prepare no mask: the batch says which keys a row sees."""
+    """Prepare no mask: the batch defines the keys a row sees."""
 
 
 AttentionInterface.register(NAME, attend)

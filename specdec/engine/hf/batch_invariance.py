@@ -1,4 +1,4 @@
-"""Making a model's rows independent of their batch, and checking that they are."""
+"""Batch invariance: making a model's rows independent of their batch, and checking it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, Shape, Sha
 log = structlog.get_logger()
 
 PROBED_ROWS = 128
-"""Rows that are compared at each row count: even in the smallest layers they show a difference in one element of
-10,000."""
+"""Rows compared at each row count: even in the smallest layers they reveal a difference in one element of 10,000."""
 
 Linear = torch.nn.Linear | PackedLinear | GpuHead
 
@@ -39,7 +38,7 @@ class TiledLinear(torch.nn.Module):
         self._tiles = functools.cache(functools.partial(classes.tiles, _shape(linear)))
 
     def tiles(self, rows: int) -> list[int]:
-        """Return the row counts at which a batch of `rows` is computed, one tile after the other."""
+        """Return the row counts of the tiles, computed in sequence, for a batch of `rows`."""
         return self._tiles(rows)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,11 +54,10 @@ def _shape(layer: Linear) -> Shape:
 
 @torch.inference_mode()
 def find(layers: Iterable[Linear], device: str, threads: Sequence[int] = ()) -> dict[Shape, InvariantRowCounts]:
-    """Return the invariant row counts of each shape of layer, which hold with each of the thread counts `threads`, or
-    with what torch has now.
+    """Return the invariant row counts of each shape of layer, valid for each of the thread counts `threads`, by default
+    torch's current one.
 
-    Runs one layer of each shape with a bias and one without, as far as there are such. Leaves torch with threads[0]
-    threads.
+    Runs one layer of each shape with a bias and one without, if there are such. Leaves torch with threads[0] threads.
     """
     threads = threads or (torch.get_num_threads(),)
     shapes: dict[Shape, dict[bool, Linear]] = defaultdict(dict)
@@ -69,8 +67,8 @@ def find(layers: Iterable[Linear], device: str, threads: Sequence[int] = ()) -> 
 
 
 def _largest_class(layers: Iterable[Linear], device: str, threads: Sequence[int]) -> InvariantRowCounts:
-    """Return the largest set of row counts that give equal bits in each of these layers. A row count whose bits depend
-    on the number of threads equals no other."""
+    """Return the largest set of row counts with equal bits in each of these layers. A row count whose bits depend on
+    the thread count equals no other."""
     bits: dict[int, list[bytes]] = defaultdict(list)
     generator = torch.Generator().manual_seed(0)
     for layer in layers:
@@ -91,7 +89,7 @@ def _largest_class(layers: Iterable[Linear], device: str, threads: Sequence[int]
 
 
 def tile(model: torch.nn.Module, classes: ShapeRowCounts, *, packed_only: bool = False) -> None:
-    """Make every linear layer of a model, or only the prepacked ones, run at its invariant row counts only."""
+    """Make all linear layers of a model, or only the prepacked ones, run at their invariant row counts only."""
     for module in list(model.modules()):
         if isinstance(module, TiledLinear):
             continue
@@ -109,24 +107,24 @@ def untile(model: torch.nn.Module) -> None:
 
 
 class Tileable(Engine, Protocol):
-    """An engine whose products can run at invariant row counts only."""
+    """An engine whose products can be restricted to invariant row counts."""
 
     model: PreTrainedModel
 
     def tile(self, classes: ShapeRowCounts | None) -> None:
-        """Run products at these row counts only; with None at the usual ones."""
+        """Run products at these row counts only; None restores the usual ones."""
 
 
 Counterpart = Callable[[torch.nn.Module], torch.nn.Linear | None]
-"""Returns a layer that computes the same function as another, in a way that depends less on the number of rows; None if
+"""Returns a layer computing the same function as another, in a way that depends less on the number of rows; None if
 there is none."""
 
 
 def _counterparts(
     layers: Sequence[Linear], products: dict[Shape, InvariantRowCounts], instead: Counterpart, device: str
 ) -> dict[torch.nn.Module, torch.nn.Linear]:
-    """Return the counterparts of layers, for all shapes of which these are invariant at more row counts; put their row
-    counts in the place of the others in `products`."""
+    """Return the counterparts of layers, for all shapes where they are invariant at more row counts, and update
+    `products` with their row counts."""
     better: dict[torch.nn.Module, torch.nn.Linear] = {}
     for shape in [shape for shape, rows in products.items() if rows.counts != CANDIDATES]:
         alike = [layer for layer in layers if _shape(layer) == shape]
@@ -135,7 +133,7 @@ def _counterparts(
             continue  # the two kinds would have to agree on row counts
         try:
             (rows,) = find(others, device).values()
-        except Exception as error:  # of a compiler, any: the layers do without
+        except Exception as error:  # a compiler may raise anything: keep the original layers
             log.warning("counterpart_failed", shape=shape, error=f"{type(error).__name__}: {error}")
             continue
         if len(rows.counts) > len(products[shape].counts):
@@ -145,7 +143,7 @@ def _counterparts(
 
 
 def _swap(model: PreTrainedModel, layers: Mapping[torch.nn.Module, torch.nn.Module]) -> None:
-    """Put layers of a model in the place of others."""
+    """Replace layers of a model, given as old -> new."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if child in layers:
@@ -153,13 +151,14 @@ def _swap(model: PreTrainedModel, layers: Mapping[torch.nn.Module, torch.nn.Modu
 
 
 def make_exact(engine: Tileable, contents: bytes | None = None, instead: Counterpart | None = None) -> bool:
-    """Have an engine run at invariant row counts only, if a check finds that rows then do not depend on their batch;
-    return whether they do not. `instead` has counterparts of layers that are invariant at few row counts.
+    """Restrict an engine to invariant row counts if a check then finds its rows independent of their batch; return
+    whether they are.
 
-    `contents` is a digest that differs where the model's weights do: by it what is found is kept for the next start
-    (`kept_exactness.py`). Without it nothing is kept.
+    `instead` provides counterparts for layers invariant at few row counts. `contents` is a digest of the model's
+    weights, part of the cache key under which the result is kept for the next start (`kept_exactness.py`). Without it
+    nothing is kept.
     """
-    if is_quantised(engine.model):  # these layers cannot be tiled: exact as they are, or not at all
+    if is_quantised(engine.model):  # these layers cannot be tiled: exact as they are, or not
         return rows_are_independent(engine)
     linears = [module for module in engine.model.modules() if isinstance(module, Linear)]
     threaded = cpu_threads(engine)

@@ -1,7 +1,8 @@
-"""What transformers sees of a model directory: the configuration without what names code, and the safetensors.
+"""The part of a model directory visible to transformers: the configuration without references to code, and the
+safetensors.
 
-transformers looks at more of a directory: pickles, adapters, code of the model's own, checkpoints of training runs. It
-gets a folder of this process's own instead, with links to the files that were checked.
+transformers looks at more of a directory: pickles, adapters, the model's own code, checkpoints of training runs. It
+gets a private folder instead, with links to the checked files.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ NAMES_CODE = frozenset(
         WEIGHTS_FIELD,
     }
 )
-"""Fields of a configuration, or of one inside it, that say which code runs a model, or which file holds its weights:
-both are ours to say."""
+"""Fields of a configuration, at any depth, that select the code running a model, or the file of its weights: we decide
+both."""
 
 log = structlog.get_logger()
 
 
 @contextmanager
 def vetted(directory: ModelDirectory) -> Iterator[Path]:
-    """Make a folder of what may be loaded of a directory."""
-    with tempfile.TemporaryDirectory(prefix="specdec-checkpoint-") as name:  # of mode 0700
+    """Make a folder with the loadable part of a directory."""
+    with tempfile.TemporaryDirectory(prefix="specdec-checkpoint-") as name:  # mode 0700
         folder = Path(name)
         ignored: set[str] = set()
         config = _without_code(directory.whole_config, ignored)

@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 VARYING = ("processor", "cpu MHz", "bogomips", "BogoMIPS", "physical id", "core id", "apicid", "initial apicid")
-"""Fields of /proc/cpuinfo that say nothing of how a processor computes, and differ between cores or between starts."""
+"""Fields of /proc/cpuinfo without influence on arithmetic that differ between cores or between starts."""
 
 SETTINGS = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "LD_", "MKL_", "OMP_", "ONEDNN_", "TORCH_")
-"""Beginnings of the names of environment variables that change how torch and the libraries below it compute."""
+"""Prefixes of environment variables that change how torch and the libraries below it compute."""
 
 
 def device_kind(device: str) -> str:
-    """Return a name for what torch computes on, which differs where bits may."""
+    """Return a name for torch's compute device that differs if bits may."""
     if torch.device(device).type == "cuda":
         return f"cuda-{torch.version.cuda}-{torch.cuda.get_device_name(device).replace(' ', '-')}"
     return f"{device}-{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"
@@ -24,7 +24,7 @@ def device_kind(device: str) -> str:
 
 def machine() -> tuple[object, ...] | None:
     """Return everything that decides which kernels torch runs on this CPU: the processor with its caches, the cores
-    that this process may use, settings, and the libraries that torch was built with. None if it cannot be known."""
+    available to this process, settings, and torch's build libraries. None if unknown."""
     try:
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
         caches = [

@@ -9,7 +9,7 @@ from torch import Tensor
 class GpuHead(torch.nn.Module):
     """A `Float32Head` (`hf/linear.py`) without a float32 copy of the weights, which would take twice as long to read.
 
-    A product of two bfloat16 numbers is exact in float32, and sums are float32 in either; only their order differs.
+    A product of two bfloat16 numbers is exact in float32, and sums are float32 in both; only their order differs.
     """
 
     def __init__(self, head: torch.nn.Linear) -> None:
@@ -22,7 +22,7 @@ class GpuHead(torch.nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         flat = hidden.flatten(0, -2)
-        if self.weight.dtype != torch.float32 and flat.device.type == "cuda":  # torch has this product there only
+        if self.weight.dtype != torch.float32 and flat.device.type == "cuda":  # torch has this product on CUDA only
             logits = torch.mm(flat, self.weight.T, out_dtype=torch.float32)
         else:
             logits = flat.float() @ self.weight.float().T

@@ -1,8 +1,8 @@
-"""Hidden states: what a model's output head reads, taken from a forward pass while it runs.
+"""Hidden states: the inputs of a model's output head, captured during a forward pass.
 
-Heads and drafters that go on from a target's states (Medusa, EAGLE) want them beside the logits of the same pass. Every
-way of running a model's layers ends in its output head, a module: a hook on it sees them all, and none is there while
-nobody asks.
+Heads and drafters that build on a target's states (Medusa, EAGLE) need them beside the logits of the same pass. Every
+way of running a model's layers ends in its output head, a module: a hook on it works for all of them, and costs nothing
+unless hidden states are requested.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 
 def with_hidden_states(model: PreTrainedModel, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-    """Run a forward pass; return its logits and the hidden states [n, hidden_size] of the same rows, as the model has
-    computed them: after the last norm, and whatever else comes before its output head."""
+    """Run a forward pass; return its logits and the hidden states [n, hidden_size] of the same rows, as computed by the
+    model: after the last norm, and everything else before its output head."""
     read: list[Tensor] = []
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
     try:

@@ -1,10 +1,9 @@
-"""What a check of exactness has found, kept in the cache folder for the next start.
+"""Results of exactness checks, kept in the cache folder for the next start.
 
-An entry is found only where everything is equal that decides which kernels run: the model's configuration and weights,
-its layers as they are laid out, the thread counts, the machine (`fingerprint.py`), our sources and the versions of
-packages. It holds the invariant row counts of products, and the bits that a text had with them. Its reader runs that
-text again, and takes the entry only if the bits are the same. Only success is kept: a model that is not exact is
-checked again at each start.
+The cache key contains everything that decides which kernels run: the model's configuration and weights, its layers as
+laid out, the thread counts, the machine (`fingerprint.py`), our sources and the versions of packages. An entry contains
+the invariant row counts of products, and the bits of a text computed with them. Its reader runs that text again, and
+accepts the entry only if the bits are the same. Only success is kept: an inexact model is checked again at each start.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ log = structlog.get_logger()
 
 
 class Known(NamedTuple):
-    """What an earlier start has found."""
+    """The result of an earlier start."""
 
     classes: ShapeRowCounts
     bits: str  # digest of the logits of the check's text with these row counts
 
 
 class KeptExactness:
-    """The entry of a model whose `linears` are its linear layers as laid out, computed with each of `threads`;
-    `contents` differs where the weights do."""
+    """The cache entry of a model with these laid-out `linears`, computed with each of `threads`. `contents` is a digest
+    of the weights."""
 
     def __init__(
         self, contents: bytes, model: PreTrainedModel, linears: Collection[Any], threads: Sequence[int]
@@ -47,7 +46,7 @@ class KeptExactness:
         )
 
     def read(self) -> Known | None:
-        """Return what was found; None if there is no entry, or none that can be right."""
+        """Return the earlier result; None if there is no entry, or only an invalid one."""
         data = None if self._key is None else cache_folder.read("exactness", *self._key)
         if data is None:
             return None

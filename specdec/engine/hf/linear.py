@@ -1,8 +1,8 @@
-"""Linear layers for decoding steps: joined where they share their input, and prepacked for few rows.
+"""Linear layers for decode steps: joined if they share their input, and prepacked for few rows.
 
-torch passes a weight to oneDNN row by row, and oneDNN rearranges it in every call, which takes a good part of a
-decoding step of few rows. With weights rearranged once, a step of 8 rows of the demo target takes about four fifths of
-the time, in float32 and bfloat16 (`docs/decisions/2026-11-21-packed-weights.md`).
+torch passes a plain weight to oneDNN row by row, and oneDNN rearranges it in every call: a good part of a decode step
+over few rows. With prepacked weights, a step of 8 rows of the demo target takes about four fifths of the time, in
+float32 and bfloat16 (`docs/decisions/2026-11-21-packed-weights.md`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from transformers.pytorch_utils import Conv1D
 from specdec.engine.working_memory import MAX_SLICE_IDS
 
 TYPICAL_ROWS = 8
-"""The number of rows that the weight layout is chosen for; any other number works too."""
+"""The row count the weight layout is optimised for; any other works too."""
 
 
 class PackedLinear(torch.nn.Module):
-    """A linear layer whose weight is prepacked for oneDNN; the same function as the layer it is made from."""
+    """A linear layer with its weight prepacked for oneDNN; the same function as the original layer."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class PackedLinear(torch.nn.Module):
 
 
 class Float32Head(torch.nn.Module):
-    """An output head whose result is float32 whatever the model computes in.
+    """An output head with float32 logits, independent of the model's dtype.
 
     Logits rounded to bfloat16 tie by the dozen, and ties decide tokens.
     """
@@ -52,7 +52,7 @@ class Float32Head(torch.nn.Module):
 
     @property
     def bias(self) -> torch.nn.Parameter | None:
-        """The head's bias; some models hold it a second time."""
+        """The head's bias; some models hold a second reference to it."""
         return self.linear.bias
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -63,8 +63,8 @@ class Float32Head(torch.nn.Module):
 class SlicedHead(torch.nn.Module):
     """A `Float32Head` of several products, each over a slice of the vocabulary.
 
-    Weights are laid out, and row counts compared, a slice at a time: what that takes beside the head itself no longer
-    grows with the vocabulary. A token's logit is the same sum as in a single product.
+    Weights are laid out, and row counts compared, one slice at a time: the memory for that no longer grows with the
+    vocabulary. A token's logit is the same sum as in a single product.
     """
 
     def __init__(self, head: torch.nn.Linear) -> None:
@@ -72,7 +72,7 @@ class SlicedHead(torch.nn.Module):
         self.in_features = head.in_features
         self.out_features = head.out_features
         bias = None if head.bias is None else head.bias.detach().float()
-        self.bias = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)  # some models ask for it
+        self.bias = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)  # some models access it
         count = -(-head.out_features // MAX_SLICE_IDS)
         bounds = [number * head.out_features // count for number in range(count + 1)]
         self._places = [slice(*pair) for pair in itertools.pairwise(bounds)]
@@ -93,11 +93,11 @@ class SlicedHead(torch.nn.Module):
 
 
 Head = Callable[[torch.nn.Linear], torch.nn.Module]
-"""Makes a head with float32 logits of a model's own."""
+"""Makes a head with float32 logits from a model's own head."""
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> torch.nn.Linear:
-    """Return a linear layer of this weight, which is not copied."""
+    """Return a linear layer with this weight, without copying it."""
     linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = torch.nn.Parameter(weight, requires_grad=False)
     if bias is not None:
@@ -106,7 +106,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> torch.nn.Linear:
 
 
 class Joined(torch.nn.Module):
-    """A product that joins linear layers which share their input."""
+    """One product for several linear layers with a common input."""
 
     def __init__(self, layers: list[torch.nn.Linear]) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def as_linear(layer: Conv1D) -> torch.nn.Linear:
 
 def is_plain(layer: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
     """Return whether a layer is torch's own linear layer with plain numbers as weights. A quantised layer has its own
-    class, weights of their own class, its own `forward`, or a hook before it."""
+    class, its own class of weights, its own `forward`, or a pre-forward hook."""
     return (
         type(layer) is torch.nn.Linear
         and type(layer.weight) in (torch.nn.Parameter, torch.Tensor)
@@ -178,9 +178,9 @@ def is_plain(layer: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
 
 def lay_out(model: torch.nn.Module, *, packed: bool) -> None:
     """Make every linear layer of a model a Linear, or a PackedLinear if `packed`; leave quantised ones. The model can
-    then be run but not trained.
+    then run but not train.
 
-    No layer is referred to once it is replaced, so that its weights are freed before those of the next are made.
+    No reference to a replaced layer remains, so that its weights are freed before the next layer's are made.
     """
     for module in [module for module in model.modules() if next(module.children(), None) is not None]:
         for name in [name for name, _ in module.named_children()]:

@@ -8,20 +8,22 @@ from transformers import PreTrainedModel
 from specdec.engine.hf.linear import join
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
-"""The `model_type`s whose layers are RMS norm, rotary attention, RMS norm, gated SiLU, with nothing scaled or capped.
-Widths, scales and windows come from the layers' own calls (`hf/pretrained.py`); the reference check at start makes sure
-that a layer does nothing else."""
+"""The `model_type`s with layers of RMS norm, rotary attention, RMS norm, gated SiLU, with nothing scaled or capped.
+
+Widths, scales and windows come from the layers' own calls (`hf/pretrained.py`); the reference check at start verifies
+that a layer does nothing else.
+"""
 
 
 def fits(model: PreTrainedModel) -> bool:
-    """Return whether a model is of the Llama kind, as far as its configuration tells."""
+    """Return whether a model's configuration is of the Llama kind."""
     config = model.config
     quantised = getattr(config, "quantization_config", None) is not None
     return config.model_type in KINDS and config.hidden_act in ("silu", "swish") and not quantised
 
 
 def join_products(model: PreTrainedModel) -> None:
-    """Join the products of each layer that share their input: query, key and value; gate and up."""
+    """Join the products of each layer with a common input: query, key and value; gate and up."""
     for layer in model.model.layers:
         join(layer.self_attn, ("q_proj", "k_proj", "v_proj"))
         join(layer.mlp, ("gate_proj", "up_proj"))

@@ -1,5 +1,5 @@
-"""Loading a causal language model of transformers with our attention, and finding what its layers ask of it and
-whether the model can run in a packed batch."""
+"""Loading a causal language model of transformers with our attention, and finding the attention parameters of its
+layers and whether it can run in a packed batch."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ log = structlog.get_logger()
 
 
 class LayerAttention(NamedTuple):
-    """The shape of one layer's keys and values, and the parameters of its attention."""
+    """The shape of one layer's keys and values, and its attention parameters."""
 
     kv_heads: int
-    width: int  # of a key
+    width: int  # key width
     value_width: int
     scale: float
-    window: int | None  # how many tokens back it sees, itself included
+    window: int | None  # tokens a row sees, itself included, counted backwards
 
 
 def load(directory: ModelDirectory, dtype: torch.dtype, device: str, ranks: Ranks | None = None) -> PreTrainedModel:
-    """Load a model with our attention, or raise an error that says why it cannot be. With `ranks` transformers cuts it
-    into parts. A quantised model keeps its own linear layers."""
+    """Load a model with our attention, or raise an error with the reason. With `ranks` transformers splits it. A
+    quantised model keeps its own linear layers."""
     transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()  # what matters in its reports is raised here as a one-line error
+    transformers_logging.set_verbosity_error()  # its important reports are raised here as one-line errors
     if ranks is None:
         _check_configuration(directory, device)
         return _whole(directory, dtype, device)
@@ -72,7 +72,7 @@ def _whole(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTra
 
 
 def _read(directory: ModelDirectory, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    directory.weights()  # names a file that cannot be read, and refuses a named pipe, which would block
+    directory.weights()  # names an unreadable file, and refuses a named pipe, on which a read would block
     with vetted(directory) as folder:
         try:
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -90,7 +90,7 @@ def _read(directory: ModelDirectory, dtype: torch.dtype, **options: Any) -> PreT
             quantised = f" (quantised by {method})" if (method := quantised_by(directory)) else ""
             why = in_one_line(error).replace(str(folder), str(directory.path))
             raise ModelDirectoryError(f"{directory.path}{quantised}: cannot be loaded: {why}") from error
-    if report["missing_keys"]:  # transformers would go on with random numbers
+    if report["missing_keys"]:  # transformers would continue with random numbers
         missing = sorted(report["missing_keys"])
         raise ModelDirectoryError(f"{directory.path}: {len(missing)} tensors are missing, {missing[0]} for one")
     if report["mismatched_keys"]:
@@ -98,14 +98,14 @@ def _read(directory: ModelDirectory, dtype: torch.dtype, **options: Any) -> PreT
         raise ModelDirectoryError(
             f"{directory.path}: {name} has the sizes {list(stored)}, by config.json they are {list(expected)}"
         )
-    if report["unexpected_keys"]:  # such as biases that config.json does not tell of
+    if report["unexpected_keys"]:  # such as biases not mentioned in config.json
         unused = sorted(report["unexpected_keys"])
         log.warning("tensors_not_used", model=directory.name, count=len(unused), one=unused[0])
     return model.eval()
 
 
 def _drawn(directory: RandomWeights, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """Make the model with random weights, directly on its device; a configuration gets the same ones each time."""
+    """Make the model with random weights directly on its device; a configuration always gets the same weights."""
     config = _configuration(directory)
     on_device = [] if device == "cpu" else [torch.device(device)]
     with torch.random.fork_rng(devices=on_device), torch.device(device):
@@ -132,8 +132,8 @@ def _cut_into(parts: int) -> Any:
 
 
 def _check_configuration(directory: ModelDirectory, device: str) -> PretrainedConfig:
-    """Refuse, before the weights are loaded, what the configuration shows to be unsupported; return the
-    configuration."""
+    """Reject a configuration known to be unsupported before the weights are loaded; return the configuration
+    otherwise."""
     check_layers(directory)
     check_quantisation(directory, device)
     try:
@@ -141,7 +141,7 @@ def _check_configuration(directory: ModelDirectory, device: str) -> PretrainedCo
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     except Exception as error:  # transformers' errors have no common base
         raise ModelDirectoryError(f"{directory.path}: cannot be loaded: {in_one_line(error)}") from error
-    check_rope(directory, config.get_text_config().to_dict())  # it may call a kind of rotary embeddings by another name
+    check_rope(directory, config.get_text_config().to_dict())  # transformers may rename a kind of rotary embeddings
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if layers is not None and layers < 1:
         raise ModelDirectoryError(f"{directory.path}: config.json asks for {layers} layers, must be at least 1")
@@ -167,8 +167,8 @@ def window_of(model: PreTrainedModel) -> int | None:
 def attention_of(model: PreTrainedModel) -> list[LayerAttention]:
     """Return the `LayerAttention` of every layer.
 
-    Runs one token with an attention that computes nothing and records what each layer passes to it. A model that passes
-    a term which our attention would leave out is refused.
+    Runs one token with a dummy attention that records its arguments for each layer. A model passing a term unknown to
+    our attention is refused.
     """
     config = model.config.get_text_config()
     name = type(model).__name__

@@ -15,23 +15,22 @@ from specdec.engine.hf import attention_hook
 from specdec.engine.hf.pretrained import is_quantised
 
 DISAGREEMENT = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
-"""Largest difference from the model's own logits that the check allows, relative to the largest of them, by dtype."""
+"""Largest difference from the model's own logits allowed, relative to the largest of them, by dtype."""
 
 QUANTISED_DISAGREEMENT = 0.05
-"""Least relative difference that is allowed for a quantised model: where activations are quantised too, a difference in
-rounding can move a number by a whole quantisation step."""
+"""Minimum relative difference allowed for a quantised model: if activations are quantised too, a rounding difference
+can move a number by a whole quantisation step."""
 
 
 @dataclass(frozen=True)
 class ReferenceCheck:
-    """Finite logits of a short text and of a branch in it, by the model's own forward pass before any of it was
-    replaced."""
+    """Finite logits of a short text and of a branch in it, from the model's own forward pass before any replacement."""
 
-    name: str  # of the model's class
+    name: str  # class of the model
     allowed: float  # difference, relative to the largest logit
     text: list[int]
     branch: list[int]  # other tokens in place of the last ones
-    logits: Tensor  # [2, vocabulary] of the last token of the text and of the branch
+    logits: Tensor  # [2, vocabulary] at the last token of the text and of the branch
 
     @classmethod
     @torch.inference_mode()
@@ -47,7 +46,7 @@ class ReferenceCheck:
             model.set_attn_implementation("eager")
             logits = model(input_ids=texts, use_cache=False, logits_to_keep=1).logits[:, -1].float().cpu()
             allowed = max(DISAGREEMENT[dtype], QUANTISED_DISAGREEMENT if is_quantised(model) else 0.0)
-        except Exception as error:  # such as a kernel's that does not support this shape
+        except Exception as error:  # such as a kernel without support for this shape
             raise UnsupportedModelError(f"{name} cannot run here: {_reason(error)}") from error
         finally:
             model.set_attn_implementation(attention_hook.NAME)
@@ -58,12 +57,12 @@ class ReferenceCheck:
 
     @property
     def contents(self) -> bytes:
-        """A digest of the logits, which come from all weights: it differs where the weights do."""
+        """A digest of the logits, which depend on all weights: it differs if the weights do."""
         return hashlib.sha256(self.logits.numpy().tobytes()).digest()
 
     def check(self, engine: Engine) -> None:
         """Raise UnsupportedModelError if the engine fails on the text and its branch in one batch, or gives other
-        logits. This finds an architecture that does more than our attention or the joined layers compute, and kernels
+        logits. This detects architectures that do more than our attention or the joined layers compute, and kernels
         that do not run here."""
         length = len(self.text)
         slots = np.arange(1, length + 3)

@@ -1,10 +1,10 @@
-"""A model's layers cut into parts, one for each rank, by transformers' tensor parallel plan (Shoeybi et al. 2019,
-section 3).
+"""Tensor parallelism: a model's layers split among ranks by transformers' plan (Shoeybi et al. 2019, section 3).
 
-The plan cuts the first of two products by its outputs and the second by its inputs: between them a rank has its own
-attention heads, or its own part of a gate, and the results of the second product are summed over the ranks.
-transformers cuts the weights, and wraps each layer in what training needs. Here the parts become ordinary linear
-layers, which can be joined, prepacked and tiled like those of a whole model; only the sum is added.
+The plan splits the first of two products by its outputs and the second by its inputs. Between them a rank has its own
+attention heads, or its own part of a gate; the results of the second product are summed over the ranks (all-reduce).
+
+transformers splits the weights, and wraps each layer with what training needs. Here the parts become ordinary linear
+layers, joined, prepacked and tiled like those of a whole model; only the sum is added.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from specdec.engine.hf.linear import Head
 
 BY_OUTPUTS, BY_INPUTS = "colwise", "rowwise"
 STYLES = {BY_OUTPUTS, BY_INPUTS, "replicated_with_grad_allreduce"}
-"""The plan's styles that are supported within a layer; the last is for a norm of single heads, which every rank has a
-copy of."""
+"""The plan's styles supported within a layer. The last is for a per-head norm, replicated on every rank."""
 
 
 def check_plan(name: str, config: Any, degree: int) -> None:
-    """Raise UnsupportedModelError if a model of this configuration cannot be cut into `degree` parts."""
-    whole, config = config, config.get_text_config()  # of a multimodal model they are two, and either may say it
+    """Raise UnsupportedModelError if a model of this configuration cannot be split into `degree` parts."""
+    whole, config = config, config.get_text_config()  # a multimodal model has both, and either may specify it
     quantised = any(getattr(each, "quantization_config", None) is not None for each in (whole, config))
     plan: Mapping[str, str] | None = getattr(config, "base_model_tp_plan", None)
     if not plan:
@@ -52,10 +51,10 @@ def check_plan(name: str, config: Any, degree: int) -> None:
 
 
 class Summed(torch.nn.Module):
-    """A linear layer cut by its inputs: each rank multiplies its own, and the results are summed.
+    """A linear layer split by its inputs: each rank multiplies its own, and the results are summed.
 
-    With `in_order` the ranks' results are added one after the other, in float32: then the bits of a sum depend on its
-    terms only. A collective may add them in an order that depends on the number's place in the tensor.
+    With `in_order` the ranks' results are added in order of rank, in float32: then the bits of a sum depend on its
+    terms only. A collective's order of addition may depend on an element's place in the tensor.
     """
 
     def __init__(self, linear: torch.nn.Linear, ranks: Ranks) -> None:
@@ -80,14 +79,14 @@ class Summed(torch.nn.Module):
 
 
 class Gathered(torch.nn.Module):
-    """An output head cut by its outputs: each rank computes its own ids. Rank 0 gets the logits, the others none."""
+    """An output head split by its outputs: each rank computes its own ids. Rank 0 gets the logits, the others none."""
 
     def __init__(self, head: torch.nn.Module, vocabulary: int, ranks: Ranks) -> None:
         super().__init__()
         self.head = head
         self._vocabulary = vocabulary
         self._rank, self._degree = ranks.rank, ranks.degree
-        self._most = -(-vocabulary // ranks.degree)  # ids of a rank; the last ranks may have fewer
+        self._most = -(-vocabulary // ranks.degree)  # ids per rank; the last ranks may have fewer
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.head(hidden)
@@ -103,9 +102,9 @@ class Gathered(torch.nn.Module):
 
 
 def settle(model: PreTrainedModel, ranks: Ranks, float32_head: Head) -> None:
-    """Make ordinary linear layers of the parts that transformers has cut a model into, and a float32 head of its head.
+    """Turn the parts of a split model into ordinary linear layers, and its head into a float32 head.
 
-    Token embeddings stay as transformers cuts them: one sum a step, in which all terms but one are zero.
+    Token embeddings stay as split by transformers: one sum a step, with all terms but one zero.
     """
     head = model.get_output_embeddings()
     whole = head.out_features
@@ -128,7 +127,7 @@ def sum_in_order(model: torch.nn.Module, in_order: bool) -> None:
 
 
 def _own_part(linear: torch.nn.Linear, *, with_bias: bool = True) -> torch.nn.Linear:
-    """Return this rank's part of a linear layer as a layer of its own."""
+    """Return this rank's part of a linear layer as an independent layer."""
     weight = _local(linear.weight)
     own = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     own.weight = weight
