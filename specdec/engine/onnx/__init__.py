@@ -1,1 +1,1 @@
-"""The ONNX Runtime engine, the export that it runs, and its devices."""
+"""The ONNX Runtime engine, the export of its graphs, and its devices."""

@@ -1,7 +1,7 @@
 """The ONNX Runtime engine: runs an exported model over packed batches, without torch.
 
-On a GPU keys and values stay there: each step copies tokens, positions and masks to it, and the wanted logits back, or
-for a draft their shortlists.
+On a GPU, keys and values stay there. Each step copies tokens, positions and masks to it, and copies the wanted logits
+back, or for a draft their shortlists.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class OnnxEngine:
         self._place = place_of(device)
         chosen = providers(self._place, ort.get_available_providers())
         if self._place.kind == "cuda":
-            with contextlib.redirect_stdout(sys.stderr):  # it prints the names of libraries that it does not find
+            with contextlib.redirect_stdout(sys.stderr):  # it prints the names of missing libraries
                 ort.preload_dlls()
         half = of_pools == np.float16
         self._copies = _session(directory.path / COPY_GRAPH, threads, chosen, half=half)
@@ -102,7 +102,7 @@ class OnnxEngine:
             self._binding.bind_ortvalue_input(name, pool)
 
     def _room(self, slot_bytes: int, directory: ModelDirectory) -> int:
-        """Return the number of slots that memory has room for."""
+        """Return the number of slots that fit into memory."""
         if self._place.kind != "cpu":
             return slots_for(slot_bytes, directory.context, self.device)
         working, row = logits_bytes(self.vocabulary), row_bytes(self.vocabulary)
@@ -115,7 +115,7 @@ class OnnxEngine:
         return np.asarray(self._run(batch, Place("cpu", 0)).numpy())
 
     def _run(self, batch: PackedBatch, place: Place) -> ort.OrtValue:
-        """Run a forward pass, and return the logits of the wanted rows at this place."""
+        """Run a forward pass; return the logits of the wanted rows at this place."""
         assert isinstance(batch, PaddedBatch)  # from our own packer
         (group,) = batch.groups
         arrays = {
@@ -132,7 +132,7 @@ class OnnxEngine:
             arrays["windowed"] = group.visible if group.windowed is None else group.windowed
         binding = self._binding
         for name, array in arrays.items():
-            binding.bind_cpu_input(name, array)  # copied to the device if that is not the CPU
+            binding.bind_cpu_input(name, array)  # copied to the device unless it is the CPU
         binding.clear_binding_outputs()
         binding.bind_output("logits", *place)
         for name, pool in self._pools.items():
@@ -162,7 +162,7 @@ def _session(
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     options.log_severity_level = 3
     if half and chosen[0][0] == CPU:
-        # The next level, which is about convolutions, crashes onnxruntime 1.31's CPU provider on a float16 graph.
+        # The next level, about convolutions, crashes onnxruntime 1.31's CPU provider on a float16 graph.
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     with opened(graph):  # refuses a named pipe, on which onnxruntime would block
         pass
@@ -173,8 +173,8 @@ def _session(
 
 
 def _check_sizes(directory: ModelDirectory, graph: ort.InferenceSession, pools: list[tuple[int, int, int]]) -> None:
-    """Raise ModelDirectoryError unless the graph's inputs and outputs have the sizes that the files beside it say;
-    otherwise only the first step would fail."""
+    """Raise ModelDirectoryError unless the graph's inputs and outputs have the sizes given by the files beside it.
+    Otherwise the first step would fail instead."""
     told = {f"key_{layer}": (DESCRIPTION, [heads, key]) for layer, (heads, key, _) in enumerate(pools)}
     told |= {f"value_{layer}": (DESCRIPTION, [heads, value]) for layer, (heads, _, value) in enumerate(pools)}
     told["logits"] = ("config.json", [directory.vocabulary])

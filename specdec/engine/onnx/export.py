@@ -1,7 +1,7 @@
 """Export of a Hugging Face causal language model as one ONNX graph over packed batches.
 
 The graph is a trace of the torch engine's forward pass over a padded batch. The pools of keys and values are inputs
-that come back as outputs, bound to the same memory by the ONNX engine. Running the exported folder needs no torch.
+returned as outputs, bound to the same memory by the ONNX engine. Running the exported folder needs no torch.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ COPIED = (
     "chat_template.jinja",
     "generation_config.json",
 )
-"""Files that an exported model has of the model it was made from."""
+"""Files copied from the original model to the export."""
 
 Dtype = Literal["float32", "float16"]
-"""The dtypes that a graph can compute in: NumPy, with which the pools are made, has no bfloat16."""
+"""Possible dtypes of a graph: NumPy, used to make the pools, has no bfloat16."""
 
 OPSET = 23
 IR_VERSION = 10
-"""The version that the oldest supported onnxruntime reads, for graphs that are written by hand."""
+"""The IR version of hand-written graphs, readable by the oldest supported onnxruntime."""
 
 INPUTS = ("tokens", "positions", "slots", "keys", "rows", "visible", "windowed", "place", "wanted")
 """Names of the graph's inputs, in order: the arrays of a padded batch with one group. The pools follow."""
@@ -57,7 +57,7 @@ INPUTS = ("tokens", "positions", "slots", "keys", "rows", "visible", "windowed",
 
 @dataclass
 class TracedPools:
-    """Keys and values of all layers that are written by making new tensors, as tracing requires."""
+    """Keys and values of all layers, updated by making new tensors, as tracing requires."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -106,8 +106,8 @@ class _Graph(torch.nn.Module):
 def export(directory: ModelDirectory, target: Path, dtype: Dtype = "float32") -> None:
     """Write graphs, configuration and tokenizer into `target`, completely or not at all.
 
-    Weights, keys and values are in `dtype`; the graph's logits are float32 in any case. An earlier export in `target`
-    is replaced; anything else there is left alone, with a ModelDirectoryError.
+    Weights, keys and values are in `dtype`; the graph's logits are always float32. An earlier export in `target` is
+    replaced; anything else there is left alone, with a ModelDirectoryError.
     """
     check_replaceable(target)
     model = load(directory, DTYPES[dtype], "cpu")
@@ -138,7 +138,7 @@ def export(directory: ModelDirectory, target: Path, dtype: Dtype = "float32") ->
 
 
 def _replace(target: Path, new: Path) -> None:
-    """Put a directory in the place of another one, which drafts may be about to read: it is gone for a moment only."""
+    """Replace a directory possibly in use by drafts: it is missing only for a moment."""
     before = new.with_name(f"{new.name}-before")
     if target.exists():
         target.rename(before)
@@ -152,7 +152,7 @@ def _replace(target: Path, new: Path) -> None:
 
 
 def _write_graph(model: PreTrainedModel, attends: list[LayerAttention], path: Path) -> None:
-    """Write the graph of a forward pass over a padded batch, whose sizes are all free."""
+    """Write the graph of a forward pass over a padded batch with dynamic sizes."""
     layers = len(attends)
     dim = torch.export.Dim
     t, n, g, r, k, s = dim("t"), dim("n"), dim("g"), dim("r"), dim("k"), dim("s")
@@ -223,8 +223,8 @@ def copy_graph(dtype: Dtype) -> onnx.ModelProto:
 
 
 def shortlists_graph() -> onnx.ModelProto:
-    """Return the graph that finds the shortlists of logits, and the rows with NaN. Among equal
-    logits TopK lists lower ids first."""
+    """Return the graph that computes the shortlists of logits, and the rows with NaN. Among equal logits TopK lists
+    lower ids first."""
     node, tensor, kinds = onnx.helper.make_node, onnx.helper.make_tensor_value_info, onnx.TensorProto
     return onnx.helper.make_model(
         onnx.helper.make_graph(
@@ -262,7 +262,7 @@ def exported(directory: ModelDirectory, dtype: Dtype = "float32") -> Path:
     # The graph's version is part of the path, so that a newer exporter does not find an older one's files.
     target = cache / "specdec" / "onnx-2" / dtype / directory.model_fingerprint[:24] / directory.name
     if not (target / DESCRIPTION).is_file():
-        (cache / "specdec").mkdir(mode=0o700, parents=True, exist_ok=True)  # as `cache_folder.py` wants it
+        (cache / "specdec").mkdir(mode=0o700, parents=True, exist_ok=True)  # as required by `cache_folder.py`
         export(directory, target, dtype)
     return target
 

@@ -1,6 +1,6 @@
-"""The device that ONNX Runtime computes on: from its name to ONNX Runtime's execution providers.
+"""ONNX Runtime's device: from its name to execution providers.
 
-A device that is not there is an error at start; another device is never used in its place.
+A missing device is an error at start; there is no fallback to another device.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from specdec.engine.engine import UnsupportedModelError
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 CUDA_OPTIONS = {"arena_extend_strategy": "kSameAsRequested", "use_tf32": "0"}
-"""Options of the CUDA provider: it takes memory only as needed, since the pools have most of it, and computes float32
-products in float32, not in TF32."""
+"""Options of the CUDA provider: it allocates memory only as needed, since the pools have most of it, and computes
+float32 products in float32, not in TF32."""
 
 
 class Place(NamedTuple):
@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 
 def place_of(device: str) -> Place:
-    """Return the place that cpu, cuda or cuda:N names; UnsupportedModelError for any other name."""
+    """Parse cpu, cuda or cuda:N; UnsupportedModelError for any other name."""
     found = re.fullmatch(r"(cpu|cuda)|cuda:(\d+)", device)
     if found is None:
         raise UnsupportedModelError(f"device {device}: the ONNX engine knows cpu, cuda, cuda:1, ...")
@@ -34,11 +34,11 @@ def place_of(device: str) -> Place:
 
 
 def providers(place: Place, available: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the execution providers for a place, in order of preference: the CPU alone, or CUDA before the CPU, which
-    then computes shapes.
+    """Return the execution providers for a place, in order of preference: the CPU alone, or CUDA before the CPU, used
+    for shape computations.
 
-    `available` are those that the installed onnxruntime was built with; UnsupportedModelError if CUDA is needed and not
-    among them.
+    `available` are the providers the installed onnxruntime was built with; UnsupportedModelError if CUDA is needed and
+    missing.
     """
     if place.kind == "cpu":
         return [(CPU, {})]
@@ -51,8 +51,8 @@ def providers(place: Place, available: Sequence[str]) -> list[tuple[str, dict[st
 
 
 def check_started(place: Place, started: Sequence[str]) -> None:
-    """Raise UnsupportedModelError if a session runs without the provider that was asked for: where CUDA's libraries are
-    missing, onnxruntime goes on with the CPU."""
+    """Raise UnsupportedModelError if a session runs without the requested provider: if CUDA's libraries are missing,
+    onnxruntime falls back to the CPU."""
     if place.kind == "cuda" and started[0] != CUDA:
         raise UnsupportedModelError(
             f"device cuda:{place.number}: onnxruntime could not start its {CUDA}; driver, CUDA and cuDNN must be "

@@ -1,4 +1,4 @@
-"""Where an export may be written: checked before the exporter, which takes seconds, is imported."""
+"""Check of an export's target, made before importing the exporter, which takes seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from specdec.engine.model_directory import DESCRIPTION, ModelDirectoryError
 
 
 def check_replaceable(target: Path) -> None:
-    """Raise ModelDirectoryError unless a path is free for an export, or holds an older one."""
+    """Raise ModelDirectoryError unless a path is free for an export, or contains an older one."""
     if not target.exists() or (target / DESCRIPTION).is_file():
         return
     if not target.is_dir() or any(target.iterdir()):

@@ -1,4 +1,4 @@
-"""Shortlists of logits that ONNX Runtime left on its device: a small graph finds them there, and the host gets them."""
+"""Shortlists of logits on ONNX Runtime's device: a small graph computes them there, and the host fetches them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdec.decoding.processing import Logits
 
 
 class OnnxDraftLogits:
-    """The wanted rows of a pass as float32 logits [n, V] on the device, and what the graph `finding` says of them."""
+    """The wanted rows of a pass as float32 logits [n, V] on the device, and their shortlists by the graph `finding`."""
 
     def __init__(self, logits: ort.OrtValue, finding: ort.InferenceSession) -> None:
         self._logits = logits
@@ -25,7 +25,7 @@ class OnnxDraftLogits:
         finding.run_with_iobinding(binding)
         values, ids, broken = (output.numpy() for output in binding.get_outputs())
         self._shortlists = Shortlists(values, ids)
-        for row in np.flatnonzero(broken).tolist():  # what TopK does with NaN is undefined
+        for row in np.flatnonzero(broken).tolist():  # TopK's behaviour with NaN is undefined
             (found,) = zip(*shortlists(self.whole([row])), strict=True)
             values[row], ids[row] = found
 
@@ -38,5 +38,5 @@ class OnnxDraftLogits:
 
     @cached_property
     def _on_host(self) -> NDArray[np.float32]:
-        """All rows, copied when the first is needed: ONNX Runtime copies no part of a value."""
+        """All rows, copied on first use: ONNX Runtime cannot copy a part of a value."""
         return np.asarray(self._logits.numpy())
