@@ -1,7 +1,7 @@
-"""Which architectures run: the causal language models of transformers 5.23, by `model_type`.
+"""Supported architectures: the causal language models of transformers 5.23, by `model_type`.
 
-Every one was made small, with random weights, and put into an engine: UNTRIED ones are those that could not be made so,
-or whose answer depends on more of the configuration. They are loaded, and the checks at start decide.
+Each was built small, with random weights, and put into an engine. UNTRIED ones could not be built this way, or their
+result depends on more of the configuration. They are loaded, and the checks at start decide.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ REASONS = {
 }
 
 REFUSED = {name: reason for reason, names in REASONS.items() for name in names.split()}
-"""`model_type` to the reason why it cannot run in a packed batch."""
+"""`model_type` -> reason why it cannot run in a packed batch."""
 
 
 def check_architecture(directory: ModelDirectory) -> None:
-    """Raise UnsupportedModelError, by name, for a model that cannot run in a packed batch."""
+    """Raise UnsupportedModelError, naming the architecture, for a model that cannot run in a packed batch."""
     name = directory.model_type
     if (reason := REFUSED.get(name)) is not None:
         raise UnsupportedModelError(
@@ -72,15 +72,15 @@ def check_architecture(directory: ModelDirectory) -> None:
 
 
 def check_layers(directory: ModelDirectory) -> None:
-    """Raise UnsupportedModelError if the configuration asks for layers that depend on the whole batch."""
+    """Raise UnsupportedModelError if the configuration requests layers that depend on the whole batch."""
     check_rope(directory, directory.config)
     if directory.config.get("attention_chunk_size"):
         raise UnsupportedModelError(f"{directory.name}: chunked attention is not supported")
 
 
 def check_rope(directory: ModelDirectory, config: dict[str, Any]) -> None:
-    """Raise UnsupportedModelError if rotary embeddings of a configuration, the model's own or what transformers makes
-    of it, depend on the whole batch."""
+    """Raise UnsupportedModelError if rotary embeddings depend on the whole batch. `config` is the model's own
+    configuration or transformers' version of it."""
     for rope_type in _rope_types(config):
         if rope_type in ("dynamic", "longrope", "su"):  # "su" is an older name
             raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""The one path of all checks before a start: of each model, of the device that it is placed on, and of all together."""
+"""The single entry point of all checks before a start: of each model, of its device, and of all models together."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from specdec.engine.unsupported import UnsupportedModelError
 
 
 class Wanted(NamedTuple):
-    """A model that is to be served, and how."""
+    """A model to be served, and how."""
 
     path: Path
     placement: Placement = Placement()
 
 
 def check(target: Wanted, *drafts: Wanted) -> list[ModelDirectory]:
-    """Return the models' directories, if all of them can be served on this machine at the same time and each draft can
-    draft for the target.
+    """Return the models' directories if this machine can serve all of them at the same time and each draft can draft
+    for the target.
 
-    Raises ModelDirectoryError or UnsupportedModelError, which say in one line what is wrong and what to change, or
-    ModuleNotFoundError for a package that is missing. Weights are not read, torch and transformers not imported.
+    Raises ModelDirectoryError or UnsupportedModelError, naming in one line the problem and the remedy, or
+    ModuleNotFoundError for a missing package. Weights are not read, torch and transformers not imported.
     """
     directories = [check_model(each) for each in (target, *drafts)]
     for draft in directories[1:]:
@@ -40,21 +40,21 @@ def check(target: Wanted, *drafts: Wanted) -> list[ModelDirectory]:
 
 
 def check_model(wanted: Wanted) -> ModelDirectory:
-    """Return a model's directory, if the model can be served by itself."""
+    """Return a model's directory if the model can be served by itself."""
     directory = ModelDirectory(wanted.path)
     by_transformers = wanted.placement.kind != "vllm" and not is_exported(directory, wanted.placement)
     check_weights(directory, by_transformers=by_transformers)
     dtype_of(directory, wanted.placement)
     check_placement(directory, wanted.placement)
-    if by_transformers:  # vLLM and exporters check
+    if by_transformers:  # vLLM and exporters do their own checks
         check_architecture(directory)
         check_quantisation(directory, wanted.placement.device)
     return directory
 
 
 def check_memory(placements: list[Placement], directories: list[ModelDirectory]) -> None:
-    """Raise UnsupportedModelError unless each device has room for all models that are placed on it. On GPUs vLLM finds
-    out by itself: its own options say on how many of them a model is, and in which quantisation."""
+    """Raise UnsupportedModelError unless each device has room for all models placed on it. On GPUs vLLM finds out by
+    itself: its options determine the number of GPUs for a model, and the quantisation."""
     on_device: dict[str, list[MemoryNeeded]] = defaultdict(list)
     for placement, directory in zip(placements, directories, strict=True):
         if placement.kind == "vllm" and placement.device != "cpu":

@@ -1,4 +1,4 @@
-"""Checks that a model can be compiled (`--compile`), and that there is a compiler to do it."""
+"""Checks that a model can be compiled (`--compile`), and that there is a compiler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specdec.engine.placement import Placement
 from specdec.engine.unsupported import UnsupportedModelError
 
 INSTALLS = "TORCH_INDUCTOR_INSTALL_GXX"
-"""Variable of the environment that has torch install a compiler where it finds none."""
+"""Environment variable that allows torch to install a compiler if it finds none."""
 
 
 def check_compiler(placement: Placement) -> None:
@@ -20,7 +20,7 @@ def check_compiler(placement: Placement) -> None:
         raise UnsupportedModelError(
             "only the torch engine and vLLM can compile a model, on the CPU: leave out --compile"
         )
-    compiler = os.environ.get("CXX") or "g++"  # as torch looks for it
+    compiler = os.environ.get("CXX") or "g++"  # torch's search order
     if shutil.which(compiler) is None and not os.environ.get(INSTALLS):
         raise UnsupportedModelError(
             f"--compile: there is no C++ compiler {compiler} here: install g++, name another one in CXX, or leave out "

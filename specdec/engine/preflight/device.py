@@ -1,7 +1,6 @@
-"""Checks that a device is known and there, and that a kind of engine has the packages it wants.
+"""Checks that a device is known and present, and that the packages for a kind of engine are installed.
 
-torch is not imported for it: its version file says what it was built for, and the CUDA driver how many devices there
-are.
+torch is not imported for it: its version file states its build, and the CUDA driver the number of devices.
 """
 
 from __future__ import annotations
@@ -25,31 +24,31 @@ PACKAGES = {
     "onnx": ("onnxruntime",),
     "vllm": ("torch", "vllm", "numba"),
 }
-"""Packages that each kind of engine wants, whatever the device."""
+"""Packages required by each kind of engine, on any device."""
 
 CUDA_DRIVER = "libcuda.so.1"
 
 
 def check_device(placement: Placement) -> None:
-    """Raise UnsupportedModelError unless the device is there and its kind of engine works on it, ModuleNotFoundError if
-    a package is missing that this takes."""
+    """Raise UnsupportedModelError unless the device is present and its kind of engine works on it, ModuleNotFoundError
+    if a required package is missing."""
     number = cuda_number(placement.device)
     if placement.kind == "vllm":
         check_vllm()
     for package in PACKAGES[placement.kind]:
         require(package)
-    if number is not None and placement.kind != "onnx":  # ONNX Runtime tells of its providers by itself
+    if number is not None and placement.kind != "onnx":  # ONNX Runtime reports its own providers
         check_cuda(placement, number)
 
 
 def is_exported(directory: ModelDirectory, placement: Placement) -> bool:
-    """Return whether a model is run from the graph that its directory holds."""
+    """Return whether a model runs from a graph in its directory."""
     return placement.kind == "onnx" and (directory.path / GRAPH).is_file()
 
 
 def check_placement(directory: ModelDirectory, placement: Placement) -> None:
-    """Raise UnsupportedModelError or ModelDirectoryError unless a model can be placed so, ModuleNotFoundError if a
-    package is missing that this takes."""
+    """Raise UnsupportedModelError or ModelDirectoryError unless the placement is possible, ModuleNotFoundError if a
+    required package is missing."""
     check_device(placement)
     check_compiler(placement)
     if placement.kind == "onnx" and not is_exported(directory, placement) and not installed("torch"):
@@ -68,9 +67,9 @@ def cuda_number(device: str) -> int | None:
 
 
 def check_cuda(placement: Placement, number: int) -> None:
-    """Raise an error unless torch was built for CUDA and the device is there."""
+    """Raise an error unless torch was built for CUDA and the device is present."""
     built = torch_build()
-    if built.get("hip"):  # torch calls these devices cuda too, and their driver is another one
+    if built.get("hip"):  # ROCm: torch calls these devices cuda too, but their driver is another one
         return
     if not built.get("cuda"):
         raise UnsupportedModelError(
@@ -88,7 +87,7 @@ def check_cuda(placement: Placement, number: int) -> None:
 
 
 def torch_build() -> dict[str, Any]:
-    """Return what torch's version file says: `__version__`, `cuda`, `hip`; nothing without torch."""
+    """Return the contents of torch's version file: `__version__`, `cuda`, `hip`; empty without torch."""
     found = importlib.util.find_spec("torch") if installed("torch") else None
     if found is None or found.origin is None:
         return {}
@@ -96,7 +95,7 @@ def torch_build() -> dict[str, Any]:
 
 
 def cuda_devices() -> int | str:
-    """Return how many CUDA devices the driver sees; if it does not work, why."""
+    """Return the number of CUDA devices seen by the driver, or the reason why it does not work."""
     try:
         driver = ctypes.CDLL(CUDA_DRIVER)
     except OSError:
@@ -107,7 +106,7 @@ def cuda_devices() -> int | str:
 
 
 def cuda_capability(number: int) -> tuple[int, int] | None:
-    """Return the compute capability of a CUDA device, such as (8, 0); None if the driver does not tell it."""
+    """Return the compute capability of a CUDA device, such as (8, 0); None if the driver does not provide it."""
     if isinstance(cuda_devices(), str):
         return None
     driver, device = ctypes.CDLL(CUDA_DRIVER), ctypes.c_int()
@@ -127,7 +126,7 @@ def require(package: str) -> None:
 
 
 def installed(package: str) -> bool:
-    """Return whether a package is installed; it is not imported."""
+    """Return whether a package is installed, without importing it."""
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:

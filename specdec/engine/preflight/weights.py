@@ -1,4 +1,4 @@
-"""Files of weights, known by their headers: that they are complete, and what they hold. The weights are not read."""
+"""Weight files, judged by their headers: their completeness and contents. The weights are not read."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Tensor = dict[str, Any]
 """A tensor's entry in a header: `dtype`, `shape`, `data_offsets`."""
 
 MOST_HEADER_BYTES = 100_000_000
-"""Bytes of the largest header that the format allows."""
+"""Bytes of the largest header allowed by the format."""
 
 USUAL = frozenset({"F64", "F32", "F16", "BF16"})
-"""Names of the formats in which weights are stored that are not quantised."""
+"""Storage formats of weights that are not quantised."""
 
 EMBEDDINGS = (".embed_tokens.weight", "wte.weight", ".word_embeddings.weight")
-"""How the names of token embeddings end: a row for each id of the vocabulary."""
+"""Name suffixes of token embeddings: a row per id of the vocabulary."""
 
 
 def check_weights(directory: ModelDirectory, *, by_transformers: bool = False) -> None:
-    """Raise ModelDirectoryError unless the files of weights are there, and each is as long as its header says. What is
-    loaded `by_transformers` needs the names that it looks for."""
+    """Raise ModelDirectoryError unless the weight files exist, with the lengths given by their headers. Loading
+    `by_transformers` also requires the standard file names."""
     files = directory.weights()
     if not files:
         raise ModelDirectoryError(f"{directory.path}: no weights (*.safetensors or {GRAPH}){_other_format(directory)}")
@@ -51,8 +51,8 @@ def _check_vocabulary(directory: ModelDirectory, file: Path, name: str, tensor: 
 
 
 def bytes_of(directory: ModelDirectory, width: int | None) -> int:
-    """Return the bytes of all weights. With a `width`, numbers in the usual formats count so many bytes each; integers,
-    and what is quantised, stay as they are stored."""
+    """Return the bytes of all weights. With `width`, numbers in the usual formats count `width` bytes each; integers
+    and quantised weights count as stored."""
     total = 0
     for file in directory.weights():
         if file.suffix == ".safetensors":
@@ -66,8 +66,8 @@ def bytes_of(directory: ModelDirectory, width: int | None) -> int:
 
 
 def tensors(file: Path) -> dict[str, Tensor]:
-    """Return what the header of a safetensors file tells of each tensor: `dtype`, `shape`, `data_offsets`.
-    ModelDirectoryError unless the file has all the bytes that it tells of."""
+    """Return the header entry of each tensor in a safetensors file: `dtype`, `shape`, `data_offsets`. Raises
+    ModelDirectoryError unless the file has all the bytes announced by its header."""
     with opened(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
@@ -92,7 +92,7 @@ def tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _other_format(directory: ModelDirectory) -> str:
-    """Return what to say of weights in a format that is not read, as the end of a message."""
+    """Return the end of a message about weights in an unsupported format."""
     for file in sorted(directory.path.iterdir()):
         if file.suffix in (".bin", ".pt", ".pth", ".gguf"):
             return f"; {file.name} is of another format: save the model as safetensors"
