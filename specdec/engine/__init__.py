@@ -1,6 +1,12 @@
-"""Engines: loaded models and their KV caches, packed rows in, logits out.
+"""Engines: loaded models and their KV caches; packed rows in, logits out.
 
-The seam and what all rooms share stand here: `engine.py`, `batch.py`, row counts, model directories. `kv/` has the
-book-keeping of memory, `distributed/` processes that hold parts of one model, `hf/` what is taken from transformers.
-`cpu/` and `padded/` hold attention; `gpu/` and `onnx/` an engine each; `engines/` the others, and what loads them all.
+The common interface and shared parts are at this level: `engine.py`, `batch.py`, row counts, model directories.
+
+- `kv/`: book-keeping of KV memory
+- `cpu/`, `padded/`: attention on CPUs, and on any device
+- `gpu/`, `onnx/`, `vllm/`: an engine each
+- `engines/`: the other engines, and the loader for all of them
+- `hf/`: everything based on transformers
+- `distributed/`: processes with one part of a model each
+- `preflight/`: checks before a start
 """

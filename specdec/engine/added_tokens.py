@@ -1,9 +1,9 @@
-"""Tokens that other files of a model directory add to those of tokenizer.json, as transformers adds them.
+"""Tokens added to those of tokenizer.json by other files of a model directory, following transformers.
 
-transformers' `TokenizersBackend` adds what tokenizer_config.json names in `added_tokens_decoder`; where it has no such
-field, what added_tokens.json has. Then it adds special tokens that no file has added: those with a name (`eos_token`
-and the like), and the further ones of `extra_special_tokens`. A token that is there already gets the other file's
-flags, special or not.
+transformers' `TokenizersBackend` adds the tokens in `added_tokens_decoder` of tokenizer_config.json or, without that
+field, those of added_tokens.json. Then it adds special tokens not yet added by any file: the named ones (`eos_token`
+and the like), and the others in `extra_special_tokens`. An existing token gets the other file's flags, including
+`special`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pathlib import Path
 from specdec.engine.model_file import Fields, ModelDirectoryError
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens that every tokenizer may have, in the order in which they are added."""
+"""Special tokens any tokenizer may have, in the order they are added."""
 
 MAX_ADDED_TOKENS = 100_000
-"""Tokens that files beside tokenizer.json may add; published models have some thousand at most."""
+"""Limit on the tokens in files beside tokenizer.json; published models have some thousand at most."""
 
 LARGEST_ID = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that always stands for its text, with the library's flags."""
+    """A token that always stands for its text, with the tokenizers library's flags."""
 
     content: str
     special: bool = False
@@ -35,7 +35,7 @@ class AddedToken:
 
     @classmethod
     def of(cls, entry: Fields, *, special: bool | None = None) -> AddedToken:
-        """Read an entry of a file; `special` stands for what it says of that."""
+        """Read an entry of a file; `special` overrides the entry's own flag."""
         if special is None:
             special = entry.has("special") and entry.flag("special")
         normalized = entry.flag("normalized") if entry.has("normalized") else not special
@@ -44,7 +44,7 @@ class AddedToken:
 
     @classmethod
     def named(cls, fields: Fields, name: str, *, special: bool | None = None) -> AddedToken:
-        """Read a special token, which is its text or an entry."""
+        """Read a special token, given as its text or as an entry."""
         if isinstance(fields.content[name], dict):
             return cls.of(fields.fields(name), special=special)
         return cls(fields.text(name), special=True, normalized=False)
@@ -52,7 +52,7 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The files of a directory that say something about tokens; one that is missing has no fields."""
+    """The files of a directory about tokens; a missing one has no fields."""
 
     tokenizer: Fields  # tokenizer.json
     settings: Fields  # tokenizer_config.json
@@ -66,8 +66,8 @@ class TokenizerFiles:
         return None if found is None else found.content
 
     def to_add(self) -> list[AddedToken]:
-        """Return the tokens that are to be added to those of tokenizer.json, in order; ModelDirectoryError names the
-        file and the field of what is none."""
+        """Return the tokens to add to those of tokenizer.json, in order. Raises ModelDirectoryError, naming file and
+        field, if one is invalid."""
         known = {entry.integer("id", 0, LARGEST_ID): AddedToken.of(entry) for entry in self._known()}
         unchanged = set(known.values())
         adding = [token for token in self._by_id(set(known)) if token not in unchanged]
@@ -81,8 +81,8 @@ class TokenizerFiles:
         return [replace(token, special=token.special or token.content in names) for token in adding]
 
     def ids(self, pieces: dict[str, int]) -> dict[str, int]:
-        """Return the ids of all tokens, where the model of tokenizer.json has `pieces`. What is added gets the next
-        free id, by the library's rule, unless its text is a token already: no file says which."""
+        """Return the ids of all tokens; `pieces` are those of the model in tokenizer.json. An added token gets the next
+        free id, by the library's rule, unless its text is a token already: no file gives its id."""
         added = {entry.text("content"): entry.integer("id", 0, LARGEST_ID) for entry in self._known()}
         found, highest = pieces | added, max(added.values(), default=-1)
         for token in self.to_add():
@@ -92,15 +92,15 @@ class TokenizerFiles:
 
     @property
     def _is_modern(self) -> bool:
-        """True if tokenizer_config.json tells the added tokens; the two older files are not read then."""
+        """True if tokenizer_config.json has the added tokens; the two older files are then not read."""
         return "added_tokens_decoder" in self.settings.content
 
     def _known(self) -> list[Fields]:
         return self.tokenizer.objects("added_tokens") if self.tokenizer.has("added_tokens") else []
 
     def _by_id(self, known: set[int]) -> list[AddedToken]:
-        """Return the tokens that another file has by id, in the order of their ids. Where an older one has an id that
-        is `known`, tokenizer.json decides."""
+        """Return the tokens given by id in another file, in order of id. If an older file repeats a `known` id,
+        tokenizer.json takes precedence."""
         if self._is_modern:
             entries = self.settings.fields("added_tokens_decoder")
             _check_count(entries.file, "added_tokens_decoder", len(entries.content))

@@ -1,9 +1,9 @@
 """A packed batch: the tokens of many sessions as one forward pass.
 
-Which keys a row sees is written in one of four layouts, each with its own packer: a *ragged batch* (`cpu/layout.py`)
-lists every row's key slots in order of position; a *padded batch* (`padded/layout.py`) has rectangles of keys and rows
-with a mask, for attention by tensor operations; a *split-KV batch* (`gpu/layout.py`) has tiles over parts of the keys;
-a *block batch* (`vllm/layout.py`) has a block table for each text. A packer knows nothing about sessions or trees.
+There are four layouts for the keys a row sees, each with its own packer. A *ragged batch* (`cpu/layout.py`) lists every
+row's key slots in order of position. A *padded batch* (`padded/layout.py`) has rectangles of keys and rows with a mask,
+for attention by tensor operations. A *split-KV batch* (`gpu/layout.py`) has tiles over parts of the keys. A *block
+batch* (`vllm/layout.py`) has a block table for each text. Packers know nothing about sessions or trees.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class PackedBatch:
 
     tokens: NDArray[np.int64]  # [t]
     positions: NDArray[np.int64]  # [t] absolute
-    slots: Slots  # [t] where each token's key and value are written
-    wanted: NDArray[np.int64]  # [n] rows whose logits are returned; padding repeats the first
+    slots: Slots  # [t] destination of each token's key and value
+    wanted: NDArray[np.int64]  # [n] rows with logits in the result; padding repeats the first
 
 
 @dataclass
 class Packer(ABC):
-    """A collector of rows and of the keys they see, which packs them. Every row belongs to one path or tree.
+    """Collects rows and the keys they see, and packs them into a batch. Every row belongs to one path or tree.
 
-    `rows` are the invariant row counts, if any: the batch is padded to one of them, and so are the wanted rows.
+    `rows` are the invariant row counts, if any: the rows and the wanted rows are each padded to one of them.
     """
 
     rows: InvariantRowCounts | None = None
@@ -59,21 +59,21 @@ class Packer(ABC):
         return len(self.tokens) - 1
 
     def want(self, row: int) -> int:
-        """Ask for a row's logits; return its index among the results."""
+        """Request a row's logits; return its index among the results."""
         self.wanted.append(row)
         return len(self.wanted) - 1
 
     @abstractmethod
     def add_path(self, keys: Slots, rows: Sequence[int]) -> None:
-        """Let rows see one text, each up to its own position; keys[i] is the slot of the token at position i."""
+        """Add rows that see one text, each up to its own position; keys[i] is the slot of the token at position i."""
 
     @abstractmethod
     def add_tree(self, keys: Slots, key_positions: NDArray[np.int64], rows: Sequence[int], visible: Mask) -> None:
-        """Let each row see a subset of keys, one for each position up to its own: `visible` [len(rows), len(keys)]."""
+        """Add rows that each see a subset of keys, one per position up to its own: `visible` [len(rows), len(keys)]."""
 
     def add_leaves(self, text: Slots, branches: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
-        """Let each row see a text and then the slots of its own branch below it, the last of which is its own. Branches
-        may begin with the same slots; no row stands on another's branch."""
+        """Add rows that each see a text and then the slots of its own branch, ending with the row's slot. Branches may
+        have a common beginning; no row lies on another's branch."""
         for branch, row in zip(branches, rows, strict=True):
             self.add_path(np.concatenate([text, branch]), [row])
 
@@ -82,19 +82,19 @@ class Packer(ABC):
         """Return the batch; the packer cannot be used again."""
 
     def _pad(self) -> None:
-        """Add padding rows up to an invariant row count; repeat the first wanted row likewise."""
+        """Add padding rows up to an invariant row count, and pad the wanted rows by repeating the first."""
         if self.rows is None:
             return
         missing = self.rows.padded(len(self.tokens)) - len(self.tokens)
         if missing:
             self.add_path(np.asarray([PADDING_SLOT]), [self.add_row(0, 0, PADDING_SLOT) for _ in range(missing)])
-        wanted = self.wanted or [0]  # a compiler would treat an empty selection as a case of its own
+        wanted = self.wanted or [0]  # a compiler would treat an empty selection as a special case
         self.wanted = wanted + wanted[:1] * (self.rows.padded(len(wanted)) - len(wanted))
 
 
 def tree_paths(keys: Slots, key_positions: NDArray[np.int64], visible: Mask) -> Iterator[Slots]:
-    """Yield the keys that each row of a tree sees, by position (`Packer.add_tree`). What all see at the beginning, a
-    text, is in order as it is."""
+    """Yield the visible keys of each row of a tree by position (`Packer.add_tree`). The common text at the beginning is
+    in order already."""
     common = visible.all(axis=0) & (key_positions == np.arange(len(keys)))
     text = len(keys) if common.all() else int(common.argmin())
     for seen in visible[:, text:]:

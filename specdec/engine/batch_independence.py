@@ -1,4 +1,4 @@
-"""The check of a whole engine: do a text's logits depend on the batch that it is computed in?"""
+"""The exactness check of a whole engine: do a text's logits depend on the batch it is computed in?"""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ CROWDS = (41, 200, 487, 680)
 """Numbers of other rows beside a text: below, near and beyond the largest of CANDIDATES."""
 
 DECODES = (2, 6, 40)
-"""Numbers of other texts, each with one row, beside one row of the text: GPUs may have graphs of their own for steps in
-which every text has one, padded to several sizes."""
+"""Numbers of other texts with one row each, beside one row of the text: GPUs may have separate graphs for such decode
+steps, padded to several sizes."""
 
 TEXT = 24
 """Tokens of the text."""
 
 AT_ONCE = 5
-"""Tokens at its end that are computed again as candidates."""
+"""Tokens at its end, computed again as candidates."""
 
 
 CHUNK = 256
-"""Tokens of a long text that are computed at once."""
+"""Tokens per prefill chunk of a long text."""
 
 
 class Places(NamedTuple):
@@ -37,15 +37,15 @@ class Places(NamedTuple):
 
     own: Slots
     theirs: Slots
-    candidates: Slots  # of the text's end as candidates
+    candidates: Slots  # for the text's end as candidates
 
 
 def rows_are_independent(engine: Engine, most_texts: int | None = None) -> bool:
-    """Return whether a text gives the same logits, bit for bit, in all kinds of batch and with every number of threads.
+    """Return whether a text gives the same logits, bit for bit, in all kinds of batch and with every thread count.
 
-    The text is computed as one prompt, token by token beside other texts, with its end as candidates (in other slots,
-    where the engine takes side branches), and beside many other rows, of as many texts as a batch may have; attention
-    and all layers are included. Uses the first slots of the KV cache.
+    The text is computed as one prompt; token by token beside other texts; with its end as candidates (in other slots,
+    if the engine supports side branches); and beside many other rows, of up to `most_texts` texts. Attention and all
+    layers are included. Uses the first slots of the KV cache.
     """
     crowds = CROWDS if most_texts is None else [min(others, most_texts - 1) for others in CROWDS]
     found = set()
@@ -58,16 +58,16 @@ def rows_are_independent(engine: Engine, most_texts: int | None = None) -> bool:
 
 
 def long_rows_are_independent(engine: Engine, length: int) -> bool:
-    """Return whether the end of a text of so many tokens gives the same logits, bit for bit, as a piece of prompt, row
-    by row, and beside the end of another such text or rows of short ones. Uses blocks for both, from the second one on.
-    """
+    """Return whether the end of a text of `length` tokens gives the same logits, bit for bit, as a piece of prompt, row
+    by row, and beside the end of another such text or rows of short ones. Uses blocks for both, from the second one
+    upwards."""
     texts = np.random.default_rng(3).integers(0, engine.vocabulary, (2, length)).tolist()
     room = -(-length // BLOCK) * BLOCK
     places = [BLOCK + number * room + np.arange(length) for number in range(2)]
     end = length - AT_ONCE
 
     def logits(*parts: tuple[int, int, int]) -> NDArray[np.float32]:
-        """Return the logits at the end of each part (number of the text, first row, the one behind its last)."""
+        """Return the logits at the end of each part (number of the text, first row, end row)."""
         packer = engine.packer()
         for number, first, stop in parts:
             rows = packer.add_rows(texts[number][first:stop], first, places[number][first:stop])
@@ -89,8 +89,8 @@ def long_rows_are_independent(engine: Engine, length: int) -> bool:
 
 
 def bits_of_prompt(engine: Engine) -> str:
-    """Return a digest of the logits of the check's text as one prompt, with every number of threads. For engines that
-    take any slots."""
+    """Return a digest of the logits of the check's text as one prompt, with every thread count. For engines without
+    constraints on slots."""
     digest = hashlib.sha256()
     for _ in _thread_counts(engine):
         text, own = _text(engine), np.arange(1, 1 + TEXT)
@@ -109,8 +109,8 @@ def _text(engine: Engine) -> list[int]:
 
 
 def _places(engine: Engine) -> Places:
-    """Return where the texts lie. An engine that takes chains alone has blocks for each text, and its candidates where
-    its tokens are."""
+    """Return the slots of the texts. An engine limited to chains has separate blocks for each text, and the candidates
+    use the slots of the text's end."""
     if chains_only(engine):
         own, theirs = (BLOCK * block + np.arange(TEXT) for block in (1, 2))
         return Places(own, theirs, own[-AT_ONCE:])
@@ -118,7 +118,7 @@ def _places(engine: Engine) -> Places:
 
 
 def _thread_counts(engine: Engine) -> Iterator[None]:
-    """Have an engine compute with each of its thread counts in turn, the largest last; any other as it does."""
+    """Switch an engine to each of its thread counts in turn, the largest last; yield once if it has no choice."""
     threaded = cpu_threads(engine)
     if threaded is None:
         yield
@@ -129,7 +129,7 @@ def _thread_counts(engine: Engine) -> Iterator[None]:
 
 
 def _logits_in_any_batch(engine: Engine, crowds: Sequence[int]) -> NDArray[np.float32] | None:
-    """Return the logits of a text; None unless they are the same in all batches that are tried."""
+    """Return the logits of a text; None unless they are the same in all batches tried."""
     length = TEXT
     text = _text(engine)
     strangers = np.random.default_rng(2).integers(0, engine.vocabulary, 3 * length).tolist()
@@ -166,7 +166,7 @@ def _logits_in_any_batch(engine: Engine, crowds: Sequence[int]) -> NDArray[np.fl
     if not np.array_equal(logits(packer, AT_ONCE), whole[start:]):
         return None
 
-    for others in crowds:  # so many rows that torch shares the work on a tensor among threads, cut at various places
+    for others in crowds:  # enough rows for torch to share a tensor among threads, cut at various places
         packer = engine.packer()
         for _ in range(others):
             _add_stranger(packer, strangers[0])
@@ -180,7 +180,7 @@ def _logits_in_any_batch(engine: Engine, crowds: Sequence[int]) -> NDArray[np.fl
 
 
 def _is_the_same_in_decodes(engine: Engine, token: int, keys: Slots, logits: NDArray[np.float32]) -> bool:
-    """Return whether the last token of a text with these keys has these logits as one row beside others of one row."""
+    """Return whether the last token of a text with these keys has these logits in decode steps, one row per text."""
     for others in DECODES:
         packer = engine.packer()
         for _ in range(others):
@@ -194,5 +194,5 @@ def _is_the_same_in_decodes(engine: Engine, token: int, keys: Slots, logits: NDA
 
 
 def _add_stranger(packer: Packer, token: int) -> None:
-    """Add a text of one token, which needs no memory."""
+    """Add a text of one token; it needs no KV memory."""
     packer.add_path(np.asarray([PADDING_SLOT]), [packer.add_row(token, 0, PADDING_SLOT)])

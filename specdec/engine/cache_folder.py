@@ -1,8 +1,8 @@
-"""The cache folder: what one start has worked out and the next one uses again.
+"""The cache folder: results of one start, reused by the next.
 
 It is `$SPECDEC_CACHE_DIR`, else `$XDG_CACHE_HOME/specdec`, else `~/.cache/specdec`; an empty `SPECDEC_CACHE_DIR` turns
-it off. What it holds is executed, so a folder that others can write to is never used. An entry is written whole or not
-at all, and found only under a key that names everything it depends on. A folder that cannot be used costs only time.
+it off. Its contents are executed, so a folder writable by others is never used. Entries are written atomically, and
+their keys include everything they depend on. An unusable folder costs only time.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ import structlog
 log = structlog.get_logger()
 
 MOST_BYTES = 256 << 20
-"""Bytes that entries may take together; those that were not used for longest go first. One takes about 200 kB."""
+"""Limit on the bytes of all entries; the least recently used go first. One takes about 200 kB."""
 
 COMPILERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
-"""Environment variables that say where torch's compiler, Triton and vLLM keep compiled code, and where they do here."""
+"""Environment variables for the code caches of torch's compiler, Triton and vLLM, and our folder for each."""
 
 PACKAGES = ("numba", "llvmlite", "numpy", "torch", "transformers")
-"""Packages whose versions decide what is compiled and computed."""
+"""Packages whose versions affect compiled code and results."""
 
 _DIGEST = hashlib.sha256().digest_size
 
 
 def place() -> Path | None:
-    """Return where the cache folder is or would be; None if it is turned off."""
+    """Return the path of the cache folder, existing or not; None if it is turned off."""
     named = os.environ.get("SPECDEC_CACHE_DIR")
     if named is not None:
         return Path(named) if named else None
@@ -46,7 +46,7 @@ def place() -> Path | None:
 
 
 def why_unusable(folder: Path) -> str:
-    """Make the folder if it is missing; return why it is not used, nothing if it is ours alone to write."""
+    """Make the folder if it is missing; return why it is unusable, empty if only this user can write to it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
@@ -62,14 +62,14 @@ def why_unusable(folder: Path) -> str:
 
 
 def usable() -> Path | None:
-    """Return the cache folder; None if it is turned off or cannot be used."""
+    """Return the cache folder; None if it is turned off or unusable."""
     folder = place()
     return folder if folder is not None and _usable(folder) else None
 
 
 @functools.cache
 def _usable(folder: Path) -> bool:
-    """Return whether the folder can be used, and say once why it cannot."""
+    """Return whether the folder is usable; log once if not."""
     why = why_unusable(folder)
     if why:
         log.warning("cache_not_used", folder=str(folder), why=why, cost="each start compiles and checks anew")
@@ -77,9 +77,9 @@ def _usable(folder: Path) -> bool:
 
 
 def keep_compiled_code() -> None:
-    """Have the compilers below an engine keep their code in folders that are ours alone to write: they execute what
-    they find there, and torch's own choice is a temporary folder that anybody may have made first. The environment may
-    name others, if nobody else can write to them. Without a cache folder the code lives as long as this process."""
+    """Point the compilers used by engines to code caches that only this user can write to. They execute what they find
+    there, and torch's default is a temporary folder that anyone may have created first. Folders set in the environment
+    are kept if nobody else can write to them. Without a cache folder, code lives as long as this process."""
     for variable, name in COMPILERS.items():
         named = os.environ.get(variable)
         if named:
@@ -97,16 +97,16 @@ def keep_compiled_code() -> None:
 
 @functools.cache
 def _temporary() -> Path:
-    """Return a new folder of this process alone, which goes when it ends."""
-    folder = tempfile.mkdtemp(prefix="specdec-compiled-")  # of mode 0700
+    """Return a new private folder, removed when this process ends."""
+    folder = tempfile.mkdtemp(prefix="specdec-compiled-")  # mode 0700
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
 
 
 @functools.cache
 def sources() -> str:
-    """Return a digest of all our sources that decide how an engine computes, so that no change of them is missed: a
-    compiled loop holds code of several files."""
+    """Return a digest of all our sources that affect an engine's results. All of them, because a compiled loop contains
+    code of several files."""
     package = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for folder in ("engine", "decoding"):
@@ -118,7 +118,7 @@ def sources() -> str:
 
 @functools.cache
 def versions() -> tuple[str, ...]:
-    """Return our sources, the interpreter and the versions of what they build on."""
+    """Return the digest of our sources, and the versions of the interpreter and packages."""
     return (
         sources(),
         sys.implementation.cache_tag or "",
@@ -128,15 +128,15 @@ def versions() -> tuple[str, ...]:
 
 
 def read(kind: str, *key: object) -> bytes | None:
-    """Return the entry with this key; None if there is none, or it is not as it was written."""
+    """Return the entry with this key; None if it is missing or damaged."""
     folder = usable()
     if folder is None:
         return None
     path = folder / _name(kind, key)
     try:
         content = path.read_bytes()
-        with contextlib.suppress(OSError):  # a folder of an image cannot be written
-            os.utime(path)  # so that the latest used ones stay
+        with contextlib.suppress(OSError):  # a folder in an image may be read-only
+            os.utime(path)  # marks it as recently used
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -147,13 +147,12 @@ def read(kind: str, *key: object) -> bytes | None:
 
 
 def write(data: bytes, kind: str, *key: object) -> None:
-    """Keep an entry under this key. Processes that write the same one at once each write it whole; the last one
-    stays."""
+    """Store an entry under this key. Concurrent writers of the same entry each write all of it; the last one wins."""
     folder = usable()
     if folder is None:
         return
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix="new-", delete=False) as file:  # of mode 0600
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="new-", delete=False) as file:  # mode 0600
             file.write(hashlib.sha256(data).digest() + data)
         os.replace(file.name, folder / _name(kind, key))
         _bound(folder)
@@ -166,14 +165,14 @@ def _name(kind: str, key: tuple[object, ...]) -> str:
 
 
 def _bound(folder: Path) -> None:
-    """Remove the entries that were not used for longest, once all take more than MOST_BYTES."""
+    """Remove the least recently used entries while the total exceeds MOST_BYTES."""
     entries = []
     for each in os.scandir(folder):
-        if not each.is_file(follow_symlinks=False):  # exports of drafts lie here as well
+        if not each.is_file(follow_symlinks=False):  # exports of drafts are here, too
             continue
         try:
             found = each.stat(follow_symlinks=False)
-        except FileNotFoundError:  # another process was quicker
+        except FileNotFoundError:  # removed by another process
             continue
         entries.append((found.st_mtime, found.st_size, each.path))
     size = sum(of_one for _, of_one, _ in entries)

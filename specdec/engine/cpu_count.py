@@ -1,5 +1,5 @@
-"""How many cores this process is given, by its affinity and by the limits of its cgroups, of either version, and so
-how many threads it computes with."""
+"""The number of cores available to this process, by its affinity and its cgroups' limits (both versions), and the
+thread count derived from it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from pathlib import Path
 from specdec.engine.cgroups import MEMBERSHIP, MOUNT, Cgroup, cgroups
 
 MOST_THREADS = 1024
-"""Threads that a forward pass may be given at most. Where the system cannot start as many as are asked for, OpenMP ends
-the process."""
+"""Limit on the threads of a forward pass. If the system cannot start all requested threads, OpenMP ends the process."""
 
 
 def threads_for(device: str, sharers: int = 1) -> int:
-    """Return the CPU threads of a forward pass where none are asked for: one for each core, of which each of `sharers`
-    processes takes its part, and one beside a GPU."""
+    """Return the default CPU threads of a forward pass: one per core, divided among `sharers` processes; one beside a
+    GPU."""
     return min(MOST_THREADS, max(1, cores_given() // sharers)) if device == "cpu" else 1
 
 
 def cores_given(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int:
-    """Return the cores that this process may use, at least 1. A quota of one and a half cores counts as two: a thread
-    for the half is worth more than none."""
+    """Return the cores available to this process, at least 1. A quota of one and a half cores counts as two: a thread
+    for the half is better than none."""
     given = float(len(os.sched_getaffinity(0)))
     for group in cgroups("cpu", mount, membership):
         quota = _quota(group)

@@ -1,8 +1,8 @@
 """The engine's interface: one forward pass over a packed batch, and copying rows of the KV cache.
 
-What only some engines can do is a capability: a protocol of its own beside `Engine`. Which ones an engine has depends
-on what was loaded, so this is found out at run time, in one function for each: `step_of`, `draft_pass_of`,
-`cpu_threads`, `hidden_states`, `chains_only`, `longest_text`.
+Optional features are capabilities: protocols beside `Engine`. An engine's capabilities depend on what was loaded, so
+they are looked up at run time, with one function each: `step_of`, `draft_pass_of`, `cpu_threads`, `hidden_states`,
+`chains_only`, `longest_text`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from specdec.engine.unsupported import UnsupportedModelError as UnsupportedModel
 
 
 class Engine(Protocol):
-    """A loaded model and its KV cache. Used by one thread."""
+    """A loaded model and its KV cache. Not thread-safe: used by one thread."""
 
     capacity: int  # slots of the KV cache
     vocabulary: int
-    numerics: str  # numerics fingerprint: equal ones give equal bits
+    numerics: str  # numerics fingerprint: equal fingerprints give equal bits
     exact: bool  # a row's bits do not depend on its batch: checked at start
 
     def packer(self) -> Packer:
-        """Return an empty packer for the layout that this engine reads."""
+        """Return an empty packer for this engine's layout."""
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         """Return the logits [n, vocabulary] of the wanted rows; store the keys and values of all rows."""
@@ -42,16 +42,16 @@ class Engine(Protocol):
 
 @runtime_checkable
 class GpuSampling(Protocol):
-    """Steps of an engine whose logits stay on the GPU, which samples from them there."""
+    """Steps of an engine with logits on the GPU, sampled there."""
 
     def step(self, batch: PackedBatch, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
-        """Run a forward pass and return its wanted rows. `asked` works out the sampling queries known in advance, by
-        the index of their row among the wanted ones: while the device computes, if it does so by itself."""
+        """Run a forward pass and return its wanted rows. `asked` computes the sampling queries known in advance, by
+        their index among the wanted rows; on an asynchronous device it runs during the pass."""
 
 
 Step = Callable[[PackedBatch, Callable[[], Mapping[int, SamplingQuery]]], StepLogits]
-"""A function that runs a forward pass and returns its wanted rows. Its second argument works out the rows' sampling
-queries; it is called only for engines that use them in advance."""
+"""Runs a forward pass and returns its wanted rows. The second argument computes the rows' sampling queries; it is
+called only for engines that use them in advance."""
 
 
 def step_of(engine: Engine) -> Step:
@@ -63,14 +63,15 @@ def step_of(engine: Engine) -> Step:
 
 @runtime_checkable
 class Shortlisting(Protocol):
-    """Passes for a draft on an engine whose logits stay on its device, which sends shortlists of them."""
+    """Draft passes of an engine with logits on its device: it sends shortlists of them to the host."""
 
     def forward_shortlists(self, batch: PackedBatch) -> DraftLogits:
-        """Run a forward pass and return its wanted rows. The pass is over, and their shortlists are on the host."""
+        """Run a forward pass and return its wanted rows. On return the pass is complete, with its shortlists on the
+        host."""
 
 
 DraftPass = Callable[[PackedBatch], DraftLogits]
-"""A function that runs a forward pass and returns its wanted rows as a draft reads them."""
+"""Runs a forward pass and returns its wanted rows as draft logits."""
 
 
 def draft_pass_of(engine: Engine) -> DraftPass:
@@ -82,54 +83,54 @@ def draft_pass_of(engine: Engine) -> DraftPass:
 
 @runtime_checkable
 class Placed(Protocol):
-    """Where an engine computes and in what, for people to read."""
+    """An engine's device, dtype and threads, for display."""
 
     device: str  # cpu, cuda:0
     dtype: str
-    threads: tuple[int, ...]  # CPU threads of a pass: each number that they may have, the largest first; none: no CPU
+    threads: tuple[int, ...]  # possible thread counts of a pass, the largest first; empty: no CPU
 
 
 @runtime_checkable
 class CpuThreads(Protocol):
-    """The CPU threads that an engine computes with, whose number can be changed between two passes."""
+    """An engine whose CPU thread count can change between two passes."""
 
-    threads: tuple[int, ...]  # thread counts it can compute with, the largest first: the one it starts with
+    threads: tuple[int, ...]  # possible thread counts, the largest first: the initial one
 
     def use_threads(self, count: int) -> None:
-        """Compute with `count` threads, one of `threads`, from now on."""
+        """Compute with `count` threads, one of `threads`, in the following passes."""
 
 
 def chains_only(engine: Engine) -> bool:
-    """Return whether a text's rows must be one chain at its end, in blocks of its own: there are no side branches, and
-    no rows beside the text. True of paged attention, which has one block table for each text."""
+    """Return whether a text's rows must be one chain at its end, in the text's own blocks, without side branches or
+    rows beside the text. True of paged attention, with one block table per text."""
     return getattr(engine, "chains_only", False)
 
 
 def longest_text(engine: Engine) -> int | None:
-    """Return the tokens of the longest text that an engine can compute; None: as many as its KV cache has slots."""
+    """Return the length of the longest text an engine can compute, in tokens; None: limited by the KV cache alone."""
     return getattr(engine, "longest_text", None)
 
 
 def cpu_threads(engine: Engine) -> CpuThreads | None:
-    """Return the engine as what changes the number of its threads; None if it cannot, as on a GPU."""
+    """Return the engine if its thread count can change; None otherwise, as on a GPU."""
     return engine if isinstance(engine, CpuThreads) else None
 
 
 @runtime_checkable
 class LazyMemory(Protocol):
-    """KV memory that the system hands out where it is first written, which takes a part of a step's time."""
+    """KV memory allocated by the system at the first write, at the expense of a step's latency."""
 
     @property
     def lazy_bytes(self) -> int:
-        """Bytes of it, handed out or not."""
+        """Bytes of this memory, allocated or not."""
 
     def touch_memory(self) -> None:
-        """Have it hand out all of it. For a thread of its own: passes can be made meanwhile."""
+        """Have the system allocate all of it. May run in a separate thread, during passes."""
 
 
 def touch_memory(engines: Iterable[Engine]) -> None:
-    """Have the system hand out the KV memory of those engines that are lazy about it, one after the other, in a thread
-    beside their passes."""
+    """Have the system allocate the KV memory of engines with lazy memory, one engine at a time, in a thread beside
+    their passes."""
     lazy = [each for each in engines if isinstance(each, LazyMemory)]
     if not lazy:
         return
@@ -143,18 +144,18 @@ def touch_memory(engines: Iterable[Engine]) -> None:
 
 @runtime_checkable
 class HiddenStates(Protocol):
-    """Hidden states of an engine, which heads and drafters that go on from the target's states read (Medusa, EAGLE)."""
+    """Hidden states of an engine, for heads and drafters that build on the target's states (Medusa, EAGLE)."""
 
     hidden_size: int
 
     def forward_hidden(self, batch: PackedBatch) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Run a forward pass like `forward`. Return the logits, which have the same bits, and the hidden states
-        [n, hidden_size] of the same rows: what the output head reads, after the last norm. They are float32, into which
-        the numbers of a narrower dtype are converted without loss."""
+        """Run a forward pass like `forward`. Return the logits, with the same bits, and the hidden states [n,
+        hidden_size] of the same rows: the input of the output head, after the last norm. They are float32, converted
+        losslessly from a narrower dtype."""
 
 
 def hidden_states(engine: Engine) -> HiddenStates:
-    """Return the engine as what gives hidden states; UnsupportedModelError if it gives none."""
+    """Return the engine as a source of hidden states; UnsupportedModelError if it has none."""
     if isinstance(engine, HiddenStates):
         return engine
     raise UnsupportedModelError(

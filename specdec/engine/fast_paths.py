@@ -1,8 +1,8 @@
-"""Fast paths of the engines in this process: which are off, why, and what that costs.
+"""Fast paths of the engines in this process: which are off, why, and at what cost.
 
-Nothing is imported for `off`: a path of a library that is not loaded says nothing, since nothing here runs on it. What
-it returns is logged at start and told by GetStats. `of_this_machine` loads what is needed to tell all, for
-`specdec doctor`.
+`off` imports nothing: a path of a library that is not loaded is skipped, since nothing here runs on it. Its result is
+logged at start and reported by GetStats. `of_this_machine` loads everything needed for a complete report, for `specdec
+doctor`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import NamedTuple
 from specdec.engine.cpu_count import cores_given
 
 TESTED_TORCH = ("2.13.",)
-"""Beginnings of the torch versions whose C functions were tested with the arguments that `cpu/packed_gemm.py` passes; a
-C function cannot be asked for its signature. pyproject.toml allows no others."""
+"""Prefixes of the torch versions whose C functions were tested with the arguments of `cpu/packed_gemm.py`: the
+signature of a C function cannot be inspected. pyproject.toml allows no others."""
 
 
 class FastPathOff(NamedTuple):
@@ -32,13 +32,13 @@ class FastPathOff(NamedTuple):
 
 
 class FastPath(NamedTuple):
-    """A fast path of the engine for CPUs, that an installation has or has not."""
+    """A fast path of the engine for CPUs, available or not in an installation."""
 
     name: str
     module: str
-    """The module that takes it."""
+    """The module that uses it."""
     why_off: Callable[[], str]
-    """Returns why it is off, once that module is loaded; nothing if it is on."""
+    """Returns why it is off, once that module is loaded; empty if it is on."""
     cost: str
 
     @property
@@ -55,37 +55,37 @@ def off() -> list[FastPathOff]:
 
 
 def fast_paths_off() -> list[str]:
-    """Return the fast paths that are off, each in a line: which, why, and what it costs."""
+    """Return one line for each fast path that is off: its name, the reason, and the cost."""
     return [str(each) for each in off()]
 
 
 def log_off() -> None:
-    """Log the fast paths that are off, each in a line."""
-    import structlog  # services have it; `specdec doctor` goes without
+    """Log one line for each fast path that is off."""
+    import structlog  # services have it; `specdec doctor` works without
 
     for path in off():
         structlog.get_logger().warning("fast_path_off", path=path.name, why=path.why, cost=path.cost)
 
 
 def of_this_machine() -> dict[str, FastPathOff | None]:
-    """Load the engine for CPUs, and return each of its fast paths by name: None if it is on. ImportError if a package
-    is missing or cannot be loaded."""
+    """Load the engine for CPUs, and return each of its fast paths by name: None if it is on. Raises ImportError if a
+    package is missing or cannot be loaded."""
     for path in PATHS:
         importlib.import_module(path.module)
     return {path.name: path.found for path in PATHS}
 
 
 _settled: dict[str, FastPathOff] = {}
-"""What the start found to be off, by the name of the path: it depends on the model and on options."""
+"""Fast paths found to be off during the start, by name: these depend on the model and on options."""
 
 
 def found_off(name: str, why: str, cost: str) -> None:
-    """Note what only loading a model could tell."""
+    """Record a fast path found to be off while loading a model."""
     _settled[name] = FastPathOff(name, why, cost)
 
 
 def _prepacked() -> str:
-    """Return why weights are not kept in oneDNN's own layout; nothing if they are."""
+    """Return why weights are not kept in oneDNN's own layout; empty if they are."""
     torch = sys.modules["torch"]
     if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return ""
@@ -93,7 +93,7 @@ def _prepacked() -> str:
 
 
 def _products() -> str:
-    """Return why compiled code does not call oneDNN's packed products; nothing if it does."""
+    """Return why compiled code does not call oneDNN's packed products; empty if it does."""
     if sys.modules["specdec.engine.cpu.packed_gemm"].AVAILABLE:
         return ""
     version = sys.modules["torch"].__version__
@@ -103,7 +103,7 @@ def _products() -> str:
 
 
 def _team() -> str:
-    """Return why compiled loops are not shared among torch's OpenMP team; nothing if they are."""
+    """Return why compiled loops are not shared among torch's OpenMP team; empty if they are."""
     if sys.modules["specdec.engine.cpu.openmp"].AVAILABLE or cores_given() == 1:
         return ""
     return f"torch has no GNU OpenMP interface on {platform.system()} {platform.machine()}"
@@ -129,4 +129,4 @@ PATHS = (
         "attention and the loops between products use one thread",
     ),
 )
-"""In the order in which they are told."""
+"""In the order of reports."""

@@ -1,4 +1,4 @@
-"""Memory: how many slots of KV cache fit, and malloc settings that keep what a step has freed."""
+"""Memory: the number of KV cache slots that fit, and malloc settings that keep the memory freed by a step."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from specdec.engine.unsupported import UnsupportedModelError
 
 SHARE = 0.5
 TEXTS = 64
-"""Texts of a model's full length that the KV cache has room for by default, but in no more than SHARE of the free
-memory: more would take long to allocate, and serve prefix caching only."""
+"""Default capacity of the KV cache in texts of the model's full length, limited to SHARE of the free memory: more would
+take long to allocate, and serve prefix caching only."""
 
 LEAST_SLOTS = 512
 
 BLOCK_TOKENS = 64
-"""Tokens of a block of the KV cache (`kv/blocks.py`, which brings NumPy): a session has one at least."""
+"""Tokens of a KV cache block (as in `kv/blocks.py`, not imported because it needs NumPy): a session has at least
+one."""
 
 LIMIT_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
-"""Version of cgroups to the files that hold a group's limit and use, in bytes."""
+"""cgroup version -> files with a group's limit and use, in bytes."""
 
-MADV_POPULATE_WRITE = 23  # mman.h, from Linux 5.14 on
+MADV_POPULATE_WRITE = 23  # mman.h, since Linux 5.14
 TOUCHED_AT_ONCE = 4 << 20
-"""Bytes of one call, some milliseconds: while it lasts, no other thread can get memory from the system."""
+"""Bytes per call, some milliseconds: meanwhile no other thread can get memory from the system."""
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # malloc.h
 MOST_KEPT = 1 << 30
@@ -43,10 +44,12 @@ def slots_for(
     working: int = 0,
     row_bytes: int = 0,
 ) -> int:
-    """Return the number of slots of `slot_bytes` each for a model of `context` tokens, on a device that `sharers`
-    processes share evenly, and of which `promised` bytes belong to another model of this process although the system
-    has not handed them out; UnsupportedModelError if fewer than LEAST_SLOTS fit. `working` and `row_bytes` are of
-    `slots_within`."""
+    """Return the number of slots, of `slot_bytes` each, for a model of `context` tokens; UnsupportedModelError if fewer
+    than LEAST_SLOTS fit.
+
+    The device is shared evenly by `sharers` processes. `promised` bytes belong to another model of this process, though
+    not allocated by the system yet. `working` and `row_bytes`: as in `slots_within`.
+    """
     free = max(0, free_bytes(device) - promised) // sharers
     slots = slots_within(free, slot_bytes, context, working, row_bytes)
     if slots < LEAST_SLOTS:
@@ -58,20 +61,20 @@ def slots_for(
 
 
 def slots_within(free: int, slot_bytes: int, context: int, working: int, row_bytes: int) -> int:
-    """Return the number of slots that `free` bytes have room for beside `working` bytes that steps compute in: SHARE of
-    them at most. Each block more is a session more, whose logits take `row_bytes`."""
+    """Return the number of slots that fit into `free` bytes beside `working` bytes of working memory, in at most SHARE
+    of the rest. Each additional block is counted as an additional session, with `row_bytes` of logits."""
     rest = max(0, free - working)
     with_rows = slot_bytes + -(-row_bytes // BLOCK_TOKENS)
     return min(max(LEAST_SLOTS, TEXTS * context), int(SHARE * rest) // slot_bytes, rest // with_rows)
 
 
 def free_bytes(device: str) -> int:
-    """Return the free bytes of a CUDA device, or of the machine within its container's limit. torch is asked if it is
-    loaded, otherwise the driver: an ONNX service, or one that does not load yet, is not to import torch for it."""
+    """Return the free bytes of a CUDA device, or of the machine within its container's limit. Uses torch if it is
+    loaded, the driver otherwise: ONNX services, and services before loading, must not import torch for this."""
     if device.startswith("cuda"):
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_available():
-            torch.cuda.empty_cache()  # gives back what torch has kept, such as the weights before they were joined
+            torch.cuda.empty_cache()  # returns torch's cached memory, such as the weights before they were joined
             return int(torch.cuda.mem_get_info(device)[0])
         try:
             driver = ctypes.CDLL("libcuda.so.1")
@@ -82,31 +85,31 @@ def free_bytes(device: str) -> int:
 
 
 def free_on_host(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int:
-    """Return the bytes that this process can still take: those of the machine, within the limits of its cgroups."""
+    """Return the bytes still available to this process: the machine's, within the limits of its cgroups."""
     limits = (_free_in(group) for group in cgroups("memory", mount, membership))
     return min([free_on_machine(), *(free for free in limits if free is not None)])
 
 
 def free_on_machine() -> int:
-    """Return the bytes that the machine has free, or can free without swapping."""
+    """Return the machine's free bytes, including memory reclaimable without swapping."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 def _free_in(group: Cgroup) -> int | None:
-    """Return the bytes that a cgroup has free; None if it sets no limit, or its files cannot be read."""
+    """Return a cgroup's free bytes; None if it sets no limit, or its files cannot be read."""
     limit, used = LIMIT_FILES[group.version]
-    with contextlib.suppress(OSError, ValueError, KeyError):  # "max" is no limit
+    with contextlib.suppress(OSError, ValueError, KeyError):  # "max" means no limit
         given = int((group.folder / limit).read_text())
         statistics = dict(line.split() for line in (group.folder / "memory.stat").read_text().splitlines())
-        # Cached files, such as weights just read, are given back when needed. Version 1 counts groups below apart.
+        # Cached files, such as weights just read, are reclaimed when needed. Version 1 counts groups below separately.
         cached_files = int(statistics.get("total_inactive_file", statistics["inactive_file"]))
         return max(0, given - int((group.folder / used).read_text()) + cached_files)
     return None
 
 
 def free_by_driver(driver: Any, index: int) -> int:
-    """Return the free bytes of a CUDA device by the driver's own interface: an ONNX service has no torch to ask."""
+    """Return the free bytes of a CUDA device from the driver: an ONNX service has no torch."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     device, context = ctypes.c_int(), ctypes.c_void_p()
     for name, *arguments in (
@@ -124,8 +127,8 @@ def free_by_driver(driver: Any, index: int) -> int:
 
 
 def touch(address: int, size: int) -> None:
-    """Have the system hand out memory of `size` bytes now which it would hand out page by page at the first writes;
-    what is written there stays. Without Linux 5.14 nothing is done."""
+    """Have the system allocate the pages of `size` bytes of memory now instead of at their first writes; their contents
+    do not change. Without Linux 5.14 nothing is done."""
     libc = ctypes.CDLL(None)
     first, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, address + size
     with contextlib.suppress(AttributeError):
@@ -136,7 +139,7 @@ def touch(address: int, size: int) -> None:
 
 
 def give_freed_memory_back() -> None:
-    """Have malloc give the system what is free now, and torch the GPUs. Without glibc malloc does nothing."""
+    """Return free memory to the system: malloc's, and torch's on GPUs. Without glibc malloc does nothing."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -145,14 +148,14 @@ def give_freed_memory_back() -> None:
 
 
 def drop_file_pages(suffix: str, maps: Path = Path("/proc/self/smaps")) -> None:
-    """Take the pages of mapped files whose names end so out of this process: what is read once more comes from the
-    system's cache. Pages that the process has written to exist nowhere else, and their mapping is left as it is."""
+    """Drop the pages of mapped files with this suffix from this process: later reads come from the page cache. Mappings
+    with written pages stay: those pages exist nowhere else."""
     libc = ctypes.CDLL(None)
     first = length = 0
     with contextlib.suppress(OSError, AttributeError):
         for line in maps.read_text().splitlines():
             words = line.split(maxsplit=5)
-            if "-" in words[0] and not words[0].endswith(":"):  # a mapping; the lines below it are its numbers
+            if "-" in words[0] and not words[0].endswith(":"):  # a mapping; the following lines are its numbers
                 start, end = (int(address, 16) for address in words[0].split("-"))
                 wanted = len(words) == 6 and words[5].endswith(suffix)
                 first, length = (start, end - start) if wanted else (0, 0)
@@ -161,9 +164,9 @@ def drop_file_pages(suffix: str, maps: Path = Path("/proc/self/smaps")) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep freed memory, up to MOST_KEPT bytes, for the next allocation.
+    """Make malloc keep freed memory, up to MOST_KEPT bytes, for the next allocation.
 
-    By default glibc gives large pieces back to the system at once, and the kernel clears the pieces it hands out again:
+    By default glibc returns large pieces to the system immediately, and the kernel zeroes the pages it hands out again:
     for a wide model's intermediate results that was a third of a step of 64 rows. Without glibc nothing is changed.
     """
     with contextlib.suppress(AttributeError, OSError):
@@ -173,16 +176,17 @@ def keep_freed_memory() -> None:
 
 
 def set_memory_policy() -> None:
-    """Have all threads of this process allocate from one malloc arena, and torch's tensors lie in huge pages. No thread
-    may have started yet, and torch may have allocated nothing.
+    """Make all threads of this process allocate from one malloc arena, and put torch's tensors in huge pages. Must be
+    called before any thread starts and before torch allocates.
 
-    By default glibc gives each thread an arena of its own, made of pieces of 64 MiB. What does not fit there is taken
-    from the system and given back each time, whatever malloc was told to keep: products over 512 rows of 60M parameters
-    that took 49 ms in the main thread took 65 to 69 ms in another one, and 50 to 52 ms with a single arena (measured by
-    hand). Without glibc nothing is changed.
+    By default glibc gives each thread its own arena, made of pieces of 64 MiB. Larger allocations are taken from the
+    system and returned each time, even if malloc is set to keep memory. Products over 512 rows of 60M parameters took
+    49 ms in the main thread, 65 to 69 ms in another one, and 50 to 52 ms with a single arena (measured by hand).
+    Without glibc nothing is changed.
 
-    Weights in huge pages are laid out in two thirds of the time, and steps over few rows of 230M parameters take 3 to
-    8 % less (measured by hand). Where the system gives huge pages always or never, torch's asking changes nothing.
+    With huge pages, weights are laid out in two thirds of the time, and steps over few rows of 230M parameters take 3
+    to 8 % less (measured by hand). If the system's setting for huge pages is always or never, torch's request has no
+    effect.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch's own name
     with contextlib.suppress(AttributeError, OSError):

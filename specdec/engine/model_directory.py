@@ -21,41 +21,40 @@ GRAPH = "model.onnx"
 COPY_GRAPH = "copy.onnx"
 SHORTLISTS_GRAPH = "shortlists.onnx"
 DESCRIPTION = "specdec.json"
-"""Files that an exported model has besides its configuration and tokenizer (GRAPH, COPY_GRAPH, SHORTLISTS_GRAPH, which
-exports of earlier versions lack, DESCRIPTION)."""
+"""Files of an exported model besides its configuration and tokenizer: GRAPH, COPY_GRAPH, SHORTLISTS_GRAPH (missing in
+exports of earlier versions), DESCRIPTION."""
 
 WEIGHTS = "model.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = "model" + INDEX_SUFFIX
-"""Files of weights: all in one, or an index that names the files in which each tensor is."""
+"""Weight files: a single one, or an index from tensors to files."""
 
 WEIGHTS_FIELD = "transformers_weights"
-"""Field of config.json that names another such file."""
+"""Field of config.json naming another weight file or index."""
 
 SAMPLED_BYTES = 1 << 20
-"""Bytes of each weight file that enter the model's fingerprint, in 64 evenly spaced pieces, together with the file's
-name and size: enough to tell two trainings apart, and quick for 140 GB."""
+"""Bytes of each weight file in the model's fingerprint, in 64 evenly spaced pieces, together with the file's name and
+size: enough to distinguish two trainings, and fast for 140 GB."""
 
 LEAST_CONTEXT = 64
-"""Tokens of the shortest context that a model may have: checks and measurements at start read texts of about thirty
-tokens."""
+"""Minimum context of a model, in tokens: checks and measurements at start use texts of about thirty tokens."""
 
 LARGEST_VOCABULARY = 1 << 24
 LONGEST_CONTEXT = 1 << 30
-"""Tokens of the longest context; LARGEST_VOCABULARY is the most token ids. Both are far beyond any model we know, and
-fit into the 32 bits in which positions and token ids are kept."""
+"""Maximum context in tokens; LARGEST_VOCABULARY is the maximum number of token ids. Both are far beyond any known
+model, and fit into the 32 bits used for positions and token ids."""
 
 MOST_END_TOKENS = 1000
-"""End tokens that a model may have: every request carries them."""
+"""Maximum number of a model's end tokens: every request carries them."""
 
 MOST_ID = (1 << 32) - 1
-"""Largest token id in tokenizer.json, whose ids may lie beyond the model's vocabulary."""
+"""Largest token id in tokenizer.json; ids there may exceed the model's vocabulary."""
 
 
 NO_GGUF = "GGUF is not read: take the model's safetensors, which its publisher has beside it"
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-"""How models are called at Hugging Face's hub: owner and name."""
+"""Form of a model's name on Hugging Face's hub: owner and name."""
 
 LEFT_OUT: dict[str, dict[str, Any]] = {
     "gemma3": {
@@ -68,16 +67,16 @@ LEFT_OUT: dict[str, dict[str, Any]] = {
         "head_dim": 256,
     }
 }
-"""`model_type` of a multimodal model to fields that published ones leave out of `text_config`, and what transformers
-then takes."""
+"""`model_type` of a multimodal model -> fields missing in the `text_config` of published models, with transformers'
+defaults."""
 
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """A model's directory, and what it tells of the model without loading it.
+    """A model's directory: everything known of the model without loading it.
 
-    Everything but the weights is read and checked when the object is made, so that a broken directory fails the start
-    of a service and not its requests. The weights are opened when they are asked for.
+    The constructor reads and checks everything but the weights, so that a broken directory fails the start of a service
+    and not its requests. The weights are opened on demand.
     """
 
     path: Path
@@ -99,28 +98,28 @@ class ModelDirectory:
         _ = self.name, self.vocabulary, self.context, self._named_end_tokens
         text = self._text_config
         for each in (text, self._whole_config):
-            for key in ("quantization_config", "rope_parameters", "rope_scaling"):  # `hf/pretrained.py` reads them
+            for key in ("quantization_config", "rope_parameters", "rope_scaling"):  # read by `hf/pretrained.py`
                 if each.has(key):
                     each.fields(key)
         if text.has("sliding_window"):
             text.integer("sliding_window", 0, LONGEST_CONTEXT)
 
     def _needed(self, name: str) -> Fields:
-        """Read a file that every model has."""
+        """Read a file required of every model."""
         found = read_fields(self.path / name)
         if found is None:
             raise ModelDirectoryError(f"{self.path}: no {name}{self._of_gguf()}")
         return found
 
     def _of_gguf(self) -> str:
-        """Return what to say of a directory that holds a model as GGUF, as the end of a message."""
+        """Return the end of an error message about a directory that contains a GGUF model."""
         with contextlib.suppress(OSError):
             for file in sorted(self.path.glob("*.gguf")):
                 return f"; {file.name}: {NO_GGUF}"
         return ""
 
     def _optional(self, name: str) -> Fields:
-        """Read a file that may be missing; it then has no fields."""
+        """Read an optional file; a missing one has no fields."""
         file = self.path / name
         return read_fields(file) or Fields(file, {})
 
@@ -138,7 +137,7 @@ class ModelDirectory:
 
     @property
     def model_type(self) -> str:
-        """The architecture, as transformers names it."""
+        """The architecture, by transformers' name."""
         return self._whole_config.text("model_type")
 
     @property
@@ -148,13 +147,13 @@ class ModelDirectory:
 
     @property
     def whole_config(self) -> dict[str, Any]:
-        """The fields of config.json, those beside the text part of a multimodal model included."""
+        """The fields of config.json, including those beside the text part of a multimodal model."""
         return self._whole_config.content
 
     @property
     def quantisation(self) -> dict[str, Any] | None:
-        """The field `quantization_config`, which multimodal models have beside their text part; None if the weights are
-        not quantised."""
+        """The field `quantization_config`, in multimodal models beside their text part; None if the weights are not
+        quantised."""
         sources = (self._text_config.content, self._whole_config.content)
         return next((each["quantization_config"] for each in sources if each.get("quantization_config")), None)
 
@@ -164,16 +163,16 @@ class ModelDirectory:
 
     @cached_property
     def generation_config(self) -> Fields:
-        """The fields of generation_config.json, which few models lack."""
+        """The fields of generation_config.json; few models lack it."""
         return self._optional("generation_config.json")
 
     @cached_property
     def name(self) -> str:
-        """The name that the model is served by: the last part of its path. A link keeps its own name, since the
-        directory behind it may be named by a hash."""
+        """The served name of the model: the last part of its path. A symbolic link keeps its own name, since its target
+        may be named by a hash."""
         name = os.path.basename(os.path.abspath(self.path))
         try:
-            name.encode()  # messages carry it
+            name.encode()  # it is sent in messages
         except UnicodeEncodeError as error:
             raise ModelDirectoryError(f"{self.path}: the directory's name is not UTF-8") from error
         return name
@@ -185,13 +184,13 @@ class ModelDirectory:
 
     @property
     def dtype(self) -> object:
-        """The dtype of the weights that config.json names, older ones as `torch_dtype`; None if it names none."""
+        """The dtype of the weights in config.json, in older ones as `torch_dtype`; None if it has none."""
         sources = (self._text_config.content, self._whole_config.content)
         return next((each[key] for each in sources for key in ("dtype", "torch_dtype") if each.get(key)), None)
 
     @cached_property
     def context(self) -> int:
-        """Tokens of the longest text that the model takes."""
+        """Length of the longest text supported by the model, in tokens."""
         config = self._text_config
         for key in ("max_position_embeddings", "n_positions"):
             if config.has(key):
@@ -202,8 +201,8 @@ class ModelDirectory:
 
     @cached_property
     def end_tokens(self) -> frozenset[int]:
-        """Ids that end a text (docs/text.md). Where no file names any, the tokenizer's own end token does: without one
-        no text would end."""
+        """Ids that end a text (docs/text.md). If no file names any, the tokenizer's own end token: without one no text
+        would end."""
         if self._named_end_tokens:
             return self._named_end_tokens
         text = self.tokenizer_files.end_token
@@ -212,8 +211,8 @@ class ModelDirectory:
 
     @cached_property
     def _named_end_tokens(self) -> frozenset[int]:
-        """End tokens of generation_config.json, else of config.json, beside its text part before inside it. The first
-        that names any decides, and the others are not read: models are corrected in generation_config.json alone."""
+        """End tokens of generation_config.json, else of config.json (top level before text part). The first source with
+        any decides, and the others are not read: models are corrected in generation_config.json alone."""
         for source in (self.generation_config, self._whole_config, self._text_config):
             if source.has("eos_token_id"):
                 return frozenset(source.integers("eos_token_id", 0, self.vocabulary - 1, count=MOST_END_TOKENS))
@@ -221,7 +220,7 @@ class ModelDirectory:
 
     @cached_property
     def tokenizer_files(self) -> TokenizerFiles:
-        """The files that say which tokens there are."""
+        """The files that define the tokens."""
         settings = Fields(self.path / "tokenizer_config.json", self.tokenizer_config)
         special, added = (self._optional(name) for name in ("special_tokens_map.json", "added_tokens.json"))
         return TokenizerFiles(self._needed("tokenizer.json"), settings, special, added)
@@ -237,7 +236,7 @@ class ModelDirectory:
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
-        """SHA-256, in hex, of which id means which text, independent of how the files are written."""
+        """SHA-256, in hex, of the mapping from ids to texts, independent of the format of the files."""
         meaning = sorted((number, token) for token, number in self.tokens.items())
         return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()
 
@@ -250,14 +249,14 @@ class ModelDirectory:
             )
 
     def _difference(self, other: ModelDirectory) -> str:
-        """Say how the tokenizers of two models differ: in their sizes, and in the first id that means another text."""
+        """Describe the difference of two models' tokenizers: their sizes, and the first id with different texts."""
         mine, others = ({number: token for token, number in directory.tokens.items()} for directory in (self, other))
         first = min(number for number in mine.keys() | others.keys() if mine.get(number) != others.get(number))
         one, two = (shown(texts[first]) if first in texts else "nothing" for texts in (others, mine))
         return f"{len(others)} and {len(mine)} tokens; id {first} is {one} and {two}"
 
     def weights(self) -> list[Path]:
-        """Return the files of weights; ModelDirectoryError unless each can be read."""
+        """Return the weight files; ModelDirectoryError unless all of them can be read."""
         try:
             names = sorted(os.listdir(self.path))
         except OSError as error:
@@ -272,17 +271,16 @@ class ModelDirectory:
 
     @property
     def names_weights(self) -> bool:
-        """True if the model's safetensors have the names that transformers looks for, or config.json names them."""
+        """True if the model's safetensors have transformers' standard names, or config.json names them."""
         return self._whole_config.has(WEIGHTS_FIELD) or any((self.path / name).exists() for name in (WEIGHTS, INDEX))
 
     def safetensors(self) -> tuple[Path | None, list[Path]]:
-        """Return the index of the model's safetensors, if they have one, and the files themselves."""
+        """Return the index of the model's safetensors, if any, and the files themselves."""
         return self._safetensors(sorted(os.listdir(self.path)))
 
     def _safetensors(self, names: list[str]) -> tuple[Path | None, list[Path]]:
-        """Return which of the directory's safetensors are the model's, as transformers has them: the file or index that
-        config.json names, else the one file, else those that the index names. Without either vLLM takes all there
-        are."""
+        """Return the directory's safetensors that belong to the model, by transformers' rule: the file or index named
+        in config.json, else the single file, else those of the index. Without any of these: all of them, as in vLLM."""
         source = self._whole_config.text(WEIGHTS_FIELD) if self._whole_config.has(WEIGHTS_FIELD) else None
         if source is not None and not (_is_plain(source) and source.endswith((".safetensors", INDEX_SUFFIX))):
             raise self._whole_config.refusal(
@@ -325,12 +323,12 @@ class ModelDirectory:
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether a name is one of a file in the directory itself."""
+    """Return whether a name is that of a file in the directory itself."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
 def _missing(path: Path) -> str:
-    """Return what to say of a path where nothing is."""
+    """Return the error message for a path that does not exist."""
     if path.is_symlink():
         return f"a link to {os.readlink(path)}, which is not there"
     if HUB_NAME.fullmatch(str(path)) and not path.parent.exists():
@@ -339,7 +337,7 @@ def _missing(path: Path) -> str:
 
 
 def _instead_of(file: Path) -> str:
-    """Return what to give instead of a file."""
+    """Return advice on what to give instead of a file."""
     if file.suffix.lower() == ".gguf":
         return NO_GGUF
     if file.suffix in (".safetensors", ".bin", ".json", ".onnx", ".pt", ".pth"):
@@ -348,10 +346,10 @@ def _instead_of(file: Path) -> str:
 
 
 def _pieces(tokenizer: Fields) -> dict[str, int]:
-    """Return the ids of the tokens that the model of tokenizer.json has, without added ones."""
+    """Return the token ids of the model in tokenizer.json, without added tokens."""
     model = tokenizer.fields("model")
     vocabulary = model.content.get("vocab")
-    if isinstance(vocabulary, list):  # unigram: [token, score], in the order of their ids
+    if isinstance(vocabulary, list):  # unigram: [token, score], in order of id
         for entry in vocabulary:
             if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)):
                 raise ModelDirectoryError(

@@ -1,7 +1,7 @@
 """Reading one file of a model directory into checked values.
 
-Every error is one line that names the file, the field, its value and the limit. Nothing here knows which files and
-fields a model has.
+Every error is one line with the file, the field, its value and the limit. Nothing here knows the files and fields of a
+model.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
 MOST_BYTES = 1 << 28
-"""Bytes of the largest text file that is read: eight times the largest tokenizer.json of models we know."""
+"""Maximum bytes of a text file: eight times the largest tokenizer.json of known models."""
 
 MOST_LEVELS = 64
-"""Levels to which lists and objects may be nested. No configuration has more, and more breaks what walks it
-recursively: json, copy, transformers."""
+"""Maximum nesting of lists and objects. No configuration has more, and more would break recursive walks over it: json,
+copy, transformers."""
 
 LARGEST_NUMBER = 3.4e38
-"""Largest number that messages can carry, in 32 bits."""
+"""Largest number that fits into a message, in 32 bits."""
 
 SHOWN_CHARACTERS = 60
 REASON_CHARACTERS = 300
 
 
 class ModelDirectoryError(Exception):
-    """An error that says in one line that a model directory is missing, incomplete, or holds what cannot be served."""
+    """Raised, with a one-line message, if a model directory is missing, incomplete, or cannot be served."""
 
 
 def shown(value: object) -> str:
-    """Spell a value as JSON for a message, cut if it is long."""
+    """Format a value as JSON for a message, truncated if long."""
     text = json.dumps(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the message of another library's error in one line, cut if it is long."""
+    """Return the message of another library's error in one line, truncated if long."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= REASON_CHARACTERS else f"{text[:REASON_CHARACTERS]}..."
 
 
 def unreadable(path: Path, error: OSError) -> ModelDirectoryError:
-    """Return the error that says why a file or directory cannot be read, and where it links to."""
+    """Return the error for an unreadable file or directory, with the reason and the target of a link."""
     link = f" (a link to {shown(os.readlink(path))})" if os.path.islink(path) else ""
     return ModelDirectoryError(f"{path}{link}: cannot be read: {error.strerror or error}")
 
@@ -65,7 +65,7 @@ def opened(file: Path) -> Iterator[BinaryIO]:
 
 
 def read_text(file: Path) -> str | None:
-    """Return what a UTF-8 file holds; None if there is no file of this name. A dangling link is an error."""
+    """Return the contents of a UTF-8 file; None if there is no file of this name. A dangling link is an error."""
     try:
         file.lstat()
     except FileNotFoundError:
@@ -84,7 +84,7 @@ def read_text(file: Path) -> str | None:
 
 
 def read_fields(file: Path) -> Fields | None:
-    """Return the JSON object that a file holds; None if there is no file of this name."""
+    """Return the JSON object in a file; None if there is no file of this name."""
     text = read_text(file)
     if text is None:
         return None
@@ -112,26 +112,26 @@ def _is_deeper(content: object, levels: int) -> bool:
 
 
 def is_integer(value: object, least: int, most: int) -> TypeGuard[int]:
-    """Return whether a JSON value is an integer of this range; true and 1.0 are not."""
+    """Return whether a JSON value is an integer in this range; true and 1.0 are not."""
     return type(value) is int and least <= value <= most
 
 
 @dataclass(frozen=True)
 class Fields:
-    """A JSON object whose fields are read by name and checked: methods that read a field raise ModelDirectoryError
-    unless it is what they ask for."""
+    """A JSON object with checked access to fields by name: reading a field raises ModelDirectoryError unless it has the
+    requested type and range."""
 
     file: Path
     content: dict[str, Any]
     place: str = ""
-    """The place of the object in the file, as a prefix of its fields' names: `text_config.`"""
+    """The object's place in the file, as a prefix of its fields' names: `text_config.`"""
 
     def has(self, key: str) -> bool:
-        """Return whether the field is there; null counts as missing."""
+        """Return whether the field exists; null counts as missing."""
         return self.content.get(key) is not None
 
     def refusal(self, key: str, limit: str) -> ModelDirectoryError:
-        """Return the error that names the field, its value and what it must be."""
+        """Return the error naming the field, its value and the requirement."""
         found = f"is {shown(self.content[key])}" if key in self.content else "is missing"
         return ModelDirectoryError(f"{self.file}: {self.place}{key} {found}, must be {limit}")
 
@@ -142,7 +142,7 @@ class Fields:
         return value
 
     def number(self, key: str) -> float:
-        """Read an integer or a fraction; what is not finite is none."""
+        """Read a finite number."""
         value = self.content.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_NUMBER:
             raise self.refusal(key, "a finite number")

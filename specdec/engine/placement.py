@@ -1,4 +1,4 @@
-"""How a model is to be run: with which kind of engine, in which dtype, on which device, with how much KV memory."""
+"""Placement of a model: the kind of engine, dtype, device, and KV memory."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from typing import Literal
 
 Kind = Literal["torch", "eager", "onnx", "vllm"]
 """The kinds of engine. On a GPU `torch` is the engine made for GPUs. `eager` runs the model's own layers, with
-attention by tensor operations: slower everywhere, and a reference to compare with on any device. `vllm` has vLLM run
-the model."""
+attention by tensor operations: slower everywhere, and a reference on any device. `vllm` has vLLM run the model."""
 
 DraftKind = Literal["torch", "eager", "onnx"]
-"""The kinds of engine that a draft can have: it grows trees, which vLLM's attention cannot read."""
+"""The kinds of engine for a draft: it grows trees, not supported by vLLM's attention."""
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 WantedDtype = Literal["auto", "float32", "bfloat16", "float16"]
-"""A dtype, or that which fits model and device (`preflight/dtype.py`)."""
+"""A dtype, or "auto" for the one that fits model and device (`preflight/dtype.py`)."""
 
 BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number of each dtype."""
@@ -32,10 +31,10 @@ class Placement:
     kv_tokens: int | None = None
     """Slots of the KV cache; None: as memory allows."""
     share: float = 1.0
-    """The part of the model that this device holds: less than 1 where the model is cut into parts."""
+    """The part of the model on this device: less than 1 if the model is split."""
     compiled: bool = False
     """Whether torch compiles the model's own layers."""
     sessions: int | None = None
-    """Sessions of a step; None: as a service has by default."""
+    """Limit on the sessions of a step; None: the services' default."""
     beside: bool = False
     """True if the model runs in another model's process."""

@@ -1,4 +1,4 @@
-"""A test, after a forward pass has failed, of whether the engine still computes."""
+"""A test of an engine after a failed forward pass."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ log = structlog.get_logger()
 
 
 class EngineProbe:
-    """Tells whether an engine computes again after a forward pass has failed."""
+    """Decides whether an engine works again after a failed forward pass."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._written: Slots = np.arange(0)  # slots that the failed pass may have written
+        self._written: Slots = np.arange(0)  # slots possibly written by the failed pass
 
     def pass_failed(self, written: Sequence[int] | Slots) -> None:
-        """Note the slots that a failed pass may have written."""
+        """Record the slots possibly written by a failed pass."""
         self._written = np.asarray(written, dtype=np.int64)
 
     def sessions_ended(self) -> None:
-        """Note that no session has memory any more. From now on whole blocks are overwritten: some attention mixes the
-        tokens of a block in memory, and cannot be cleared by single ones."""
+        """Record that no session has memory any more: the next `recovers` overwrites whole blocks. Some attention mixes
+        the tokens of a block in memory, so that single ones cannot be cleared."""
         blocks = np.unique(self._written // BLOCK)
         slots = (blocks[:, None] * BLOCK + np.arange(BLOCK)).ravel()
         self._written = slots[slots < self._engine.capacity]

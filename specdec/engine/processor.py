@@ -1,4 +1,4 @@
-"""What the processor of this machine computes in, read without torch."""
+"""Arithmetic supported by this machine's processor, found without torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 CPUINFO = Path("/proc/cpuinfo")
 
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
-"""Instructions that multiply bfloat16 numbers, as Linux names them."""
+"""Instruction sets that multiply bfloat16 numbers, by Linux's names."""
 
 
 def computes_bfloat16(cpuinfo: Path = CPUINFO, machine: str | None = None) -> bool:
-    """Return whether the processor has bfloat16 arithmetic: without it float32 is much faster. True where that cannot
-    be known: only x86-64 on Linux is asked."""
+    """Return whether the processor has bfloat16 arithmetic: without it float32 is much faster. True if unknown: only
+    x86-64 on Linux is examined."""
     if (machine or platform.machine()) not in ("x86_64", "AMD64"):
         return True
     try:

@@ -1,10 +1,10 @@
 """Invariant row counts: numbers of rows at which a matrix product gives a row the same bits.
 
-A kernel may split its sums differently for one row, for eight and for sixty-four; then a token's logits would depend
-on how many others share its step. At a fixed number of rows they never do. So when a model is loaded,
-`hf/batch_invariance.py` groups the row counts of each shape of product by equal bits, and a product runs at the counts
-of one group only. A batch is padded to a number of rows that every product can make up of its own counts; a product
-that does not have that number itself runs as several tiles.
+A kernel may split its sums differently for one row, for eight and for sixty-four; then a token's logits would depend on
+the number of rows in its step. At a fixed number of rows they never do. So when a model is loaded,
+`hf/batch_invariance.py` groups the row counts of each shape of product by equal bits, and a product runs only at the
+counts of one group. A batch is padded to a number of rows that every product can compose of its own counts: a product
+without that count runs as several tiles.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 CANDIDATES = (*range(1, 17), *range(20, 33, 4), *range(40, 65, 8), 80, 96, 112, 128, 192, 256, 384, 512)
-"""Row counts that are compared."""
+"""Row counts to compare."""
 
 Shape = tuple[int, int]
 """The shape of a product: columns of its input and of its result."""
@@ -27,8 +27,8 @@ class InvariantRowCounts:
     counts: tuple[int, ...]
 
     def tiles(self, rows: int) -> list[int]:
-        """Return counts that add up to at least `rows`: the largest as often as it fits, then the smallest that holds
-        the rest."""
+        """Return counts with a sum of at least `rows`: the largest repeatedly, then the smallest that holds the
+        rest."""
         largest = self.counts[-1]
         whole, rest = divmod(rows, largest)
         return [largest] * whole + ([next(count for count in self.counts if count >= rest)] if rest else [])
@@ -37,7 +37,7 @@ class InvariantRowCounts:
         return sum(self.tiles(rows))
 
     def exact_tiles(self, rows: int) -> list[int] | None:
-        """Return counts that add up to exactly `rows`, always the largest that fits; None if that leaves a rest."""
+        """Return counts with a sum of exactly `rows`, always the largest that fits; None if that leaves a rest."""
         tiles: list[int] = []
         for count in reversed(self.counts):
             whole, rows = divmod(rows, count)
@@ -50,8 +50,7 @@ class InvariantRowCounts:
 
 @dataclass(frozen=True)
 class ShapeRowCounts:
-    """Invariant row counts of each shape of product, and those of a `batch`, which all products can make up in
-    tiles."""
+    """Invariant row counts of each shape of product, and those of a `batch`, composable of tiles by all products."""
 
     batch: InvariantRowCounts
     products: Mapping[Shape, InvariantRowCounts]
@@ -64,27 +63,27 @@ class ShapeRowCounts:
 
     @classmethod
     def made_up_of(cls, products: Mapping[Shape, InvariantRowCounts]) -> ShapeRowCounts | None:
-        """Return the counts of these products, with all of CANDIDATES for batches that each of them can make up; None
-        if there is none."""
+        """Return the counts of these products, and for batches all CANDIDATES composable by each of them; None if there
+        are none."""
         batch = [count for count in CANDIDATES if all(rows.exact_tiles(count) for rows in products.values())]
         return cls(InvariantRowCounts(tuple(batch)), products) if batch else None
 
     def tiles(self, shape: Shape, rows: int) -> list[int]:
-        """Return the tiles of a product of this shape in a batch of `rows`, which must be padded.
+        """Return the tiles of a product of this shape in a batch of `rows`, already padded.
 
-        An unknown shape, as another rank of a parallel engine may have, gets the tiles of the batch; the check of the
-        whole engine says whether that keeps rows exact.
+        An unknown shape, as on another rank of a parallel engine, gets the tiles of the batch; the check of the whole
+        engine decides whether that keeps rows exact.
         """
         own, tiles = self.products.get(shape, self.batch), []
         for tile in self.batch.tiles(rows):
             parts = own.exact_tiles(tile)
-            assert parts is not None  # or it would not be a row count of batches
+            assert parts is not None  # guaranteed for the row counts of batches
             tiles += parts
         return tiles
 
     def cut(self, largest: Mapping[Shape, int]) -> ShapeRowCounts:
         """Return counts without tiles above each shape's `largest`. A shape keeps its own counts if `largest` is not
-        one of them, or if the batch's counts cannot be made up without the larger ones."""
+        one of them, or if the batch's counts need the larger ones."""
         products = dict(self.products)
         for shape, own in self.products.items():
             if (most := largest.get(shape)) not in own.counts:
@@ -95,6 +94,6 @@ class ShapeRowCounts:
         return ShapeRowCounts(self.batch, products)
 
     def __str__(self) -> str:
-        """Return a name that differs where the counts do, since other counts may give other bits."""
+        """Return a name that identifies the counts: other counts may give other bits."""
         whole = sorted((shape, rows.counts) for shape, rows in self.products.items())
         return f"{self.batch}-{zlib.crc32(repr(whole).encode()):08x}"

@@ -1,4 +1,4 @@
-"""Shortage of memory, however it is told: each library has an exception of its own for it, or a message."""
+"""Recognition of memory shortages: each library has its own exception or message for them."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ MESSAGES = (
     "memory is short",  # our products (`cpu/packed_gemm.py`)
     "can't start new thread",
 )
-"""Parts of messages, in lower case, by which libraries tell that they got no memory. Their exceptions are RuntimeErrors
-otherwise."""
+"""Parts of libraries' messages about failed allocations, in lower case. Their exceptions are ordinary RuntimeErrors."""
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Return whether an exception, or one that led to it, tells that memory is short."""
+    """Return whether an exception, or one of its causes, is a memory shortage."""
     return any(map(_tells, _whole(error, set())))
 
 
 def _tells(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
-    # A message about a text may quote anything, but is no RuntimeError. ONNX Runtime's errors have no base of its own.
+    # An error about a text may quote anything, but is no RuntimeError. ONNX Runtime's errors have no common base.
     of_library = isinstance(error, RuntimeError) or type(error).__module__.startswith("onnxruntime")
     return of_library and any(part in str(error).lower() for part in MESSAGES)
 
 
 def _whole(error: BaseException, seen: set[int]) -> Iterator[BaseException]:
-    """Yield an exception, those of a group, and the ones that they were raised from or beside."""
+    """Yield an exception, the members of a group, and all causes and contexts."""
     if id(error) in seen:
         return
     seen.add(id(error))

@@ -1,4 +1,4 @@
-"""The phases of a start: each is logged as it begins, so that none is silent, and timed."""
+"""The phases of a start: logged as they begin, so that none is silent, and timed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from specdec.engine.memory import give_freed_memory_back
 log = structlog.get_logger()
 
 ON_STDOUT = "SPECDEC_PHASES_ON_STDOUT"
-"""Variable of the environment by which whoever starts a service as its child hears of phases as well."""
+"""Environment variable set by a parent process to get phases on stdout as well."""
 
 _seconds: dict[str, float] = {}
-"""Seconds of each phase of this process, in the order in which they began."""
+"""Seconds of each phase of this process, in order of their beginning."""
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Log that a phase begins, and note its seconds when it ends. Phases of one name add up. What a phase has freed is
-    given back to the system, lest the next one's comes on top of it."""
+    """Log the beginning of a phase, and record its seconds at the end. Phases of the same name add up. Memory freed by
+    a phase is returned to the system, so that it does not add to the next phase's peak."""
     log.info("starting", phase=name)
     if os.environ.get(ON_STDOUT):
         sys.stdout.write(f"starting {name}\n")
@@ -38,10 +38,10 @@ def phase(name: str) -> Iterator[None]:
 
 
 def seconds() -> dict[str, float]:
-    """Return the seconds of all phases until now, to a hundredth."""
+    """Return the seconds of all phases so far, to a hundredth."""
     return {name: round(each, 2) for name, each in _seconds.items()}
 
 
 def log_end() -> None:
-    """Log that the start is over, with the seconds of its phases."""
+    """Log the end of the start, with the seconds of its phases."""
     log.info("started", seconds=seconds())

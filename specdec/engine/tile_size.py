@@ -1,7 +1,7 @@
-"""The number of rows to compute at once: the one at which a row takes the least time.
+"""The tile size, in rows, with the least time per row.
 
-In a large tile each weight that is read serves more rows; but results that do not fit into a cache must be read from
-memory again, and not every product over many rows is shared well among threads.
+In a large tile each weight read serves more rows. But results larger than a cache are read back from memory, and not
+every product over many rows is shared well among threads.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections.abc import Callable
 SIZES = (128, 256, 512)
 REPEATS = 3
 ENOUGH = 0.3
-"""Seconds of measurement after which the last of the repeats is left out."""
+"""Seconds of measurement after which the last repeat is skipped."""
 
 CHEAPER = 0.93
-"""Fraction of one time for a row that another must stay below to count as less: a smaller gain may be chance."""
+"""A time per row counts as less only below this fraction of another: a smaller gain may be chance."""
 
 
 def cheapest(seconds: Callable[[int], float], most: int, long: float = math.inf, *, few: bool = False) -> int:
-    """Return the number of rows, up to `most`, at which a row takes the least time; seconds(rows) measures a tile. Of
-    those that are as good, it is the largest, with `few` the smallest. Once a tile takes more than `long` seconds,
-    larger ones are not tried any more."""
+    """Return the number of rows, up to `most`, with the least time per row; seconds(rows) measures a tile. Among
+    equally good ones, the largest wins, with `few` the smallest. After a tile takes more than `long` seconds, larger
+    ones are skipped."""
     sizes = [*(n for n in SIZES if n < most), most]
     least = dict.fromkeys(sizes, math.inf)
     total = 0.0
-    for repeat in range(REPEATS):  # in turns, so that a slow spell of the machine affects all sizes alike
+    for repeat in range(REPEATS):  # in turns, so that a slow spell of the machine affects all sizes equally
         if len(sizes) == 1:
             return sizes[0]
         if repeat == REPEATS - 1 and total > ENOUGH:

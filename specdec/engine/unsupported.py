@@ -1,7 +1,8 @@
-"""The error of what an engine cannot run. It stands by itself, so that checks before a start need no package for it."""
+"""The error for models an engine cannot run, in a module without dependencies, so that checks before a start need no
+packages."""
 
 from __future__ import annotations
 
 
 class UnsupportedModelError(Exception):
-    """An error that says why a model cannot run in a packed batch."""
+    """Raised, with the reason, if a model cannot run in a packed batch."""

@@ -1,4 +1,4 @@
-"""What an engine on a CPU computes in beside its weights and its KV cache: logits, and the checks of a start.
+"""Working memory of an engine on a CPU, beside its weights and its KV cache: logits, and the checks of a start.
 
 The preflight counts it (`preflight/memory_needed.py`), and the KV cache leaves room for it (`memory.py`).
 """
@@ -8,17 +8,17 @@ from __future__ import annotations
 from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts
 
 MAX_SESSIONS = 512
-"""Sessions of a step, unless a service is told another limit (`--max-sessions`)."""
+"""Default limit on the sessions of a step (`--max-sessions`)."""
 
 STEP_CANDIDATES = 256
-"""Candidates of all sessions in a step, each with a row of logits. A start measures steps with as many rows."""
+"""Candidates of all sessions in a step, each with a row of logits. A start measures steps of this size."""
 
 MAX_SLICE_IDS = 1 << 14
-"""Token ids of one slice of an output head (`hf/linear.py`: `SlicedHead`). 512 rows of it are 32 MiB of logits; with
-half as many ids, the calls of a head for 262,144 would begin to show beside its products."""
+"""Token ids per slice of an output head (`hf/linear.py`: `SlicedHead`). 512 rows of it are 32 MiB of logits; with half
+the ids, the calls of a head for 262,144 would become noticeable beside its products."""
 
 LAID_OUT_AT_ONCE = 4
-"""Copies of a layer while it is laid out: two that are joined, the joined one, and the prepacked one."""
+"""Copies of a layer while it is laid out: two to be joined, the joined one, and the prepacked one."""
 
 COMPARED_AT_ONCE = 3
 """Copies of a product's result while row counts are compared."""
@@ -33,13 +33,13 @@ def row_bytes(vocabulary: int) -> int:
 
 
 def logits_bytes(vocabulary: int, sessions: int = 0) -> int:
-    """Return the bytes of the logits of a step with the most candidates, and a row for each of so many sessions."""
+    """Return the bytes of the logits of a step with the most candidates, plus one row per session."""
     return InvariantRowCounts(CANDIDATES).padded(STEP_CANDIDATES + sessions) * row_bytes(vocabulary)
 
 
 def start_bytes(vocabulary: int, hidden: int, layer: int, outputs: int) -> int:
-    """Return the bytes in which a start lays out layers and compares row counts. The largest layer has `layer` bytes
-    and `outputs` columns; an output head has `hidden` inputs."""
+    """Return the working memory, in bytes, for laying out layers and comparing row counts. The largest layer has
+    `layer` bytes and `outputs` columns; an output head has `hidden` inputs."""
     ids = min(vocabulary, MAX_SLICE_IDS)
     laid_out = LAID_OUT_AT_ONCE * max(layer, ids * hidden * NUMBER)
     compared: int = COMPARED_AT_ONCE * CANDIDATES[-1] * max(outputs, ids) * NUMBER
