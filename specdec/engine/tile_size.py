@@ -37,7 +37,7 @@ def cheapest(seconds: Callable[[int], float], most: int, long: float = math.inf,
                 sizes = [n for n in sizes if n <= rows]
                 break
     row_seconds = {rows: least[rows] / rows for rows in sizes}
-    if few:
+    if few:  # the smallest size no other beats by more than chance
         return next(rows for rows in sizes if CHEAPER * row_seconds[rows] <= min(row_seconds.values()))
     best = sizes.pop()
     for rows in reversed(sizes):

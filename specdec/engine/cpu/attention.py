@@ -200,7 +200,7 @@ def kernel(width: int, value_width: int) -> openmp.SharedLoop:
         path: Any,  # slots of all paths
         first: Any,  # [t] start of each row's path
         positions: Any,  # [t]
-        pieces: Any,  # [p + 1] first row of each piece
+        pieces: Any,  # [p + 1] row bounds of pieces
         window: Any,  # tokens a row sees, itself included, counted backwards
         scale: Any,
         softcap: Any,  # 0: none

@@ -26,8 +26,8 @@ log = structlog.get_logger()
 
 
 def kept(name: str, file: str, dispatcher: Any) -> Any:
-    """Load a compiled function, defined in `file`, from the cache folder if possible, and return it. `name` must be
-    unique: it includes everything compiled in, such as a width."""
+    """Attach the cache folder to a compiled function, defined in `file`, and return it. `name` must be unique: it
+    includes everything compiled in, such as a width."""
     dispatcher._cache = CodeCache(name, file)
     return dispatcher
 

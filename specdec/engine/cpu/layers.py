@@ -46,7 +46,7 @@ class StepRows(NamedTuple):
     slots: Array  # [t]
     path: Array  # slots of all paths
     first: Array  # [t] start of each row's path
-    pieces: Array  # [p + 1] first row of each piece
+    pieces: Array  # [p + 1] row bounds of pieces
     integers: Array  # [threads, ...] scratch (`cpu/attention.py`: `Scratch`)
     floats: Array
 

@@ -94,6 +94,7 @@ def shared(*, scratch: int = 0, **options: Any) -> Callable[[Callable[..., None]
         def share(given: Any) -> None:
             """Run the calling thread's shares."""
             cuts = given[-1]
+            # Strided by the actual team size: a team smaller than requested still covers all shares.
             for number in range(_thread(), len(cuts) - 1, _team()):
                 loop(given, number, cuts[number : number + 2])
 

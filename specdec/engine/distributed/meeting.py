@@ -1,9 +1,9 @@
 """Rendezvous of ranks: connections between rank 0 and the others, and torch.distributed's store over them.
 
-torch's own store listens on all interfaces and trusts any peer's claim about the address of a rank; and messages
-between ranks are executed. So ranks do not use it. Ranks of one machine meet at a socket in a folder closed to other
-users. Ranks of several machines meet at rank 0, listening at `MASTER_ADDR` only, on the port after `MASTER_PORT`. Each
-side proves its knowledge of the secret in `SPECDEC_RANKS_SECRET` without sending it.
+torch's own store listens on all interfaces and trusts any peer's claim about a rank's address. Messages between ranks
+are pickles, so a false rank could execute code. Hence ranks do not use that store. Ranks of one machine meet at a
+socket in a folder closed to other users. Ranks of several machines meet at rank 0, listening at `MASTER_ADDR` only, on
+the port after `MASTER_PORT`. Each side proves its knowledge of the secret in `SPECDEC_RANKS_SECRET` without sending it.
 """
 
 from __future__ import annotations

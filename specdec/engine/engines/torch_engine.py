@@ -32,9 +32,9 @@ from specdec.engine.working_memory import logits_bytes, row_bytes
 class TorchEngine:
     """A model and its KV cache on one device: the model's own layers, around the attention of a `backend`.
 
-    `capacity` is in slots; None fills the available memory. The parameter `exact` requests rows independent of their
-    batch; the attribute `exact` is the outcome of the check at start. With `ranks` the model is split, and this engine
-    is one part (`parallel_engine.py`). `promised`: as in `slots_for`. On a CPU `engines/cpu_engine.py` is faster.
+    `capacity` is in slots; None: sized by free memory. The parameter `exact` requests rows independent of their batch;
+    the attribute `exact` is the outcome of the check at start. With `ranks` the model is split, and this engine is one
+    part (`parallel_engine.py`). `promised`: as in `slots_for`. On a CPU `engines/cpu_engine.py` is faster.
     """
 
     threads: tuple[int, ...] = ()

@@ -282,6 +282,7 @@ def _read(
         scores = tl.where(seen, scores, float("-inf"))
         new = tl.maximum(best, tl.max(scores, 1))
         level = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet has zero weights
+        # Online softmax: earlier sums are rescaled to the new maximum.
         weights = tl.exp(scores - level[:, None])
         kept = tl.exp(best - level)
         total = total * kept + tl.sum(weights, 1)

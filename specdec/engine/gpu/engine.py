@@ -51,9 +51,9 @@ again."""
 class GpuEngine:
     """A model and its KV cache on one GPU.
 
-    `capacity` is in slots; None fills the available memory. The parameter `exact` requests rows independent of their
-    batch; the attribute `exact` is the outcome of the check at start. Without `cuda_graphs` every step launches its
-    kernels one by one. On "cpu" it runs under Triton's interpreter, without graphs, for tests.
+    `capacity` is in slots; None: sized by free memory. The parameter `exact` requests rows independent of their batch;
+    the attribute `exact` is the outcome of the check at start. Without `cuda_graphs` every step launches its kernels
+    one by one. On "cpu" it runs under Triton's interpreter, without graphs, for tests.
     """
 
     threads: tuple[int, ...] = ()

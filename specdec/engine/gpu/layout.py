@@ -146,6 +146,7 @@ class SplitKvPacker(Packer):
             rows = group[0].rows if len(group) == 1 else [row for path in group for row in path.rows]
             stop = max(map(self.positions.__getitem__, rows)) // SPLIT + 1
             if len(group) > 1:
+                # Up to `stop` all paths agree and have common tiles. There the group splits, where neighbours differ.
                 stop = min(path.shared for path in group[1:])
                 cuts = [i for i, path in enumerate(group) if i == 0 or path.shared == stop]
                 waiting += [(stop, group[a:b]) for a, b in zip(cuts, [*cuts[1:], len(group)], strict=True)]

@@ -17,8 +17,8 @@ from specdec.engine.gpu.upload import upload
 
 
 def adjusted(logits: Tensor, queries: Sequence[SamplingQuery]) -> Tensor:
-    """Return float32 logits [n, V] with penalties, biases, bans and token masks applied; the input is not modified. If
-    bans leave a row nothing its mask allows, it has no finite logit: the host decides such a row."""
+    """Return float32 logits [n, V] with penalties, biases, bans and token masks applied; the input is not modified. A
+    row without any token left by bans and mask has no finite logit: the host decides it."""
     if not any(query.adjusts for query in queries):
         return logits
     z = logits.clone()

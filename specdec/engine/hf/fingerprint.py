@@ -24,7 +24,7 @@ def device_kind(device: str) -> str:
 
 def machine() -> tuple[object, ...] | None:
     """Return everything that decides which kernels torch runs on this CPU: the processor with its caches, the cores
-    available to this process, settings, and torch's build libraries. None if unknown."""
+    available to this process, settings, and the libraries torch was built with. None if unknown."""
     try:
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
         caches = [

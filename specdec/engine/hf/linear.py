@@ -1,7 +1,7 @@
 """Linear layers for decode steps: joined if they share their input, and prepacked for few rows.
 
-torch passes a plain weight to oneDNN row by row, and oneDNN rearranges it in every call: a good part of a decode step
-over few rows. With prepacked weights, a step of 8 rows of the demo target takes about four fifths of the time, in
+torch passes a plain weight to oneDNN in row-major order, and oneDNN reorders it in every call: a good part of a decode
+step over few rows. With prepacked weights, a step of 8 rows of the demo target takes about four fifths of the time, in
 float32 and bfloat16 (`docs/decisions/2026-11-21-packed-weights.md`).
 """
 

@@ -145,6 +145,7 @@ class BlockPool:
         while len(taken) < count:
             after += 1
             if after >= len(self._map) or not self._map[after]:
+                # Not adjacent: jump to the first run that holds the rest, or without one to the lowest free block.
                 run = -1 if scattered else self._map.find(b"\1" * (count - len(taken)))
                 scattered = run < 0
                 after = self._map.find(1) if scattered else run

@@ -34,8 +34,8 @@ def place_of(device: str) -> Place:
 
 
 def providers(place: Place, available: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the execution providers for a place, in order of preference: the CPU alone, or CUDA before the CPU, used
-    for shape computations.
+    """Return the execution providers for a place, in order of preference: the CPU alone, or CUDA and then the CPU (for
+    shape computations).
 
     `available` are the providers the installed onnxruntime was built with; UnsupportedModelError if CUDA is needed and
     missing.

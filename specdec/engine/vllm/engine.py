@@ -42,7 +42,7 @@ log = structlog.get_logger()
 
 ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",  # its log lines go where the service's own go
-    "VLLM_CPU_ATTN_SPLIT_KV": "0",  # the split of keys depends on the batch, and so would bits
+    "VLLM_CPU_ATTN_SPLIT_KV": "0",  # a split of keys that depends on the batch would change bits
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a model on one device runs in this process
     "VLLM_NO_USAGE_STATS": "1",
@@ -62,8 +62,8 @@ never split."""
 class VllmEngine:
     """A model in vLLM, and its KV cache.
 
-    `capacity` is in slots; None fills the available memory. A pass has rows of at most `sessions` texts. On CPUs it
-    computes with `threads` threads.
+    `capacity` is in slots; None: sized by free memory. A pass has rows of at most `sessions` texts. On CPUs it computes
+    with `threads` threads.
 
     `compiled` uses torch.compile for the layers on CPUs; without `cuda_graphs` a GPU's kernels are launched one by one.
     `options` are vLLM's own (`vllm.EngineArgs`), such as tensor_parallel_size. The parameter `exact` requests the check
@@ -165,8 +165,9 @@ class VllmEngine:
         return logits
 
     def copy(self, source: Slots, target: Slots) -> None:
-        """Copy keys and values in whole blocks: from slots to the same offsets in other blocks, which must not contain
-        anything after them yet. A copy from the padding slot writes zeros, also to single slots."""
+        """Copy keys and values, by whole blocks: source and target slots have the same offsets in their blocks, and the
+        rest of a target block, overwritten as well, must be unused. A copy from the padding slot writes zeros, also to
+        single slots."""
         clears = source == PADDING_SLOT
         if clears.any():
             self._clear(target[clears])

@@ -1,8 +1,9 @@
 """Forward passes over block batches inside vLLM's workers, using vLLM's model runner.
 
-This is the only file that depends on vLLM's internals; `preflight/vllm_version.py` lists the versions it supports. A
-pass does what the runner's `execute_model` does between its request states and its sampler, both unused here. It fills
-the runner's buffers, has the attention's metadata built, and runs the model, as a CUDA graph if there is one.
+Most knowledge of vLLM's internals is in this file (the rest is in `fit.py`, and the start in `engine.py`);
+`preflight/vllm_version.py` lists the supported versions. A pass does what the runner's `execute_model` does between its
+request states and its sampler, both unused here. It fills the runner's buffers, has the attention's metadata built, and
+runs the model, as a CUDA graph if there is one.
 """
 
 from __future__ import annotations
