@@ -1,8 +1,8 @@
-"""Block hashes: short names of a text's beginnings, by which others can ask which of them a verifier has computed.
+"""Block hashes: 64-bit names for prefixes of a text, used to ask which of them a verifier has in its prefix cache.
 
-A text is cut into blocks of `HASHED_TOKENS` tokens. The hash of a block covers the tenant, all blocks before it and its
-own tokens, as in vLLM's prefix caching: equal hashes mean equal beginnings. Among 2**32 different ones two may be
-expected to share a hash; then a text is routed less well, and nothing else happens.
+A text is cut into blocks of `HASHED_TOKENS` tokens. The hash of a block covers the tenant, all previous blocks and its
+own tokens, as in vLLM's prefix caching: equal hashes mean equal prefixes. One collision is expected among 2**32
+different prefixes; it routes a text to a worse verifier and has no other effect.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 HASHED_TOKENS = 64
-"""Tokens in a block. Verifiers and orchestrators must agree on it, as `verifier.proto` says."""
+"""Tokens per block. Verifiers and orchestrators must agree on it, as stated in `verifier.proto`."""
 
 
 def root_hash(tenant: str) -> int:
-    """Return what the hash of a tenant's first blocks continues."""
+    """Return the hash preceding a tenant's first block."""
     return _digest(tenant.encode())
 
 
 def next_hash(before: int, block: bytes) -> int:
-    """Return the hash of a block, its tokens as 4 bytes each, little-endian; `before` is that of the block before."""
+    """Return the hash of a block from the previous block's hash. `block`: its tokens, 4 bytes each, little-endian."""
     return _digest(before.to_bytes(8, "little") + block)
 
 
 def block_hashes(tokens: Sequence[int], tenant: str) -> list[int]:
-    """Return the hashes of the blocks of a text that are full, first to last."""
+    """Return the hashes of a text's full blocks, first to last."""
     text, size, found = array("I", tokens).tobytes(), 4 * HASHED_TOKENS, []
     before = root_hash(tenant)
     for start in range(0, len(text) - size + 1, size):

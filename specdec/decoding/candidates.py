@@ -1,4 +1,4 @@
-"""Candidates of a draft: the tokens that another model with the same noise is likeliest to choose."""
+"""Candidates of a draft: the tokens another model with the same noise is most likely to choose."""
 
 from __future__ import annotations
 
@@ -15,38 +15,37 @@ from specdec.decoding.query import SamplingQuery
 from specdec.decoding.truncation import leading, truncates
 
 AGREEMENT_SCALE = 0.6
-"""Scale of the noise by which a draft's logits are assumed to differ from its target's. For the demo pair, the
-likelihood of the target's choices is highest with 0.5 at temperature 0, 0.6 at 0.7 and 0.7 at 1 (fitted once, by
-hand)."""
+"""Scale of the assumed noise between a draft's logits and its target's. For the demo pair, the likelihood of the
+target's choices is highest with 0.5 at temperature 0, 0.6 at 0.7 and 0.7 at 1 (fitted once, by hand)."""
 
 SORTED_WHOLE = 4
-"""Scores of a row, in multiples of the candidates wanted, up to which all are sorted. Among more, the best are found
-first, which takes less time."""
+"""Largest row, in multiples of the candidates wanted, that is sorted completely. Longer rows are partitioned first,
+which is faster."""
 
 
 class AskedRow(NamedTuple):
-    """A row of draft logits, and what its candidates depend on besides."""
+    """A row of draft logits, and everything else its candidates depend on."""
 
     number: int  # among the draft logits
     query: SamplingQuery
-    vocabulary: int  # number of tokens: ids from here on are none
+    vocabulary: int  # vocabulary size: ids below it are tokens
 
 
 class Candidates(NamedTuple):
-    """The candidates of n rows, the likeliest first. Where a row has fewer, logprobs are -inf."""
+    """The candidates of n rows, most likely first. Rows with fewer end with logprobs of -inf."""
 
     tokens: NDArray[np.int64]  # [n, width]
     logprobs: NDArray[np.float64]  # [n, width]
-    sound: NDArray[np.bool_]  # [n] False: the draft's logits are broken (see `choose`), and there are no candidates
+    sound: NDArray[np.bool_]  # [n] False: the draft's logits are broken (see `choose`); no candidates
 
 
 def draft_candidates(logits: DraftLogits, rows: Sequence[AskedRow], width: int) -> Candidates:
-    """Return the `width` likeliest choices of *another* model with the same noise, for each of these rows.
+    """Return the `width` most likely choices of *another* model with the same noise, for each row.
 
     The other model's logits are assumed to differ from these by noise of a fixed scale, so its choice is
     softmax-distributed, at that scale, over the perturbed logits (measured before the division by T). Only the
-    shortlist of a row is searched; a candidate missed there costs acceptance, nothing else. Other rows change nothing
-    but the last bits of logprobs.
+    shortlist of a row is searched; a candidate missing from it costs acceptance, not correctness. Other rows affect
+    only the last bits of logprobs.
     """
     known, sound = _processed_shortlists(logits, rows)
     found = Candidates(np.zeros((len(rows), width), dtype=np.int64), np.full((len(rows), width), -np.inf), sound)
@@ -68,13 +67,13 @@ def draft_candidates(logits: DraftLogits, rows: Sequence[AskedRow], width: int) 
 
 
 def _places(own: list[int], count: int) -> list[int] | slice:
-    """Return these of `count` rows as an index that copies nothing if they are all."""
+    """Return `own`, indices into `count` rows, as a full slice if it holds all of them, which avoids a copy."""
     return slice(None) if len(own) == count else own
 
 
 def _processed_shortlists(logits: DraftLogits, rows: Sequence[AskedRow]) -> tuple[Shortlists, NDArray[np.bool_]]:
-    """Return the shortlists of rows with penalties, bias, bans and token masks applied, and whether their logits are
-    sound without. Rows shorter than others end with logits of -inf."""
+    """Return the shortlists of rows after penalties, bias, bans and token masks, and whether the logits before them are
+    sound. Shorter rows are padded with logits of -inf."""
     listed = [at for at, row in enumerate(rows) if not row.query.adjusts]
     whole = [at for at, row in enumerate(rows) if row.query.adjusts] if len(listed) < len(rows) else []
     if listed:
@@ -103,15 +102,15 @@ def _processed_shortlists(logits: DraftLogits, rows: Sequence[AskedRow]) -> tupl
 
 
 def over(vocabulary: int, logits: Logits) -> Logits:
-    """Return a row of logits over another vocabulary, with the same first tokens, and perhaps more or fewer of them."""
+    """Return a row of logits resized to a vocabulary with the same first tokens, cut or padded with -inf."""
     if len(logits) >= vocabulary:
         return logits[:vocabulary]
     return np.pad(logits, (0, vocabulary - len(logits)), constant_values=-np.inf)
 
 
 def _perturbed(values: Logits, ids: NDArray[np.int64], queries: Sequence[SamplingQuery]) -> NDArray[np.float64]:
-    """Return the perturbed logits of the survivors among shortlists [n, k] at temperatures above 0, but for columns at
-    the end in which no row has any; -inf elsewhere."""
+    """Return the perturbed logits of the survivors among shortlists [n, k] at temperatures above 0; -inf elsewhere.
+    Trailing columns without a survivor in any row are cut off."""
     samplings = [query.sampler.sampling for query in queries]
     z = tempered(values, samplings)
     if any(truncates(each) for each in samplings):
@@ -127,7 +126,7 @@ def _perturbed(values: Logits, ids: NDArray[np.int64], queries: Sequence[Samplin
 
 
 def _ranked(scores: NDArray[np.float64], width: int) -> NDArray[np.int64]:
-    """Return the columns of the `width` largest scores of each row, the largest first."""
+    """Return the columns of the `width` largest scores of each row, largest first."""
     falling = -scores
     if scores.shape[1] <= SORTED_WHOLE * width:
         return falling.argsort(axis=1)[:, :width]
@@ -137,7 +136,7 @@ def _ranked(scores: NDArray[np.float64], width: int) -> NDArray[np.int64]:
 
 
 def _fill(found: Candidates, rows: Any, perturbed: NDArray[np.float64], ids: NDArray[np.int64], ranked: Any) -> None:
-    """Write the candidates of these rows: those at the places `ranked` of each, best first, by perturbed logits."""
+    """Write the candidates of these rows: the entries at the places `ranked`, best first, by perturbed logits."""
     scores = perturbed / AGREEMENT_SCALE
     best = scores[ranked]
     log_totals = np.log(np.exp(scores - best[:, :1]).sum(axis=1, keepdims=True)) + best[:, :1]

@@ -4,9 +4,9 @@ Under the COUPLED rule, draft and verifier both compute
 
     choice = argmax over surviving v of  z[v] + g(seed, position, v)
 
-where z are the processed logits and g is the shared Gumbel noise. All that the system promises about reproducibility
-rests on this being a pure function of one row and its sampling query, never of the other rows in the same call. The
-other rules (`rejection.py`, `contrastive.py`) also look at what the draft proposes.
+where z are the processed logits and g is the shared Gumbel noise. Reproducibility rests on this being a pure function
+of one row and its sampling query, never of the other rows in the same call. The other rules (`rejection.py`,
+`contrastive.py`) also use the draft's proposal.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from specdec.decoding.truncation import survivors, truncates
 Tokens = NDArray[np.int64]
 
 BLOCK = 1 << 17
-"""Logits, about, that are processed at once: few enough that intermediate results stay in a core's cache."""
+"""Approximate number of logits processed at once, small enough for intermediate results to stay in a core's cache."""
 
 
 def choose(logits: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
-    """Return int64 [n]: the token that each row of float32 logits [n, V] chooses.
+    """Return int64 [n]: the token chosen by each row of float32 logits [n, V].
 
-    A row whose largest processed logit is NaN, infinite or absurdly large chooses that token, without noise: from the
-    token's logit the caller can see that the row is broken.
+    A row whose largest processed logit is NaN, infinite or absurdly large chooses that token, without noise: the
+    token's logit then shows the caller that the row is broken.
     """
     count, vocabulary = logits.shape
     tokens = np.empty(count, dtype=np.int64)
@@ -68,7 +68,7 @@ Decide = Callable[[Logits, Sequence[SamplingQuery]], Tokens]
 
 
 def _decider(sampler: RequestSampler) -> Decide | None:
-    """Return the function that chooses for this sampler; None if the plain argmax does."""
+    """Return the function that chooses for this sampler; None if plain argmax is enough."""
     if sampler.rule is Rule.CONTRASTIVE:
         return contrastive.decide
     if sampler.sampling.greedy:

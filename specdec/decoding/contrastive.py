@@ -2,9 +2,9 @@
 
     choice = argmax of log p(v) - log q(v)  over v with p(v) >= alpha * max p        lowest id on ties
 
-where p is the distribution of the target and q that of the draft, the "amateur". The choice is a function of both
-models: without q nothing can be chosen. q is sent as log-probabilities of the whole vocabulary in float16, since it is
-small exactly where the rule looks.
+where p is the target's distribution and q that of the draft, the "amateur". The choice is a function of both models:
+without q nothing can be chosen. q is sent as log-probabilities of the whole vocabulary in float16, since the rule's
+scores depend most on tokens with a small q.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def amateur_distribution(logits: Logits, contrast: Contrast) -> DraftDistributio
 
 
 def decide(z: Logits, queries: Sequence[SamplingQuery]) -> NDArray[np.int64]:
-    """Return int64 [n]: the tokens that processed logits [n, V] choose. ValueError if a query has no proposal."""
+    """Return int64 [n]: the tokens chosen from processed logits [n, V]. ValueError if a query has no proposal."""
     return np.array([_decide(row, query) for row, query in zip(z, queries, strict=True)], dtype=np.int64)
 
 
@@ -38,7 +38,7 @@ def _decide(z: Logits, query: SamplingQuery) -> int:
     if query.proposal is None:
         raise ValueError(f"position {query.position}: nothing to contrast with")
     log_q = query.proposal.row.values
-    known = z[: len(log_q)]  # a token that the draft does not have cannot be compared
+    known = z[: len(log_q)]  # tokens outside the draft's vocabulary have no q
     if not np.isfinite(known.max()):
         return int(z.argmax())
     plausible = np.flatnonzero(known >= float(known.max()) + math.log(query.sampler.contrast.alpha))

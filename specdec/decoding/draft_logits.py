@@ -1,7 +1,7 @@
-"""Draft logits: the logits of one forward pass of a draft, from which candidates are made.
+"""Draft logits: the logits of one of a draft's forward passes, from which candidates are made.
 
 Candidates come from the largest logits of a row, its *shortlist*. Only the class itself knows where its logits are:
-here they are in host memory; a device sends the shortlists of a pass, and whole rows only to those who need them.
+here they are in host memory. A device transfers the shortlists of a pass, and whole rows only on request.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from numpy.typing import NDArray
 from specdec.decoding.processing import Logits
 
 MAX_DRAFT_LOGITS = 256
-"""Number of a draft's largest logits that are searched for candidates."""
+"""Number of a draft's largest logits searched for candidates."""
 
 COLUMNS, LEAST_HEIGHT = 16 * MAX_DRAFT_LOGITS, 4
-"""Columns that a long row is laid out in, and the least number of logits in a column for which that is worth it."""
+"""Columns of the layout in which a long row is searched, and the least number of logits per column for which it
+pays."""
 
 
 class Shortlists(NamedTuple):
-    """The k largest logits of n rows and their ids, the largest first and lower ids first among equals. Where equal
-    logits compete for the last places, any of them may be listed. NaN counts as infinity."""
+    """The k largest logits of n rows with their ids: largest first, lower ids first among equals. Where equal logits
+    compete for the last places, any of them may be listed. NaN counts as infinity."""
 
     values: NDArray[np.float32]  # [n, k]
     ids: NDArray[np.int64]  # [n, k]
@@ -33,10 +34,10 @@ class DraftLogits(Protocol):
     """The draft logits: n rows over one vocabulary."""
 
     def shortlists(self, rows: Sequence[int]) -> Shortlists:
-        """Return the MAX_DRAFT_LOGITS largest logits of these rows; all, if the vocabulary is not larger."""
+        """Return the MAX_DRAFT_LOGITS largest logits of these rows, or all of a smaller vocabulary."""
 
     def whole(self, rows: Sequence[int]) -> Sequence[Logits]:
-        """Return these rows, float32 [V] each. They must not be changed."""
+        """Return these rows, float32 [V] each, read-only."""
 
 
 class HostDraftLogits:
@@ -60,8 +61,9 @@ def shortlists(rows: Sequence[Logits]) -> Shortlists:
     for at, row in enumerate(rows):
         ids[at] = own = _largest(row)
         values[at] = row[own]
-    # Bits of floats, read as integers, ascend with positive numbers and descend with negative ones. Integers with the
-    # id below are sorted in a fraction of the time of a stable sort of floats. NaN goes with infinity, -0.0 with 0.0.
+    # Read as integers, the bits of floats ascend for positive numbers and descend for negative ones; the xor makes them
+    # ascend for all. Sorting int64 keys, float bits above and id below, takes a fraction of a stable sort of floats.
+    # fmin turns NaN into infinity, and adding 0.0 turns -0.0 into 0.0.
     bits = (np.fmin(values, np.float32(np.inf)) + np.float32(0.0)).view(np.int32)
     ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     ids = np.sort(ids - (ascending.astype(np.int64) << 32), axis=1) & 0xFFFFFFFF
@@ -73,9 +75,10 @@ def shortlists(rows: Sequence[Logits]) -> Shortlists:
 def _largest(row: Logits) -> NDArray[np.int64]:
     """Return the ids of a row's MAX_DRAFT_LOGITS largest logits, in any order.
 
-    Long rows are laid out in columns. At least as many logits as are sought reach that of the columns' maxima which has
-    the last place among them, and few others do; only these are partitioned. Maxima take a third of the time that
-    partitioning the row takes."""
+    Long rows are laid out in columns. The MAX_DRAFT_LOGITS-th largest column maximum is a lower bound of the
+    MAX_DRAFT_LOGITS-th largest logit, and few other logits reach it; only these are partitioned. Column maxima take a
+    third of the time of partitioning the row.
+    """
     if len(row) <= MAX_DRAFT_LOGITS:
         return np.arange(len(row))
     if len(row) < LEAST_HEIGHT * COLUMNS:

@@ -1,7 +1,7 @@
-"""The Gumbel-max argmax: finds, for many rows at once, the token with the largest z[v] + g(v).
+"""The Gumbel-max argmax: the token with the largest z[v] + g(v), for many rows at once.
 
-Noise is computed in float64 only for ids that can win (`gumbel_pruning.py`). The result is exact: an id that is left
-out provably loses. No row's winner depends on the other rows.
+Noise is computed in float64 only for ids that can win (`gumbel_pruning.py`). The result is exact: an omitted id
+provably loses. No row's winner depends on the other rows.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ def winners(
     """Return int64 [n]: for each of n rows over one vocabulary the token with the largest sum of logit and noise, the
     lowest id on ties.
 
-    `possible` are the ids that can win: indices into the flattened rows, row after row, at least one for each. `values`
-    are their logits, divided by the temperature; `streams` [n] are the noise streams of the rows.
+    `possible` holds the ids that can win: indices into the flattened rows, ascending, at least one for each row.
+    `values` are their logits, divided by the temperature; `streams` [n] are the noise streams of the rows.
     """
     rows, ids = np.divmod(possible, vocabulary)
     if len(possible) == len(streams):
-        return np.asarray(ids)  # each row has one only
+        return np.asarray(ids)  # one per row: nothing to decide
     scores = values + word_gumbel(token_words(streams[rows], ids))
     every = np.arange(len(streams))
     best = np.maximum.reduceat(scores, np.searchsorted(rows, every))

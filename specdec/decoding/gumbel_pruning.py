@@ -1,4 +1,5 @@
-"""Pruning for Gumbel-max: finds the few ids of every row that can win, for which noise is computed in float64.
+"""Pruning for Gumbel-max: finds the few ids of every row that can win, so that float64 noise is computed for them
+alone.
 
 Over whole vocabularies this takes most of sampling's time, so it is compiled: importing this module needs Numba, which
 only a verifier has.
@@ -16,27 +17,27 @@ from numpy.typing import NDArray
 from specdec.decoding.noise import GAMMA, MULTIPLY_1, MULTIPLY_2
 
 BOUND_ERROR = 1e-4
-"""Amount by which an upper bound of the noise may be too low: the error of float32 arithmetic on numbers up to 179,
-and a margin."""
+"""Largest error by which an upper bound of the noise may be too low: float32 rounding on numbers up to 179, and a
+margin."""
 
 ROUNDING = 1e-6
 """Relative slack: more than the error of a few float32 operations (6e-8 each)."""
 
 STRIDE = 256
-"""Number of bounds that are compared together first: most such stretches hold no id that can win."""
+"""Number of bounds compared together first: most stretches of this length hold no id that can win."""
 
 ROOM = 8
-"""Ids per row that the first attempt has room for."""
+"""Ids per row for which the first attempt allocates room."""
 
 
 def possible_winners(
     z: NDArray[np.float32], temperatures: NDArray[np.float32], streams: NDArray[np.uint64]
 ) -> NDArray[np.int64]:
-    """Return the ids that can win: indices into the flattened z [n, V], ascending, among them the winner of every row
-    of z / temperature.
+    """Return the ids that can win: ascending indices into the flattened z [n, V], including the winner of every row of
+    z / temperature.
 
-    Their upper bound of logit plus noise is not below a sum that some id of the row reaches; mostly that is one or two
-    ids a row. The largest logit of each row must be finite; -inf elsewhere rules an id out.
+    An id is kept if its upper bound of logit plus noise reaches the actual sum of some id of its row; mostly one or two
+    ids per row. The largest logit of each row must be finite; -inf elsewhere rules an id out.
     """
     z = np.ascontiguousarray(z)
     room = ROOM * len(z)
@@ -50,33 +51,33 @@ def possible_winners(
 
 @numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def bounds(z: Any, temperature: Any, stream: Any, out: Any) -> None:
-    """Write to `out` [V] an upper bound of z / temperature + noise, but for BOUND_ERROR and rounding.
+    """Write to `out` [V] an upper bound of z / temperature + noise, up to BOUND_ERROR and rounding.
 
-    It computes `noise.token_words` and a bound of their noise without a number leaving its register. Since
-    -log(u) >= 1 - u, the noise is at most -log(1 - u), and 1 - u comes exactly from the word's complement. The binary
-    logarithm of 2**e * (1 + m) is at least e + m and at most 0.09 more (Mitchell 1962), and e + m is what the bits of
-    a float are when they are read as an integer.
+    It fuses `noise.token_words` with a bound of the noise, keeping all numbers in registers. Since -log(u) >= 1 - u,
+    the noise is at most -log(1 - u), and 1 - u comes exactly from the word's complement. The binary logarithm of
+    2**e * (1 + m) is at least e + m and at most 0.09 more (Mitchell 1962), and e + m, scaled and biased, is the integer
+    value of a float's bits.
     """
     for token in range(len(z)):
         complement = np.float32(np.float32(np.int64(~_word(stream, token) >> np.uint64(12))) + np.float32(0.5))
-        logarithm = np.float32(complement.view(np.int32)) * np.float32(2.0**-23)  # of (1 - u) * 2**52, binary, and 127
+        logarithm = np.float32(complement.view(np.int32)) * np.float32(2.0**-23)  # binary, of (1 - u) * 2**52, plus 127
         out[token] = z[token] / temperature + (np.float32(127 + 52) - logarithm) * np.float32(math.log(2))
 
 
 @numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def collect(z: Any, temperatures: Any, streams: Any, found: Any) -> int:
-    """Write to `found` as many of the ids that can win as it has room for; return how many there are. A row's bounds
-    stay in the core's cache."""
+    """Write the ids that can win to `found`, as far as they fit; return their number. A row's bounds stay in the core's
+    cache."""
     count, vocabulary = 0, z.shape[1]
     bound = np.empty(vocabulary, dtype=np.float32)
     for row in range(len(z)):
         bounds(z[row], temperatures[row], streams[row], bound)
-        highest, promising = _highest(bound), 0
+        highest, promising = _highest(bound), 0  # the id with the highest bound: its actual sum is the one to reach
         while promising < vocabulary - 1 and bound[promising] != highest:
             promising += 1
         uniform = (np.float64(_word(streams[row], promising) >> np.uint64(12)) + 0.5) * 2.0**-52
         reached = z[row, promising] / temperatures[row] - math.log(-math.log(uniform))
-        # A winner's bound lies between these two, but for its own rounding, which their size limits.
+        # A winner's bound lies between `reached` and `highest`, up to its own rounding, which their size limits.
         slack = BOUND_ERROR + ROUNDING * max(abs(highest), abs(reached))
         least = np.float32(reached - slack)
         for start in range(0, vocabulary, STRIDE):
@@ -93,7 +94,7 @@ def collect(z: Any, temperatures: Any, streams: Any, found: Any) -> int:
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _highest(bound: Any) -> Any:
-    """Return the largest bound. The bits are compared, as integers of the same order: that is done eight at a time."""
+    """Return the largest bound. Comparing the bits as order-preserving integers vectorises to eight at a time."""
     bits, highest = bound.view(np.int32), np.int32(-(2**31))
     for token in range(len(bits)):
         highest = max(highest, np.int32(bits[token] ^ ((bits[token] >> 31) & 0x7FFFFFFF)))

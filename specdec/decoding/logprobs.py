@@ -40,12 +40,12 @@ def log_softmax(logits: Logits) -> Logits:
 def _log_totals(logits: Logits) -> NDArray[np.float64]:
     """Return float64 [...]: log of the sum of exp over the last axis of float32 logits [..., V].
 
-    The largest weight is exactly 1, so float32 weights, summed in float64, lose nothing that matters even
-    where the others' sum is small.
+    The largest weight is exactly 1, so the rounding of float32 weights, summed in float64, is negligible even where the
+    others' sum is small.
     """
     peak = logits.max(axis=-1, keepdims=True)
     with np.errstate(invalid="ignore"):  # inf - inf, in rows that are broken anyway
         weights = np.exp(logits - peak)
-    # Copied first: if sum() did the cast, the order of the sum could depend on how rows fall into its buffers.
+    # Cast in a copy: inside sum(), the order of summation could depend on how rows fall into its buffers.
     total = weights.astype(np.float64).sum(axis=-1)
     return np.asarray(np.log(total) + peak[..., 0])

@@ -5,12 +5,12 @@ Level 0 holds W - 1 consecutive tokens behind the root. Level l >= 1 holds W tok
 l - 1, one step later. Token i of level l stands i + l positions after the root (in level 0, the root itself is token
 0). It sees the committed text, level 0 up to token i, and its own column in the levels between. So the window is a
 token tree: a chain, with one column below each of its tokens. The target's choices below the last level complete one
-n-gram per column. Every step adds one level. Level 0 starts with arbitrary tokens, and is longer by one for each level
-that is still to come, since every step takes one off.
+n-gram per column. Every step adds one level. Level 0 starts with arbitrary tokens. It is longer by one token for each
+missing level, because every step removes one.
 
-With N = 2 there is level 0 alone, and the window is Jacobi decoding (Santilli et al. 2023, "Accelerating
-transformer inference for translation via parallel decoding"): level 0 itself proposes the next tokens, each step
-computes all of it anew, and it moves on by the committed tokens.
+With N = 2 there is only level 0, and the window is Jacobi decoding (Santilli et al. 2023, "Accelerating transformer
+inference for translation via parallel decoding"): level 0 itself proposes the next tokens, each step recomputes all of
+it, and it advances by the committed tokens.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class Lookahead(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows that a full window adds to a step."""
+        """Rows a full window adds to a step."""
         return self.window * (self.ngram - 1) - 1
 
     @property
     def most_rows(self) -> int:
-        """The most rows that a window ever adds to a step, including while its levels are being added."""
+        """Upper bound of the rows a window adds to a step, including while its levels are being added."""
         return (self.window + self.ngram - 3) * (self.ngram - 1)
 
 
 class Window:
-    """A lookahead window: the token ids of all its levels. `seeds` are the first level 0, W + N - 3 tokens."""
+    """A lookahead window: the token ids of all its levels. `seeds` are the initial level 0, W + N - 3 tokens."""
 
     def __init__(self, size: Lookahead, seeds: Sequence[int]) -> None:
         self._size = size
@@ -59,11 +59,11 @@ class Window:
         return [list(column) for column in zip(*self.levels[1:], strict=True)]
 
     def advance(self, root: int, chosen: Sequence[int], committed: int = 1) -> list[list[int]]:
-        """Add the target's choices to the window and return the n-grams that they complete.
+        """Add the target's choices to the window and return the n-grams they complete.
 
-        `root` is the token at the root of the step, from which the text went on by `committed` tokens. `chosen` holds
-        the target's choice after every column (while there are none, after the root and every token of level 0). The
-        window moves on by one token, however many were committed; with N = 2, by all of them.
+        `root` is the token at the root of the step; the step then committed `committed` tokens. `chosen` holds the
+        target's choice after every column (while there are none, after the root and every token of level 0). The window
+        advances by one token, regardless of the number committed; with N = 2, by all of them.
         """
         first_level = self.levels[0]
         if self.jacobi:

@@ -1,5 +1,5 @@
 """The n-gram pool of lookahead decoding (Fu et al. 2024, "Break the sequential dependency of LLM inference using
-lookahead decoding"): continuations of a token that the target itself has guessed."""
+lookahead decoding"): the target's own guesses at how a token continues."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 MOST_KEYS = 2048
-"""First tokens that the pool remembers n-grams of; the least recently used one is forgotten first."""
+"""First tokens with n-grams in the pool; the least recently used one is evicted first."""
 
 
 class NgramPool:
-    """A pool of the `guesses` latest n-grams of every first token; one that comes again counts as the latest."""
+    """A pool of the `guesses` latest n-grams of every first token; adding one again makes it the latest."""
 
     def __init__(self, guesses: int) -> None:
         self._guesses = guesses
@@ -29,5 +29,5 @@ class NgramPool:
             self._after.popitem(last=False)
 
     def after(self, token: int) -> list[tuple[int, ...]]:
-        """Return the sequences that may follow a token, the latest first."""
+        """Return the known continuations of a token, latest first."""
         return list(reversed(self._after.get(token, ())))

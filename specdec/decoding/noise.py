@@ -1,8 +1,8 @@
-"""The Gumbel noise that both models share: a pure function of (seed, position, token id).
+"""The Gumbel noise shared by both models: a pure function of (seed, position, token id).
 
-It is counter-based, so it can be computed for any subset of ids, in any order, on any machine. Adding
-it to processed logits and taking the argmax samples from their softmax (Gumbel 1954; Maddison et al.
-2014); two models that add the *same* noise tend to choose the same token (Daliri, Musco, Suresh 2024).
+It is counter-based, so it can be computed for any subset of ids, in any order, on any machine. Adding it to processed
+logits and taking the argmax samples from their softmax (Gumbel 1954; Maddison et al. 2014); two models that add the
+*same* noise tend to choose the same token (Daliri, Musco, Suresh 2024).
 
 `specdec.engine.gpu.noise` computes the same words in torch.
 """
@@ -16,8 +16,8 @@ DOMAIN_CHOICE = 0x63686F6963650001
 DOMAIN_DRAFT = 0x6472616674000002
 DOMAIN_ACCEPT = 0x6163636570740003
 DOMAIN_RESIDUAL = 0x7265736964750004
-"""Domains that keep the noise of the choice and the three draws of rejection sampling apart: one random number that
-served two purposes would tie together what must be independent."""
+"""Domains separating the noise of the choice from the three draws of rejection sampling: a random number reused for a
+second purpose would correlate draws that must be independent."""
 
 MASK = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
@@ -36,28 +36,28 @@ def mix(value: int) -> int:
 
 
 def stream(seed: int, position: int, domain: int = DOMAIN_CHOICE) -> int:
-    """Return the 64-bit state from which the words of all token ids at one position follow.
+    """Return the 64-bit state from which the words of all token ids at one position are derived.
 
-    The finalisers are nested; with one linear combination of seed and position instead, the noise of one seed would
-    be a shifted copy of another's.
+    The finalisers are nested; with one linear combination of seed and position instead, the noise of one seed would be
+    a shifted copy of another's.
     """
     return stream_at(request_state(seed, domain), position)
 
 
 def stream_at(state: int, position: int) -> int:
-    """Return what `stream` does, from the state of `request_state`."""
+    """Return the stream at a position, as `stream` does, from the state of `request_state`."""
     return mix((state + position) & MASK)
 
 
 def request_state(seed: int, domain: int = DOMAIN_CHOICE) -> int:
-    """Return the 64-bit state from which the streams of all positions follow."""
+    """Return the 64-bit state from which the streams of all positions are derived."""
     return mix((seed & MASK) ^ domain)
 
 
 def token_words(streams: NDArray[np.uint64], ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return the raw word of each token id in each stream: uint64, in the shape that the two broadcast to.
+    """Return the raw word of each token id in each stream: uint64, in the broadcast shape of the two.
 
-    A word is `mix` of the sum of stream and id. It is computed in place but for one scratch array, since over a whole
+    A word is `mix` of the sum of stream and id. It is computed in place with one scratch array, since over a whole
     vocabulary memory access takes most of the time.
     """
     value = np.asarray(streams + _GAMMA + ids.astype(np.uint64))
@@ -77,7 +77,7 @@ def words(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.uint64
 
 
 def word_gumbel(value: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return float64, shaped as `value`: the standard Gumbel noise that these words give.
+    """Return float64, shaped as `value`: the standard Gumbel noise derived from these words.
 
     52 bits of each word become a uniform number strictly inside (0, 1), so the result is always finite. (With 53,
     adding the half would round the largest one up to 1.)
@@ -97,5 +97,5 @@ def uniform(seed: int, position: int, domain: int) -> float:
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """Return the seed of sample `index` of a request that asks for several."""
+    """Return the seed of sample `index` of a request for several samples."""
     return mix((mix(seed & MASK) + index) & MASK)

@@ -1,5 +1,5 @@
-"""Logit processing before the choice, the same under every rule: penalties, bias, bans, token masks, and the division
-by the temperature."""
+"""Logit processing before the choice, the same under every rule: penalties, bias, bans, token masks, and division by
+the temperature."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ Logits = NDArray[np.float32]
 LIMIT = float(np.finfo(np.float32).max)
 
 MAX_ABS_LOGIT = 1e30
-"""Size from which on a logit means that the model is broken; smaller ones do not overflow float32 when divided by T."""
+"""Absolute value from which a logit counts as a sign of a broken model. Smaller ones divided by T do not overflow
+float32."""
 
 
 def temperatures(samplings: Sequence[Sampling]) -> Logits:
-    """Return the temperatures, float32 [n]; larger ones are cut to the largest float32."""
+    """Return the temperatures, float32 [n], clipped to the largest float32."""
     return np.array([min(s.temperature, LIMIT) for s in samplings], dtype=np.float32)
 
 
@@ -32,7 +33,7 @@ def tempered(z: Logits, samplings: Sequence[Sampling]) -> Logits:
 
 
 def adjusted(logits: Logits, queries: Sequence[SamplingQuery]) -> Logits:
-    """Return logits with penalties, bias, bans and token masks applied; the caller's rows are left alone."""
+    """Return logits with penalties, bias, bans and token masks applied, without modifying the caller's rows."""
     if not any(query.adjusts for query in queries):
         return logits
     z = logits.copy()
@@ -55,7 +56,7 @@ def _adjust(z: Logits, logits: Logits, queries: Sequence[SamplingQuery]) -> None
         ids = np.flatnonzero(penalty_state.seen)
         z[:, ids] = _penalised(z[:, ids], penalty_state.output_counts[ids], sampling)
         for row, raw, query in zip(z, logits, queries, strict=True):
-            if query.path:  # tokens of the path count as output, in this row only
+            if query.path:  # the path's tokens count as output, in this row only
                 ids, more = np.unique(query.path, return_counts=True)
                 row[ids] = _penalised(raw[ids], penalty_state.output_counts[ids] + more, sampling)
     if sampling.logit_bias:
@@ -71,8 +72,8 @@ def _adjust(z: Logits, logits: Logits, queries: Sequence[SamplingQuery]) -> None
 
 
 def _keep_allowed(row: Logits, raw: Logits, allowed: TokenMask) -> None:
-    """Rule out what a grammar does not allow, in place. Where bans leave nothing of what it allows, the grammar has the
-    last word: the choice is among its tokens by the `raw` logits."""
+    """Mask the tokens a grammar does not allow, in place. If bans leave none of the allowed ones, the grammar wins: the
+    choice is among its tokens by the `raw` logits."""
     wall = barriers(allowed, len(row))
     row += wall
     if row.max() == -np.inf:
@@ -80,7 +81,7 @@ def _keep_allowed(row: Logits, raw: Logits, allowed: TokenMask) -> None:
 
 
 def _penalised(logits: Logits, counts: NDArray[np.integer], sampling: Sampling) -> Logits:
-    """Return penalised logits, float32 [..., k], of tokens that the text holds, `counts` [k] times in its output."""
+    """Return penalised logits, float32 [..., k], of tokens present in the text, `counts` [k] times in its output."""
     penalty = np.float32(sampling.repetition_penalty)
     z = np.where(logits > 0, logits / penalty, logits * penalty)
     z -= np.float32(sampling.frequency_penalty) * counts.astype(np.float32)

@@ -1,5 +1,5 @@
-"""A draft's proposal for one position, as it is sent: a token, and the distribution that the token was drawn from or
-that the target is contrasted with."""
+"""A draft's proposal for one position, as sent: a token, and the distribution it was drawn from (REJECTION) or the
+target is contrasted with (CONTRASTIVE)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from numpy.typing import NDArray
 from specdec.decoding.sampling import Rule
 
 WIDTH = 128
-"""Most tokens in a draft distribution under REJECTION: each costs bytes on the wire; tokens left out cost
-acceptance."""
+"""Most tokens in a draft distribution under REJECTION: each costs bytes on the wire; omitted tokens cost acceptance."""
 
 LEAST_PART = 0.9
-"""Part of the vocabulary that a distribution over all of it has at least: the vocabularies of draft and target may
-differ by the padding at their ends."""
+"""Least size of a whole-vocabulary distribution, as a fraction of the vocabulary: the vocabularies of draft and target
+may differ by the padding at their ends."""
 
 
 @dataclass(frozen=True, eq=False)
 class DraftDistribution:
     """A draft's distribution over the children of a prefix, quantised.
 
-    Both sides compute with these values, never with what the draft had before it rounded them. `ids`, ascending, are
-    the tokens that the values belong to; None: the whole vocabulary, in order.
+    Both sides compute with these values, never with the draft's unrounded ones. `ids`, ascending, are the tokens of the
+    values; None: the whole vocabulary, in order.
     """
 
     ids: NDArray[np.int64] | None
@@ -33,7 +32,7 @@ class DraftDistribution:
 
     @classmethod
     def received(cls, ids: list[int], values: bytes) -> DraftDistribution | None:
-        """Return the distribution that a message holds; None if the message is invalid."""
+        """Return the distribution in a message; None if it is invalid."""
         if len(values) % 2 or not values:
             return None
         numbers = np.frombuffer(values, dtype="<f2")
@@ -53,7 +52,7 @@ class DraftDistribution:
 
     def fits(self, rule: Rule, vocabulary: int) -> bool:
         """Return True if the rule can use it: REJECTION needs weights of some tokens, CONTRASTIVE log-probabilities of
-        all (but for the padding at the end of a vocabulary)."""
+        the whole vocabulary, up to the padding at its end."""
         if rule is Rule.REJECTION:
             return self.ids is not None and bool((self.values >= 0).all() and (self.values > 0).any())
         return (
@@ -72,7 +71,7 @@ class DraftDistribution:
 
 
 def distribution_sizes(rule: Rule, vocabulary: int) -> tuple[int, int]:
-    """Return the most ids and the most values that a distribution may have which the rule can use."""
+    """Return the most ids and the most values of a distribution the rule can use."""
     if rule is Rule.REJECTION:
         return WIDTH, WIDTH
     return (0, int(vocabulary / LEAST_PART)) if rule is Rule.CONTRASTIVE else (0, 0)

@@ -1,4 +1,5 @@
-"""The sampling query, all that a choice depends on besides logits: a request's sampler, its text, and a position."""
+"""The sampling query: everything a choice depends on besides logits, namely a request's sampler, its text and a
+position."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from specdec.decoding.token_mask import TokenMask
 
 
 class PenaltyState:
-    """The tokens that a text holds, for the penalties: the prompt as a set, the output as counts."""
+    """The tokens of a text, for the penalties: the prompt as a set, the output as counts."""
 
     def __init__(self, vocabulary: int, prompt: Sequence[int], output: Sequence[int]) -> None:
         self.seen = np.zeros(vocabulary, dtype=bool)
@@ -31,7 +32,8 @@ class PenaltyState:
         np.add.at(self.output_counts, ids, 1)
 
     def __getstate__(self) -> tuple[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
-        """Return the tokens alone: the arrays are as long as the vocabulary, and may go to processes with each step."""
+        """Return the tokens instead of the arrays, which are as long as the vocabulary: the state may be pickled for
+        other processes at every step."""
         ids = np.flatnonzero(self.output_counts)
         return len(self.seen), np.flatnonzero(self.seen), ids, self.output_counts[ids]
 
@@ -47,8 +49,8 @@ class PenaltyState:
 class RequestSampler:
     """The sampler of one request: its sampling parameters, acceptance rule and end tokens.
 
-    It chooses none of `end_tokens` at positions before `first_end_position`, an absolute position: so `min_tokens` is
-    kept.
+    It chooses none of `end_tokens` at positions before `first_end_position`, an absolute position: this implements
+    `min_tokens`.
     """
 
     sampling: Sampling
@@ -82,12 +84,11 @@ class RequestSampler:
 
 
 class SamplingQuery(NamedTuple):
-    """A sampling query: all that decides which token a row of logits chooses at absolute `position`.
+    """A sampling query: everything besides the row of logits that decides the token chosen at absolute `position`.
 
-    `penalty_state` covers the committed text and is needed if the sampling penalises; `path` holds the candidates
-    between the committed text and this position. `proposal` is the draft's proposal for this position, for the rules
-    that use one; CONTRASTIVE cannot choose without it. `allowed` are the tokens that a grammar lets come here; None:
-    all.
+    `penalty_state` covers the committed text and is required if the sampling penalises; `path` holds the candidates
+    between the committed text and this position. `proposal` is the draft's proposal for this position, under REJECTION
+    and CONTRASTIVE; CONTRASTIVE cannot choose without it. `allowed` are the tokens a grammar allows here; None: all.
     """
 
     sampler: RequestSampler
@@ -99,5 +100,5 @@ class SamplingQuery(NamedTuple):
 
     @property
     def adjusts(self) -> bool:
-        """True if logits are not taken as they are."""
+        """True if logits need processing before the division by the temperature."""
         return self.sampler.adjusts or self.allowed is not None or self.position < self.sampler.first_end_position

@@ -1,14 +1,17 @@
 """The REJECTION rule: speculative sampling (Leviathan et al. 2023, "Fast inference from transformers via speculative
 decoding", algorithm 1; Chen et al. 2023, "Accelerating large language model decoding with speculative sampling").
 
-A candidate x, drawn from the draft's q, is accepted with probability min(1, p(x) / q(x)); else the token is drawn from
-norm(max(0, p - q)). Without a candidate it is drawn from p. The tokens are distributed as p, whatever q is, under two
+A candidate x, drawn from the draft's q, is accepted with probability min(1, p(x) / q(x)); otherwise the token is drawn
+from norm(max(0, p - q)). Without a candidate it is drawn from p. The tokens are distributed as p for any q, under two
 conditions: x was drawn from this very q, so q is truncated and rounded *before* the draw; and whether x was offered
 does not depend on x.
 
-Each position has three random numbers, one for each purpose. They are functions of (seed, position), so a draft that
-starts anew draws the same candidates; tokens still depend on what was offered. At temperature 0 this rule and COUPLED
-are the same, and COUPLED is used.
+Each position has three random numbers, one for each purpose. They are functions of (seed, position), so a restarted
+draft draws the same candidates; tokens still depend on what was offered. At temperature 0 this rule equals COUPLED, and
+COUPLED is used.
+
+`verifier_service/verification/verify_trees.py` applies a rule along the token trees of a step; together with this file
+it is the whole of speculative sampling.
 """
 
 from __future__ import annotations
@@ -30,8 +33,7 @@ Weights = NDArray[np.float64]
 
 
 def propose(logits: Logits, query: SamplingQuery) -> Proposal | None:
-    """Draw a candidate from a draft's float32 logits [V]; None if they are broken, or are once penalties, bias and bans
-    are applied."""
+    """Draw a candidate from a draft's float32 logits [V]; None if they are broken after penalties, bias and bans."""
     sampling = query.sampler.sampling
     with np.errstate(over="ignore", invalid="ignore"):
         z = adjusted(logits[None], [query])
@@ -50,7 +52,7 @@ def propose(logits: Logits, query: SamplingQuery) -> Proposal | None:
 
 
 def decide(z: Logits, queries: Sequence[SamplingQuery]) -> Ids:
-    """Return int64 [n]: the tokens that processed logits [n, V] choose, given before the division by T."""
+    """Return int64 [n]: the tokens chosen from processed logits [n, V], given before the division by T."""
     z = tempered(z, [query.sampler.sampling for query in queries])
     return np.array([_decide(row, query) for row, query in zip(z, queries, strict=True)], dtype=np.int64)
 
@@ -63,7 +65,7 @@ def _decide(z: Logits, query: SamplingQuery) -> int:
         q = _on(ids, query.proposal.row)
         offered = ids == query.proposal.token
         q_offered = _probability(query.proposal.row, query.proposal.token)
-        # Strictly less, and the random number is never 0: a token that the target rules out is never accepted.
+        # u < p / q without dividing by q. Strictly less, and u is never 0: a token with p = 0 is never accepted.
         if uniform(sampling.seed, position, DOMAIN_ACCEPT) * q_offered < p[offered].sum():
             return query.proposal.token
         residual = np.maximum(p - q, 0.0)
@@ -72,22 +74,24 @@ def _decide(z: Logits, query: SamplingQuery) -> int:
 
 
 def draw(weights: Weights, number: float) -> int:
-    """Return the index drawn by a uniform number in (0, 1), by the inverse of the cumulated weights."""
+    """Return the index drawn by a uniform number in (0, 1), by inverting the cumulative weights."""
     cumulated = np.cumsum(weights)
     index = int(np.searchsorted(cumulated, number * cumulated[-1], side="right"))
-    return index if index < len(weights) else int(np.flatnonzero(weights)[-1])  # rounding took the product to the total
+    return index if index < len(weights) else int(np.flatnonzero(weights)[-1])  # the product rounded up to the total
 
 
 def acceptance(row: DraftDistribution) -> float:
-    """Return the estimated probability that a draw from this distribution is accepted, a function of it alone.
+    """Return the estimated probability that a draw from this distribution is accepted, a function of the distribution
+    alone.
 
-    A draft that is sure is mostly right; one that is not still has much in common with its target."""
+    A confident draft is mostly right; an uncertain one still overlaps with its target.
+    """
     q = row.values.astype(np.float64)
     return float(1.0 - (1.0 - q.max() / q.sum()) * DISAGREEMENT)
 
 
 DISAGREEMENT = 0.4
-"""Share of the probability mass outside the draft's most probable token that is assumed to be rejected."""
+"""Fraction of the probability mass outside the draft's most probable token that is assumed to be rejected."""
 
 
 def _plausible(z: Logits, sampling: Sampling) -> tuple[Ids, Weights]:
@@ -97,7 +101,7 @@ def _plausible(z: Logits, sampling: Sampling) -> tuple[Ids, Weights]:
 
 
 def _on(ids: Ids, row: DraftDistribution) -> Weights:
-    """Return the draft distribution's probabilities of these ids, which are ascending."""
+    """Return the draft distribution's probabilities of these ids, which must be ascending."""
     assert row.ids is not None
     values = row.values.astype(np.float64)
     at = np.searchsorted(ids, row.ids)

@@ -1,4 +1,4 @@
-"""Sampling parameters of a request: values that are validated already."""
+"""A request's sampling parameters, already validated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Rule(Enum):
     REJECTION = "rejection"
     """A sampled candidate is accepted with probability min(1, p/q), or replaced by a draw from the residual."""
     CONTRASTIVE = "contrastive"
-    """The target takes the token with the largest log p - log q among those that are plausible to it."""
+    """The target takes the token with the largest log p - log q among those it finds plausible."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ DEFAULT_CONTRAST = Contrast()
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters, in the order in which they apply. The defaults leave everything off."""
+    """Sampling parameters, in order of application. The defaults leave everything off."""
 
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
@@ -51,7 +51,7 @@ class Sampling:
     seed: int = 0
 
     def within(self, vocabulary: int) -> Sampling:
-        """Return these parameters without what they say of token ids beyond a vocabulary."""
+        """Return these parameters without bias and bans of token ids outside a vocabulary."""
         return replace(
             self,
             logit_bias={token: bias for token, bias in self.logit_bias.items() if token < vocabulary},
@@ -64,5 +64,5 @@ class Sampling:
 
     @property
     def penalises(self) -> bool:
-        """True if the choice depends on which tokens the text already holds."""
+        """True if the choice depends on the tokens already in the text."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0

@@ -1,4 +1,4 @@
-"""Which sampling parameters are valid."""
+"""Validation of sampling parameters."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import math
 from specdec.decoding.sampling import Sampling
 
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
-"""Limits of the repetition penalty: outside of them, logits become so large or small that only the penalty would
-choose."""
+"""Limits of the repetition penalty: beyond them, logits become so large or small that the penalty alone decides the
+choice."""
 
 
 def sampling_violations(sampling: Sampling, vocabulary: int, barred: frozenset[int]) -> list[tuple[str, str]]:
-    """Return (field, problem) for every field with a value outside its range, for the first such value of a field.
-    `barred`: end tokens that `min_tokens` rules out at first; with the banned ones they must leave something to
-    choose."""
+    """Return (field, problem) for every field with a value outside its range, one per field. `barred`: end tokens
+    initially excluded by `min_tokens`; together with the banned ones they must not cover the vocabulary."""
     prefix = "sampling."
     found: list[tuple[str, str]] = []
 
@@ -28,7 +27,7 @@ def sampling_violations(sampling: Sampling, vocabulary: int, barred: frozenset[i
     check("top_p", s.top_p, 0 < s.top_p <= 1, "in (0, 1]")
     check("min_p", s.min_p, 0 <= s.min_p < 1, "in [0, 1)")
     least, most = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
-    # A float32 on the wire: 0.01 is a little less there.
+    # The field is float32 on the wire, where 0.01 is slightly less.
     within = least * (1 - 1e-6) <= s.repetition_penalty <= most
     check("repetition_penalty", s.repetition_penalty, within, f"in [{least:g}, {most:g}]")
     check("frequency_penalty", s.frequency_penalty, -2 <= s.frequency_penalty <= 2, "in [-2, 2]")

@@ -27,14 +27,14 @@ NO_DRAFTERS: frozenset[Drafter] = frozenset()
 
 @dataclass(frozen=True)
 class Speculation:
-    """A request's speculation: its drafters, and how many candidates; 0 leaves a number to the services."""
+    """A request's speculation: its drafters and its limits on candidates; 0 leaves a number to the services."""
 
     drafters: frozenset[Drafter] = ALL_DRAFTERS
-    forced: bool = False  # whether or not it is found to pay
-    max_candidates: int = 0  # verified in one step
+    forced: bool = False  # even where it does not pay
+    max_candidates: int = 0  # verified per step
     max_depth: int = 0  # tokens ahead of the text
-    max_branches: int = 0  # alternatives at one place
-    lookahead: Lookahead | None = None  # the window that is wanted in every step; None: one that pays
+    max_branches: int = 0  # alternatives at one position
+    lookahead: Lookahead | None = None  # the window for every step; None: one that pays
 
     @property
     def remote(self) -> bool:
@@ -43,5 +43,5 @@ class Speculation:
 
 
 def drafters_of(numbers: Iterable[int]) -> frozenset[Drafter]:
-    """The drafters with these numbers; ValueError if there is none with one of them."""
+    """Return the drafters with these numbers; ValueError for an unknown number."""
     return frozenset(map(Drafter, numbers))

@@ -1,4 +1,4 @@
-"""Step logits: the logits of one forward pass, which answer the sampling queries of sessions.
+"""Step logits: the logits of one forward pass, from which the sampling queries of sessions are answered.
 
 Only the class itself knows where its logits are: here they are in host memory; those of a device stay on it
 (`specdec.engine.gpu.sampler`).
@@ -23,8 +23,8 @@ class StepLogits(Protocol):
     """The step logits: n rows over one vocabulary."""
 
     def choose(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> tuple[Tokens, NDArray[np.bool_]]:
-        """Return the tokens that these rows choose, by `choice.choose`, and which rows are sound: those whose token has
-        a finite logit. The others are broken."""
+        """Return the tokens chosen by these rows, as `choice.choose` does, and which rows are sound (the token's logit
+        is finite). The others are broken."""
 
     def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[Logprobs]:
         """Return the log-probabilities of these rows, as `logprobs.logprobs` does."""
@@ -39,12 +39,12 @@ class HostLogits:
 
     def choose(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> tuple[Tokens, NDArray[np.bool_]]:
         count = len(rows)
-        if list(rows) == list(range(count)):  # rows that are not asked for may follow
+        if list(rows) == list(range(count)):  # a prefix of all rows: a view instead of a copy
             tokens = choose(self._logits[:count], queries)
         else:
             chosen = [choose(self._of(rows[block]), queries[block]) for block in self._blocks(count)]
             tokens = np.concatenate(chosen)
-        # a NaN is every argmax's first choice
+        # argmax returns the first NaN, if any, so a broken row shows in the chosen token's logit
         return tokens, np.isfinite(self._logits[np.asarray(rows, dtype=np.int64), tokens])
 
     def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[Logprobs]:
@@ -56,6 +56,6 @@ class HostLogits:
         return self._logits[np.asarray(rows, dtype=np.int64)]
 
     def _blocks(self, rows: int) -> list[slice]:
-        """Return slices of rows whose logits may be copied at once: a copy of all would double what a step takes."""
+        """Return slices of rows small enough to copy: a copy of all rows at once would double the memory of a step."""
         step = max(1, BLOCK // self._logits.shape[1])
         return [slice(start, start + step) for start in range(0, rows, step)]

@@ -1,8 +1,8 @@
-"""N-gram lookup: finds what followed the end of a text where the same tokens were written before.
+"""N-gram lookup: finds what followed earlier occurrences of a text's last tokens.
 
-The more tokens two places agree on, the likelier it is that they continue alike (Saxena 2023, "Prompt lookup
-decoding"; Oliaro et al. 2024, "SuffixDecoding"). No index is kept: comparing all tokens of a text with one takes
-microseconds, and few places are left after the first comparison.
+The more tokens two places agree on, the more likely they continue alike (Saxena 2023, "Prompt lookup decoding"; Oliaro
+et al. 2024, "SuffixDecoding"). There is no index: comparing all tokens of a text with one takes microseconds, and few
+places are left after the first comparison.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ LONGEST = 16
 """Most tokens over which two places are compared."""
 
 RECENT = 32
-"""Most places with equally long agreement that are looked at, the last ones first."""
+"""Most places considered per match length, the last ones first."""
 
 
 class Continuation(NamedTuple):
-    """The tokens that followed at another place, and the number of tokens before them on which the two places agree."""
+    """The tokens following another place, and the number of tokens before them on which the two places agree."""
 
     tokens: Tokens
     match: int
 
 
 def continuations(written: Tokens, end: Tokens, most: int, depth: int) -> list[Continuation]:
-    """Return up to `most` continuations, of up to `depth` tokens, that followed the last tokens of `end` in `written`.
+    """Return up to `most` continuations, of up to `depth` tokens, found in `written` after the last tokens of `end`.
 
-    Each has another first token. Those with the longest agreement come first, the latest first among equals. `end` may
-    be the end of `written` itself. Negative numbers in `written` separate texts.
+    Their first tokens differ. The longest match comes first, the latest first among equals. `end` may be the end of
+    `written` itself. Negative numbers in `written` separate texts.
     """
     places = np.flatnonzero(written[:-1] == end[-1])
     by_match = [places]

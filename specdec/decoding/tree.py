@@ -1,8 +1,8 @@
 """The token tree: every live candidate below the committed text.
 
-A node is a path: the committed prefix plus its candidates. The path is its identity; there are no ids. So messages that
-arrive late, twice or out of order insert the same paths, and a commit only moves the root. The draft owns one tree per
-session and expands it; the verifier keeps a copy of the candidates it has received, and verifies from that.
+A node is a path: the committed prefix plus its candidates. The path is its identity; there are no ids. So messages
+arriving late, twice or out of order insert the same paths, and a commit only moves the root. The draft owns one tree
+per session and expands it; the verifier keeps a copy of the received candidates and verifies from that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class BaseAheadError(ValueError):
 
 
 class Paths(NamedTuple):
-    """Nodes as `specdec.v2.Extend` spells them: parent 0 is the root, i the i-th token; parents precede children.
+    """Nodes as encoded in `specdec.v2.Extend`: parent 0 is the root, i the i-th token; parents precede children.
     `distributions` are the draft's distributions over the children of (parent)."""
 
     tokens: Sequence[int]
@@ -41,8 +41,8 @@ class Node:
         self.position = position  # absolute, of this token
         self.parent = parent
         self.logprob = logprob
-        self.origin = origin  # who proposed it first, in the holder's terms
-        self.drafted = False  # a remote draft proposes it, first or not
+        self.origin = origin  # first proposer, in the holder's terms
+        self.drafted = False  # proposed by a remote draft, first or not
         self.children: dict[int, Node] = {}
         self.distribution: DraftDistribution | None = None  # the draft's, over the children, where the rule needs it
         self.match: int | None = None  # length of the n-gram match that proposed it
@@ -81,11 +81,11 @@ class TokenTree:
     """Committed tokens and the candidates below them.
 
     Candidates are dropped silently if they can never be taken: at positions past `last_position`, below an end token,
-    with ids outside the vocabulary or logprobs that are not finite, where `permits` (parent, token) says no, and while
-    `max_nodes` are alive.
+    with ids outside the vocabulary or non-finite logprobs, or where `permits` (parent, token) returns False. They are
+    also dropped while `max_nodes` are alive.
 
     In a `sampled` tree (REJECTION) candidates are draws: a node has one child at most, and gets it together with the
-    distribution that the child was drawn from. The child that arrives first stays, whatever it is.
+    distribution the child was drawn from. The first child to arrive stays, whichever token it is.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class TokenTree:
     ) -> None:
         self.committed = list(committed)
         self.base = len(self.committed)
-        """Number of committed tokens, prompt included; kept, since a step asks for it a dozen times."""
+        """Number of committed tokens, prompt included; stored, since a step reads it a dozen times."""
         self.root = Node(self.committed[-1], len(self.committed) - 1, None, 0.0, 0)
         self.size = 0
         self._vocabulary = vocabulary
@@ -109,19 +109,20 @@ class TokenTree:
         self._end_tokens = end_tokens
         self._max_nodes = max_nodes
         self._sampled = sampled
-        # Whether a draw is offered must not depend on what was drawn.
+        # Whether a draw is offered must not depend on its value (see `rejection.py`), so `permits` is ignored.
         self._permits = None if sampled else permits
 
     def insert(self, base: int, paths: Paths, origin: int = 0, *, drafted: bool = False) -> list[Node]:
-        """Insert paths that start from the committed text as it was when it had `base` tokens; return the new nodes.
-        `drafted` says that they are a remote draft's.
+        """Insert paths starting from the committed text as of `base` tokens; return the new nodes. `drafted` marks them
+        as a remote draft's.
 
-        ValueError if a parent does not precede its child, BaseAheadError if there are fewer committed tokens."""
+        ValueError if a parent does not precede its child, BaseAheadError if there are fewer committed tokens.
+        """
         if base > self.base:
             raise BaseAheadError(f"candidates start at {base}, the committed text has {self.base} tokens")
         distributions = dict(paths.distributions)
         made: list[Node] = []
-        # A place is a node, a length of the committed text, or None for a token that was dropped.
+        # A place is a node, a length of the committed text, or None for a dropped token.
         places: list[Node | int | None] = [self.root if base == self.base else base]
         for token, parent, logprob in zip(paths.tokens, paths.parents, paths.logprobs, strict=True):
             if parent >= len(places):
@@ -147,7 +148,7 @@ class TokenTree:
     def _enter(
         self, place: Node, token: int, logprob: float, origin: int, row: DraftDistribution | None
     ) -> Node | None:
-        """Return the child with this token, which is added if it may be; None if it may not."""
+        """Return the child with this token, adding it if permitted; None otherwise."""
         known = place.children.get(token)
         if known is not None:
             if math.isfinite(logprob) and not self._sampled:
@@ -169,7 +170,7 @@ class TokenTree:
         return self.root if length + 1 == self.base else length + 1
 
     def add(self, parent: Node, token: int, logprob: float, origin: int = 0) -> Node | None:
-        """Add a child that is not there yet; None if it could never be taken or the tree is full."""
+        """Add a new child; None if it could never be taken or the tree is full."""
         position = parent.position + 1
         if (
             position > self._last_position
@@ -186,8 +187,8 @@ class TokenTree:
         return node
 
     def commit(self, tokens: Sequence[int]) -> list[Node]:
-        """Append final tokens; a node survives iff the new committed text is a prefix of its path. Return the survivors
-        below the new root."""
+        """Append final tokens and return the surviving nodes below the new root. A node survives iff the new committed
+        text is a prefix of its path."""
         self.committed += tokens
         for token in tokens:
             child = self.root.children.get(token)
@@ -200,9 +201,9 @@ class TokenTree:
 
     def by_path_logprob(self, usable: Callable[[Node], bool] | None = None) -> Iterator[tuple[float, Node]]:
         """Yield (path logprob, node) of every live node, most probable first, parents before children. A node that is
-        not `usable` is left out, with all below it."""
+        not `usable` is skipped with its subtree."""
         frontier: list[tuple[float, int, Node]] = []
-        order = 0  # breaks ties: first offered, first out
+        order = 0  # tie-breaker: first offered, first out
         parent, path_logprob = self.root, 0.0
         while True:
             children = parent.children
@@ -223,7 +224,7 @@ class TokenTree:
             yield path_logprob, parent
 
     def best_chain(self, usable: Callable[[Node], bool] | None = None) -> Iterator[tuple[float, Node]]:
-        """Yield (path logprob, node) down from the root, at each node to its likeliest `usable` child."""
+        """Yield (path logprob, node) down from the root, following the most likely `usable` child of each node."""
         path_logprob, node = 0.0, self.root
         while True:
             child = max(
@@ -243,16 +244,16 @@ class BestNodes(NamedTuple):
     """The best nodes of a tree, best first: a connected tree, parents first."""
 
     nodes: list[Node]
-    logprobs: list[float]  # of their paths; they never rise
+    logprobs: list[float]  # of their paths, never rising
     expected: float
-    """Tokens that a step over these nodes is expected to bring."""
+    """Expected number of tokens committed by a step over these nodes."""
     leaf: float
-    """Path probability of the likeliest leaf among them. Without nodes the root is the leaf, with probability 1. If no
-    more nodes fit, it is 0."""
+    """Path probability of the most likely leaf among them. Without nodes the root is the leaf, with probability 1. It
+    is 0 if no more nodes fit."""
 
     @classmethod
     def of(cls, nodes: Iterable[tuple[float, Node]], count: int) -> BestNodes:
-        """Return the first `count` of nodes, which come as `by_path_logprob` and `best_chain` yield them."""
+        """Return the first `count` of `nodes`, given in the order of `by_path_logprob` or `best_chain`."""
         taken, logprobs, expected, leaf = list[Node](), list[float](), 1.0, 0.0
         for path_logprob, node in itertools.islice(nodes, count):
             taken.append(node)
@@ -272,7 +273,8 @@ NO_NODES = BestNodes([], [], 1.0, 1.0)
 def spell(nodes: Sequence[Node], with_distributions: Sequence[Node] = ()) -> Paths:
     """Return the paths of nodes, of nodes whose distributions are included, and of all their ancestors.
 
-    `with_distributions` may hold the root."""
+    `with_distributions` may hold the root.
+    """
     numbers: dict[Node | None, int] = {}
     tokens: list[int] = []
     parents: list[int] = []

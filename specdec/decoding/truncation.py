@@ -1,7 +1,7 @@
-"""Top-k, top-p and min-p: finds the ids of a row that survive.
+"""Top-k, top-p and min-p: finds the surviving ids of a row.
 
-All three keep a leading part of the row's ranking (largest logit first, lower id first among equals), so together they
-give one number: how many survive. Only plausible ids are ranked, and only by value.
+All three keep a prefix of the row's ranking (largest logit first, lower id first among equals), so together they give
+one number: how many survive. Only plausible ids are ranked, and only by value.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def truncates(sampling: Sampling) -> bool:
 
 
 def survivors(z: Logits, sampling: Sampling) -> Ids:
-    """Return the ids, ascending, that survive top-k, then top-p, then min-p, of float32 logits [V] divided by T.
+    """Return the ids, ascending, surviving top-k, then top-p, then min-p, of float32 logits [V] divided by T.
 
-    Top-k keeps exactly k; top-p the smallest set that reaches p of what top-k left, by float32 weights
-    cumulated in float64, descending. The largest logit must be finite; one of -inf never survives.
+    Top-k keeps exactly k; top-p the smallest set reaching p of the weight left by top-k, by float32 weights cumulated
+    in float64, descending. The largest logit must be finite; one of -inf never survives.
     """
     ids, total = _plausible(z, sampling)
     values = z[ids]
@@ -40,11 +40,12 @@ def survivors(z: Logits, sampling: Sampling) -> Ids:
 def leading(
     z: Logits, ids: Ids, totals: NDArray[np.float64], vocabulary: int, samplings: Sequence[Sampling]
 ) -> NDArray[np.bool_]:
-    """Return which of the largest logits of n rows survive: a mask [n, k], all False where that cannot be told, and in
-    rows whose largest logit is not finite.
+    """Return which of the largest logits of n rows survive: a mask [n, k], all False where k logits do not decide it,
+    and in rows whose largest logit is not finite.
 
-    Known are the k largest logits z [n, k] of each row, descending, their ids, and the sum of all weights of a row, in
-    float64 [n]. The result is that of `survivors` of the whole row, bit by bit, if the total is."""
+    Known are the k largest logits z [n, k] of each row, descending, their ids, and the sum of all weights of a row,
+    float64 [n]. The result equals that of `survivors` of the whole row, bit by bit, if the sum does.
+    """
     every, most = np.arange(len(z)), z.shape[1]
     count = np.full(len(z), most) if z[:, -1].min() > -np.inf else (z > -np.inf).sum(axis=1)
     size, top_k = count, np.array([each.top_k for each in samplings])
@@ -64,14 +65,14 @@ def leading(
         size = np.minimum(size, (z >= np.array(least)[:, None]).sum(axis=1))
     last = z[every, size - 1]
     if most < vocabulary:
-        # An unknown id may survive as well, or come before the last known ones among equals.
+        # An id outside the k largest may survive too, or precede the last known ones among equal logits.
         unknown = (count == most) & ((top_k > count) | ~(last > z[:, -1]))
         size = np.where(unknown, 0, size)
     size = np.where(np.isfinite(z[:, 0]), size, 0)
     kept: NDArray[np.bool_] = np.arange(most) < size[:, None]
     equal = z[every, np.minimum(size, most - 1)] == last
     if equal.any():
-        for row in (equal & (size > 0) & (size < count)).nonzero()[0]:  # the lowest ids survive
+        for row in (equal & (size > 0) & (size < count)).nonzero()[0]:  # among equals, the lowest ids survive
             order = np.argsort(ids[row, : count[row]])
             kept[row, order] = _leading(z[row, order], last[row], int(size[row]))
     return kept
@@ -99,8 +100,8 @@ def largest(row: NDArray[np.floating], count: int) -> Ids:
 def _plausible(z: Logits, sampling: Sampling) -> tuple[Ids, float | None]:
     """Return a superset of the survivors that is cheap to find, ascending, and the total weight for top-p.
 
-    Ids left out come after the last survivor in the ranking. The total is the sum of all weights if top-p takes its
-    share of that; None if it takes its share of what top-k keeps, or there is no top-p.
+    Omitted ids come after the last survivor in the ranking. The total is the sum of all weights if top-p is relative to
+    that; None if it is relative to the weight left by top-k, or there is no top-p.
     """
     if 0 < sampling.top_k < len(z):
         at = len(z) - sampling.top_k
@@ -109,7 +110,7 @@ def _plausible(z: Logits, sampling: Sampling) -> tuple[Ids, float | None]:
     if sampling.top_p < 1.0:
         weights = np.exp(z - peak)
         total = float(weights.sum(dtype=np.float64))
-        # All tokens lighter than this together weigh less than what top-p cuts off.
+        # At most V tokens are lighter than this, so together they weigh less than the (1 - p) cut off by top-p.
         return np.flatnonzero(weights >= (1.0 - sampling.top_p) * total / len(z)), total
     return np.flatnonzero(z >= _least(peak, sampling.min_p) if sampling.min_p > 0.0 else z > -np.inf), None
 
@@ -120,7 +121,7 @@ def _least(peak: np.float32, min_p: float) -> np.float64:
 
 
 def _leading(values: Logits, least: np.float32, size: int) -> NDArray[np.bool_]:
-    """Return a mask of the `size` largest `values`, the last of which is `least`; the first ones among equals."""
+    """Return a mask of the `size` largest `values`, the smallest of which is `least`; the first ones among equals."""
     keep = values >= least
     excess = int(np.count_nonzero(keep)) - size
     if excess:
