@@ -6,8 +6,8 @@
             for chunk in stream:
                 print(chunk.text, end="")
 
-A stream whose server goes away is resumed on another one: the caller sees a pause, never a repeat or a gap.
-Only `specdec.client` itself is public; the modules below it may move.
+If its server fails, a stream resumes on another one: the caller sees a pause, never a repeat or a gap. Only
+`specdec.client` itself is public; the modules below it may move.
 """
 
 from specdec.client.aio import AsyncClient, AsyncStream

@@ -1,6 +1,6 @@
-"""Addresses of servers: parsed once and strictly, in gRPC's own spellings where a service can be reached by them.
+"""Server addresses: parsed once, strictly, and normalised to gRPC's spelling.
 
-gRPC itself takes nearly every string for a host name, which it then resolves without end.
+gRPC itself accepts almost any string as a host name and then tries to resolve it forever.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from dataclasses import dataclass
 from typing import Self
 
 FORMS = "HOST:PORT, [IPV6]:PORT, dns:NAME:PORT, dns:///NAME:PORT, ipv4:ADDRESS:PORT, ipv6:[ADDRESS]:PORT or unix:PATH"
-"""The accepted forms of an address, as error messages name them."""
+"""The accepted forms of an address, for error messages."""
 
 MAX_PORT = 65535
-MAX_PATH_BYTES = 107  # what Linux has room for in the address of a socket
+MAX_PATH_BYTES = 107  # Linux's limit for a socket's path
 
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _PATH = re.compile(r"(?!//)[A-Za-z0-9_./~+@=-]+")
-"""gRPC takes others apart, as it does with URLs."""
+"""gRPC would parse other characters as parts of a URL."""
 _OTHER_SCHEMES = ("google-c2p", "passthrough", "unix-abstract", "vsock", "xds")
-"""Schemes of gRPC's by which no service can be reached here; any other one is known by `://`."""
+"""gRPC's schemes without support here; any other scheme is recognised by its `://`."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where to find one server or several.
+    """The address of one server or several.
 
-    An address that says which servers it stands for has them in `servers`; of one that has to be asked for in DNS,
-    where every record is a server, `name` is the name and the port.
+    `servers` lists them if the address itself does. Otherwise it is a DNS name, with one server per record, and `name`
+    holds (name, port).
     """
 
     target: str
     """The address in gRPC's own spelling."""
     servers: tuple[str, ...] = ()
-    """A target of gRPC's for each."""
+    """One gRPC target per server."""
     name: tuple[str, int] | None = None
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse an address; ValueError says what is wrong with it, and what is accepted."""
+        """Parse an address; ValueError gives the problem and the accepted forms."""
         try:
             return cls._parse(text)
         except ValueError as error:
@@ -73,8 +73,8 @@ class Address:
 
 
 def parse_addresses(given: str | Sequence[str]) -> list[Address]:
-    """Parse addresses that are joined by commas, or a sequence of them, each of them once; ValueError if there is none,
-    or what is wrong with one."""
+    """Parse comma-separated addresses or a sequence of them, without duplicates; ValueError for an invalid one or
+    none."""
     texts = [text.strip() for text in (given.split(",") if isinstance(given, str) else given)]
     if not texts:
         raise ValueError(f"there is none; an address is {FORMS}")
@@ -82,7 +82,7 @@ def parse_addresses(given: str | Sequence[str]) -> list[Address]:
 
 
 def may_be_several(target: str) -> bool:
-    """Return True if the target of an address may stand for several servers: a name, or several numbers."""
+    """Return True if the target of an address may stand for several servers: a DNS name, or several IP addresses."""
     scheme, _, rest = target.partition(":")
     if scheme in ("ipv4", "ipv6"):
         return "," in rest
@@ -112,7 +112,7 @@ def _host_and_port(text: str) -> tuple[str, int]:
 
 
 def _literal(text: str, version: int) -> str:
-    """Return HOST:PORT of an address in numbers."""
+    """Return the HOST:PORT of an IP address and port."""
     host, port = _host_and_port(text)
     _check_ip(host.strip("[]"), version)
     return f"{host}:{port}"
@@ -140,12 +140,12 @@ def _check_host(host: str) -> None:
     labels = host.removesuffix(".").split(".")
     if len(host) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
         raise ValueError(f"{host!r} is not a host name")
-    if labels[-1].isdecimal():  # no name ends in a number
+    if labels[-1].isdecimal():  # host names do not end in a number
         _check_ip(host, 4)
 
 
 def _path(text: str) -> str:
-    """Return the path of a socket, of which gRPC writes an absolute one with `//` before it as well."""
+    """Return the path of a socket; gRPC also accepts absolute paths with a `//` prefix."""
     path = text[2:] if text.startswith("///") else text
     if not _PATH.fullmatch(path):
         raise ValueError(f"{path!r} is not the path of a socket")

@@ -1,4 +1,4 @@
-"""The asyncio client. Each belongs to one running loop; start other processes by spawn, not by fork."""
+"""The asyncio client. A client belongs to one running loop; start other processes by spawn, not by fork."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 
 
 class AsyncClient(Endpoint[grpc.aio.Channel]):
-    """A client of specdec servers. After `close` it may be used again: it connects anew."""
+    """A client of specdec servers. It may be used again after `close`, with new connections."""
 
     @takes_options
     def generate(
@@ -42,11 +42,11 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         metadata: Sequence[tuple[str, str | bytes]] = (),
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream:
-        """Ask for a completion, chunk by chunk. The request is sent at once.
+        """Request a completion and stream its chunks. The request is sent immediately.
 
-        `prompt` is text to continue. `timeout` (seconds) replaces the client's own. `request_id` is what the logs and
-        traces of services are to call the request; by default a new one, which the stream tells. `metadata` goes with
-        this call, in place of the client's own under the same keys.
+        `prompt` is text to continue. `timeout` (seconds) replaces the client's own. `request_id` identifies the request
+        in the logs and traces of services; by default a new one, available from the stream. `metadata` is sent with
+        this call and replaces the client's own under the same keys.
         """
         return self.send(build_request(prompt, **options), timeout=timeout, request_id=request_id, metadata=metadata)
 
@@ -58,15 +58,15 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         request_id: str | None = None,
         metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> AsyncStream:
-        """Ask for a completion by a request that `build_request` has built, perhaps in a thread: a large one takes
-        seconds. The stream makes it its own. Takes what else `generate` takes."""
+        """Request a completion with a message from `build_request`, which takes seconds for a large one and may have
+        run in a thread. The stream takes ownership of the message. Other parameters are those of `generate`."""
         request_id, sent = self._identified(request_id, metadata)
         transcript = Transcript(request, self._retries(timeout))
         return AsyncStream(partial(self._call, metadata=sent), transcript, request_id)
 
     def renewed(self, credentials: grpc.ChannelCredentials | None) -> Self:
-        """Return a client with the settings of this one but these credentials. It has connections of its own, and knows
-        what this one knows of its servers."""
+        """Return a client with the same settings but these credentials. It has connections of its own and shares the
+        knowledge of its servers (rotation) with this one."""
         other = copy(self)
         other._credentials, other._channels = credentials, {}
         return other
@@ -81,7 +81,7 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         metadata: Sequence[tuple[str, str | bytes]] = (),
         **options: Unpack[GenerateOptions],
     ) -> Result:
-        """Ask for a completion and wait for all of it. Takes what `generate` takes."""
+        """Request a completion and wait for all of it. The parameters are those of `generate`."""
         request = CompleteRequest(request=build_request(prompt, **options))
         request_id, sent = self._identified(request_id, metadata)
         answer = await self._ask(lambda stub: stub.Complete, request, timeout, sent)
@@ -90,7 +90,7 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
     async def models(
         self, *, timeout: float | EllipsisType | None = ..., metadata: Sequence[tuple[str, str | bytes]] = ()
     ) -> list[Model]:
-        """Return the models that requests may name."""
+        """Return the models available to requests."""
         return read_models(
             await self._ask(lambda stub: stub.ListModels, ListModelsRequest(), timeout, self._with(metadata))
         )
@@ -107,16 +107,16 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         pieces: bool = False,
         timeout: float | EllipsisType | None = ...,
     ) -> Tokenized:
-        """Return the tokens that a prompt becomes, as `generate` would have them; nothing is generated.
+        """Return the tokens of a prompt, as for `generate`, without generating.
 
-        `add_special=False` leaves out what the model expects around a plain text (a BOS token, say). `pieces` asks for
-        text and bytes of each token.
+        `add_special=False` omits tokens the model expects around plain text (a BOS token, for example). `pieces`
+        requests the text and bytes of each token.
         """
         request = build_tokenize_request(prompt, tokens, messages, template_arguments, model, add_special, pieces)
         return read_tokenized(await self._ask(lambda stub: stub.Tokenize, request, timeout))
 
     async def close(self) -> None:
-        """End all calls and connections."""
+        """Cancel all calls and close all connections."""
         self._closed += 1
         channels, self._channels = self._channels, {}
         for channel in channels.values():
@@ -133,7 +133,7 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
     def _stub(self, address: str) -> GenerationServiceAsyncStub:
         channel = self._channels.get(address)
         if channel is None:
-            asyncio.get_running_loop()  # raises outside of a loop, where a channel would belong to another one
+            asyncio.get_running_loop()  # raises outside a loop: a channel made there would belong to another loop
             if self._credentials is None:
                 channel = grpc.aio.insecure_channel(address, self._options)
             else:
@@ -180,10 +180,10 @@ class _Send(Protocol):
 
 
 class AsyncStream:
-    """A stream of the chunks of a completion. Leaving its context cancels what is not finished."""
+    """A stream of the chunks of a completion. Leaving its context cancels an unfinished one."""
 
     def __init__(self, send: _Send, transcript: Transcript, request_id: str) -> None:
-        """Send the request; made by `AsyncClient.generate`."""
+        """Send the request; called by `AsyncClient.generate`."""
         self.request_id = request_id
         """Id of the request in logs and traces of the services."""
         self._send = send
@@ -192,7 +192,7 @@ class AsyncStream:
         self._call = self._ask()
 
     def cancel(self) -> None:
-        """End the completion; a pending `anext` raises Cancelled."""
+        """Cancel the completion; a pending `anext` raises Cancelled."""
         self._cancelled.set()
         self._call.cancel()
 
@@ -236,8 +236,8 @@ class AsyncStream:
 
 
 def _seen_as(error: asyncio.CancelledError) -> BaseException:
-    """Return what to raise for it: grpc.aio reports a cancelled call as if the task were cancelled, and only a task
-    that is cancelled may see that."""
+    """Return the exception to raise: grpc.aio reports a cancelled call as if the task were cancelled. Only a task that
+    was really cancelled may raise CancelledError."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         return error

@@ -1,4 +1,4 @@
-"""The answers of a server as plain values: chunks of a stream, whole completions, models."""
+"""A server's answers as plain values: chunks of a stream, whole completions, models."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from specdec.v2 import model_pb2, verifier_pb2
 
 @dataclass(frozen=True)
 class Piece:
-    """The text and the bytes that a token stands for."""
+    """Text and bytes of a token."""
 
-    text: str  # a part of a character reads as U+FFFD
+    text: str  # an incomplete character becomes U+FFFD
     bytes: bytes
 
 
@@ -23,13 +23,13 @@ class Logprobs:
 
     chosen: float
     top: dict[int, float]  # of the most probable tokens, by id, best first
-    piece: Piece  # what the chosen token stands for
-    top_pieces: dict[int, Piece]  # what the most probable tokens stand for, by id, best first
+    piece: Piece  # of the chosen token
+    top_pieces: dict[int, Piece]  # of the most probable tokens, by id, best first
 
 
 @dataclass(frozen=True)
 class SpeculationLimits:
-    """Limits of speculation; None: not asked for."""
+    """Limits of speculation; None: not requested."""
 
     max_candidates: int | None
     max_depth: int | None
@@ -38,22 +38,22 @@ class SpeculationLimits:
 
 @dataclass(frozen=True)
 class Speculation:
-    """Statistics of speculation for one completion. Of a part that was interrupted, only what arrived counts."""
+    """Statistics of speculation for one completion. Of an interrupted part, only the received chunks count."""
 
     steps: int  # target steps that committed tokens
     offered: int  # candidates verified
     accepted: int  # candidates accepted
     overrun: int  # tokens computed past a stop string and dropped
     accepted_histogram: list[int]  # entry i counts the steps with i candidates accepted
-    undrafted_reason: str  # why tokens were chosen without a draft service's candidates; empty if that is as asked
-    undrafted_tokens: int  # tokens that should have had such candidates, and had none
-    sources: dict[str, int]  # tokens by where they came from
-    failover_events: dict[str, int]  # number by reason; "resumed": how often the client resumed the stream
-    granted: SpeculationLimits  # what pods granted of the limits that the request set
+    undrafted_reason: str  # why tokens had no candidates of a draft service; empty if that was as requested
+    undrafted_tokens: int  # tokens of steps that should have had such candidates and did not
+    sources: dict[str, int]  # number of tokens by source
+    failover_events: dict[str, int]  # count by reason; "resumed": resumptions of the stream by the client
+    granted: SpeculationLimits  # the request's limits as granted by pods
 
     @property
     def mean_tokens_per_step(self) -> float:
-        """Tokens of this completion by the target steps they took; 0 without steps."""
+        """Tokens of this completion per target step; 0 without steps."""
         return sum(self.sources.values()) / self.steps if self.steps else 0.0
 
 
@@ -62,21 +62,21 @@ class Finish:
     """How a completion ended."""
 
     reason: str  # "stop", "length" or "context"
-    stop: str  # the stop string that ended it, if one did
+    stop: str  # the stop string that ended it, or empty
     prompt_tokens: int
     completion_tokens: int  # resumed ones included
     speculation: Speculation
-    numerics: str  # fingerprint of what the tokens were computed with
-    exact: bool  # True: the tokens do not depend on what shared their steps
-    preemptions: int  # times the text lost its memory to another and was computed anew
-    cached_tokens: int  # tokens of the prompt that were in memory already
-    reproducible: bool  # True: the same request gives the same tokens again
-    reasoning_tokens: int  # of the completion's, resumed ones included
+    numerics: str  # numerics fingerprint: equal ones give equal bits
+    exact: bool  # True: the tokens do not depend on other texts in their steps
+    preemptions: int  # times the text was preempted and recomputed
+    cached_tokens: int  # tokens of the prompt found in the KV cache
+    reproducible: bool  # True: repeating the request gives the same tokens
+    reasoning_tokens: int  # part of `completion_tokens`
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """How the server understood the request, where that left something open."""
+    """The request with all defaults resolved by the server."""
 
     temperature: float
     top_p: float
@@ -86,10 +86,10 @@ class Resolved:
     frequency_penalty: float
     presence_penalty: float
     max_tokens: int
-    end_tokens: list[int]  # all that end the text: the model's own and those of the request
+    end_tokens: list[int]  # all end tokens: the model's own and those of the request
     prompt_digest: str  # of the prompt's tokens
-    time: datetime | None  # what the chat template took for the present time; None without one
-    model: str = ""  # the revision that the request got, as NAME@REVISION; empty: the model has none with a name
+    time: datetime | None  # current time passed to the chat template; None without one
+    model: str = ""  # the revision serving the request, as NAME@REVISION; empty if the model has no named ones
 
 
 @dataclass(frozen=True)
@@ -97,22 +97,22 @@ class Chunk:
     """A piece of a stream. The last one of each sample has `finish`."""
 
     index: int  # which of the n samples
-    text: str  # of a chat, the answer alone; empty while a character is incomplete
+    text: str  # of a chat, without the reasoning; empty while a character is incomplete
     tokens: list[int]
-    token_texts: list[str]  # the part of `reasoning`, then of `text`, that each token made readable
+    token_texts: list[str]  # the part of `reasoning`, then of `text`, completed by each token
     sources: list[str]  # "remote_draft", "local_model", "ngram", "lookahead", "grammar", "correction", "bonus", "plain"
-    logprobs: list[Logprobs]  # of each token, if asked for
+    logprobs: list[Logprobs]  # of each token, if requested
     elapsed_seconds: float  # since the request arrived, pauses included
     forward_seconds: float  # of the target's forward pass
     step_seconds: float  # of the whole verification step
-    steps: int  # target steps that made these tokens
+    steps: int  # target steps for these tokens
     offered: int  # candidates verified in them
     finish: Finish | None
     seed: int | None  # of the request; in the first chunk
-    model_fingerprint: str  # of the model that generates; in the first chunk, else empty
-    resolved: Resolved | None  # how the request was understood; in the first chunk of each sample
-    reasoning: str = ""  # what the model thought before it answers, in a chat
-    reasoning_tokens: int = 0  # the first of `tokens`, which belong to it
+    model_fingerprint: str  # of the generating model; empty after the first chunk
+    resolved: Resolved | None  # the request with defaults resolved; in the first chunk of each sample
+    reasoning: str = ""  # of a chat
+    reasoning_tokens: int = 0  # number of leading `tokens` that are reasoning
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,10 @@ class Completion:
     text: str
     tokens: list[int]
     sources: list[str]  # of each token, as in Chunk
-    logprobs: list[Logprobs]  # of each token, if asked for
+    logprobs: list[Logprobs]  # of each token, if requested
     finish: Finish
-    reasoning: str = ""  # what the model thought before it answered, in a chat
-    reasoning_tokens: int = 0  # the first of `tokens`, which belong to it
+    reasoning: str = ""  # of a chat
+    reasoning_tokens: int = 0  # number of leading `tokens` that are reasoning
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ class Result:
 
     completions: list[Completion]
     seed: int
-    resolved: Resolved  # how the request was understood
-    request_id: str = ""  # what logs and traces of services call the request
+    resolved: Resolved  # the request with defaults resolved
+    request_id: str = ""  # in logs and traces of the services
 
     @property
     def text(self) -> str:
@@ -145,29 +145,30 @@ class Result:
 
 @dataclass(frozen=True)
 class Model:
-    """A model that requests may name."""
+    """A model available to requests."""
 
     name: str
     context_tokens: int  # longest text, prompt included
     vocabulary_size: int
-    chat: bool  # True: it takes `messages`
-    text_fingerprint: str  # equal ones: requests become tokens in the same way
-    tool_format: str = ""  # how it writes calls, as in `specdec.client.tool_formats`; empty: it knows no tools
-    reasons: bool = False  # True: it may think before it answers a chat
-    revisions: tuple[str, ...] = ()  # that requests may ask for, as NAME@REVISION; what stands above is of the main one
+    chat: bool  # True: accepts `messages`
+    text_fingerprint: str  # equal ones tokenize requests identically
+    tool_format: str = ""  # its format in `specdec.client.tool_formats`; empty: no tools
+    reasons: bool = False  # True: chats may contain reasoning
+    revisions: tuple[str, ...] = ()  # selectable as NAME@REVISION; the fields above describe the main one
 
     def is_asked_as(self, name: str) -> bool:
-        """Return whether a request for this name gets this model, in whatever revision."""
+        """Return True if a request for this name gets this model, in any revision."""
         return name in (self.name, *(f"{self.name}@{each}" for each in self.revisions))
 
 
-# A newer server may know values that this client does not: they read as "unspecified".
+# Values unknown to this client, from a newer server, become "unspecified".
 _SOURCES = {number: name.removeprefix("TOKEN_SOURCE_").lower() for name, number in model_pb2.TokenSource.items()}
 _REASONS = {number: name.removeprefix("FINISH_REASON_").lower() for name, number in model_pb2.FinishReason.items()}
 
 
 def read_chunk(response: pb.GenerateResponse, *, before_seconds: float = 0.0) -> Chunk:
-    """Convert a response into a chunk; `before_seconds` had passed when its server got the request."""
+    """Convert a response into a chunk; `before_seconds`: time of the stream before its current server got the
+    request."""
     return Chunk(
         index=response.index,
         text=response.text,
@@ -260,7 +261,7 @@ def _read_limits(limits: pb.SpeculationLimits) -> SpeculationLimits:
 
 
 def _read_resolved(resolved: pb.ResolvedRequest) -> Resolved:
-    """Convert what the server made of the request; ValueError for a time that there is not."""
+    """Convert the resolved request; ValueError for a timestamp outside datetime's range."""
     sampling = resolved.sampling
     return Resolved(
         temperature=sampling.temperature,
@@ -283,7 +284,7 @@ def _read_logprobs(logprobs: verifier_pb2.TokenLogprobs) -> Logprobs:
         chosen=logprobs.chosen,
         top=dict(zip(logprobs.top_tokens, logprobs.top_logprobs, strict=True)),
         piece=_piece(logprobs.chosen_bytes),
-        # An older server sends none.
+        # Older servers send no bytes of alternatives.
         top_pieces={token: _piece(each) for token, each in zip(logprobs.top_tokens, logprobs.top_bytes, strict=False)},
     )
 

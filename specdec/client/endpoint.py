@@ -1,5 +1,4 @@
-"""The endpoint of a client: where it connects, with which credentials, and how patiently. Knows nothing about how calls
-are made."""
+"""The endpoint of a client: addresses, credentials, timeout and retries. Knows nothing about how calls are made."""
 
 from __future__ import annotations
 
@@ -19,24 +18,24 @@ ROUND_ROBIN = (
     "grpc.service_config",
     '{"loadBalancingConfig": [{"round_robin": {}}], "connectionScaling": {"maxConnectionsPerSubchannel": 10}}',
 )
-"""Option of a channel to a name that may stand for several servers: a retry must reach another one, and gRPC's default,
-pick_first, would return to the same. A server takes 100 calls on a connection, and gRPC then opens another; ten is the
-most that it opens."""
+"""Channel options for a name with possibly several servers: a retry must reach another one, and gRPC's default,
+pick_first, would return to the same. A server accepts 100 calls per connection; beyond that gRPC opens further
+connections, at most ten."""
 
 _OPTIONS: dict[str, int | str] = {
     ROUND_ROBIN[0]: ROUND_ROBIN[1],
-    # gRPC fails calls at once while it puts off reconnecting, by default longer than the retries last.
+    # While gRPC backs off from reconnecting, calls fail immediately; the default back-off outlasts the retries.
     "grpc.initial_reconnect_backoff_ms": 100,
     "grpc.max_reconnect_backoff_ms": 1_000,
-    # After a failure names are resolved again: pods come back under other addresses. By default twice a minute at most.
+    # After a failure names are resolved again: pods return under other addresses. By default at most every 30 s.
     "grpc.dns_min_time_between_resolutions_ms": 2_000,
-    # A server that is frozen, or gone without a word, is pinged after so long a silence, and given up if it does not
-    # answer for so long. A ping that gRPC sends to measure the network takes the place of this one.
+    # A frozen or vanished server is pinged after this silence, and its calls fail if it does not answer in time.
+    # gRPC's own bandwidth probes may replace keepalive pings, so their timeout is set as well.
     "grpc.keepalive_time_ms": 20_000,
     "grpc.keepalive_timeout_ms": 10_000,
     "grpc.http2.ping_timeout_ms": 10_000,
     "grpc.http2.max_pings_without_data": 0,
-    # A long completion with log-probabilities passes gRPC's 4 MiB.
+    # A long completion with log-probabilities exceeds gRPC's default of 4 MiB.
     "grpc.max_receive_message_length": 64 * 1024 * 1024,
 }
 
@@ -49,7 +48,7 @@ Channel = TypeVar("Channel", grpc.Channel, grpc.aio.Channel)
 
 
 class Endpoint(Generic[Channel]):
-    """The base of both clients: settings, and a connection to each server that was asked."""
+    """The base of both clients: settings, and one channel per server in use."""
 
     def __init__(
         self,
@@ -62,16 +61,16 @@ class Endpoint(Generic[Channel]):
         metadata: Sequence[tuple[str, str | bytes]] = (),
         options: Sequence[tuple[str, int | str]] = (),
     ) -> None:
-        """Take the settings of all calls; nothing connects before the first one.
+        """Store the settings of all calls; nothing connects before the first one.
 
-        `address` is "host:port", or several of them, joined by commas or as a sequence; each may be spelled as gRPC
-        does ("dns:///host:port", "ipv4:1.2.3.4:50050", "unix:/path"), and a name stands for every server it resolves
-        to. ValueError if one is no address. Calls take turns at them, and a stream that breaks off goes on at another.
-        `timeout` is in seconds and bounds a call with all its retries; None is no bound. `max_retries` is how often in
-        a row, without a new token, an address is tried again while it is unavailable; once it has answered, for ten
-        seconds at least, unless `max_retries` is 0. Without `credentials` the
-        connection is not encrypted. `api_key` goes to servers that want one, and `metadata` to all, with every call.
-        `options` are gRPC channel arguments.
+        `address` is "host:port", or several, comma-separated or as a sequence, also in gRPC's spellings
+        ("dns:///host:port", "ipv4:1.2.3.4:50050", "unix:/path"); a name stands for every server it resolves to.
+        ValueError for an invalid address. Calls rotate among the servers, and a broken stream resumes on another.
+        `timeout` is in seconds and bounds a call including its retries; None is no bound. `max_retries` bounds the
+        consecutive retries of an unavailable address without a new token; an address that has answered before is
+        retried for at least ten seconds, unless `max_retries` is 0. Without `credentials` the connection is not
+        encrypted. `api_key`, for servers with authentication, and `metadata` are sent with every call. `options` are
+        gRPC channel arguments.
         """
         self._rotation = Rotation(_targets(address))
         self._timeout = _checked(timeout)
@@ -81,19 +80,19 @@ class Endpoint(Generic[Channel]):
         self._options = list((_OPTIONS | dict(options)).items())
         self._channels: dict[str, Channel] = {}  # by address
         self._closed = 0  # times
-        # Of a synchronous client, which threads may share: set when it is closed.
+        # For the synchronous client, which threads may share; `_over` is set when it is closed.
         self._connecting, self._over = threading.Lock(), threading.Event()
 
     def _with(self, metadata: Sequence[tuple[str, str | bytes]]) -> Metadata:
-        """Return the metadata of a call: that of all calls, and what goes with this one alone or in its place."""
+        """Return the metadata of a call: the client's own, with `metadata` added or replacing the same keys."""
         replaced = {key for key, _ in metadata}
         return tuple([each for each in self._metadata if each[0] not in replaced] + list(metadata))
 
     def _identified(
         self, request_id: str | None, metadata: Sequence[tuple[str, str | bytes]] = ()
     ) -> tuple[str, Metadata]:
-        """Return the id of a request, and the metadata of its calls: the id that is given, or the one that goes with
-        every call, or a new one. ValueError if services would not take it."""
+        """Return the id of a request and the metadata of its calls. The id is the given one, the one in the client's
+        metadata, or a new one. ValueError if services would not accept it."""
         all_metadata = self._with(metadata)
         usual = next((value for key, value in all_metadata if key == REQUEST_ID), None)
         found = request_id if request_id is not None else usual if isinstance(usual, str) else new_request_id()
@@ -119,7 +118,7 @@ def _authorization(api_key: str | None) -> tuple[tuple[str, str], ...]:
     if api_key is None:
         return ()
     if not api_key or not api_key.isascii() or not api_key.isprintable():
-        raise ValueError("api_key: must be a line of printable ASCII")  # it is not repeated
+        raise ValueError("api_key: must be a line of printable ASCII")  # a secret: not repeated in the message
     return (("authorization", f"Bearer {api_key}"),)
 
 

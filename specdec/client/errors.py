@@ -1,19 +1,18 @@
-"""The errors that a call may raise, and which gRPC status becomes which error.
+"""The errors of calls, and the mapping from gRPC statuses to them.
 
     SpecdecError
     ├── InvalidRequest      the request is wrong: `violations` says where
     ├── NotFound            no such model
     ├── AccessDenied        the credentials are missing or not sufficient
-    ├── Overloaded          the server takes no more: try again after `retry_after`
+    ├── Overloaded          the server is full: try again after `retry_after`
     ├── Unavailable         no server answers, retries included
-    ├── PromptChanged       no server that answers makes the same tokens of the prompt of a text to resume
+    ├── PromptChanged       all servers that answer tokenize the prompt of a text to resume differently
     ├── DeadlineExceeded    the timeout passed
     ├── Cancelled           the stream was cancelled, here or by the server
-    ├── Unimplemented       the server has not built this
+    ├── Unimplemented       the server does not implement this
     └── ServerError         anything else: a fault of the server
 
-A value that does not fit into the request at all is Python's own ValueError or TypeError, raised
-before anything is sent.
+A value that does not fit into the request raises Python's own ValueError or TypeError before anything is sent.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from specdec.v2 import generation_pb2
 
 PACKAGE = generation_pb2.DESCRIPTOR.package
-"""The protocol of this client, with its version: a server of another one has no service of this name."""
+"""The protocol of this client, including its version; servers of another version have no service of this name."""
 
 
 class SpecdecError(Exception):
@@ -52,13 +51,13 @@ class SpecdecError(Exception):
         super().__init__(message)
         self.code = code
         self.reason = reason
-        """The server's name for what happened, such as "DRAFT_REQUIRED"; empty if it gave none."""
+        """The server's name for the failure, such as "DRAFT_REQUIRED"; empty if it gave none."""
         self.violations = list(violations)
         """(field, description) of each field the server refused."""
         self.retry_after = retry_after
-        """Seconds after which the server suggests to try again, if it does."""
+        """Seconds after which the server suggests a retry; None if it does not."""
         self.request_id = request_id
-        """The id by which the server's logs know the request; empty if it gave none."""
+        """The request's id in the server's logs; empty if it gave none."""
 
 
 class InvalidRequest(SpecdecError):
@@ -74,7 +73,7 @@ class AccessDenied(SpecdecError):
 
 
 class Overloaded(SpecdecError):
-    """The server takes no more requests at present."""
+    """The server accepts no more requests for now."""
 
 
 class Unavailable(SpecdecError):
@@ -82,7 +81,7 @@ class Unavailable(SpecdecError):
 
 
 class PromptChanged(SpecdecError):
-    """The text cannot be resumed: its prompt becomes other tokens at the servers that answer."""
+    """The text cannot be resumed: the servers that answer tokenize its prompt differently."""
 
 
 class DeadlineExceeded(SpecdecError):
@@ -94,11 +93,11 @@ class Cancelled(SpecdecError):
 
 
 class Unimplemented(SpecdecError):
-    """Not built: the server does not know the call or the feature."""
+    """The server does not know the call or the feature."""
 
 
 class ServerError(SpecdecError):
-    """The server failed, or broke the protocol."""
+    """The server failed, or violated the protocol."""
 
 
 ERRORS: Mapping[grpc.StatusCode, type[SpecdecError]] = MappingProxyType(
@@ -125,20 +124,20 @@ ERRORS: Mapping[grpc.StatusCode, type[SpecdecError]] = MappingProxyType(
 
 
 REASONS: Mapping[str, type[SpecdecError]] = MappingProxyType({"PROMPT_CHANGED": PromptChanged})
-"""The error for a reason that says more than its status."""
+"""Errors for reasons more specific than their status."""
 
 
 _BROKEN = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-"""Statuses that a server of ours gives with details. Without any they are the transport's: a connection broke while
-something was sent."""
+"""Our servers send these statuses with details. Without details they come from the transport: the connection broke
+while sending."""
 
 _REFUSED = re.compile(r"status: 4\d\d|^Exception ")
-"""Messages by which gRPC tells that a proxy has refused a call by HTTP, or that it cannot write or read a message
-itself: who sends it again hears the same."""
+"""gRPC's messages for a call refused by a proxy over HTTP, or a message it cannot serialise or parse itself: a retry
+would fail the same way."""
 
 
 def from_rpc(error: grpc.RpcError) -> SpecdecError:
-    """Return the error that a caller sees for what gRPC raised."""
+    """Return the error to raise to the caller for an RpcError."""
     details = dict(_details(error))
     retry = details.get("google.rpc.RetryInfo")
     try:
@@ -149,17 +148,17 @@ def from_rpc(error: grpc.RpcError) -> SpecdecError:
         reason = _text(_fields(details.get("google.rpc.ErrorInfo", b"")), 1)
         request_id = _text(_fields(details.get("google.rpc.RequestInfo", b"")), 1)
         delay = None if retry is None else Duration.FromString(_fields(retry).get(1, [b""])[0])
-    except DecodeError:  # broken details must not hide the error they belong to
+    except DecodeError:  # malformed details must not hide their error
         violations, reason, delay, request_id = [], "", None, ""
     message = error.details() or error.code().name
     kind = REASONS.get(reason, ERRORS[error.code()])
-    if not details:  # no server of ours said it
+    if not details:  # not from one of our servers
         if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
-            kind = InvalidRequest  # a message is too long, however often it is sent
+            kind = InvalidRequest  # the message is too long: retries cannot help
         if error.code() in _BROKEN and not _REFUSED.search(message):
             kind = Unavailable
         message = _in_other_words(error.code(), message)
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # in one word, whichever end notices it first
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # one message, whichever end notices first
         message = "the timeout has passed"
     return kind(
         message,
@@ -172,7 +171,7 @@ def from_rpc(error: grpc.RpcError) -> SpecdecError:
 
 
 def _in_other_words(code: grpc.StatusCode, details: str) -> str:
-    """Say what gRPC itself says of a call, so that a person knows what to change."""
+    """Return gRPC's own message reworded for the person who has to act on it."""
     if code is grpc.StatusCode.UNIMPLEMENTED:  # the server has no such service
         return (
             "no orchestrator answers here, but another service, or one that speaks another version of the protocol "
@@ -187,13 +186,13 @@ def _in_other_words(code: grpc.StatusCode, details: str) -> str:
 def is_loss(error: SpecdecError) -> bool:
     """Return True if the server, not the request, is to blame: another one may well answer.
 
-    A server that is ending cancels calls that reach it too late, without details; nobody here has cancelled those.
+    A server shutting down cancels late calls without details; no caller has cancelled those.
     """
     return isinstance(error, Unavailable) or (isinstance(error, Cancelled) and not error.reason)
 
 
 def _details(error: grpc.RpcError) -> list[tuple[str, bytes]]:
-    """Return (type, encoded message) of what the server attached to a status (google.rpc.Status)."""
+    """Return (type, encoded message) of the details attached to a status (google.rpc.Status)."""
     status = b""
     for key, value in cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ()):
         if key == "grpc-status-details-bin" and isinstance(value, bytes):
@@ -208,8 +207,8 @@ def _details(error: grpc.RpcError) -> list[tuple[str, bytes]]:
 def _fields(data: bytes) -> dict[int, list[bytes]]:
     """Return the strings, bytes and messages in an encoded message, by field number.
 
-    Reading google.rpc's messages this way spares the client a dependency. An Empty has no fields of its own, so all
-    that it reads are kept as unknown ones.
+    Reading google.rpc's messages this way saves the client a dependency. An Empty has no fields of its own, so the
+    parser keeps every field as an unknown one.
     """
     fields: dict[int, list[bytes]] = {}
     unknown = UnknownFieldSet(Empty.FromString(data))

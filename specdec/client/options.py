@@ -1,7 +1,7 @@
-"""The options of a request: each spelled once, with its type and its meaning.
+"""The options of a request: each defined once, with its type and its meaning.
 
-Type checkers read them off `Unpack[GenerateOptions]`. What looks at the running program (`help`, notebooks) finds the
-same options as keyword parameters, which `takes_options` writes into signature and docstring.
+Type checkers read them from `Unpack[GenerateOptions]`. For introspection at run time (`help`, notebooks),
+`takes_options` adds the same options to signature and docstring as keyword parameters.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from datetime import datetime
 from typing import Annotated, Any, Literal, NotRequired, TypedDict, TypeVar, get_args, get_type_hints
 
 Speculation = Literal["auto", "off", "always", "draft", "local"]
-"""Names for who may propose candidates; the option `speculation` explains them."""
+"""Named sets of drafters; the option `speculation` explains them."""
 
 
 class Message(TypedDict):
-    """One turn of a conversation. Calls are as OpenAI's API has them; `reasoning` came before the assistant's
-    `content`, and chat templates may repeat it."""
+    """One turn of a conversation. Tool calls are in the form of OpenAI's API. `reasoning` preceded the assistant's
+    `content`; chat templates may repeat it."""
 
     role: str
     content: str
@@ -133,7 +133,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def takes_options(function: Function) -> Function:
-    """Write the options into the signature and the docstring of a function that takes `**options` of them."""
+    """Add the options to the signature and docstring of a function with `**options`."""
     hints = get_type_hints(GenerateOptions, include_extras=True)
     types, meanings = zip(*(get_args(hint) for hint in hints.values()), strict=True)
     options = [

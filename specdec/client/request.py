@@ -1,6 +1,7 @@
-"""How the options of a request become a message.
+"""Conversion of a request's options to a message.
 
-Values are not judged here: the server knows the model and its limits. Only what the message cannot express is refused.
+Values are not validated here: the server knows the model and its limits. Only a value that does not fit into the
+message is refused.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _RULES = {
     "rejection": model_pb2.ACCEPTANCE_RULE_REJECTION,
     "contrastive": model_pb2.ACCEPTANCE_RULE_CONTRASTIVE,
 }
-# The options that are fields under their own names, by the message that has them.
+# Options stored in a field of the same name, by message.
 _PLAIN = {
     "model", "max_tokens", "min_tokens", "stop_tokens", "ignore_end_token", "ignore_generation_config", "n", "logprobs",
     "fallback_temperature", "generated_tokens", "tenant", "priority", "model_fingerprint", "prompt_digest",
@@ -60,7 +61,8 @@ _TURN = 'a mapping with "role" and "content", and perhaps "reasoning", "tool_cal
 
 @takes_options
 def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions]) -> pb.GenerateRequest:
-    """Return the message for a prompt and its options; ValueError or TypeError for what does not fit into one."""
+    """Return the message for a prompt and its options; ValueError or TypeError for a value that does not fit into
+    it."""
     given = {name: value for name, value in {"prompt": prompt, **options}.items() if value is not None}
     prompts = given.keys() & {"prompt", "tokens", "messages"}
     if len(prompts) > 1:
@@ -74,7 +76,7 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
     if "speculation" in given and "drafters" in given:
         raise ValueError("give either speculation or drafters: both say who may propose candidates")
     if (n := given.get("n")) is not None and isinstance(n, int) and n < 1:
-        raise ValueError(f"n = {n}: must be at least 1")  # 0 in a message is an n that was left open
+        raise ValueError(f"n = {n}: must be at least 1")  # in the message, 0 means unset
     grammars = [name for name in _GRAMMARS if name in given]
     if len(grammars) > 1:
         raise ValueError(f"a request has one grammar, not several: {', '.join(grammars)}")
@@ -102,7 +104,7 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
         elif name == "prompt":
             put(request, "text", name, value)
         elif name == "tokens":
-            request.tokens.SetInParent()  # an empty prompt still says which form it has
+            request.tokens.SetInParent()  # marks the form of an empty prompt
             put(request.tokens, "ids", name, value)
         elif name == "messages":
             request.chat.SetInParent()
@@ -122,7 +124,7 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
             if not isinstance(value, bool):
                 raise TypeError(f"parallel_tool_calls = {value!r}: must be true or false")
             request.chat.single_tool_call = not value and given.get("tool_choice") != "none"
-        elif name == "stop":  # one string is a stop string, not its letters
+        elif name == "stop":  # a single string, not a sequence of characters
             put(request, name, name, [value] if isinstance(value, str) else value)
         elif name == "speculation":
             request.speculation.MergeFrom(_named(_SPECULATIONS, name, value))
@@ -145,7 +147,7 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
 
 
 def _put_grammar(grammar: model_pb2.Grammar, kind: str, value: object) -> None:
-    """Set the grammar; a schema may be a mapping, and is JSON in the message."""
+    """Set the grammar; a schema given as a mapping is encoded as JSON."""
     if kind == "choice":
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise TypeError(f"choice = {value!r}: must be a list of texts")
@@ -161,20 +163,20 @@ def _put_grammar(grammar: model_pb2.Grammar, kind: str, value: object) -> None:
 
 
 def _put_arguments(chat: pb.ChatPrompt, arguments: object) -> None:
-    """Set the arguments of the chat template; TypeError or ValueError if they are not what JSON can say."""
+    """Set the arguments of the chat template; TypeError or ValueError if JSON cannot represent them."""
     if not isinstance(arguments, Mapping):
         raise TypeError(f"template_arguments = {arguments!r}: must be a mapping")
     try:
         chat.template_arguments.update(arguments)
-        chat.FromString(chat.SerializeToString())  # fails where it would at the server
+        chat.FromString(chat.SerializeToString())  # fails here if it would at the server
     except (ValueError, TypeError, OverflowError, DecodeError) as error:
         raise ValueError(f"template_arguments = {arguments!r}: {error}") from error
-    except RecursionError:  # which the text of its value would be, too
+    except RecursionError:  # formatting the value would recurse as well
         raise ValueError("template_arguments = ...: are nested too deeply") from None
 
 
 def _turns(messages: object) -> Iterator[pb.ChatMessage]:
-    """Yield the turns of a conversation; TypeError or ValueError names the first that is none."""
+    """Yield the turns of a conversation; TypeError or ValueError names the first invalid one."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
         raise TypeError(f"messages = {messages!r}: must be a list, each item {_TURN}")
     for index, message in enumerate(messages):
@@ -189,7 +191,7 @@ def _turns(messages: object) -> Iterator[pb.ChatMessage]:
                 put_tool_calls(turn, f"{option}.{field}", value)
                 continue
             put(turn, field, f"{option}.{field}", value)
-            if value is None:  # which a message takes for a field that is left out
+            if value is None:  # a message would take None for an absent field
                 raise TypeError(f"{option}.{field} = None: must be text (str)")
         yield turn
 

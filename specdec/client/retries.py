@@ -1,4 +1,4 @@
-"""The retries of one call: where it is tried, how often, and for how long."""
+"""The retries of one call: on which server, how often, and for how long."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from specdec.client.rotation import Rotation
 
 _SHORTEST_PAUSE = 0.05  # seconds
 _LONGEST_PAUSE = 2.0
-_LONGEST_ASKED_FOR = 60.0  # longest of the pauses that servers ask for
+_LONGEST_ASKED_FOR = 60.0  # cap on a server's `retry_after`
 _RETURN_SECONDS = 10.0
-"""Seconds for which a call waits at least for a server to come back that has answered before: an orchestrator that is
-started again, as by `specdec up`, takes some of them."""
+"""Least seconds to wait for the return of a server that has answered before: restarting an orchestrator, as `specdec
+up` does, takes several."""
 _SETTLED_TRIES_OF_A_NAME = 3
-"""Settled refusals by which a name, that may stand for several servers, is given up: each try goes to the next one."""
+"""Settled refusals after which a name is given up: it may stand for several servers, and each try goes to the next
+one."""
 _WAITED = ("DRAFT_REQUIRED", "VERIFIER_LOST")
 _SETTLED = ("MODEL_CHANGED", "PROMPT_CHANGED", *_WAITED)
-"""Reasons of a server that has another model or chat template, or that has waited in vain for a draft or a verifier:
-another server may serve the text, this one will not soon. Who has waited has taken so long that no other server at the
-same name is tried."""
+"""Reasons for a settled refusal: the server has another model or chat template, or has waited in vain for a draft or a
+verifier. Another server may serve the text; this one will not soon. After such a wait (`_WAITED`) no other server under
+the same name is tried: it has used up too much time."""
 _SETTLED_ONCE_BEGUN = (*_SETTLED, "UNKNOWN_MODEL")
-"""The same for a text that has begun: a server may not know its revision yet, or no more."""
+"""The same for a text in progress: a server may not know its revision yet, or no longer."""
 
 
 class Retries:
-    """The retries of one call: made when it begins, and used up by failures in a row."""
+    """The retries of one call: created when it starts, used up by consecutive failures."""
 
     def __init__(
         self,
@@ -41,21 +42,21 @@ class Retries:
         is_closed: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin a call. `is_closed` returns True if the client was closed since, and so has cancelled the call
+        """Start a call. `is_closed` returns True if the client was closed since, and so has cancelled the call
         itself."""
         self._clock = clock
         self._rotation = rotation
         self._is_closed = is_closed
         self._most = most
         self._failures: Counter[str] = Counter()  # in a row, by address
-        self._settled: Counter[str] = Counter()  # of these, those after which a server is not asked again
-        self._left_out: set[str] = set()  # addresses that are not asked again
-        self._refusal: SpecdecError | None = None  # the last one for which one was left out
-        self._failing_since = 0.0  # time of the first of these failures
+        self._settled: Counter[str] = Counter()  # of these, settled refusals
+        self._left_out: set[str] = set()  # addresses given up
+        self._refusal: SpecdecError | None = None  # the last one that made an address be given up
+        self._failing_since = 0.0  # time of the first of the consecutive failures
         self._begin = clock()
         self._timeout = timeout
         self.address = rotation.take(self._failures)
-        """Address of the server to ask now."""
+        """Address of the next try."""
 
     @property
     def seconds_passed(self) -> float:
@@ -68,7 +69,7 @@ class Retries:
         return None if self._timeout is None else self._timeout - self.seconds_passed
 
     def progressed(self) -> None:
-        """Forget the failures so far."""
+        """Reset the failure counts after a response."""
         self._failures.clear()
         self._settled.clear()
         self._left_out.clear()
@@ -76,16 +77,15 @@ class Retries:
         self._rotation.answered(self.address)
 
     def check_open(self) -> None:
-        """Raise Cancelled if the client was closed since the call began: a next try would connect it anew."""
+        """Raise Cancelled if the client was closed since the call began: another try would reconnect it."""
         if self._is_closed():
             raise Cancelled("the client was closed", code=grpc.StatusCode.CANCELLED)
 
     def pause(self, error: grpc.RpcError, *, begun: bool = False) -> float:
-        """Return the seconds to wait before the next try, which is at the new `address`; raise the error if there is
-        none.
+        """Return the seconds to wait before the next try, at the new `address`; raise the error if there is none.
 
-        If the server is full the error is raised, except for a text that has `begun`, which waits for room. A server
-        that has settled that it will not serve the text soon is not asked again, while others are, and awaited.
+        If the server is full the error is raised, unless the text has `begun`: then it waits for room. After a settled
+        refusal the address is given up; the others are still tried, and waited for.
         """
         seen = from_rpc(error)
         if seen.reason:  # a server gave it
@@ -109,10 +109,10 @@ class Retries:
         self.address = self._rotation.take(self._failures, self._left_out)
         again = self._failures[self.address]
         if again > self._most and not self._may_return:
-            raise (self._refusal or seen) from error  # what a server has said tells more than silence
+            raise (self._refusal or seen) from error  # a refusal explains more than a lost connection
         if not again:
-            return 0.0  # another server, which may work
-        # Doubled each time and never the same for two clients, lest they all return at once.
+            return 0.0  # another server, which may work: no pause
+        # Exponential back-off with jitter, so that clients do not return at the same time.
         pause = _SHORTEST_PAUSE * (1 << min(again - 1, 6)) * random.uniform(1, 2)
         pause = max(min(pause, _LONGEST_PAUSE), min(seen.retry_after or 0.0, _LONGEST_ASKED_FOR))
         left = self.seconds_left
@@ -125,7 +125,8 @@ class Retries:
 
     @property
     def _may_return(self) -> bool:
-        """True while it is too early to give up a server that has answered before. Who wants no retries gets none."""
+        """True while it is too early to give up on a server that has answered before. False if the caller wants no
+        retries."""
         known = any(self._rotation.is_known(each) for each in self._failures if each not in self._left_out)
         return known and self._most > 0 and self._clock() - self._failing_since < _RETURN_SECONDS
 

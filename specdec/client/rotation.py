@@ -1,4 +1,4 @@
-"""The rotation: which of several servers is asked next. Each has its turn, except those that failed lately."""
+"""The rotation of a client's servers: round robin, skipping those that failed recently."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _LONGEST_REST = 10.0
 class Rotation:
     """The servers of a client, shared by all of its calls and threads.
 
-    Turns begin at a random server, lest all clients begin at the same one. A server that fails is left alone for a
-    while, twice as long each time in a row; it is asked all the same where there is no other.
+    It starts at a random server, so that clients do not all start at the same one. A failed server rests, twice as long
+    after each consecutive failure; it is still tried if there is no other.
     """
 
     def __init__(self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._turns = list(addresses)
         turn = random.randrange(len(self._turns))
-        self._turns = self._turns[turn:] + self._turns[:turn]  # whose turn it is comes first
-        self._rests = dict.fromkeys(addresses, (0.0, 0.0))  # (until when, how long)
-        self._known: set[str] = set()  # have answered at any time
+        self._turns = self._turns[turn:] + self._turns[:turn]  # the next one comes first
+        self._rests = dict.fromkeys(addresses, (0.0, 0.0))  # (end of the rest, its length in seconds)
+        self._known: set[str] = set()  # have ever answered
         self._clock = clock
         self._lock = threading.Lock()
 
@@ -32,8 +32,8 @@ class Rotation:
         return self._rests.keys()
 
     def take(self, failures: Mapping[str, int], left_out: Collection[str] = ()) -> str:
-        """Return the address whose turn it is, for a call that has failed so often at each, and does not go to those
-        that are `left_out`, which are not all."""
+        """Return the next address to try: fewest `failures` of this call first, then the shortest remaining rest, then
+        its turn. `left_out` must not cover all addresses."""
         with self._lock:
             now = self._clock()
             turns = [each for each in self._turns if each not in left_out]
@@ -49,16 +49,16 @@ class Rotation:
             self._rests[address] = (0.0, 0.0)
 
     def refused(self, address: str) -> None:
-        """Note that a server is there, if only to say no."""
+        """Note that a server exists, although it refused a call."""
         with self._lock:
             self._known.add(address)
 
     def is_known(self, address: str) -> bool:
-        """Return True if a server has answered there before: if it is gone, it may well come back."""
+        """Return True if a server has answered at this address before: after an outage it may well return."""
         return address in self._known
 
     def failed(self, address: str) -> None:
-        """Note that a server does not answer. All the calls that break off together count as one failure."""
+        """Note that a server does not answer. Calls broken at the same time count as one failure."""
         with self._lock:
             until, seconds = self._rests[address]
             now = self._clock()

@@ -1,4 +1,4 @@
-"""Token sources: where a text's tokens come from, and what that says about the target's steps."""
+"""Token sources: which drafter a text's tokens come from, and the acceptance statistics derived from them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ ACCEPTED = (
     TOKEN_SOURCE_LOCAL_MODEL,
     TOKEN_SOURCE_GRAMMAR,
 )
-"""Sources of accepted candidates. A token of any other source is the target's own, and the last of its step."""
+"""Sources of accepted candidates. A token from any other source is the target's own, and the last of its step."""
 
 
 _NAMES: dict[int, str] = {number: name.removeprefix("TOKEN_SOURCE_").lower() for name, number in TokenSource.items()}
 
 
 def source_name(source: int) -> str:
-    """Return the name of a source; "unspecified" for one that a newer server knows and this code does not."""
+    """Return the name of a source; "unspecified" for one added by a newer server."""
     return _NAMES.get(source, "unspecified")
 
 
 def accepted_histogram(sources: Iterable[TokenSource.ValueType], steps: int) -> Counter[int]:
-    """Count how many of `steps` steps have brought how many candidates, by the sources of those of their tokens that
-    are kept: a text may end with a candidate, and steps behind its end have brought none of it."""
+    """Count the `steps` by number of accepted candidates, from the sources of the kept tokens. A text may end with a
+    candidate; steps beyond its end count as 0."""
     histogram: Counter[int] = Counter()
     count = 0
     for source in sources:
@@ -51,10 +51,10 @@ def accepted_histogram(sources: Iterable[TokenSource.ValueType], steps: int) -> 
 
 
 def accepted_candidates(histogram: Counter[int]) -> int:
-    """Return the number of candidates that all steps of a histogram have brought."""
+    """Return the total number of candidates accepted in the steps of a histogram."""
     return sum(count * steps for count, steps in histogram.items())
 
 
 def histogram_entries(histogram: Counter[int]) -> list[int]:
-    """Return a histogram as messages carry it: entry i counts the steps that have brought i candidates."""
+    """Return a histogram in the form of messages: entry i is the number of steps with i accepted candidates."""
     return [histogram[count] for count in range(max(histogram, default=-1) + 1)]

@@ -26,7 +26,7 @@ Answer = TypeVar("Answer")
 
 
 class Client(Endpoint[grpc.Channel]):
-    """A client of specdec servers. After `close` it may be used again: it connects anew."""
+    """A client of specdec servers. It may be used again after `close`, with new connections."""
 
     @takes_options
     def generate(
@@ -38,11 +38,11 @@ class Client(Endpoint[grpc.Channel]):
         metadata: Sequence[tuple[str, str | bytes]] = (),
         **options: Unpack[GenerateOptions],
     ) -> Stream:
-        """Ask for a completion, chunk by chunk. The request is sent at once.
+        """Request a completion and stream its chunks. The request is sent immediately.
 
-        `prompt` is text to continue. `timeout` (seconds) replaces the client's own. `request_id` is what the logs and
-        traces of services are to call the request; by default a new one, which the stream tells. `metadata` goes with
-        this call, in place of the client's own under the same keys.
+        `prompt` is text to continue. `timeout` (seconds) replaces the client's own. `request_id` identifies the request
+        in the logs and traces of services; by default a new one, available from the stream. `metadata` is sent with
+        this call and replaces the client's own under the same keys.
         """
         request_id, sent = self._identified(request_id, metadata)
         transcript = Transcript(build_request(prompt, **options), self._retries(timeout))
@@ -58,7 +58,7 @@ class Client(Endpoint[grpc.Channel]):
         metadata: Sequence[tuple[str, str | bytes]] = (),
         **options: Unpack[GenerateOptions],
     ) -> Result:
-        """Ask for a completion and wait for all of it. Takes what `generate` takes."""
+        """Request a completion and wait for all of it. The parameters are those of `generate`."""
         request = CompleteRequest(request=build_request(prompt, **options))
         request_id, sent = self._identified(request_id, metadata)
         answer = self._ask(lambda stub: stub.Complete, request, timeout, sent)
@@ -67,7 +67,7 @@ class Client(Endpoint[grpc.Channel]):
     def models(
         self, *, timeout: float | EllipsisType | None = ..., metadata: Sequence[tuple[str, str | bytes]] = ()
     ) -> list[Model]:
-        """Return the models that requests may name."""
+        """Return the models available to requests."""
         return read_models(self._ask(lambda stub: stub.ListModels, ListModelsRequest(), timeout, self._with(metadata)))
 
     def tokenize(
@@ -82,16 +82,16 @@ class Client(Endpoint[grpc.Channel]):
         pieces: bool = False,
         timeout: float | EllipsisType | None = ...,
     ) -> Tokenized:
-        """Return the tokens that a prompt becomes, as `generate` would have them; nothing is generated.
+        """Return the tokens of a prompt, as for `generate`, without generating.
 
-        `add_special=False` leaves out what the model expects around a plain text (a BOS token, say). `pieces` asks for
-        text and bytes of each token.
+        `add_special=False` omits tokens the model expects around plain text (a BOS token, for example). `pieces`
+        requests the text and bytes of each token.
         """
         request = build_tokenize_request(prompt, tokens, messages, template_arguments, model, add_special, pieces)
         return read_tokenized(self._ask(lambda stub: stub.Tokenize, request, timeout))
 
     def close(self) -> None:
-        """End all calls and connections."""
+        """Cancel all calls and close all connections."""
         with self._connecting:
             self._closed += 1
             over, self._over = self._over, threading.Event()
@@ -156,10 +156,10 @@ class _Send(Protocol):
 
 
 class Stream:
-    """A stream of the chunks of a completion. Leaving its context, or dropping it, cancels what is not finished."""
+    """A stream of the chunks of a completion. Leaving its context, or dropping it, cancels an unfinished one."""
 
     def __init__(self, send: _Send, transcript: Transcript, request_id: str) -> None:
-        """Send the request; made by `Client.generate`."""
+        """Send the request; called by `Client.generate`."""
         self.request_id = request_id
         """Id of the request in logs and traces of the services."""
         self._send = send
@@ -168,7 +168,7 @@ class Stream:
         self._call = self._ask()
 
     def cancel(self) -> None:
-        """End the completion, from any thread; a pending `next` raises Cancelled."""
+        """Cancel the completion, from any thread; a pending `next` raises Cancelled."""
         self._cancelled.set()
         self._call.cancel()
 
@@ -190,7 +190,7 @@ class Stream:
                 raise StopIteration
             if not self._cancelled.wait(pause):
                 self._call = self._ask()
-        self._call.cancel()  # another thread may have cancelled the call before this one
+        self._call.cancel()  # another thread may have cancelled only the previous call
         raise Cancelled("the stream was cancelled", code=grpc.StatusCode.CANCELLED)
 
     def __enter__(self) -> Self:

@@ -1,7 +1,7 @@
-"""The tally: what speculation did in the parts of a stream that were interrupted.
+"""The tally: speculation statistics across the interrupted parts of a stream.
 
-A server counts from where it resumed the text, and reports at the end. Of a part that broke off, only what its chunks
-said is known.
+A server counts from where it resumed the text, and reports at the end. Of an interrupted part, only the statistics in
+its chunks are known.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ class Tally:
     """The tally of one sample."""
 
     def __init__(self) -> None:
-        self._broken = SpeculationStatistics()  # of the parts that broke off
-        self._part = SpeculationStatistics()  # of the part under way
+        self._broken = SpeculationStatistics()  # of the interrupted parts
+        self._part = SpeculationStatistics()  # of the current part
 
     def take(self, response: GenerateResponse) -> None:
         """Count a response; the statistics of the last one become those of the whole stream."""
@@ -25,7 +25,7 @@ class Tally:
             _add(self._part, _of(response))
 
     def broke_off(self) -> None:
-        """Note that the stream broke off and will be resumed. A try that brought nothing is no part of it."""
+        """Note that the stream broke and will be resumed. A try without any response is not counted."""
         if not self._part.ByteSize():
             return
         self._part.failover_events["resumed"] += 1
@@ -47,7 +47,7 @@ def _of(response: GenerateResponse) -> SpeculationStatistics:
 
 
 def _add(total: SpeculationStatistics, part: SpeculationStatistics) -> None:
-    """Add a part of a stream to a total, as far as the fields can count: a server may send any number."""
+    """Add a part of a stream to a total, saturating: a server may send any number."""
     total.steps = _sum(total.steps, part.steps)
     total.offered = _sum(total.offered, part.offered)
     total.accepted = _sum(total.accepted, part.accepted)
@@ -61,5 +61,5 @@ def _add(total: SpeculationStatistics, part: SpeculationStatistics) -> None:
 
 
 def _sum(one: int, other: int) -> int:
-    """Return the sum, or the most that a uint32 holds."""
+    """Return the sum, at most the largest uint32."""
     return min(one + other, (1 << 32) - 1)

@@ -1,4 +1,4 @@
-"""PEM files for TLS: what is in them, and whether they fit together."""
+"""PEM files for TLS: reading them, and checking that they belong together."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from specdec.client.file_version import Version, version_of
 
 
 class TlsError(Exception):
-    """Files cannot be used for TLS; the message is one line that names the option and the file."""
+    """Files cannot be used for TLS; the one-line message names the option and the file."""
 
 
 class Contents(NamedTuple):
-    """The contents of the files; None of those that are not given."""
+    """The contents of the files; None for a file not given."""
 
     certificate: bytes | None
     key: bytes | None
@@ -26,23 +26,23 @@ class Contents(NamedTuple):
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files of one end: its certificate (with intermediate ones) and key, and the authorities that it trusts to
-    vouch for the other end. `options` name the three, for messages."""
+    """PEM files of one end: its certificate (with intermediate ones) and key, and the certificate authorities it trusts
+    for the other end. `options` name the three, for messages."""
 
     certificate: Path | None
     key: Path | None
     authorities: Path | None
     options: tuple[str, str, str] = ("--tls-cert", "--tls-key", "--tls-client-ca")
     what: ClassVar[str] = "TLS files"
-    left_out: ClassVar[str] = ""  # all can be used, or none
+    left_out: ClassVar[str] = ""  # no file is optional once given
     unusable: ClassVar[type[Exception]] = TlsError
 
     def version(self) -> Version:
-        """Return what the files are now; OSError if one cannot be found."""
+        """Return the current version of the files; OSError if one cannot be found."""
         return version_of(*(each for each in self.all if each is not None))
 
     def read(self) -> Contents:
-        """Read the files; TlsError if one cannot be read, is no PEM, or the key belongs to another certificate."""
+        """Read the files; TlsError if one is unreadable or not PEM, or the key belongs to another certificate."""
         cert, key, ca = self.options
         if (self.certificate is None) != (self.key is None):
             there, missing = (key, cert) if self.certificate is None else (cert, key)
@@ -72,7 +72,7 @@ class TlsFiles:
 
 
 def channel_credentials(contents: Contents) -> grpc.ChannelCredentials:
-    """Return the credentials of a channel: without `authorities` it trusts those that gRPC brings."""
+    """Return the credentials of a channel: without `authorities` it trusts gRPC's bundled ones."""
     return grpc.ssl_channel_credentials(contents.authorities, contents.key, contents.certificate)
 
 
@@ -85,7 +85,7 @@ def _named(option: str, file: Path) -> None:
 
 
 def _no_password() -> bytes:
-    """Have an encrypted key refused; by default a person at the terminal is asked."""
+    """Refuse an encrypted key; by default ssl would prompt on the terminal."""
     raise ValueError("the key is encrypted")
 
 

@@ -1,4 +1,4 @@
-"""Request and result of `tokenize`: a prompt as the tokens that the model sees."""
+"""Request and result of `tokenize`: a prompt as the model's tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Tokenized:
     """The tokens of a prompt."""
 
     ids: list[int]
-    pieces: list[Piece]  # of each token, if asked for
+    pieces: list[Piece]  # of each token, if requested
     context_tokens: int  # longest text of the model, prompt included
 
     @property
@@ -35,7 +35,7 @@ def build_tokenize_request(
     add_special: bool | None,
     pieces: bool,
 ) -> pb.TokenizeRequest:
-    """Return the message; ValueError or TypeError for what does not fit into one."""
+    """Return the message; ValueError or TypeError for a value that does not fit into it."""
     asked = build_request(prompt, tokens=tokens, messages=messages, template_arguments=template_arguments, model=model)
     request = pb.TokenizeRequest(model=asked.model, add_special=add_special, pieces=pieces)
     match asked.WhichOneof("prompt"):

@@ -1,4 +1,4 @@
-"""Arguments that models write as plain text between tags, read by the schema of their function."""
+"""Tool-call arguments written as plain text between tags, converted by their function's schema."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_REFERENCES, MAX_REFERENCE_CHARACTERS = 32, 1000
-"""References that are followed from one schema, since it may refer to itself, and the length of each."""
+"""Most references followed from one schema, since it may refer to itself, and the length of each."""
 
 MAX_ALTERNATIVES = 64
-"""Schemas among which one value may choose; of more the types are not known. They may hold each other."""
+"""Most alternative schemas of one value, nested ones included; beyond them its types count as unknown."""
 
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
-"""Some templates write values as Python does, and models follow them."""
+"""Some templates write values in Python's syntax, and models imitate them."""
 
 _TYPES = {
     str: "string",
@@ -27,7 +27,7 @@ _TYPES = {
 
 
 def property_schemas(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the schemas of the arguments that there may be, by name; what is no schema allows anything."""
+    """Return the schemas of the permitted arguments, by name; an invalid schema allows anything."""
     properties = schema.get("properties")
     if not isinstance(properties, dict):
         return {}
@@ -36,7 +36,7 @@ def property_schemas(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def resolved(schema: object, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema without a reference at its top; one that cannot be followed allows anything."""
+    """Return a schema with a reference at its top resolved; an unresolvable one allows anything."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict):
             return {}
@@ -52,7 +52,7 @@ def resolved(schema: object, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def types_of(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the JSON types that a schema allows; none unless it names them."""
+    """Return the JSON types a schema allows; empty if it does not name them."""
     types: set[str] = set()
     waiting = [schema]
     for _ in range(MAX_ALTERNATIVES):
@@ -74,12 +74,12 @@ def types_of(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
 
 
 def is_text(types: frozenset[str]) -> bool:
-    """Return whether a value of these types is written as it is, and not as JSON."""
+    """Return True if a value of these types is written verbatim rather than as JSON."""
     return "string" in types and types <= {"string", "null"}
 
 
 def value_of(text: str, schema: object, root: Mapping[str, Any]) -> object:
-    """Return the value of an argument that a model wrote as this text; a text that is no JSON is a string."""
+    """Return the value of an argument from a model's text; text that is not JSON is a string."""
     types = types_of(schema, root)
     if is_text(types):
         return None if "null" in types and text in ("null", "None") else text

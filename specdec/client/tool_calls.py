@@ -1,4 +1,4 @@
-"""Calls of functions, read out of a model's text as it comes."""
+"""An incremental parser of tool calls in a model's text."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from specdec.client.tool_scanner import Cursor, Scan, Schemas, scan
 
 
 class ToolCallReader:
-    """Reads one text, in time linear in its length. What begins as a call and turns out to be none is text; white space
-    behind calls is dropped."""
+    """Reads one text, in time linear in its length. A failed call is yielded as text; white space after calls is
+    dropped."""
 
     def __init__(self, tool_format: ToolFormat, schemas: Schemas = MappingProxyType({})) -> None:
-        """`schemas` of the functions' arguments, by function, say which values are strings where the format does
-        not."""
+        """`schemas` of the functions' arguments, by function, determine which values are strings, in formats where the
+        text does not."""
         self._format = tool_format
         self._schemas = schemas
-        self._held: list[str] = []  # not told yet: it may be a call, or begin one
+        self._held: list[str] = []  # not yielded yet: possibly a call or its beginning
         self._cursor = Cursor()
-        self._scan: Scan | None = None  # of what is held, if all of its marker has come
-        self._said = False  # text was told that is not white space
-        self._behind_call = False  # a call was the last that was told
+        self._scan: Scan | None = None  # of the held text, once its marker is complete
+        self._said = False  # text other than white space was yielded
+        self._behind_call = False  # the last item yielded was a call
 
     def push(self, text: str) -> Iterator[str | ToolCall]:
-        """Take a piece of the text; yield what has become known: text, and calls that are complete."""
+        """Take a piece of the text; yield what is certain so far: text, and complete calls."""
         if text:
             yield from self._read(text)
 
     def finish(self) -> Iterator[str | ToolCall]:
-        """Yield what is left at the end of the text."""
+        """Yield the rest at the end of the text."""
         self._cursor.over = True
         yield from self._read("")
 
     def _read(self, text: str) -> Iterator[str | ToolCall]:
         marker, cursor = self._format.marker, self._cursor
-        begin: int | None = None  # of what is scanned; None: in what is held
+        begin: int | None = None  # where the scanned call begins in `text`; None: in the held text
         if self._scan is None:
             text, self._held = "".join((*self._held, text)), []
         cursor.text, cursor.at = text, 0
@@ -54,7 +54,7 @@ class ToolCallReader:
                 next(self._scan)
             except StopIteration as ended:
                 self._scan = None
-                if begin is None and (ended.value is None or cursor.at < 0):  # what is held is read again
+                if begin is None and (ended.value is None or cursor.at < 0):  # read the held text again
                     held = "".join(self._held)
                     text, cursor.at = held + text, cursor.at + len(held)
                     cursor.text, begin = text, 0
@@ -71,9 +71,9 @@ class ToolCallReader:
                 return
 
     def _beginning(self, text: str, at: int) -> int:
-        """Return the first place from `at` on where a call begins, or may begin once more has come."""
+        """Return the first place from `at` where a call begins, or may begin depending on the next piece."""
         marker = self._format.marker
-        if not marker:  # calls are the whole text
+        if not marker:  # the whole text must be calls
             return len(text) if self._said else at
         found = text.find(marker, at)
         if found >= 0:
@@ -89,6 +89,6 @@ class ToolCallReader:
 
 
 def _overlap(text: str, begin: int, marker: str) -> int:
-    """Return the length of the longest end of a text, from a place on, that begins a marker."""
+    """Return the length of the longest suffix of text[begin:] that is a proper prefix of the marker."""
     longest = min(len(text) - begin, len(marker) - 1)
     return next((n for n in range(longest, 0, -1) if marker.startswith(text[len(text) - n :])), 0)

@@ -1,4 +1,4 @@
-"""The formats in which models write calls of functions into their texts."""
+"""Models' formats of tool calls in text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class JsonCall:
-    """A JSON object with `name` and what `arguments` names, or a list of such objects if calls are `listed`."""
+    """A JSON object with the keys `name` and the value of `arguments`, or a list of such objects if calls are
+    `listed`."""
 
     arguments: str = "arguments"
     listed: bool = False
@@ -28,8 +29,8 @@ class JsonCall:
 
 @dataclass(frozen=True)
 class NamedCall:
-    """The function's name, then `opening` and the arguments as a JSON object. `identifier` and an id may stand behind
-    the name."""
+    """The function's name, then `opening` and the arguments as a JSON object. `identifier` and an id may follow the
+    name."""
 
     opening: str
     identifier: str
@@ -39,7 +40,7 @@ class NamedCall:
 class TaggedCall:
     """Tags around the function's name, around each argument's name and around its value.
 
-    A value of a string is the string itself, any other is JSON: the function's schema tells which.
+    A string value is written verbatim, any other as JSON: the function's schema decides.
     """
 
     name: tuple[str, str]
@@ -48,22 +49,22 @@ class TaggedCall:
     end: str
     after: str
     line: str = "\n"
-    """Stands between two tags."""
+    """Separates two tags."""
     pad: str = ""
-    """Stands around each value."""
+    """Surrounds each value."""
     several: bool = False
     """True: the next call follows without a marker of its own."""
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A format. Each call follows `marker`; without one, calls are the whole text."""
+    """A format. Each call follows `marker`; without one, the whole text is calls."""
 
     name: str
     marker: str
     call: JsonCall | NamedCall | TaggedCall
     between: str = ""
-    """Stands between two calls that each have a marker."""
+    """Separates two calls with a marker each."""
 
     @property
     def marks(self) -> frozenset[str]:
@@ -101,7 +102,7 @@ HERMES = ToolFormat("hermes", "<tool_call>", _HERMES_CALL, between="\n")
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", JsonCall(listed=True))
 """Mistral, up to the third version of its tokenizer."""
 MISTRAL_ARGS = ToolFormat("mistral_args", "[TOOL_CALLS]", NamedCall("[ARGS]", "[CALL_ID]"))
-"""Mistral, from the eleventh version of its tokenizer on; some of them write `[CALL_ID]`."""
+"""Mistral, since the eleventh version of its tokenizer; some of them write `[CALL_ID]`."""
 LLAMA = ToolFormat("llama3_json", "", JsonCall("parameters"), between="; ")
 """Llama 3.1 to 3.3."""
 GRANITE = ToolFormat("granite", "<|tool_call|>", JsonCall(listed=True))
@@ -121,11 +122,11 @@ FORMATS = {
     each.name: each
     for each in (HERMES, MISTRAL, MISTRAL_ARGS, LLAMA, GRANITE, QWEN_CODER, SEED, GLM, GLM_DENSE, MINIMAX)
 }
-"""All formats, by name: the name of vLLM's parser where it has one for this form alone."""
+"""All formats, by name: the name of vLLM's parser if one exists for this form alone."""
 
 
 def written(tool_format: ToolFormat, calls: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
-    """Return calls, each a name and arguments, as a model writes them."""
+    """Return calls, (name, arguments) each, in a model's format."""
     marker, style = tool_format.marker, tool_format.call
     match style:
         case JsonCall(listed=True):

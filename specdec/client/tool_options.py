@@ -1,4 +1,4 @@
-"""How functions and calls, as OpenAI's API has them, become a message."""
+"""Conversion of functions and calls in the form of OpenAI's API to a message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OF_A_FUNCTION = ("type", "function")
 
 
 def put_tools(chat: pb.ChatPrompt, tools: object) -> None:
-    """Set the functions; TypeError or ValueError names what is wrong."""
+    """Set the functions; TypeError or ValueError names the problem."""
     if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Iterable):
         raise TypeError(f"tools = {tools!r}: must be a list of functions")
     for index, tool in enumerate(tools):
@@ -28,7 +28,7 @@ def put_tools(chat: pb.ChatPrompt, tools: object) -> None:
 
 
 def put_tool_choice(chat: pb.ChatPrompt, choice: object) -> None:
-    """Set whether functions are called; ValueError if it is not known."""
+    """Set whether functions are called; ValueError for an unknown choice."""
     if isinstance(choice, Mapping):
         function = _function(choice, "tool_choice", "name")
         _check_fields(choice, "tool_choice", _OF_A_FUNCTION)
@@ -40,8 +40,7 @@ def put_tool_choice(chat: pb.ChatPrompt, choice: object) -> None:
 
 
 def put_tool_calls(turn: pb.ChatMessage, option: str, calls: object) -> None:
-    """Set the calls of a turn, whose arguments are JSON, or what JSON can say; TypeError or ValueError names what is
-    wrong."""
+    """Set the calls of a turn, with arguments as JSON text or a mapping; TypeError or ValueError names the problem."""
     if isinstance(calls, str | bytes | Mapping) or not isinstance(calls, Iterable):
         raise TypeError(f"{option} = {calls!r}: must be a list of calls")
     for index, call in enumerate(calls):
@@ -55,7 +54,7 @@ def put_tool_calls(turn: pb.ChatMessage, option: str, calls: object) -> None:
 
 
 def _function(given: object, option: str, *fields: str) -> Mapping[str, Any]:
-    """Return the part `function` of a function or a call, which has these fields and no others."""
+    """Return the part `function` of a function or a call, after checking that it has no other fields than these."""
     if not isinstance(given, Mapping) or given.get("type", "function") != "function":
         raise ValueError(f'{option} = {given!r}: must have the type "function"')
     function = given.get("function")

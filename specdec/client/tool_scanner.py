@@ -1,10 +1,9 @@
-"""Reads what follows the marker of a call, each character once however the text is cut.
+"""Scanners of calls, from behind their marker: each character is read once, wherever the text is cut into pieces.
 
-Scanners are generators: they yield where they need more of the text, and return the calls, or None where the text is no
-call. Reading stays linear in the length of the text although a failed call is read again behind its marker: whatever a
-scanner passes over freely, such as a string of JSON or a tagged value, either ends at the next marker or stands in a
-string there. Of two scanners that read JSON from different markers one takes for a string what the other does not, so
-that at most two of them come past the same marker.
+Scanners are generators: they yield when they need more text, and return the calls, or None if the text is not a call. A
+failed call is read again behind its marker; total time stays linear nevertheless. Free-form parts (a JSON string, a
+tagged value) either end at the next marker or contain it in a string. Two JSON scanners started at different markers
+disagree on what is inside a string, so at most two of them pass the same marker.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ _TAGGED_NAME = re.compile(r'[^\s<>"]*')
 _KEY = re.compile(r'[^<>"]*')
 _STRING = re.compile(r'[^"\\\x00-\x1f]*')
 _OUTSIDE_STRINGS = re.compile(r"[ \t\n\r,:0-9+\-.eEtrufalsn]*")
-"""White space, separators, numbers, `true`, `false` and `null`: no marker is made of them."""
+"""White space, separators, numbers, `true`, `false` and `null`: no marker consists of them."""
 
 
 class Cursor:
-    """A place in a text that comes in pieces. Methods that are generators yield where the piece ends."""
+    """A place in a text arriving in pieces. Methods that are generators yield at the end of a piece."""
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
-        """Place in the piece; negative if characters of earlier pieces were given back, which ends the scan."""
+        """Place in the piece; negative after a return to characters of earlier pieces, which ends the scan."""
         self.over = False
-        """True: no piece follows."""
+        """True: the text is complete."""
 
     def peek(self) -> Generator[None, None, str]:
         """Return the next character; empty at the end of the text."""
@@ -49,7 +48,7 @@ class Cursor:
         return self.text[self.at]
 
     def run(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
-        """Pass over the longest run of a pattern of single characters, and return it."""
+        """Skip and return the longest run matching a pattern of single characters."""
         pieces = []
         while True:
             found = pattern.match(self.text, self.at)
@@ -61,8 +60,8 @@ class Cursor:
             yield
 
     def one_of(self, *wanted: str) -> Generator[None, None, str]:
-        """Pass over one of several texts, none of which begins another, and return it; else give back what was read,
-        and return an empty text."""
+        """Skip and return one of several texts, none of which is a prefix of another. If none matches, move back and
+        return an empty text."""
         read = ""
         while read not in wanted:
             read += (character := (yield from self.peek()))
@@ -73,7 +72,7 @@ class Cursor:
         return read
 
     def until(self, *ends: str) -> Generator[None, None, tuple[str, str]]:
-        """Pass over a text up to the first of several ends, and return both; the end is empty where none comes."""
+        """Skip a text up to the first of several ends, and return both; the end is empty if none comes."""
         pattern = re.compile("|".join(map(re.escape, ends)))
         kept = max(map(len, ends)) - 1
         pieces, tail, begin = [], "", self.at
@@ -92,7 +91,7 @@ class Cursor:
             yield
 
     def json(self) -> Generator[None, None, str | None]:
-        """Pass over an object or a list, and return it; None as soon as it can be none."""
+        """Skip and return an object or a list; None as soon as it cannot be one."""
         pieces: list[str] = []
         begin, depth, in_string, escaped = self.at, 0, False, False
         while True:
@@ -131,7 +130,7 @@ Scan = Generator[None, None, list[ToolCall] | None]
 
 
 def scan(cursor: Cursor, tool_format: ToolFormat, schemas: Schemas) -> Scan:
-    """Read calls from behind their marker on."""
+    """Return the scanner of a format, for calls from behind their marker."""
     match tool_format.call:
         case JsonCall() as style:
             return _json_calls(cursor, style, bare=not tool_format.marker)
@@ -190,14 +189,14 @@ def _tagged_calls(cursor: Cursor, style: TaggedCall, marker: str, schemas: Schem
         if call is None:
             return None
         calls.append(call)
-        if not style.end:  # what ends the call has ended the calls
+        if not style.end:  # the end tag closes call and calls alike
             return calls
 
 
 def _tagged_arguments(
     cursor: Cursor, style: TaggedCall, marker: str, schema: Mapping[str, Any]
 ) -> Generator[None, None, dict[str, object] | None]:
-    """Read the arguments of one call, and what ends it."""
+    """Read the arguments of one call, and its end tag."""
     arguments: dict[str, object] = {}
     properties = property_schemas(schema)
     while True:
@@ -220,14 +219,14 @@ def _tagged_arguments(
 
 
 def _closing(cursor: Cursor, after: str) -> Generator[None, None, None]:
-    """Pass over white space and the closing tag, which a text may lack."""
+    """Skip white space and the closing tag, which a text may lack."""
     yield from cursor.run(_SPACE)
     if after:
         yield from cursor.one_of(after)
 
 
 def _decoded(written: str, style: JsonCall) -> list[ToolCall] | None:
-    """Return the calls that JSON holds; None unless all of it is calls."""
+    """Return the calls in a JSON text; None unless all of it is calls."""
     try:
         found = json.loads(written)
     except (ValueError, RecursionError):
@@ -252,8 +251,8 @@ def _object(text: str) -> dict[str, object] | None:
 
 
 def _call(name: str, arguments: Mapping[str, object]) -> ToolCall | None:
-    """Return a call; None if its name or its arguments are what no JSON in UTF-8 can say. Half a surrogate pair in an
-    argument stays escaped."""
+    """Return a call; None if JSON in UTF-8 cannot represent its name or arguments. A lone surrogate in an argument
+    stays escaped."""
     try:
         name.encode()
         told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)

@@ -1,4 +1,4 @@
-"""The transcript: what a stream has delivered, and so what is missing when it breaks. Makes no calls itself."""
+"""The transcript: what a stream has delivered, and therefore what is missing after a failure. Makes no calls itself."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from specdec.v2.generation_pb2 import GenerateRequest, GenerateResponse, Resolve
 
 
 class Transcript:
-    """The account of one stream: a request that always asks for exactly what has not arrived yet.
+    """The state of one stream: a request for exactly the part that has not arrived yet.
 
-    The generated tokens and the seed determine the rest of the text, so a stream of one sample can go on wherever the
-    same model is served. One request cannot carry the tokens of several samples: there, only a call that has delivered
-    nothing is tried again.
+    The generated tokens and the seed determine the rest of the text, so a stream of one sample can resume on any server
+    of the same model. One request cannot carry the tokens of several samples: their stream is only retried before its
+    first response.
     """
 
     def __init__(self, request: GenerateRequest, retries: Retries) -> None:
@@ -29,7 +29,7 @@ class Transcript:
         self._before_seconds = 0.0
 
     def take(self, response: GenerateResponse) -> Chunk:
-        """Enter a response, and return its chunk; ServerError if it makes no sense."""
+        """Record a response and return its chunk; ServerError if it is invalid."""
         try:
             return self._take(response)
         except ValueError as error:
@@ -44,7 +44,7 @@ class Transcript:
             self._request.model_fingerprint = response.model_fingerprint
         if self._empty and self._samples == 1:
             _make_explicit(self._request, response.resolved)
-        if not self._empty and self._samples == 1:  # a server that resumes the text sends them again
+        if not self._empty and self._samples == 1:  # a server resuming the text repeats them
             response.ClearField("resolved")
         if not self._empty:
             response.ClearField("seed")
@@ -65,12 +65,12 @@ class Transcript:
             raise ServerError("the stream ended before the completion did", code=grpc.StatusCode.INTERNAL)
 
     def pause(self, error: grpc.RpcError) -> float | None:
-        """Return the seconds to wait before asking for the rest; None if nothing is missing.
+        """Return the seconds to wait before requesting the rest; None if nothing is missing.
 
-        Raises the error where the stream cannot go on.
+        Raise the error if the stream cannot be resumed.
         """
         if self._unfinished <= 0:
-            return None  # the caller has it all: how the connection ended does not matter
+            return None  # complete: the end of the connection does not matter
         if self._empty:
             return self._retries.pause(error)
         if self._samples > 1:
@@ -82,7 +82,7 @@ class Transcript:
         return pause
 
     def ask(self) -> tuple[str, GenerateRequest, float | None]:
-        """Return the address to ask now, the request, and the seconds that it may take; Cancelled if the client was
+        """Return the address for the next try, the request, and the seconds it may take; Cancelled if the client was
         closed."""
         self._retries.check_open()
         self._before_seconds = self._retries.seconds_passed
@@ -90,8 +90,8 @@ class Transcript:
 
 
 def _make_explicit(request: GenerateRequest, resolved: ResolvedRequest) -> None:
-    """Leave nothing open that a server has resolved: another one, by which the text may be resumed, might resolve it
-    differently. It compares the prompt's tokens, which the request cannot carry beside the prompt."""
+    """Set in the request every default resolved by a server: another one resuming the text might resolve it
+    differently. The prompt is checked by digest, since a request cannot carry its tokens besides the prompt."""
     if not resolved.ByteSize():
         return
     request.sampling.MergeFrom(resolved.sampling)
@@ -108,8 +108,7 @@ def _make_explicit(request: GenerateRequest, resolved: ResolvedRequest) -> None:
 
 
 def _not_resumed(why: str, error: grpc.RpcError) -> SpecdecError:
-    """Return the error that ended the stream; if another stream would survive it, it also says why this one does
-    not."""
+    """Return the error that ended the stream, with the reason why this stream cannot survive it if others could."""
     seen = from_rpc(error)
     if is_loss(seen):
         return Unavailable(f"{why}: {seen}", code=seen.code, reason=seen.reason, retry_after=seen.retry_after)
