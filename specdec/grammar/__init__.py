@@ -1,1 +1,1 @@
-"""Structured output: which tokens a grammar lets a text go on with."""
+"""Structured output: the tokens a grammar allows next in a text."""

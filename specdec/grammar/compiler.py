@@ -1,11 +1,11 @@
-"""Compiles grammars for one tokenizer, by llguidance (https://github.com/guidance-ai/llguidance).
+"""Compiles grammars for one tokenizer with llguidance (https://github.com/guidance-ai/llguidance).
 
-Every service that follows a grammar compiles it for itself: what is sent is its source. The library's limits on work
-are counted in units of work and not in seconds.
+Every service compiles its grammars itself: only their source is sent. The library limits work in its own units, not in
+seconds.
 
-All copies of one of the library's matchers share the state of its lexer, which stands still for good once it has come
-to its limit. So texts of different owners never share a matcher, and one whose lexer stands still is not used for new
-texts."""
+All copies of one of the library's matchers share the state of its lexer, and a lexer that reaches its limit stops for
+good. So owners never share a matcher, and one with a stopped lexer is not used for new texts.
+"""
 
 from __future__ import annotations
 
@@ -40,36 +40,35 @@ if TYPE_CHECKING:
     from specdec.engine.model_directory import ModelDirectory
 
 KEPT_BYTES = 512 << 20
-"""Bytes of compiled grammars of a process, with what their lexers may grow to: some hundred schemas of usual size."""
+"""Budget for a process's compiled grammars, including growth of their lexers: a few hundred schemas of usual size."""
 
 OWNER_BYTES = KEPT_BYTES // 2
-"""Bytes of these that a named owner may have."""
+"""Part of this budget available to one named owner."""
 
 MAX_GRAMMAR_BYTES = 160 << 20
-"""Bytes of one compiled grammar: less than what its owner may have."""
+"""Limit for one compiled grammar, below that of its owner."""
 
 IDLE_SECONDS = 600.0
-"""Seconds after which a grammar that no text uses is forgotten."""
+"""Seconds after which an unused grammar is evicted."""
 
 COLLECT_SECONDS = 1.0
-"""Least time between two garbage collections for want of room."""
+"""Least time between two garbage collections made to free room."""
 
 GIVEN_BACK_BYTES = 64 << 20
-"""Bytes of grammars that are freed before malloc is told to give free memory back to the system. That costs later
-steps page faults."""
+"""Bytes of freed grammars at which malloc is trimmed. Returning memory to the system costs later steps page faults."""
 
 STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How JSON is written unless a schema's `x-guidance` says otherwise: in one line, as most programs write it. Where any
-white space may stand, little is forced."""
+"""JSON layout unless a schema's `x-guidance` sets it: one line, as most programs write it. Flexible white space would
+leave few forced tokens."""
 
 STEP_ITEMS, ROW_ITEMS, STEP_FUEL = 5_000, 250, 50_000
-"""Most work of the parser, for one token and at one place, and of the lexer, in the library's units: a few milliseconds
-by the speeds that it names, since others' texts share the step. The schemas of `test_a_thousand_schemas` never come to
-them."""
+"""Limits on the parser's work, per token and per place, and on the lexer's, in the library's units: a few milliseconds
+at its documented speeds, since the step is shared with other texts. The schemas of `test_a_thousand_schemas` never
+reach them."""
 
 
 class GrammarRoomError(Exception):
-    """Running texts use the compiled grammars that take all of the room: of their owner's, or of all."""
+    """Grammars in use by running texts fill the budget: their owner's, or the whole."""
 
     def __init__(self, limit: int, *, of_owner: bool) -> None:
         super().__init__(f"the grammars of running texts take nearly {limit >> 20} MiB, the limit is reached")
@@ -77,21 +76,21 @@ class GrammarRoomError(Exception):
 
 
 class SharedMatcher:
-    """A matcher at the beginning of its grammar, of which each text has a copy."""
+    """A matcher at the start of its grammar; texts use copies of it."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
         self.spent = False
-        """True once a copy has come to one of the library's limits: the lexer that all copies share may stand still."""
+        """True once a copy has reached one of the library's limits: the lexer shared by all copies may have stopped."""
         self.users: weakref.WeakSet[CompiledGrammar] = weakref.WeakSet()
-        self.used = time.monotonic()  # when it was last asked for
+        self.used = time.monotonic()  # time of the last request for it
 
     def spend(self) -> None:
         self.spent = True
 
 
 class CompiledGrammar:
-    """A grammar that is ready to be followed by the texts of one owner. It stays compiled while this object lives."""
+    """A compiled grammar for the texts of one owner. It stays compiled while this object lives."""
 
     def __init__(self, shared: SharedMatcher, grammar: Grammar, vocabulary: int) -> None:
         self._shared = shared
@@ -99,7 +98,7 @@ class CompiledGrammar:
         self._vocabulary = vocabulary
 
     def begin(self, generated: Sequence[int], end_tokens: frozenset[int]) -> TextGrammar:
-        """Return where a text stands that has these tokens already; GrammarError if they do not fit."""
+        """Return the state of a text after these generated tokens; GrammarError if they do not fit."""
         shared = self._shared
         text = TextGrammar(shared.matcher.deep_copy(), self._grammar, end_tokens, self._vocabulary, shared.spend)
         text.commit(generated)
@@ -112,10 +111,10 @@ _Key = tuple[str, Kind, tuple[str, ...]]
 
 
 class GrammarCompiler:
-    """Compiles grammars for the tokenizer of a model, whose logits are `vocabulary` wide. Any thread may use it.
+    """Compiles grammars for a model's tokenizer, with logits of width `vocabulary`. Thread-safe.
 
-    Compiled grammars are kept, up to `kept_bytes` in all and `owner_bytes` of a named owner; the one that was not used
-    for the longest gives way. One that a text uses counts until the text has let go of it.
+    Compiled grammars are cached, up to `kept_bytes` in all and `owner_bytes` per named owner; the least recently used
+    one is evicted first. A grammar in use counts until its texts release it.
     """
 
     def __init__(
@@ -127,40 +126,39 @@ class GrammarCompiler:
         kept_bytes: int = KEPT_BYTES,
         owner_bytes: int = OWNER_BYTES,
     ) -> None:
-        """`added` are tokens that other files of the model add to those of the tokenizer's file."""
+        """`added` are tokens defined in other files of the model, besides the tokenizer's own."""
         self._file = tokenizer_file
         self._added = added
         self._vocabulary = vocabulary
         self._kept_bytes = kept_bytes
         self._owner_bytes = owner_bytes
-        self._kept: OrderedDict[_Key, Future[SharedMatcher]] = OrderedDict()  # the one to give way first comes first
-        self._bytes: Counter[str] = Counter()  # of all matchers that exist, by owner
-        self._freed: deque[tuple[str, int]] = deque()  # owners and bytes of matchers that no longer exist
-        self._collected_at = -math.inf  # when garbage was last collected
-        self._untrimmed = 0  # bytes freed since malloc last gave memory back
+        self._kept: OrderedDict[_Key, Future[SharedMatcher]] = OrderedDict()  # in order of eviction
+        self._bytes: Counter[str] = Counter()  # of all existing matchers, by owner
+        self._freed: deque[tuple[str, int]] = deque()  # (owner, bytes) of matchers freed since
+        self._collected_at = -math.inf  # time of the last garbage collection
+        self._untrimmed = 0  # bytes freed since malloc was last trimmed
         self._lock = threading.Lock()
 
     @classmethod
     def of(cls, directory: ModelDirectory) -> Self:
-        """Return a compiler for the model of a directory."""
+        """Return a compiler for the model in a directory."""
         return cls(directory.path / "tokenizer.json", directory.vocabulary, directory.tokenizer_files.to_add())
 
     def prepare(self) -> None:
-        """Read the tokenizer now, before anybody waits: that of 131,072 tokens takes a second, for most of which no
-        other thread of the process runs."""
+        """Load the tokenizer at start-up: with 131,072 tokens it takes a second and holds the GIL for most of it."""
         _ = self._tokenizer
 
     @property
     def bytes(self) -> int:
-        """Bytes that compiled grammars take, with what their lexers may grow to."""
+        """Bytes of all compiled grammars, including growth of their lexers."""
         with self._lock:
             self._settle()
             return self._bytes.total()
 
     def compile(self, grammar: Grammar, owner: str = "", weight: int = 0) -> CompiledGrammar:
-        """Compile a grammar, which takes `weight` bytes before its lexer grows, for texts of an owner. GrammarError if
-        it cannot be, or lets no text begin; GrammarRoomError if there is no room. Takes a millisecond, or a second for
-        the largest; other threads run meanwhile, and callers that want the same wait for it."""
+        """Compile a grammar for texts of an owner; `weight` is its size in bytes before its lexer grows. GrammarError
+        if it is invalid or matches no text; GrammarRoomError if there is no room. Takes a millisecond, or a second for
+        the largest, without the GIL; concurrent calls for the same grammar wait for one compilation."""
         key, size = (owner, grammar.kind, grammar.source), weight + growth_bytes(grammar)
         if size > MAX_GRAMMAR_BYTES:
             raise GrammarError(f"takes up to {size >> 20} MiB compiled, may take at most {MAX_GRAMMAR_BYTES >> 20}")
@@ -183,7 +181,7 @@ class GrammarCompiler:
                 self._freed.append((owner, size))
                 found.set_exception(error)
             else:
-                # Runs wherever the last reference goes, perhaps while this lock is held: so it takes no lock.
+                # Runs wherever the last reference is dropped, perhaps under this lock: it must not take a lock.
                 weakref.finalize(shared, self._freed.append, (owner, size)).atexit = False
                 found.set_result(shared)
         shared = found.result()
@@ -191,7 +189,7 @@ class GrammarCompiler:
             return self._used(shared, grammar)
 
     def kept(self, grammar: Grammar, owner: str = "") -> CompiledGrammar | None:
-        """Return a grammar that is compiled already; None if it is not."""
+        """Return a grammar from the cache; None if it is not compiled."""
         key = owner, grammar.kind, grammar.source
         with self._lock:
             found = self._kept.get(key)
@@ -201,20 +199,20 @@ class GrammarCompiler:
             return self._used(found.result(), grammar)
 
     def forget(self) -> None:
-        """Forget all grammars that no text uses."""
+        """Evict all unused grammars."""
         with self._lock:
             self._evict(list(self._kept))
             self._settle()
 
     def _used(self, shared: SharedMatcher, grammar: Grammar) -> CompiledGrammar:
-        """Return a grammar that counts as used from now on. Holds the lock."""
+        """Return a grammar and mark it as used. Holds the lock."""
         compiled = CompiledGrammar(shared, grammar, self._vocabulary)
         shared.used = time.monotonic()
         shared.users.add(compiled)
         return compiled
 
     def _make_room(self, owner: str, size: int) -> None:
-        """Evict grammars, until one more of this size has room; GrammarRoomError if texts use too many. Holds the
+        """Evict grammars until one more of this size fits; GrammarRoomError if those in use leave no room. Holds the
         lock."""
         before = time.monotonic() - IDLE_SECONDS
         self._evict([key for key, found in self._kept.items() if _is_old(found, before)])
@@ -226,7 +224,7 @@ class GrammarCompiler:
             raise lacking
 
     def _lacking(self, owner: str, size: int) -> GrammarRoomError | None:
-        """Evict grammars until one more of this size has room. Return the error if it has none. Holds the lock."""
+        """Evict grammars until one more of this size fits; return the error if it does not. Holds the lock."""
         if owner:
             own = [key for key in self._kept if key[0] == owner]
             self._evict_until(lambda: self._bytes[owner] + size <= self._owner_bytes, own)
@@ -238,9 +236,9 @@ class GrammarCompiler:
         return None
 
     def _collect(self) -> bool:
-        """Free sessions that have ended: their token trees are cycles, which hold grammars until the next garbage
-        collection. Return whether it was done, at most once in COLLECT_SECONDS: it holds up other threads for some
-        milliseconds. Holds the lock."""
+        """Collect garbage: the token trees of ended sessions are cycles, holding grammars until the next collection. At
+        most once in COLLECT_SECONDS, since it stops other threads for some milliseconds; return True if done. Holds the
+        lock."""
         if time.monotonic() - self._collected_at < COLLECT_SECONDS:
             return False
         gc.collect()
@@ -256,13 +254,13 @@ class GrammarCompiler:
             self._settle()
 
     def _evict(self, keys: Iterable[_Key]) -> None:
-        """Forget those of these grammars that no text uses: others would stay in memory all the same."""
+        """Evict the unused ones among these grammars: evicting one in use would free nothing."""
         for key in keys:
             if not _is_used(self._kept[key]):
                 del self._kept[key]
 
     def _settle(self) -> None:
-        """Count what has been freed. Holds the lock."""
+        """Deduct freed matchers from the counts. Holds the lock."""
         while self._freed:
             owner, size = self._freed.popleft()
             self._untrimmed += size
@@ -271,7 +269,7 @@ class GrammarCompiler:
                 del self._bytes[owner]
 
     def _trim(self) -> None:
-        """Give memory back to the system, if much was freed."""
+        """Return memory to the system if much was freed."""
         with self._lock:
             if self._untrimmed < GIVEN_BACK_BYTES:
                 return
@@ -288,15 +286,15 @@ class GrammarCompiler:
         )
         matcher = LLMatcher(self._tokenizer, _in_library_form(grammar), log_level=0, limits=limits)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # finds that nothing can begin a text
+            matcher.compute_bitmask()  # fails if no token can begin a text
         if matcher.is_error():
             raise GrammarError(_told(matcher.get_error()))
         return matcher
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        """The library's view of the tokenizer. It gets an end token of its own, beyond the vocabulary: which tokens end
-        a text is each request's to say."""
+        """The library's view of the tokenizer. It gets an artificial end token beyond the vocabulary, since each
+        request has its own end tokens."""
         tokenizer = Tokenizer.from_file(str(self._file))
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -322,12 +320,12 @@ def _is_spent(found: Future[SharedMatcher]) -> bool:
 
 
 def _is_used(found: Future[SharedMatcher]) -> bool:
-    """Return whether a text uses a grammar, or waits for it."""
+    """Return True if a text uses a grammar, or waits for its compilation."""
     return not found.done() or (found.exception() is None and bool(found.result().users))
 
 
 def _is_old(found: Future[SharedMatcher], before: float) -> bool:
-    """Return whether a grammar was last asked for before this time."""
+    """Return True if a grammar was last requested before this time."""
     return found.done() and found.exception() is None and found.result().used < before
 
 
@@ -349,9 +347,9 @@ def _in_library_form(grammar: Grammar) -> str:
 
 
 def _told(problem: str) -> str:
-    """Return a problem of the library's in one short line."""
+    """Return the library's description of a problem as one short line."""
     if problem.startswith("NoExtension"):
         return "lets no text begin"
     first, *others = problem.splitlines() or [""]
-    told = next((line for line in others if line.startswith("error: ")), first)  # of a regex: the rest draws where
+    told = next((line for line in others if line.startswith("error: ")), first)  # of a regex: the rest marks the place
     return "cannot be used: " + told[:LONGEST_PROBLEM]

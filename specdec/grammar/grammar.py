@@ -1,4 +1,4 @@
-"""The grammar of a request, as a value: what its text must look like."""
+"""The grammar of a request, as a value: a constraint on its text."""
 
 from __future__ import annotations
 
@@ -8,38 +8,39 @@ from dataclasses import dataclass
 from enum import Enum
 
 LONGEST_SOURCE = 128 << 10
-"""Bytes of a schema, an expression or a grammar; of all choices together."""
+"""Most bytes of a schema, an expression or a grammar, or of all choices together."""
 
 MOST_CHOICES = 1024
 
 MAX_NESTING = 100
-"""Levels of arrays and objects in a schema's JSON: the library's reader stops at 127."""
+"""Most levels of arrays and objects in a schema's JSON: the library's parser stops at 127."""
 
 MAX_RULES = 1024
-"""Rules of a grammar in Lark. What is written by hand has some hundred."""
+"""Most rules of a Lark grammar. Hand-written ones have a few hundred."""
 
 LONGEST_PROBLEM = 160
-"""Characters of a library's words about a grammar that are told."""
+"""Most characters of a library's message about a grammar that are passed on."""
 
 
 class Kind(Enum):
-    """The language that a grammar is written in; values as the fields of specdec.v2.Grammar."""
+    """The language of a grammar's source; values as the fields of specdec.v2.Grammar."""
 
     JSON_SCHEMA = "json_schema"
-    """A JSON schema: the text is a value that it describes."""
+    """A JSON schema: the text is a JSON value that validates against it."""
     REGEX = "regex"
-    """A regular expression, without look-around and back-references: it matches the whole text."""
+    """A regular expression, without look-around and back-references, matching the whole text."""
     LARK = "lark"
-    """A context-free grammar, as Lark writes them: the text is what `start` derives."""
+    """A context-free grammar in Lark's syntax: the text is derived from `start`."""
     CHOICE = "choice"
-    """A list of texts, of which the text is one."""
+    """A list of texts: the text is one of them."""
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """A grammar. `source` has one entry but for CHOICE; with `after_token` the text is free up to and including the
-    first token with that id, the end of its reasoning say, and the grammar holds for the rest. With `opening_token` as
-    well, only a text that begins with that token is."""
+    """A grammar. `source` has one entry, or several for CHOICE. With `after_token` the text is free up to and including
+    the first token with that id (for example the end of its reasoning), and the grammar applies to the rest. With
+    `opening_token` as well, this holds only for a text beginning with that token; any other is constrained from its
+    start."""
 
     kind: Kind
     source: tuple[str, ...]
@@ -48,15 +49,15 @@ class Grammar:
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be used; the message says why."""
+    """A grammar cannot be used; the message gives the reason."""
 
 
 class GrammarTooComplexError(GrammarError):
-    """A grammar that takes more work than is allowed, for one text at least."""
+    """A grammar exceeds the work limits, for one text at least."""
 
 
 def source_violation(kind: Kind, source: Sequence[str]) -> str | None:
-    """Return what is wrong with the source of a grammar, as far as it can be told without compiling it."""
+    """Return the problem of a grammar's source, as far as it is visible without compiling it; None if there is none."""
     if kind is Kind.CHOICE:
         if not 0 < len(source) <= MOST_CHOICES:
             return f"has {len(source)} texts, must have 1 to {MOST_CHOICES}"
@@ -76,16 +77,15 @@ def source_violation(kind: Kind, source: Sequence[str]) -> str | None:
 
 
 _RULE = re.compile(r"^[ \t]*[!?]?[A-Za-z_][\w-]*[ \t]*(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
-"""The head of a rule of Lark, with its priority and its attributes."""
+"""The head of a Lark rule, with its priority and its attributes."""
 
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
-"""A string of JSON, or a bracket outside of strings. A string that is not closed goes to the end: looking for brackets
-behind each of its quotes would take quadratic time."""
+"""A JSON string, or a bracket outside strings. An unclosed string extends to the end: searching for brackets behind
+each of its quotes would take quadratic time."""
 
 
 def _nesting(source: str) -> int:
-    """Return how deep arrays and objects of a JSON text lie within each other; of what is no JSON, how deep they
-    seem to."""
+    """Return the nesting depth of arrays and objects in a JSON text; of text that is not JSON, the apparent depth."""
     depth = deepest = 0
     for found in _BRACKET.finditer(source):
         if found[0] in "[{":
@@ -97,6 +97,6 @@ def _nesting(source: str) -> int:
 
 
 def lark_string(text: str) -> str:
-    """Return a text as a string of Lark, between quotes."""
+    """Return a text as a quoted Lark string."""
     escaped = re.sub(r'[\\"]', lambda found: "\\" + found[0], text)
     return '"' + re.sub(r"[\x00-\x1f\x7f]", lambda found: f"\\x{ord(found[0]):02x}", escaped) + '"'

@@ -1,4 +1,4 @@
-"""The heap of this process: what malloc has handed out."""
+"""The heap of this process: memory allocated by malloc."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class _Mallinfo(ctypes.Structure):
 
 
 def allocated_bytes() -> int:
-    """Return the bytes that malloc has handed out and not got back, in its main arena and in mappings of their own.
-    Without glibc 2.33, the bytes of this process that are in memory."""
+    """Return the bytes currently allocated by malloc, in its main arena and in separate mappings. Without glibc 2.33,
+    the resident bytes of this process."""
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2
     except (AttributeError, OSError):
@@ -32,5 +32,5 @@ def allocated_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """Return the bytes of this process that are in memory."""
+    """Return the resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

@@ -1,8 +1,8 @@
-"""Stack sizes of the threads that work with grammars, and threads that have them.
+"""Stack sizes of the threads that process grammars, and thread pools with such stacks.
 
-llguidance walks rules and definitions by recursion. A walk that needs more stack than its thread has ends the process
-with SIGSEGV, and nothing can catch that. So a grammar is tried on a stack that is a fraction of what any thread of a
-service has: what passes the trial cannot end a service this way. Stacks are virtual memory until they are used.
+llguidance walks rules and definitions recursively. A stack overflow there ends the process with SIGSEGV, which cannot
+be caught. So a grammar is tried on a stack smaller than that of any service thread: a grammar passing the trial cannot
+crash a service this way. Stacks are virtual memory until they are used.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 TRIAL_STACK_BYTES = 2 << 20
-"""Stack of the thread that tries grammars: enough for a chain of 630 rules of Lark, or of 220 definitions of JSON
-objects, each within the next (3.3 and 9.2 kB a level, as measured with llguidance 1.9)."""
+"""Stack of the trial thread: enough for a chain of 630 Lark rules, or of 220 nested definitions of JSON objects (3.3
+and 9.2 kB a level, as measured with llguidance 1.9)."""
 
 SERVICE_STACK_BYTES = 16 << 20
-"""Stack of every thread of a service that compiles, follows or frees a grammar. The margin of eight covers what differs
-between the processes: frames of Python and thread-local storage."""
+"""Stack of every service thread that compiles, follows or frees a grammar. The margin of eight covers differences
+between the processes: Python frames and thread-local storage."""
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -32,8 +32,8 @@ _lock = threading.Lock()
 
 @contextmanager
 def stack_of(size: int) -> Iterator[None]:
-    """Give threads that start meanwhile a stack of this size. Python's setting is global: a thread that another thread
-    happens to start now gets the same stack."""
+    """Give threads started inside this context a stack of this size. Python's setting is global: threads started by
+    other threads meanwhile get the same stack."""
     with _lock:
         before = threading.stack_size(size)
         try:
@@ -43,12 +43,12 @@ def stack_of(size: int) -> Iterator[None]:
 
 
 class ServiceThreads(ThreadPoolExecutor):
-    """A pool of threads that may work with grammars."""
+    """A thread pool for work with grammars."""
 
     def submit(
         self, fn: Callable[Parameters, Result], /, *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> Future[Result]:
-        with stack_of(SERVICE_STACK_BYTES):  # a thread that is missing starts in here
+        with stack_of(SERVICE_STACK_BYTES):  # submit starts missing threads
             return super().submit(fn, *args, **kwargs)
 
     async def run(self, function: Callable[..., Result], *args: object) -> Result:

@@ -15,18 +15,16 @@ if TYPE_CHECKING:
 
 
 REFUEL = 16
-"""Tokens that the library follows at once: what they may take of its lexer is bounded together, until a mask is asked
-for."""
+"""Tokens consumed between two masks: the library bounds its lexer's work since the last mask was computed."""
 
 
 class TextGrammar:
-    """The state of one text in its grammar. One thread uses it.
+    """The state of one text in its grammar. Used by one thread.
 
-    A pure function of the text, as long as the library's limits are not reached: what was asked about candidates
-    meanwhile changes nothing.
+    A pure function of the text while the library's limits are not reached: queries about candidates do not change it.
 
-    One of the library's matchers stands at the end of the committed text. A copy of it moves along the token tree, down
-    by the tokens of a path and back up by a rollback, so that asking depth first costs a token at a time.
+    One of the library's matchers stands at the end of the committed text. A copy of it moves along the token tree: down
+    by consuming the tokens of a path, up by rollback. Depth-first queries therefore cost one token each.
     """
 
     def __init__(
@@ -37,27 +35,27 @@ class TextGrammar:
         vocabulary: int,
         on_limit: Callable[[], None] = lambda: None,
     ) -> None:
-        """`matcher` stands at the beginning of the grammar; `grammar` says where in the text that is. `on_limit` is
+        """`matcher` stands at the start of the grammar; `grammar` defines where in the text that is. `on_limit` is
         called when one of the library's limits is reached."""
         self._on_limit = on_limit
         self.error: GrammarError | None = None
-        """The reason why the grammar is followed no more: it is too complex, or the text has left it."""
+        """Why the grammar is no longer followed: it is too complex, or the text has left it."""
         self._matcher = matcher
-        self._awaited = grammar.after_token  # the token that the grammar begins after; None: it has begun
-        self._opening = grammar.opening_token  # the token by which alone a text is free until then; None: it is free
+        self._awaited = grammar.after_token  # the grammar starts after this token; None: it has started
+        self._opening = grammar.opening_token  # only a text beginning with it is free until then; None: any text is
         self._end_tokens = end_tokens
         self._vocabulary = vocabulary
         self._ends = np.array(sorted(end_tokens), dtype=np.int64)
-        self._free = np.full(-(-vocabulary // 8), 0xFF, np.uint8)  # before the grammar: all but what would end the text
+        self._free = np.full(-(-vocabulary // 8), 0xFF, np.uint8)  # before the grammar: all tokens but the end tokens
         np.bitwise_and.at(self._free, self._ends // 8, (~(1 << (self._ends % 8)) & 0xFF).astype(np.uint8))
         self._ahead_matcher = matcher.deep_copy()
-        self._ahead: list[int] = []  # tokens that the copy has taken beyond the committed text
-        # Of the present text: masks by path, and what is forced.
+        self._ahead: list[int] = []  # tokens consumed by the copy beyond the committed text
+        # Caches for the current text: masks by path, and the forced tokens.
         self._masks: dict[tuple[int, ...], TokenMask | None] = {}
         self._forced: list[int] | None = None
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Follow the text by tokens that have become final."""
+        """Advance by tokens that have become final."""
         if tokens and tokens[-1] in self._end_tokens:
             tokens = tokens[:-1]  # the text is over
         if not tokens:
@@ -77,23 +75,23 @@ class TextGrammar:
         self._restart()
 
     def allowed(self, path: Sequence[int]) -> TokenMask | None:
-        """Return the tokens that may come next after the committed text and a path of candidates; None if the path
-        itself is ruled out. GrammarError if the grammar is too complex to say."""
+        """Return the tokens that may follow the committed text and a path of candidates; None if the path itself is
+        ruled out. GrammarError if the grammar is too complex to tell."""
         key = tuple(path)
         if key not in self._masks:
             self._masks[key] = self._mask(path)
         return self._masks[key]
 
     def hint(self, path: Sequence[int]) -> TokenMask | None:
-        """Return what `allowed` does, for whoever only proposes; None if it cannot be told."""
+        """Return the same as `allowed`, for proposers; None also if the grammar is too complex to tell."""
         try:
             return self.allowed(path)
         except GrammarError:
             return None
 
     def permits(self, path: Sequence[int], token: int) -> bool:
-        """Return whether a token may come next after the committed text and a path of candidates; True if it cannot be
-        told."""
+        """Return True if a token may follow the committed text and a path of candidates, or if the grammar is too
+        complex to tell."""
         below = self._constrained(path)
         if below is None:
             return token not in self._end_tokens
@@ -111,9 +109,9 @@ class TextGrammar:
         return permitted
 
     def forced(self) -> list[int]:
-        """Return the tokens that the grammar forces after the committed text, as the tokenizer writes them; at the end
-        of the grammar the end token, if there is one alone. They are candidates: the bytes are forced, and a model may
-        write them by other tokens."""
+        """Return the tokens forced by the grammar after the committed text, in the tokenizer's own spelling; at the end
+        of the grammar the end token, if there is only one. They are only candidates: the bytes are forced, but a model
+        may tokenize them differently."""
         if self._forced is None:
             try:
                 self._forced = self._find_forced()
@@ -142,7 +140,7 @@ class TextGrammar:
         mask = np.frombuffer(self._ahead_matcher.compute_bitmask(), np.uint8)[: -(-self._vocabulary // 8)].copy()
         self._check()
         if self._vocabulary % 8:
-            mask[-1] &= (1 << self._vocabulary % 8) - 1  # the library's own end token is not among ours
+            mask[-1] &= (1 << self._vocabulary % 8) - 1  # clear the library's artificial end token
         if self._ahead_matcher.is_accepting():
             np.bitwise_or.at(mask, self._ends // 8, (1 << (self._ends % 8)).astype(np.uint8))
         if self._opening is not None and not path:
@@ -150,14 +148,14 @@ class TextGrammar:
         return mask
 
     def _constrained(self, path: Sequence[int]) -> Sequence[int] | None:
-        """Return the part of a path that the grammar is about; None if it has not begun at its end."""
+        """Return the part of a path subject to the grammar; None if the grammar has not started at its end."""
         if self._awaited is None or (self._opening is not None and (not path or path[0] != self._opening)):
             return path
         return path[path.index(self._awaited) + 1 :] if self._awaited in path else None
 
     def _reach(self, path: Sequence[int]) -> bool:
-        """Move the copy to the end of a path below the committed text; False if the path cannot be gone. GrammarError
-        if the grammar is too complex to say."""
+        """Move the copy to the end of a path below the committed text; False if the path leaves the grammar.
+        GrammarError if the grammar is too complex to tell."""
         common = 0
         while common < min(len(path), len(self._ahead)) and path[common] == self._ahead[common]:
             common += 1
@@ -165,7 +163,7 @@ class TextGrammar:
             behind = len(self._ahead) - common
             del self._ahead[common:]
             if not self._ahead_matcher.rollback(behind) or self._ahead_matcher.is_error():
-                self._restart()  # some of the library's extensions cannot be rolled back
+                self._restart()  # some of the library's extensions do not support rollback
         rest = list(path[len(self._ahead) :])
         taken = self._ahead_matcher.try_consume_tokens(rest) if rest else 0
         self._check()
@@ -173,18 +171,18 @@ class TextGrammar:
         return taken == len(rest)
 
     def _restart(self) -> None:
-        """Have the copy stand at the end of the committed text."""
+        """Reset the copy to the end of the committed text."""
         self._ahead_matcher, self._ahead = self._matcher.deep_copy(), []
 
     def _check(self) -> None:
-        """Raise GrammarError if the copy does not work any more; another one takes its place."""
+        """Replace the copy and raise GrammarError if it has failed."""
         if self._ahead_matcher.is_error():
             error = self._too_complex(self._ahead_matcher)
             self._restart()
             raise error
 
     def _follow(self, tokens: Sequence[int]) -> int:
-        """Move along the committed text; return how many tokens fit."""
+        """Advance along the committed text; return how many tokens fit."""
         taken = 0
         while taken < len(tokens):
             piece = list(tokens[taken : taken + REFUEL])
@@ -192,12 +190,12 @@ class TextGrammar:
             taken += fits
             if fits < len(piece) or self._matcher.is_error():
                 break
-            if taken < len(tokens):  # a resumed text: each step of the original had a mask
+            if taken < len(tokens):  # only in a resumed text: originally, every step computed a mask
                 self._matcher.compute_bitmask()
         return taken
 
     def _too_complex(self, matcher: LLMatcher) -> GrammarError:
-        """Return the error for a grammar that takes too much work for one token, in the library's words."""
+        """Return the error for a grammar exceeding the work limits, with the library's message."""
         self._on_limit()
         (told, *_) = matcher.get_error().splitlines() or [""]
         return GrammarTooComplexError(f"the grammar is too complex for this text: {told[:LONGEST_PROBLEM]}")

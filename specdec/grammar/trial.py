@@ -1,9 +1,9 @@
-"""`python -m specdec.grammar.trial MODEL SECONDS`: tries grammars as a service would use them, and says what is wrong
-with them and what they weigh.
+"""`python -m specdec.grammar.trial MODEL SECONDS`: tries grammars as a service would use them, and reports their
+problems and sizes.
 
-Each line of stdin is a question in JSON, each line of stdout the answer (`Answer`); the first line says that the
-process is ready. Everything that a service has is narrower here: stack, memory, and processor time. A grammar that
-takes more ends the process.
+Each line of stdin is a question in JSON, each line of stdout the answer (`Answer`); a first line reports that the
+process is ready. Its limits are tighter than a service's: stack, memory and CPU time. A grammar exceeding them ends the
+process.
 """
 
 from __future__ import annotations
@@ -29,32 +29,31 @@ from specdec.grammar.stacks import TRIAL_STACK_BYTES, stack_of
 from specdec.grammar.text_grammar import TextGrammar
 
 MEMORY_BYTES = 256 << 20
-"""Address space that a grammar may take beside what the process has when it is ready."""
+"""Address space available to a grammar, beyond that of the process when ready."""
 
 WORN_BYTES = 64 << 20
-"""Bytes of memory that the process may keep beyond what it had when it was ready. A worn one is replaced."""
+"""Growth of the resident memory since the process was ready from which it counts as worn. A worn one is replaced."""
 
 WALK_TOKENS = 8
-"""Tokens of a text that is followed in a trial, with all that a service asks about each."""
+"""Tokens of the random text followed in a trial, with all of a service's queries at each."""
 
 FOLLOWED_CLOSELY = 64
-"""Tokens at the end of a text that are followed one by one: a service that has died was there. Those before are
-followed as in a text that is resumed."""
+"""Tokens at the end of a text followed one by one: a crashed service was there. Earlier tokens are followed as in a
+resumed text."""
 
 TOKEN_SECONDS = 0.02
-"""Processor seconds that each token of a text may take when it is followed again: the library's limits on work end far
-below."""
+"""CPU seconds per token of a text followed again: the library's work limits end far below."""
 
 
 class Answer(TypedDict):
     """The answer to one grammar."""
 
     problem: str
-    """What is wrong with it; empty: nothing."""
+    """The problem with it; empty if there is none."""
     bytes: int
-    """Bytes that it takes compiled, before its lexer grows."""
+    """Its compiled size in bytes, before its lexer grows."""
     worn: bool
-    """Whether the process should be replaced."""
+    """True if the process should be replaced."""
 
 
 def answer_of(question: dict[str, Any], compiler: GrammarCompiler) -> Answer:
@@ -72,7 +71,7 @@ def answer_of(question: dict[str, Any], compiler: GrammarCompiler) -> Answer:
             free = Grammar(grammar.kind, grammar.source)  # from the beginning
             walk(compiler.compile(free).begin([], ends))
         except GrammarError:
-            pass  # a matter of the text
+            pass  # the text's problem, not the grammar's
         size = max(0, allocated_bytes() - before)
         del compiled
     except GrammarError as error:
@@ -83,7 +82,7 @@ def answer_of(question: dict[str, Any], compiler: GrammarCompiler) -> Answer:
 
 
 def follow(text: TextGrammar, tokens: Sequence[int]) -> None:
-    """Follow a text by its tokens, at the end with all that a service asks about each place."""
+    """Follow a text by its tokens, near its end with all of a service's queries at each place."""
     text.commit(tokens[:-FOLLOWED_CLOSELY])
     for token in tokens[-FOLLOWED_CLOSELY:]:
         text.forced()
@@ -95,8 +94,8 @@ def follow(text: TextGrammar, tokens: Sequence[int]) -> None:
 
 
 def walk(text: TextGrammar) -> None:
-    """Follow a random text that fits, with all that a service asks about each place: its mask, those of candidates
-    below it, what is forced."""
+    """Follow a random matching text, with all of a service's queries at each place: its mask, those of candidates below
+    it, and forced tokens."""
     chance = random.Random(0)
     for _ in range(WALK_TOKENS):
         text.forced()
@@ -112,10 +111,10 @@ def walk(text: TextGrammar) -> None:
 
 
 def main(model: Path, seconds: float) -> None:
-    """Answer until stdin is closed; a grammar may take this many seconds of a processor."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is for the service, which ends this process
+    """Answer until stdin is closed; `seconds` is the CPU time allowed per grammar."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the service, which ends this process
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    set_memory_policy()  # one arena, whose bytes can be told
+    set_memory_policy()  # a single arena, so that mallinfo2 covers all threads
     compiler = GrammarCompiler.of(ModelDirectory(model))
     compiler.compile(Grammar(Kind.REGEX, ("ready",)))  # the first one takes the longest
     compiler.forget()
@@ -132,7 +131,7 @@ def _answer(compiler: GrammarCompiler, seconds: float) -> None:
     _say(Answer(problem="", bytes=0, worn=False))
     for line in sys.stdin:
         question = json.loads(line)
-        # SIGPROF ends the process, whatever it is in the middle of.
+        # SIGPROF ends the process even inside native code.
         signal.setitimer(signal.ITIMER_PROF, seconds + TOKEN_SECONDS * len(question["tokens"]))
         answer = answer_of(question, compiler)
         give_freed_memory_back()

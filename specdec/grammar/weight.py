@@ -1,9 +1,9 @@
-"""What a compiled grammar may weigh: how many states its lexer may have, and what they take.
+"""Upper bounds for compiled grammars: the number of lexer states, and their memory.
 
-The lexer grows while texts follow it, by a state for each new way through the source. All texts of an owner with the
-same grammar share it. How large it has become cannot be asked, so a grammar is charged from the beginning for all the
-states that it may have. That number follows from its source: a lexer that has to count needs as many states as it
-counts to, others need few.
+The lexer grows while texts follow it, by a state for each new path through the source. All texts of an owner with the
+same grammar share it. The library does not report its size, so a grammar is charged up front for its maximum number of
+states. That maximum is set from its source: a lexer with counters needs as many states as it counts to, others need
+few.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from typing import Any
 from specdec.grammar.grammar import Grammar, Kind
 
 LEAST_STATES = 2048
-"""States that any lexer may have. Those of the random schemas of `test_a_thousand_schemas` have fewer than 500."""
+"""States allowed to any lexer. The random schemas of `test_a_thousand_schemas` need fewer than 500."""
 
 BYTES_A_STATE = 4
-"""Bytes of a schema, or of a source in Lark, for each state: most of it is names and structure. An expression or a
-choice has a state for each of its bytes."""
+"""Bytes of a schema or Lark source per state: most of it is names and structure. A regular expression or a choice has
+one state per byte."""
 
 STATES_A_COUNT = 4
-"""States for each that a source counts to: a string of at most n characters takes three for each that it has."""
+"""States per unit counted: a string of at most n characters takes three for each character."""
 
 MOST_STATES = 50_000
 
 STATE_BYTES = 2048
-"""Bytes of a state at most, with the expressions that belong to it. As measured: classes of Unicode characters take
+"""Upper bound for the memory of a state, including its expressions. As measured: classes of Unicode characters take
 1,700, `multipleOf` 1,150, bounded strings 400."""
 
 _COUNTED = ("maxLength", "minLength", "maxItems", "minItems", "maxProperties", "minProperties", "multipleOf")
-"""Keywords of JSON Schema whose values a lexer may have to count to."""
+"""Keywords of JSON Schema with values a lexer may have to count to."""
 
 _REPETITION = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
 """A repetition in a regular expression: {n}, {n,} or {n,m}."""
 
 _RANGE = re.compile(r"~\s*(\d+)(?:\s*\.\.\s*(\d+))?")
-"""A repetition in Lark besides these: ~n or ~n..m."""
+"""A further repetition in Lark: ~n or ~n..m."""
 
 _KEYWORD = re.compile(rf'"(?:{"|".join(_COUNTED)})"\s*:\s*([\d.]+)')
-"""Such a keyword of a schema within Lark, with its value."""
+"""Such a keyword in a schema embedded in Lark, with its value."""
 
 
 def lexer_states(grammar: Grammar) -> int:
-    """Return how many states the lexer of a grammar may have."""
+    """Return the maximum number of lexer states of a grammar."""
     size = sum(len(text.encode()) for text in grammar.source)
     if grammar.kind in (Kind.JSON_SCHEMA, Kind.LARK):
         size //= BYTES_A_STATE
@@ -53,26 +53,26 @@ def lexer_states(grammar: Grammar) -> int:
 
 
 def growth_bytes(grammar: Grammar) -> int:
-    """Return the bytes that a lexer of so many states takes at most."""
+    """Return the memory of a lexer with the maximum number of states."""
     return STATE_BYTES * lexer_states(grammar)
 
 
 def _counted(grammar: Grammar) -> int:
-    """Return the sum of all numbers that the source of a grammar counts to."""
+    """Return the sum of all numbers a grammar's source counts to."""
     (source, *_) = grammar.source
     match grammar.kind:
         case Kind.CHOICE:
             return 0
         case Kind.REGEX:
             return _repetitions(source)
-        case Kind.LARK:  # which may hold expressions and schemas
+        case Kind.LARK:  # may contain expressions and schemas
             keywords = sum(_count(value.replace(".", "") or "0") for value in _KEYWORD.findall(source))
             return _repetitions(source) + _largest(_RANGE.findall(source)) + keywords
         case Kind.JSON_SCHEMA:
             try:
                 schema = json.loads(source)
             except (ValueError, RecursionError):
-                return 0  # it cannot be compiled either
+                return 0  # invalid: compilation will fail
             return _counted_in(schema)
 
 
@@ -84,7 +84,7 @@ def _counted_in(schema: Any) -> int:
                 ahead += found.values()
                 for key in _COUNTED:
                     if (value := found.get(key)) is not None:
-                        digits = re.sub(r"\D", "", repr(value))  # of 1.25 as well: its automaton counts to 125
+                        digits = re.sub(r"\D", "", repr(value))  # 1.25 becomes 125: its automaton counts to that
                         total += _count(digits or "0") if isinstance(value, int | float) else MOST_STATES
                 pattern = found.get("pattern")
                 total += _repetitions(pattern) if isinstance(pattern, str) else 0
