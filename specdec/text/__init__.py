@@ -1,1 +1,1 @@
-"""Text of a model: what an orchestrator reads of its directory, without weights."""
+"""A model's text side: everything an orchestrator reads from its directory, without weights."""

@@ -1,4 +1,4 @@
-"""Adding to the library's tokenizer what other files than tokenizer.json say."""
+"""Adds tokens defined outside tokenizer.json to the library's tokenizer."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from specdec.engine.added_tokens import AddedToken
 
 
 def add(tokenizer: tokenizers.Tokenizer, tokens: Sequence[AddedToken]) -> None:
-    """Add tokens to a tokenizer; one that it has already gets these flags."""
+    """Add tokens to a tokenizer; an existing one gets these flags."""
     if tokens:
         tokenizer.add_tokens([tokenizers.AddedToken(**asdict(token)) for token in tokens])

@@ -1,8 +1,9 @@
-"""A model's chat templates: where they are found, and how they are rendered, in a sandbox.
+"""A model's chat templates: finding them, and rendering them in a sandbox.
 
-The environment is transformers' own (`transformers.utils.chat_template_utils`), built here because the orchestrator has
-no transformers; `tests/text/test_published_templates.py` compares every rendering. Two things differ, so that the same
-conversation is the same prompt everywhere: the clock is the request's, and nothing draws random numbers.
+The environment is transformers' own (`transformers.utils.chat_template_utils`), rebuilt here because the orchestrator
+does not install transformers; `tests/text/test_published_templates.py` compares every rendering. Two things differ, so
+that the same conversation gives the same prompt everywhere: the clock is the request's, and there are no random
+numbers.
 """
 
 from __future__ import annotations
@@ -29,32 +30,32 @@ FOLDER = "additional_chat_templates"
 """Further templates, by name: `FOLDER/tool_use.jinja`."""
 
 PROCESSOR_FILES = ("processor_config.json", "chat_template.json")
-"""Files of processors, which some models publish in place of the tokenizer's template."""
+"""Files of processors; some models publish them instead of the tokenizer's template."""
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-"""Names of the template of every conversation, and of the one that takes its place where there are tools."""
+"""Names of the general template, and of the one that replaces it for conversations with tools."""
 
 MAX_TEMPLATES = 64
-"""Named templates of a model; published ones have three at most."""
+"""Most named templates of a model; published ones have at most three."""
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
-"""Variables that no argument sets: they are the conversation's own."""
+"""Variables of the conversation itself; arguments cannot set them."""
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names of a turn's reasoning; the first that is set is what the turn thought."""
+"""Names of a turn's reasoning; the first one present is used."""
 
 
 class ChatTemplates:
     """The templates of a model, by name."""
 
     def __init__(self, sources: Mapping[str, str], files: Mapping[str, Path]) -> None:
-        """Compile the templates that requests use; ModelDirectoryError if one cannot be."""
+        """Compile the templates used by requests; ModelDirectoryError if one does not compile."""
         self.sources = dict(sources)
         self._for_tools = TOOL_USE if TOOL_USE in sources else DEFAULT
         self._templates = {name: _compiled(sources[name], files[name]) for name in {DEFAULT, self._for_tools}}
 
     def mentions(self, text: str) -> bool:
-        """Return whether a template that requests use holds this text."""
+        """Return True if a template used by requests contains this text."""
         return any(text in self.sources[name] for name in self._templates)
 
     @property
@@ -70,7 +71,7 @@ class ChatTemplates:
         variables: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Render the prompt of the assistant's next turn, at this time; whatever the template raises passes through."""
+        """Render the prompt of the assistant's next turn, at this time; exceptions of the template propagate."""
         template = self._templates[DEFAULT if tools is None else self._for_tools]
         return template.render(
             variables,
@@ -83,15 +84,15 @@ class ChatTemplates:
 
 
 def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a turn as templates get it: without fields that are null, its reasoning under each name that one reads."""
+    """Return a turn in the form for templates: without null fields, its reasoning under each name in use."""
     turn = {name: value for name, value in message.items() if value is not None}
     reasoning = next((turn[name] for name in REASONING_FIELDS if name in turn), None)
     return turn if reasoning is None else {"thinking": reasoning, **turn, "reasoning_content": reasoning}
 
 
 def templates_of(directory: Path, settings: Fields) -> ChatTemplates | None:
-    """Read the templates of a model with this tokenizer_config.json; None if it has none. As in transformers, template
-    files of their own replace what tokenizer_config.json says, and a processor's template comes last."""
+    """Read the templates of a model with this tokenizer_config.json; None if it has none. As in transformers, separate
+    template files override tokenizer_config.json, and a processor's template comes last."""
     found = _own_files(directory) or _of_field(settings)
     for name in PROCESSOR_FILES:
         found = found or _of_processor(directory / name)
@@ -157,12 +158,12 @@ def _check_number(place: Path, number: int) -> None:
 def _compiled(source: str, file: Path) -> Template:
     try:
         return _environment().from_string(source)
-    except Exception as error:  # of the template's syntax, or of the Python that it is made into
+    except Exception as error:  # in the template's syntax, or in the Python generated from it
         raise ModelDirectoryError(f"{file}: the chat template cannot be compiled: {in_one_line(error)}") from error
 
 
 class _GenerationTag(Extension):
-    """The tag `{% generation %}`, which marks the assistant's turns for training: rendered as its content alone. The
+    """The tag `{% generation %}`, a training mark around the assistant's turns: rendered as its content alone. The
     content is a scope of its own, as in transformers."""
 
     tags = {"generation"}  # noqa: RUF012 (as jinja declares it)
@@ -187,9 +188,9 @@ class _TemplateDict:
 
 
 class _TemplateNamespace(Namespace):
-    """The function `namespace`, whose attributes cannot begin with an underscore."""
+    """The function `namespace`; its attributes cannot begin with an underscore."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` is among args: a template may name an attribute so
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` is in args: a template may have an attribute of that name
         self, *others = args
         attributes = dict(*others, **kwargs)
         for name in attributes:
@@ -213,7 +214,7 @@ def _refuse(message: str) -> NoReturn:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return JSON without the escapes for HTML that jinja's own filter makes."""
+    """Return JSON without the HTML escapes of jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""Generation defaults: what the model's generation_config.json says of sampling, used where a request is silent."""
+"""Generation defaults: sampling parameters from the model's generation_config.json, used where a request sets none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specdec.engine.model_directory import LARGEST_VOCABULARY, LONGEST_CONTEXT, 
 from specdec.engine.model_file import Fields
 
 FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Sampling parameters that are taken from the file; its `eos_token_id` is read with the model (`ModelDirectory`)."""
+"""Sampling parameters taken from the file; its `eos_token_id` is read with the model (`ModelDirectory`)."""
 
 NOT_TAKEN: dict[str, object] = {
     "bad_words_ids": None,
@@ -35,26 +35,25 @@ NOT_TAKEN: dict[str, object] = {
     "top_h": None,
     "typical_p": 1,
 }
-"""Fields of transformers' that change tokens and that nothing here computes, with the value that changes none."""
+"""transformers' fields without support here that would change tokens, with their neutral values."""
 
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """The defaults of one model. Without a file, or where a request wants none, they are neutral: greedy decoding, all
-    else off."""
+    """The defaults of one model. Without a file, or for a request that ignores it, they are neutral: greedy decoding,
+    all else off."""
 
     sampling: Sampling = field(default_factory=Sampling)
     max_new_tokens: int | None = None
-    """Most tokens of a text; None: as many as the context holds."""
+    """Most tokens of a text; None: up to the context limit."""
     not_taken: tuple[str, ...] = ()
-    """Fields of the file that ask for what is not built: they are told at start, and change nothing."""
+    """Fields of the file requesting unsupported features: reported at start-up, without effect."""
     greedy: bool = False
-    """True: the file itself says so, and no fallback takes the temperature's place."""
+    """True: the file itself sets greedy decoding, and no fallback replaces the temperature."""
 
     @classmethod
     def of(cls, directory: ModelDirectory) -> Self:
-        """Read a model's defaults; ModelDirectoryError names the file and the field of a value that no request could
-        have."""
+        """Read a model's defaults; ModelDirectoryError names file and field of a value no request could set."""
         file = directory.generation_config
         found = {name: _number(file, name) for name in FIELDS if file.has(name)}
         if file.has("top_k"):
@@ -73,13 +72,13 @@ class GenerationDefaults:
         return cls(sampling, most, not_taken, greedy)
 
     def for_contrast(self) -> Self:
-        """Return those that hold under the CONTRASTIVE rule, which draws no tokens."""
+        """Return the defaults valid under the CONTRASTIVE rule, which draws no tokens."""
         return replace(self, sampling=Sampling(repetition_penalty=self.sampling.repetition_penalty))
 
     @property
     def told(self) -> dict[str, float]:
-        """Values of the file that differ from the neutral ones, by name, in as few digits as tell them apart; and that
-        it is greedy, if it says so."""
+        """The file's non-neutral values by name, in the fewest digits that identify a float32; and temperature 0 if it
+        sets greedy decoding."""
         neutral = asdict(Sampling())
         sampling = {name: getattr(self.sampling, name) for name in FIELDS}
         told = {name: float(str(np.float32(v))) for name, v in sampling.items() if v != neutral[name]}
@@ -91,5 +90,6 @@ NEUTRAL = GenerationDefaults()
 
 
 def _number(file: Fields, name: str) -> float:
-    """Read a number as the wire carries it, so that a text which is resumed, and tells it, goes on with the same."""
+    """Read a number with the precision of the wire, so that a resumed text carrying it continues with the same
+    value."""
     return float(np.float32(file.number(name)))

@@ -1,4 +1,4 @@
-"""The special tokens that chat templates may name, as transformers finds them."""
+"""The special tokens available to chat templates, found as in transformers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.model_file import Fields, read_fields
 
 STANDARD = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Fields that every tokenizer may have. A model's own ones end in `_token` too."""
+"""Fields of every tokenizer. A model's own ones end in `_token` too."""
 
 MAP_FILE = "special_tokens_map.json"
-"""Read only beside a tokenizer_config.json from before `added_tokens_decoder`, over which it then wins."""
+"""Read only next to a tokenizer_config.json older than `added_tokens_decoder`; it then takes precedence."""
 
 _END_OF_TEXT = "<|endoftext|>"
 
@@ -34,7 +34,7 @@ OF_CLASS = {
     },
     "Qwen2Tokenizer": {"eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT},
 }
-"""Class of tokenizer to the tokens that it has where no file names any. A null in a file names none."""
+"""Tokenizer class to its tokens for fields missing from all files. A null in a file means no token."""
 
 OF_ARCHITECTURE = {
     "gemma2": "GemmaTokenizer",
@@ -46,15 +46,15 @@ OF_ARCHITECTURE = {
     "qwen3": "Qwen2Tokenizer",
     "qwen3_moe": "Qwen2Tokenizer",
 }
-"""`model_type` to the class of tokenizers whose file names no `tokenizer_class`."""
+"""`model_type` to tokenizer class, for files without `tokenizer_class`."""
 
 CLASS_IGNORED = frozenset({"mistral", "qwen2"})
-"""`model_type` of models whose published files name a wrong class, which transformers therefore does not read."""
+"""`model_type` of models with a wrong class in their published files; transformers ignores it."""
 
 
 def special_tokens(directory: ModelDirectory) -> dict[str, str]:
-    """Return the special tokens of a model, by name; ModelDirectoryError if one is neither text nor an object that has
-    it as `content`."""
+    """Return the special tokens of a model, by name; ModelDirectoryError if one is neither text nor an object with text
+    as `content`."""
     settings = Fields(directory.path / "tokenizer_config.json", directory.tokenizer_config)
     sources = [settings]
     if "added_tokens_decoder" not in settings.content and (older := read_fields(directory.path / MAP_FILE)) is not None:
@@ -69,7 +69,7 @@ def special_tokens(directory: ModelDirectory) -> dict[str, str]:
 
 
 def _class(directory: ModelDirectory) -> str:
-    """Return the class of the tokenizer, without its old ending; empty where it says nothing of special tokens."""
+    """Return the class of the tokenizer, without the suffix `Fast`; empty if the class implies no special tokens."""
     named = directory.tokenizer_config.get("tokenizer_class")
     if not isinstance(named, str) or directory.model_type in CLASS_IGNORED:
         return OF_ARCHITECTURE.get(directory.model_type, "")
@@ -77,7 +77,7 @@ def _class(directory: ModelDirectory) -> str:
 
 
 def _fields(source: Fields) -> list[str]:
-    """Return the fields that are special tokens: `add_bos_token`, say, is none."""
+    """Return the fields that are special tokens: `add_bos_token`, for example, is not."""
     return [field for field, value in source.content.items() if field in STANDARD or _is_own(field, value)]
 
 

@@ -1,4 +1,4 @@
-"""The bytes that a token stands for, read off the vocabulary by the tokenizer's decoder, and where they make whole
+"""The bytes of tokens, from the vocabulary and the tokenizer's decoder, and the places where they form whole
 characters."""
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import re
 from tokenizers import Tokenizer as FastTokenizer
 
 SPACE = "\u2581"
-"""The character that SentencePiece writes for a space."""
+"""SentencePiece's character for a space."""
 
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""How SentencePiece writes a byte of a character that has no token of its own."""
+"""SentencePiece's spelling of a byte, for characters without a token."""
 
 
 class TokenBytes:
@@ -29,7 +29,7 @@ class TokenBytes:
         self._spaced = "Metaspace" in self._kinds or {"String": SPACE} in [step.get("pattern") for step in steps]
 
     def of(self, token: int) -> bytes:
-        """Return the bytes of a token; none for an id that the tokenizer does not know."""
+        """Return the bytes of a token; empty for an unknown id."""
         if token in self._added:
             return self._added[token].encode()
         piece: str | None = self._tokenizer.id_to_token(token)
@@ -42,27 +42,27 @@ class TokenBytes:
         return (piece.replace(SPACE, " ") if self._spaced else piece).encode()
 
     def characters(self) -> Characters:
-        """Return the state of the characters of a text that begins."""
+        """Return the character state at the start of a text."""
         return Characters(self._tokenizer, self._kinds)
 
 
 class Characters:
-    """Whether the tokens of a text so far make whole characters: those that stay as they are, whatever token follows.
+    """Tracks whether the tokens of a text so far form whole characters: final ones, whichever token follows.
 
     A byte-level decoder reads the bytes of all tokens as one string; only an incomplete character at its end can still
-    change. A decoder with byte fallback (`<0xE2>`) makes characters of a run of byte tokens only if the whole run is
-    valid UTF-8, else a U+FFFD of each byte; so nothing of a run is final before a token that is not a byte.
+    change. A decoder with byte fallback (`<0xE2>`) forms characters from a run of byte tokens only if the whole run is
+    valid UTF-8, otherwise one U+FFFD per byte; so nothing of a run is final before the next token other than a byte.
     """
 
     def __init__(self, tokenizer: FastTokenizer, kinds: set[str]) -> None:
         self._tokenizer = tokenizer
         self._byte_level = "ByteLevel" in kinds
         self._has_fallback = "ByteFallback" in kinds and not self._byte_level
-        self._bytes = codecs.getincrementaldecoder("utf-8")("replace")  # of the text, or of the run
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace")  # over the text (byte-level) or the run
 
     def whole_after(self, token: int) -> bool:
-        """Take the next token of the text, which is one that decoding does not skip; return whether characters are
-        whole behind it."""
+        """Take the next token of the text, which must not be one skipped by decoding; return True if the characters are
+        whole after it."""
         if not (self._byte_level or self._has_fallback):
             return True
         piece = self._tokenizer.id_to_token(token) or ""
@@ -76,12 +76,12 @@ class Characters:
         return True
 
     def is_byte(self, token: int) -> bool:
-        """Return whether a token is a byte that belongs to a run."""
+        """Return True if a token is a byte of a run."""
         return self._has_fallback and BYTE.fullmatch(self._tokenizer.id_to_token(token) or "") is not None
 
     def left_open(self, run: list[int]) -> tuple[list[int], int]:
-        """Return which of the tokens since characters were whole belong to an incomplete one, and how many characters
-        the library makes of its bytes."""
+        """Return the part of the tokens `run` (since characters were last whole) that belongs to an incomplete
+        character, and the number of characters the library makes of its bytes."""
         count = len(self._incomplete)
         if self._byte_level:
             return run, min(1, count)
@@ -89,7 +89,7 @@ class Characters:
 
     @property
     def _incomplete(self) -> bytes:
-        """The bytes at the end that begin a character."""
+        """The bytes of the incomplete character at the end."""
         return self._bytes.getstate()[0]
 
 
@@ -101,7 +101,7 @@ def _byte_level(piece: str) -> bytes:
 
 
 def _alphabet() -> dict[str, int]:
-    """Return GPT-2's alphabet: which byte each character stands for. Printable ones stand for themselves."""
+    """Return GPT-2's alphabet: character to byte. Printable ones stand for themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
@@ -110,5 +110,5 @@ def _alphabet() -> dict[str, int]:
 ALPHABET = _alphabet()
 
 _TO_BYTES = {code: ALPHABET.get(chr(code), 0x100) for code in range(0x200)}
-"""Translation of a token's characters into those whose Latin-1 code is the byte that each stands for; a character that
-stands for none becomes one beyond Latin-1."""
+"""Translates a token's characters into those with the byte as Latin-1 code; a character without a byte becomes one
+outside Latin-1."""

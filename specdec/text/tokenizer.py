@@ -1,4 +1,4 @@
-"""The tokenizer: text to tokens and back, by the target model's own tokenizer and chat template, without torch."""
+"""The tokenizer: text to tokens and back, with the target model's own tokenizer and chat template, without torch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from specdec.text.token_bytes import Characters, TokenBytes
 TOKENIZER = "tokenizer.json"
 
 REMEMBERED_WORDS = 1000
-"""Words whose tokens each thread that encodes remembers. The library's own 10,000 take 5 MB a thread, or 75 MB if they
-are long; without any, encoding a text takes two thirds longer (docs/decisions/2026-11-24-what-grows.md)."""
+"""Size of the word cache of each encoding thread. The library's default of 10,000 takes 5 MB a thread, or 75 MB with
+long words; without a cache, encoding a text takes two thirds longer (docs/decisions/2026-11-24-what-grows.md)."""
 
 
 class ChatTemplateError(Exception):
@@ -37,15 +37,14 @@ class ChatTemplateError(Exception):
 
 
 SPARSE = 8
-"""Characters for each token that a text may have, above which its tokens are first counted in pieces; prose has
-four."""
+"""Characters per allowed token above which a text's tokens are first counted in pieces; prose has four."""
 
 PIECE = 1 << 16
 """Characters of such a piece."""
 
 
 class TooManyTokensError(Exception):
-    """A text has more tokens than it may; the message says how many."""
+    """A text exceeds its token limit; the message gives its number of tokens."""
 
 
 class Tokenizer:
@@ -55,7 +54,7 @@ class Tokenizer:
         adding = directory.tokenizer_files.to_add()
         self._tokenizer = _loaded(directory.path / TOKENIZER, adding)
         resize_cache: Callable[[int], None] | None = getattr(self._tokenizer.model, "_resize_cache", None)
-        if resize_cache is not None:  # BPE and Unigram remember words
+        if resize_cache is not None:  # BPE and Unigram cache words
             resize_cache(REMEMBERED_WORDS)
         settings = Fields(directory.path / "tokenizer_config.json", directory.tokenizer_config)
         self._special = special_tokens(directory)
@@ -70,14 +69,14 @@ class Tokenizer:
         if adding:
             decides.update(json.dumps([asdict(token) for token in adding]).encode())
         self.fingerprint = decides.hexdigest()
-        """SHA-256, in hex, over all that decides which tokens a text or a conversation becomes."""
+        """SHA-256, in hex, of everything that determines the tokens of a text or conversation."""
 
     def special_token(self, text: str) -> int | None:
-        """Return the special token with this text, which texts do not show; None if it is none."""
+        """Return the special token with this text, which decoding skips; None if there is none."""
         return self._special_ids.get(text)
 
     def added_token(self, text: str) -> int | None:
-        """Return the token that always stands for this text, special or not; None if there is none."""
+        """Return the added token with this text, special or not; None if there is none."""
         return self._added_ids.get(text)
 
     @property
@@ -86,11 +85,11 @@ class Tokenizer:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def is_spelt(self, token: int) -> bool:
-        """Return whether texts show a token: it is known, and not special."""
+        """Return True if decoded texts include a token: it is known, and not special."""
         return token not in self._special_tokens and self._tokenizer.id_to_token(token) is not None
 
     def names_special_token(self, text: str) -> bool:
-        """Return whether the text of a special token is part of this text."""
+        """Return True if this text contains the text of a special token."""
         return self._special_texts is not None and self._special_texts.search(text) is not None
 
     @cached_property
@@ -102,21 +101,21 @@ class Tokenizer:
         return re.compile("|".join(map(re.escape, self._special_ids))) if self._special_ids else None
 
     def characters(self) -> Characters:
-        """Return the state of the characters of a text that begins."""
+        """Return the character state at the start of a text."""
         return self._bytes.characters()
 
     @cached_property
     def longest_token(self) -> int:
-        """Bytes that one token can stand for at most (except for white space that a special token swallows, and for
-        what the model has no tokens for)."""
+        """Most bytes of a single token (except for white space absorbed by a special token, and for text without tokens
+        in the model)."""
         return max(len(piece.encode()) for piece in self._tokenizer.get_vocab(with_added_tokens=True))
 
     def encode(self, text: str, *, special: bool = True, limit: int | None = None) -> list[int]:
-        """Return token ids; `special` adds what the model expects around a plain prompt (a BOS token, say). With more
-        than `limit` of them, raise TooManyTokensError.
+        """Return token ids; `special` adds the tokens the model expects around a plain prompt (a BOS token, for
+        example). TooManyTokensError if there are more than `limit`.
 
-        Other threads run meanwhile: `encode_batch_fast` releases the interpreter, `encode` would not (tokenizers 0.23:
-        a text of 3 MB held it for three seconds).
+        Releases the GIL: `encode_batch_fast` does, `encode` would not (tokenizers 0.23: a text of 3 MB held it for
+        three seconds).
         """
         if limit is not None and len(text) > SPARSE * limit:
             self._count_in_pieces(text, 2 * limit)
@@ -127,7 +126,7 @@ class Tokenizer:
 
     def _count_in_pieces(self, text: str, limit: int) -> None:
         """Raise TooManyTokensError as soon as the pieces of a text have more than `limit` tokens. Cutting a text adds a
-        few tokens; encoded as a whole, a text of millions of tokens would take a gigabyte, and leave it taken."""
+        few tokens. Encoding millions of tokens as a whole would take a gigabyte of memory and keep it."""
         count = 0
         for start in range(0, len(text), PIECE):
             piece = text[start : start + PIECE]
@@ -137,7 +136,7 @@ class Tokenizer:
                 raise TooManyTokensError(f"more than {limit} tokens")
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes that a token stands for."""
+        """Return the bytes of a token."""
         return self._bytes.of(token)
 
     @cached_property
@@ -149,8 +148,7 @@ class Tokenizer:
 
     @staticmethod
     def _library(function: Callable[..., Any], *values: Any, **options: Any) -> Any:
-        """Call the library, and raise RuntimeError if it panics: its panics are no Exceptions, and no handler would
-        answer them."""
+        """Call the library; RuntimeError if it panics: a panic is not an Exception, so no handler would catch it."""
         try:
             return function(*values, **options)
         except BaseException as error:
@@ -165,10 +163,9 @@ class Tokenizer:
         arguments: Mapping[str, Any] = MappingProxyType({}),
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Render a conversation as the prompt text of the assistant's next turn. `messages` have a `role` and a
-        `content`, and what else templates read of calls. `time` is the only clock that the template sees. `arguments`
-        are further variables; ChatTemplateError if one has the name of what every template gets, or the template
-        fails."""
+        """Render a conversation as the prompt text of the assistant's next turn. `messages` have a `role`, a `content`,
+        and optional fields for calls. `time` is the only clock visible to the template. `arguments` are further
+        variables; ChatTemplateError if one has the name of a built-in variable, or the template fails."""
         if self.chat_templates is None:
             raise ChatTemplateError("the model has no chat template")
         for name in arguments:
@@ -181,30 +178,30 @@ class Tokenizer:
 
 
 def _loaded(file: Path, adding: Sequence[AddedToken]) -> FastTokenizer:
-    """Load the library's tokenizer, add what other files say, and try it: a file that it accepts may still make it
-    panic over any text."""
+    """Load the library's tokenizer, add tokens from other files, and try it: even a valid file may make it panic on any
+    text."""
     try:
         with _stderr_silenced():  # a panic prints lines of its own
             tokenizer = FastTokenizer.from_file(str(file))
-            # What a training run left in the file must not shorten a prompt.
+            # Truncation and padding settings left over from training must not change prompts.
             tokenizer.no_truncation()
             tokenizer.no_padding()
             add(tokenizer, adding)
-            with suppress(Exception):  # an error, unlike a panic, is about this text: not every vocabulary spells it
+            with suppress(Exception):  # an error, unlike a panic, may concern this text only
                 tokenizer.decode(tokenizer.encode("A trial, of 1 line.\n").ids)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library raises bare Exception, and panics are no Exception at all
+    except BaseException as error:  # panics are not Exceptions
         raise ModelDirectoryError(f"{file}: cannot be used: {in_one_line(error)}") from error
     return tokenizer
 
 
 @contextmanager
 def _stderr_silenced() -> Iterator[None]:
-    """Drop what anybody writes to stderr, native code included."""
+    """Discard everything written to stderr, by native code too."""
     try:
         stderr = os.dup(2)
-    except OSError:  # it is closed
+    except OSError:  # stderr is closed
         yield
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
