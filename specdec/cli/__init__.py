@@ -1,4 +1,4 @@
-"""The `specdec` command: a file for each of its commands."""
+"""The `specdec` command: one file per subcommand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 from specdec import __version__
 from specdec.extras import needed_by, needed_extra
 
-with needed_by("specdec", needed_extra(sys.argv[1:])):  # the client alone may be installed
+with needed_by("specdec", needed_extra(sys.argv[1:])):  # perhaps only the client is installed
     import rich  # noqa: F401 (as the commands want it)
     import typer
 
@@ -26,12 +26,12 @@ from specdec.cli.tokenize import tokenize
 from specdec.cli.trace import trace
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""Settings of a command whose options are read elsewhere."""
+"""Settings of a command whose options are parsed elsewhere."""
 
 
 def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # of a text what a terminal's encoding has no letters for
+        sys.stdout.reconfigure(errors="replace")  # characters missing from the terminal's encoding
     with needed_by("specdec", needed_extra(sys.argv[1:])):
         app(prog_name="specdec")
 

@@ -1,4 +1,4 @@
-"""How commands reach a server: their options for its address, for the model to ask, for TLS and for an API key."""
+"""Access to a server: the options for its address, the model, TLS and an API key."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Access:
 
     credentials: grpc.ChannelCredentials | None  # None: no TLS
     api_key: str | None = field(default=None, repr=False)
-    tls_name: str | None = None  # that the certificate must be for; None: the one in the address
+    tls_name: str | None = None  # expected name in the certificate; None: that of the address
 
     def channel(self, target: str) -> grpc.Channel:
         """Return a channel to a server."""
@@ -80,20 +80,20 @@ class Access:
 
 
 OPEN = Access(None)
-"""Access to servers without TLS that serve anybody."""
+"""Access to servers without TLS and authentication."""
 
 
 def access(
     tls: bool, ca: Path | None, cert: Path | None, key: Path | None, name: str | None, api_key_file: Path | None
 ) -> Access:
-    """Return what these options, and the environment, make of it."""
+    """Return the access given by these options and the environment."""
     if name is not None and not tls and ca is None:
         raise typer.BadParameter("is for TLS: give --tls-ca or --tls too", param_hint="'--tls-name'")
     return Access(_credentials(tls, ca, cert, key), _api_key(api_key_file), name)
 
 
 def api_key_in(file: Path, option: str) -> str:
-    """Return the key in a file; a file that holds none is refused by the option that names it."""
+    """Return the key in a file; BadParameter names the option if the file holds none."""
     hint = f"'{option}'"
     try:
         return _checked(file.read_text().strip(), hint, f"{file}: ")
@@ -109,7 +109,7 @@ def _api_key(file: Path | None) -> str | None:
 
 
 def _checked(key: str, hint: str, where: str = "") -> str:
-    if not key or not key.isascii() or not key.isprintable():  # gRPC would abort on it
+    if not key or not key.isascii() or not key.isprintable():  # gRPC would abort the process
         raise typer.BadParameter(f"{where}holds no API key, which is a line of printable ASCII", param_hint=hint)
     return key
 

@@ -51,7 +51,7 @@ def chat(
     tls_name: TlsName = None,
     api_key_file: ApiKeyFile = None,
 ) -> None:
-    """Talk with the model. Ctrl-C stops an answer, Ctrl-D leaves; /help lists what else can be said."""
+    """Chat with the model. Ctrl-C stops an answer, Ctrl-D leaves; /help lists further commands."""
     options = {
         "model": model,
         "max_tokens": max_tokens,
@@ -64,12 +64,12 @@ def chat(
     at_terminal = sys.stdin.isatty()
     asks = ASKS if at_terminal and sys.stdout.isatty() else ""
     if at_terminal:
-        with contextlib.suppress(ImportError):  # where Python was built without it, lines cannot be edited
+        with contextlib.suppress(ImportError):  # some Python builds lack it: no line editing
             import readline  # noqa: F401
     with Client(address, credentials=allowed.credentials, api_key=allowed.api_key, options=allowed.options) as client:
         while True:
             try:
-                while True:  # in here, an interrupt between two turns is caught too
+                while True:  # inside the try, so that an interrupt between two turns is caught too
                     _turn(client, Waiting(address, access=allowed), conversation, asks)
             except (EOFError, LeaveError):
                 return
@@ -88,13 +88,13 @@ def chat(
                     fail(str(error), ExitStatus.USAGE)
                 _say(str(error))
             except SpecdecError as error:
-                if not at_terminal:  # a script wants the exit status
+                if not at_terminal:  # a script needs the exit status
                     raise
                 _say(str(error))
 
 
 def _turn(client: Client, waiting: Waiting, conversation: Conversation, asks: str) -> None:
-    """Read a line, behind `asks`, and do what it says or answer it."""
+    """Read a line at the prompt `asks`, and run its command or answer it."""
     line = input(asks)
     if not line.strip():
         return
@@ -110,7 +110,7 @@ def _turn(client: Client, waiting: Waiting, conversation: Conversation, asks: st
 
 
 def _answer(client: Client, waiting: Waiting, conversation: Conversation) -> None:
-    """Answer the last question, piece by piece; Ctrl-C ends the answer. However it ends, what was said of it stays."""
+    """Stream the answer to the last question; Ctrl-C cancels it. The part received stays in the conversation."""
     console, report, said, thought = Console(), Report(), "", False
     try:
         with client.generate(messages=conversation.messages, **conversation.options) as stream, waiting:
@@ -141,13 +141,13 @@ def _answer(client: Client, waiting: Waiting, conversation: Conversation) -> Non
 
 @contextlib.contextmanager
 def _interrupting(stream: Stream) -> Iterator[None]:
-    """Have Ctrl-C cancel a stream, and raise InterruptedError then. A KeyboardInterrupt in the midst of gRPC's own code
-    would leave the connection unusable. Where interrupts are ignored, they stay so."""
+    """Make Ctrl-C cancel the stream and raise InterruptedError. A KeyboardInterrupt inside gRPC's own code would leave
+    the connection unusable. If interrupts are ignored, they stay ignored."""
     cancelled = threading.Event()
 
     def cancel(*_: object) -> None:
         cancelled.set()
-        threading.Thread(target=stream.cancel).start()  # this code may run while the stream holds its lock
+        threading.Thread(target=stream.cancel).start()  # this handler may run while the stream holds its lock
 
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:
@@ -163,12 +163,12 @@ def _interrupting(stream: Stream) -> Iterator[None]:
 
 
 def _say(line: str) -> None:
-    """Tell the person something in a line of its own."""
+    """Print a status line for the person."""
     _aside(f"{line}\n")
 
 
 def _aside(text: str) -> None:
-    """Show what is no answer, a model's reasoning say; stdout holds answers alone."""
+    """Print to stderr text other than answers, such as a model's reasoning; stdout holds answers alone."""
     if text:
         console = Console(stderr=True)
         console.file.write(styled(text, "dim", console) if console.is_terminal else text)

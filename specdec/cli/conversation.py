@@ -1,4 +1,4 @@
-"""A conversation at a terminal: its turns, and the commands by which a person changes how it goes on."""
+"""A conversation at a terminal: its turns, and the commands that change its options."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Conversation:
     system: str | None = None
     colours: bool = False
     turns: list[Message] = field(default_factory=list)
-    _asked: int = 0  # turns up to the question that is to be answered
+    _asked: int = 0  # number of turns up to the question to answer
 
     @property
     def messages(self) -> list[Message]:
-        """The messages of a request: the system's, and all turns up to the question that is to be answered."""
+        """The messages of a request: the system's, and all turns up to the question to answer."""
         opening: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
         return opening + self.turns[: self._asked]
 
@@ -46,17 +46,17 @@ class Conversation:
         self._asked = len(self.turns)
 
     def answered(self, text: str, *, thought: bool = False) -> None:
-        """Note the answer to the question. Where nothing was said or `thought`, a former answer stays, and a question
-        without one is taken back: templates want turns that alternate."""
+        """Record the answer to the question. If it is empty and nothing was `thought`, a previous answer stays, and an
+        unanswered question is removed: templates require alternating turns."""
         if text or thought:
             self.turns[self._asked :] = [{"role": "assistant", "content": text}]
         elif self._asked == len(self.turns):
             self.turns.pop()
-            self._asked = max(0, len(self.turns) - 1)  # the question before, which has its answer
+            self._asked = max(0, len(self.turns) - 1)  # the previous question, already answered
 
     def command(self, line: str) -> tuple[str, bool]:
-        """Do what a line that begins with / says. Return what to tell the person, and whether to answer the last
-        question now; ValueError says what is wrong with the line, LeaveError that it was the last one."""
+        """Run a line starting with /. Return a message for the person, and whether to answer the last question now;
+        ValueError describes an invalid line, LeaveError ends the conversation."""
         name, _, value = line.strip().partition(" ")
         found = self._commands.get(name)
         if found is None:

@@ -31,9 +31,9 @@ def doctor(
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say what this machine has and what is missing: packages, devices, fast paths, ports, cache folder.
+    """Report what this machine has and lacks: packages, devices, fast paths, ports, cache folder.
 
-    Exit status 0, or 1 if what was asked for by --model or --draft cannot run here.
+    Exit status 0, or 1 if a model given by --model or --draft cannot run here.
     """
     from specdec.doctor.report import Asked, Report
     from specdec.doctor.table import lines
@@ -43,6 +43,6 @@ def doctor(
         print(json.dumps(report.as_json(), indent=2))
     else:
         for line in lines(report):
-            print(line, flush=True)  # at once: what follows may load torch
+            print(line, flush=True)  # show each line immediately: the next may have to load torch
     if report.problem:
         fail(report.problem)

@@ -36,8 +36,8 @@ def export(
         signal.signal(signal.SIGTERM, _end)
         from specdec.serving.process import logs
 
-        logs.configure("export", "warning")  # before libraries that write to stderr are imported
-        from specdec.engine.onnx.export import export as run  # takes seconds: what is wrong is told before
+        logs.configure("export", "warning")  # before the import of libraries that write to stderr
+        from specdec.engine.onnx.export import export as run  # takes seconds: report problems first
 
         run(directory, out, dtype)
     except (ModelDirectoryError, UnsupportedModelError) as error:
@@ -46,6 +46,6 @@ def export(
 
 
 def _end(number: int, _: object) -> NoReturn:
-    """End the process by an exception, so that what is half written is removed; a second signal ends it at once."""
+    """Raise SystemExit, so that half-written files are removed; a second signal kills the process."""
     signal.signal(number, signal.SIG_DFL)
     raise SystemExit(ExitStatus.TERMINATED)

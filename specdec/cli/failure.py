@@ -1,4 +1,4 @@
-"""How a command fails: with one line on stderr and a status that says what kind of failure it is."""
+"""Failures of a command: one line on stderr, and an exit status for the kind of failure."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ STATUS: Mapping[type[SpecdecError], ExitStatus] = MappingProxyType(
         Unavailable: ExitStatus.UNREACHABLE,
         Overloaded: ExitStatus.TRY_AGAIN,
         DeadlineExceeded: ExitStatus.TRY_AGAIN,
-        Cancelled: ExitStatus.INTERNAL,  # by the server: who cancels here is interrupted
+        Cancelled: ExitStatus.INTERNAL,  # by the server: a cancellation here ends as INTERRUPTED
         ServerError: ExitStatus.INTERNAL,
     }
 )
 """The status for every error of a call; a test checks that none is missing."""
 
 TRACEBACK = "SPECDEC_TRACEBACK"
-"""Variable of the environment that has a mistake of ours raised instead of told in a line."""
+"""Environment variable that makes an internal error raise its traceback instead of printing one line."""
 
 Arguments = ParamSpec("Arguments")
 
 
 def fail(message: str, status: ExitStatus = ExitStatus.FAILED) -> NoReturn:
-    """End the process with a message for a person."""
+    """Print a message for a person and end the process."""
     print(f"specdec: {message}", file=sys.stderr)
     raise SystemExit(status)
 
 
 def status_of(code: grpc.StatusCode) -> ExitStatus:
-    """Return the status for what a call ended with."""
+    """Return the exit status for a gRPC status."""
     return STATUS[ERRORS[code]]
 
 
 def ending(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
-    """Wrap a command so that it never ends with a traceback, whatever ends it."""
+    """Wrap a command so that no failure ends it with a traceback."""
 
     @functools.wraps(command)
     def run(*args: Arguments.args, **options: Arguments.kwargs) -> None:
@@ -74,7 +74,7 @@ def ending(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
         except KeyboardInterrupt:
             raise SystemExit(ExitStatus.INTERRUPTED) from None
         except BrokenPipeError:
-            # What is left in the buffer has nowhere to go, and the interpreter would complain of it at the end.
+            # Discard the rest of the buffer: flushing it at exit would make the interpreter print an error.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(ExitStatus.BROKEN_PIPE) from None
         except SpecdecError as error:
@@ -82,7 +82,7 @@ def ending(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
         except Exception as error:
             missing = isinstance(error, ModuleNotFoundError) and hint(error)
             if missing or os.environ.get(TRACEBACK):
-                raise  # what is missing is told by `needed_by`, which knows who runs
+                raise  # `needed_by` reports a missing package: it knows the program's name
             what = f"{type(error).__name__}: {error}".splitlines()[0]
             fail(f"internal error: {what} ({TRACEBACK}=1 shows where)", ExitStatus.INTERNAL)
 

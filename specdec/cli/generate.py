@@ -161,8 +161,8 @@ def generate(
     """Continue prompts.
 
     On a terminal, each token has the colour of its source: green for a draft model, yellow for n-gram lookup, magenta
-    for a lookahead window, blue for what a grammar forces, red and cyan for the target's own word after candidates,
-    none for plain decoding.
+    for a lookahead window, blue for tokens forced by a grammar, red and cyan for the target's own token after
+    candidates, none for plain decoding.
     """
     if (prompt is None) == (prompt_file is None):
         fail("give either PROMPT or --prompt-file", ExitStatus.USAGE)
@@ -206,7 +206,7 @@ def generate(
     try:
         text = sys.stdin.read() if prompt == "-" else prompt
         build_request(text, **options)
-    except (ValueError, TypeError) as error:  # what no message can say
+    except (ValueError, TypeError) as error:  # a value that does not fit into a message
         fail(str(error), ExitStatus.USAGE)
     with Client(
         address, timeout=timeout, credentials=allowed.credentials, api_key=allowed.api_key, options=allowed.options
@@ -215,7 +215,7 @@ def generate(
 
 
 def _content(file: Path | None) -> str | None:
-    """Return the text of a file that an option names."""
+    """Return the text of a file given by an option."""
     try:
         return None if file is None else file.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -233,7 +233,7 @@ def _complete_file(
     resume: bool,
     fail_fast: bool,
 ) -> None:
-    try:  # what is wrong is told before anything is sent
+    try:  # report problems before sending anything
         count = sum(1 for _ in file.prompts())
         if not count:
             fail(f"{file.path}: holds no prompt", ExitStatus.USAGE)
@@ -259,7 +259,7 @@ def _complete_file(
                     fail_fast=fail_fast,
                 )
             )
-    except (PromptFileError, ResultsFileError) as error:  # the file has changed, or a disk is full
+    except (PromptFileError, ResultsFileError) as error:  # the file changed meanwhile, or the disk is full
         fail(str(error))
     if status is not None:
         raise SystemExit(status)
@@ -291,8 +291,8 @@ def _complete(client: Client, waiting: Waiting, prompt: str | None, options: dic
 
 
 def without_draft(speculation: Speculation, options: Mapping[str, Any]) -> str:
-    """Return how many tokens should have had candidates of a draft, and had none; empty if it is as asked. Without any
-    draft service that is news only to who asked for a draft."""
+    """Return a note on tokens that should have had a draft's candidates and had none; empty if nothing unexpected
+    happened. Running without any draft service is only reported if a draft was requested."""
     if not speculation.undrafted_reason or not speculation.undrafted_tokens:
         return ""
     asked = options["speculation"] in ("always", "draft") or options["rule"] != "coupled"

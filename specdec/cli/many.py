@@ -1,5 +1,6 @@
-"""Many prompts at once: all that the servers take. Results are printed in the order of the prompts; in a file, which is
-put in order at its end, each is written as soon as it is there, lest an interruption lose it."""
+"""Many prompts at once, limited by the concurrency and the servers' capacity. Results are printed in the order of the
+prompts. In a results file each is written when it completes, so that an interruption loses none; the file is sorted at
+the end."""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ from specdec.client import AsyncClient, Overloaded, SpecdecError
 from specdec.exit_status import ExitStatus
 
 WAITING = 4
-"""Results that may wait for an earlier one, for each prompt that is asked at the same time: they take memory."""
+"""Results that may wait for an earlier one, per concurrent prompt: they take memory."""
 
 OVERLOADED_SECONDS = 600.0
-"""Seconds for which a prompt is asked again while the servers have no room, unless it may take less."""
+"""Seconds for which a prompt is retried while the servers are full, unless its timeout is shorter."""
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
@@ -49,8 +50,8 @@ class Answer:
 async def in_order(
     action: Callable[[Given], Awaitable[Made]], given: Iterable[Given], at_once: int
 ) -> AsyncGenerator[Made, None]:
-    """Run an action for each of what is given, so many at once, and yield what they return in order. What is given is
-    taken when there is room for it; an exception, or leaving the generator, cancels the rest."""
+    """Run an action over the items of `given`, at most `at_once` concurrently, and yield the results in order. Items
+    are taken when there is room; an exception, or closing the generator, cancels the rest."""
     room = asyncio.Semaphore(at_once)
     tasks: deque[asyncio.Task[Made]] = deque()
 
@@ -76,7 +77,7 @@ async def in_order(
 async def as_done(
     action: Callable[[Given], Awaitable[Made]], given: Iterable[Given], at_once: int
 ) -> AsyncGenerator[Made, None]:
-    """Do the same, but yield what actions return as soon as they do: none waits for an earlier one."""
+    """Do the same, but yield results as actions finish, in any order."""
     left = iter(given)
     running: set[asyncio.Future[Made]] = set()
     try:
@@ -94,7 +95,7 @@ async def as_done(
 
 
 async def ask(client: AsyncClient, prompt: Prompt, timeout: float | None, heard: Callable[[], None]) -> Answer:
-    """Ask for one prompt; again after a pause while the servers have no room. Call `heard` when anything comes."""
+    """Request one prompt, retrying after a pause while the servers are full. Call `heard` for every chunk."""
     deadline = time.monotonic() + (OVERLOADED_SECONDS if timeout is None else timeout)
     while True:
         report = Report()
@@ -134,8 +135,8 @@ async def generate_many(
     out: ResultsFile | None,
     fail_fast: bool,
 ) -> ExitStatus | None:
-    """Ask for all `count` prompts of a file; print each result, or append it to `out`. Return the status to end with:
-    None if all went well, else that of the first error."""
+    """Request all `count` prompts of a file; print each result, or append it to `out`. Return the exit status: None for
+    success, otherwise that of the first error."""
     kept = 0
     if out is not None:
         out.begin()
@@ -145,7 +146,7 @@ async def generate_many(
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     start, tokens, done = time.monotonic(), 0, 0
     failed: list[ExitStatus] = []
-    drawn = console.is_terminal and (out is not None or not sys.stdout.isatty())  # never among results
+    drawn = console.is_terminal and (out is not None or not sys.stdout.isatty())  # never mixed with results
     bar = Progress(*columns, console=console, disable=not drawn, redirect_stdout=False)
     waiting = Waiting(address, lambda line: console.print(f"specdec: {line}"), access=access)
     async with AsyncClient(
@@ -154,7 +155,7 @@ async def generate_many(
 
         async def one(prompt: Prompt) -> Answer:
             answer = await ask(client, prompt, timeout, waiting.heard)
-            if out is not None:  # at once: whoever reads the answers may leave
+            if out is not None:  # immediately: the consumer may stop before this answer's turn
                 out.append(answer.prompt, answer.result)
             bar.advance(shown)
             return answer

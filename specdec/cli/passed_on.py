@@ -1,7 +1,7 @@
-"""The services' own options as options of `specdec up`, each with its service's name before it.
+"""The services' options as options of `specdec up`, prefixed with the name of their service.
 
-`--verifier-step-rows 64` of `specdec up` is `--step-rows 64` of `specdec verifier`: the same values are taken, and
-wrong ones refused in the same words. An option that a service gets later is passed on without a change here.
+`--verifier-step-rows 64` of `specdec up` is `--step-rows 64` of `specdec verifier`: with the same validation and error
+messages. Options added to a service later are passed on without a change here.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ PACKAGES = {"verifier": "verifier_service", "draft": "draft_service", "orchestra
 SET_BY_UP = frozenset(
     {"model", "models", "draft_model", "verifier", "draft", "port", "stop_with_stdin", "share_port", "return"}
 )
-"""Names of what `specdec up` tells its services itself: who serves what, and where."""
+"""Names of options set by `specdec up` itself: which service serves what, and where."""
 
 ALSO_BARE = frozenset({"served_model_name"})
-"""Names of options that may be given without their service's name as well; help lists them so."""
+"""Names of options accepted without their service's prefix too, and listed so in the help."""
 
 Values = dict[str, Any]
-"""Values of a service's options by the names of its parameters; only those that were given."""
+"""Values of a service's options by parameter name, without those not given."""
 
 
 def passing_on(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that also takes the services' options, and hands them to `command` as its parameter
-    `passed`: the Values of each service."""
+    """Return a command with the services' options added; it passes their values to `command` as the parameter `passed`,
+    by service."""
     added = {role: dict(_parameters(role)) for role in PACKAGES}
 
     def run(**given: Any) -> None:
@@ -53,7 +53,7 @@ def passing_on(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameters(role: str) -> Iterator[tuple[str, inspect.Parameter]]:
-    """Yield a parameter for each option of a service that may be passed on, with the service's name for it."""
+    """Yield (name, parameter) for each option of a service that may be passed on, with the service's prefix."""
     hints = get_type_hints(load(f"{PACKAGES[role]}.__main__").main, include_extras=True)
     for name in hints.keys() - SET_BY_UP:
         kind, option = get_args(hints[name])
@@ -62,7 +62,7 @@ def _parameters(role: str) -> Iterator[tuple[str, inspect.Parameter]]:
         option.param_decls = (f"{declared}/--{role}-no-{spelled}" if kind is bool else declared,)
         if name in ALSO_BARE:
             option.param_decls = (f"--{spelled}", *option.param_decls)
-        option.hidden = name not in ALSO_BARE  # `specdec verifier --help` and so on list them
+        option.hidden = name not in ALSO_BARE  # listed by `specdec verifier --help` and the like
         annotation: Any = Annotated[kind | None, option]
         yield (
             name,
@@ -71,7 +71,7 @@ def _parameters(role: str) -> Iterator[tuple[str, inspect.Parameter]]:
 
 
 def arguments(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the arguments that give a service these values."""
+    """Return the command-line arguments for these values."""
     words: list[str] = []
     for name, value in values.items():
         spelled = name.replace("_", "-")

@@ -1,6 +1,6 @@
-"""The statistics of whichever of the three services answers at an address.
+"""The statistics of a pod of any of the three services.
 
-Each has a `GetStats` of its own, and says UNIMPLEMENTED to those of the others.
+Each service has a `GetStats` of its own, and answers UNIMPLEMENTED to those of the others.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ SERVICES: tuple[tuple[str, Callable[[grpc.Channel], Any], Message], ...] = (
     ("verifier", VerifierServiceStub, GetStatsRequest()),
     ("draft", DraftServiceStub, DraftServiceGetStatsRequest()),
 )
-"""(role, its stub, what it is asked), in the order in which they are tried."""
+"""(role, stub, request), in the order in which they are tried."""
 
 _LONG = (FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64)
-"""Types that MessageToDict writes as strings, since JavaScript's numbers are not that long."""
+"""Types converted to strings by MessageToDict, since JavaScript's numbers cannot hold 64 bits."""
 
 
 class NoSuchServiceError(Exception):
-    """A gRPC server answers, and is none of the three services."""
+    """A gRPC server answers, but is none of the three services."""
 
 
 class PodStats(NamedTuple):
@@ -48,8 +48,8 @@ class PodStats(NamedTuple):
 
 
 def ask(channel: grpc.Channel, seconds: float, metadata: Sequence[tuple[str, str]] = ()) -> PodStats:
-    """Ask whichever service is behind a channel. Raise grpc.RpcError if there is no answer within so many seconds,
-    NoSuchServiceError if none of the three answers."""
+    """Request the statistics of the service behind a channel. Raise grpc.RpcError if there is no answer within
+    `seconds`, NoSuchServiceError if it is none of the three."""
     for role, stub, request in SERVICES:
         try:
             return PodStats(role, stub(channel).GetStats(request, timeout=seconds, metadata=metadata))
@@ -60,7 +60,7 @@ def ask(channel: grpc.Channel, seconds: float, metadata: Sequence[tuple[str, str
 
 
 def _values(message: Message) -> dict[str, Any]:
-    """Return a message's fields by name, as MessageToDict has them, with numbers as numbers."""
+    """Return a message's fields by name, in MessageToDict's form, but with numbers as numbers."""
     found = MessageToDict(message, always_print_fields_with_no_presence=True, preserving_proto_field_name=True)
     return _with_numbers(message.DESCRIPTOR, found)
 

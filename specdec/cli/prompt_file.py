@@ -16,14 +16,14 @@ FORMS = ("text", "tokens", "messages")
 
 OPTIONS = GenerateOptions.__annotations__.keys() - {
     *FORMS,
-    *("n", "logprobs"),  # a result tells of one sample, without log-probabilities
+    *("n", "logprobs"),  # a result holds one sample, without log-probabilities
     *("generated_tokens", "model_fingerprint"),  # the client resumes broken texts itself
 }
-"""Options that a line may set."""
+"""Options allowed on a line."""
 
 
 class PromptFileError(ValueError):
-    """The file cannot be used; the message names file and line, and says what is wrong."""
+    """The file cannot be used; the message names file and line, and the problem."""
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,26 @@ class Prompt:
 
     line: int
     text: str | None
-    options: Mapping[str, Any]  # all options, those of the command included; for tokens and messages the prompt as well
+    options: Mapping[str, Any]  # including the command's; `tokens` and `messages` are among them
 
     @property
     def digest(self) -> str:
-        """The digest of this prompt and its options, half a SHA-256 in hex: `--resume` matches results by it."""
+        """Digest of this prompt and its options, half a SHA-256 in hex; `--resume` matches results by it."""
         content = json.dumps([self.text, dict(self.options)], sort_keys=True, default=str)
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 class PromptFile:
-    """The prompts of a file. It is read line by line, each time anew, so that a file of any size takes no memory."""
+    """The prompts of a file. It is read line by line on every iteration, so that the size of the file takes no
+    memory."""
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
-        """Take the options of all prompts that do not set them; nothing is read before `prompts`."""
+        """`options` apply to all prompts that do not set them; nothing is read before `prompts`."""
         self.path = path
         self._options = {name: value for name, value in options.items() if value is not None}
 
     def prompts(self) -> Iterator[Prompt]:
-        """Yield the prompts in order; PromptFileError at the first line that is wrong. Empty lines are none."""
+        """Yield the prompts in order, skipping empty lines; PromptFileError at the first invalid line."""
         if self.path.exists() and not self.path.is_file():
             raise PromptFileError(f"{self.path}: is not a file")
         try:
@@ -84,7 +85,7 @@ class PromptFile:
             raise ValueError(f"{names} cannot be set on a line; options are {', '.join(sorted(OPTIONS))}")
         options = dict(self._options)
         if entry.get("drafters") is not None:
-            options.pop("speculation", None)  # both say who may propose, and the line has the last word
+            options.pop("speculation", None)  # both select drafters, and the line takes precedence
         options |= {name: value for name, value in entry.items() if value is not None and name != "text"}
         if "logit_bias" in options and isinstance(options["logit_bias"], dict):
             options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}
@@ -92,5 +93,5 @@ class PromptFile:
             options["time"] = datetime.fromisoformat(options["time"])
         if not isinstance(entry.get("text", ""), str):
             raise TypeError(f"text = {entry['text']!r}: must be a string")
-        build_request(entry.get("text"), **options)  # what does not fit into a request is told before any is sent
+        build_request(entry.get("text"), **options)  # report invalid values before any request is sent
         return Prompt(number, entry.get("text"), options)

@@ -1,4 +1,4 @@
-"""The report on a completion: the JSON object that `specdec generate --json` prints."""
+"""The report on a completion: the JSON object printed by `specdec generate --json`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from specdec.client import Chunk, Finish, SpecdecError
 
 
 class Report:
-    """The report of one completion of one sample: begun when it is asked for, filled chunk by chunk."""
+    """The report of one completion of one sample: created with the request, filled chunk by chunk."""
 
     def __init__(self) -> None:
-        self.request_id = ""  # what logs and traces call the request
+        self.request_id = ""  # in logs and traces
         self._start = time.monotonic()
         self._first: float | None = None
         self.tokens: list[int] = []
@@ -32,7 +32,7 @@ class Report:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the completion was asked for."""
+        """Seconds since the request."""
         return time.monotonic() - self._start
 
     @property

@@ -1,4 +1,4 @@
-"""A file of results: a JSON object on each line, written so that a run which breaks off can go on."""
+"""A file of results: one JSON object per line, written so that an interrupted run can resume."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from specdec.cli.prompt_file import Prompt
 
 
 class ResultsFileError(ValueError):
-    """The file cannot be written, or gone on with; the message names it, and says what is wrong."""
+    """The file cannot be written or resumed; the message names it and the problem."""
 
 
 class ResultsFile:
-    """Results by the line of their prompt. Whatever ends the process, all but the last line are complete."""
+    """Results by the line of their prompt. If the process dies at any point, all lines but the last are complete."""
 
     def __init__(self, path: Path, *, resume: bool) -> None:
-        """Create the file, or index the one that is there: results of a run that broke off."""
+        """Create the file, or index the existing one of an interrupted run."""
         self.path = path
-        self._places: dict[int, tuple[int, int]] = {}  # line of the prompt: offset and length in the file
-        self._digests: dict[int, tuple[int, str]] = {}  # line of the prompt: line here, what it was of
+        self._places: dict[int, tuple[int, int]] = {}  # prompt's line: (offset, length) in the file
+        self._digests: dict[int, tuple[int, str]] = {}  # prompt's line: (line here, prompt's digest)
         self._dropped = False
         try:
             if not resume:
@@ -46,7 +46,7 @@ class ResultsFile:
         return len(self._places)
 
     def check(self, prompts: Iterable[Prompt]) -> None:
-        """Raise ResultsFileError if a result is of no prompt, or was made with other options."""
+        """Raise ResultsFileError if a result has no prompt, or was made with other options."""
         unknown = dict(self._digests)
         for prompt in prompts:
             here, digest = unknown.pop(prompt.line, (0, prompt.digest))
@@ -58,7 +58,7 @@ class ResultsFile:
             raise ResultsFileError(f"{self.path}:{here}: is of line {line}, which has no prompt now")
 
     def begin(self) -> None:
-        """Drop what is to be done again: a line that was torn, and errors."""
+        """Drop entries to redo: an incomplete last line, and errors."""
         if self._dropped:
             try:
                 self._rewrite()
@@ -66,7 +66,7 @@ class ResultsFile:
                 raise ResultsFileError(f"{self.path}: {error.strerror}") from error
 
     def append(self, prompt: Prompt, result: dict[str, Any]) -> None:
-        """Write a result; what is written before stays as it is."""
+        """Append a result; earlier bytes do not change."""
         line = json.dumps({"line": prompt.line, "request": prompt.digest, **result}).encode() + b"\n"
         try:
             place = self._file.seek(0, os.SEEK_END)
@@ -77,8 +77,8 @@ class ResultsFile:
         self._places[prompt.line] = (place, len(line))
 
     def close(self) -> None:
-        """Put the results in the order of their prompts, and close the file. After a write that failed it stays as it
-        is: all but its last line are complete."""
+        """Sort the results by prompt and close the file. After a failed write it stays as it is: all lines but the last
+        are complete."""
         offsets = [self._places[line] for line in sorted(self._places)]
         try:
             if offsets != sorted(offsets):
@@ -105,7 +105,7 @@ class ResultsFile:
                 self._places[of], self._digests[of] = place, (number, digest)
 
     def _rewrite(self) -> None:
-        """Replace the file by one that has the known results alone, in order. It is whole at any time."""
+        """Replace the file by one with only the known results, in order. The replacement is atomic."""
         beside = self.path.with_name(self.path.name + ".new")
         places: dict[int, tuple[int, int]] = {}
         new = beside.open("wb+")

@@ -1,4 +1,4 @@
-"""The services that `specdec up` runs, as each describes itself: for a person a line each, for a script an object."""
+"""The running services of `specdec up`, described by themselves: as a line each, or as a JSON object for scripts."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ ANSWER_SECONDS = 5.0
 
 
 def description(stack: Stack) -> dict[str, Any]:
-    """Return the address to ask, the addresses of all services, and of each what it serves, where, and how large its
-    process is."""
+    """Return the address for clients, the addresses of all services, and for each pod its model, placement and
+    memory."""
     pods = {role: _pod(role, address, stack.children[role].process.pid) for role, address in stack.addresses.items()}
     return {"address": stack.address, "services": stack.addresses, "pods": pods}
 
 
 def _pod(role: str, address: str, process: int) -> dict[str, Any]:
     found: dict[str, Any] = {"address": address, "process_id": process, "memory_bytes": _memory(process)}
-    if role == "openai":  # it has no model
+    if role == "openai":  # no model
         return found
-    # A service that does not answer now is busy or gone; `Upkeep` sees to it, and the start goes on.
+    # A service that does not answer is busy or dead; `Upkeep` handles that, and start-up continues.
     with contextlib.suppress(grpc.RpcError, NoSuchServiceError), grpc.insecure_channel(address) as channel:
         seen = ask(channel, ANSWER_SECONDS).as_json()
         if identity := seen.get("identity"):
@@ -38,7 +38,7 @@ def _pod(role: str, address: str, process: int) -> dict[str, Any]:
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a description in lines: a service each, then how to ask them."""
+    """Yield a description as lines: one per service, then how to send requests."""
     for role, pod in found["pods"].items():
         parts = [f"{pod['memory_bytes'] / 1e9:.2f} GB of memory now"]
         if "model" in pod:
@@ -56,7 +56,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _memory(process: int) -> int:
-    """Return the bytes of a process that are in the machine's memory; 0 if it is gone."""
+    """Return the resident bytes of a process; 0 if it is gone."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{process}/status").read_text().splitlines():
             if line.startswith("VmRSS:"):

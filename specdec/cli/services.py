@@ -1,6 +1,6 @@
-"""Commands that run services: `specdec draft`, `specdec verifier`, `specdec orchestrator` one of them in this process,
-`specdec up` all three. `specdec warm-up` and `specdec evaluate` run none: they use the services' code. Their options
-are read where they are used, so that other commands need none of it."""
+"""Commands that run services: `specdec draft`, `specdec verifier`, `specdec orchestrator` and `specdec openai` run one
+in this process, `specdec up` all three on this machine. `specdec warm-up` and `specdec evaluate` only use the services'
+code. Their options are defined next to that code, so that other commands do not import it."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def evaluate(context: typer.Context) -> None:
 
 
 def up(context: typer.Context) -> None:
-    """Start all three services on this machine, and again those that die."""
+    """Start all three services on this machine, and restart them if they die."""
     check_installed(
         "numpy", "structlog", "yaml", "grpc_reflection", "grpc_status"
-    )  # or one service would name its own extra
+    )  # otherwise the error would name the extra of one service
     from specdec.cli.passed_on import passing_on
     from specdec.cli.up import up
 

@@ -1,4 +1,4 @@
-"""A model's text on a terminal, where control characters would move the cursor, or have it do worse."""
+"""A model's text on a terminal, with control characters neutralised: they could move the cursor, or worse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STYLES = {
     "bonus": "cyan",
     "plain": "default",
 }
-"""Colours of tokens, by their sources."""
+"""Colours of tokens, by source."""
 
 _CONTROLS = {
     code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
@@ -27,19 +27,18 @@ _CONTROLS = {
 
 
 def without_controls(text: str) -> str:
-    """Return a text whose control characters are replaced, but for line ends and tabs; carriage returns are left out,
-    which stand before line ends."""
+    """Return a text with control characters replaced, except line ends and tabs. Carriage returns, which precede line
+    ends, are removed."""
     return text.translate(_CONTROLS)
 
 
 def for_stdout(text: str) -> str:
-    """Return a text as stdout may have it: exactly, unless that is a terminal."""
+    """Return a text for stdout: unchanged, unless that is a terminal."""
     return without_controls(text) if sys.stdout.isatty() else text
 
 
 def styled(text: str, style: str, console: Console) -> str:
-    """Return a text for the terminal of a console. Rich itself would expand tabs, of which it does not know where they
-    stand."""
+    """Return a styled text for a console's terminal. Rich itself would expand tabs, without knowing their column."""
     text = without_controls(text)
     if console.color_system is None or console.no_color:
         return text
@@ -47,7 +46,7 @@ def styled(text: str, style: str, console: Console) -> str:
 
 
 def coloured(chunk: Chunk, console: Console) -> str:
-    """Return a chunk's text for the terminal of a console, each token in the colour of its source."""
+    """Return a chunk's text for a console's terminal, each token in the colour of its source."""
     begin = chunk.reasoning_tokens
     pieces = zip(chunk.token_texts[begin:], chunk.sources[begin:], strict=True)
     return "".join(styled(piece, STYLES.get(source, "default"), console) for piece, source in pieces)

@@ -1,4 +1,4 @@
-"""`specdec stats`: who a service is, and what it is doing."""
+"""`specdec stats`: a service's identity and load."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def stats(
     tls_name: TlsName = None,
     api_key_file: ApiKeyFile = None,
 ) -> None:
-    """Show who a service is, how full and how busy; of an orchestrator also which pods it sees."""
+    """Show a service's identity and load; for an orchestrator also its pods."""
     before: PodStats | None = None
     allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
     with allowed.channel(at.target) as opened:
@@ -53,7 +53,7 @@ def stats(
                 line, status = _told(error, at.target, timeout)
                 if before is None:
                     fail(line, status)
-                print(f"specdec: {line}", file=sys.stderr, flush=True)  # it may come back: the watch goes on
+                print(f"specdec: {line}", file=sys.stderr, flush=True)  # it may return: keep watching
             else:
                 if json_output:
                     print(json.dumps({"address": at.target, **seen.as_json()}), flush=True)
@@ -66,7 +66,7 @@ def stats(
 
 
 def _told(error: Exception, target: str, timeout: float) -> tuple[str, ExitStatus]:
-    """Return the line that tells of a failed look, and the exit status."""
+    """Return the error message for a failed query, and the exit status."""
     if not isinstance(error, grpc.RpcError):
         return (
             f"{target}: a gRPC server answers, but no orchestrator, verifier or draft service of specdec.v2 "

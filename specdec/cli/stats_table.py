@@ -1,4 +1,4 @@
-"""Statistics of a service as a table for people: a line for each subject, its name in front."""
+"""A service's statistics as a table for people: a line per subject, starting with its name."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ WIDTH = 13
 """Characters of the column of names."""
 
 FINGERPRINT = 12
-"""Characters of a fingerprint that are shown."""
+"""Characters of a fingerprint to show."""
 
 Line = tuple[str, str]
 
 
 def table(address: str, seen: PodStats, before: PodStats | None) -> Iterator[str]:
-    """Yield the lines of a look; rates are those since the look `before`, if there was one."""
+    """Yield the lines of a snapshot; rates are relative to the snapshot `before`, if given."""
     stats = seen.stats
     yield f"{seen.role} at {address}"
-    # Counters of another process, which may have taken the place of the one before, began anew.
+    # Only compare snapshots of the same process: after a restart, counters start from 0.
     earlier = before.stats if before and before.stats.pod.process_id == stats.pod.process_id else None
     lines: Iterator[Line]
     if isinstance(stats, GenerationServiceGetStatsResponse):
@@ -37,7 +37,7 @@ def table(address: str, seen: PodStats, before: PodStats | None) -> Iterator[str
         yield f"  {name:{WIDTH}}{printable(text)}".rstrip()
 
 
-# --- what the three have in common ------------------------------------------------------------------
+# --- common to all services -------------------------------------------------------------------------
 
 
 def _process(stats: Stats) -> Iterator[Line]:
@@ -66,7 +66,7 @@ def _memory(held: int, cached: int | None, tokens: int) -> Line:
 
 
 def _off(fast_paths: Sequence[str]) -> Iterator[Line]:
-    """Fast paths that are off."""
+    """Yield the disabled fast paths."""
     for number, line in enumerate(fast_paths):
         yield "" if number else "fast paths", line
 
@@ -75,7 +75,7 @@ def _candidates(offered: int, accepted: int) -> str:
     return f"{offered} verified, {accepted} accepted ({percent(accepted, offered)})"
 
 
-# --- each of them -----------------------------------------------------------------------------------
+# --- one service each -------------------------------------------------------------------------------
 
 
 def _of_verifier(stats: GetStatsResponse, before: Stats | None) -> Iterator[Line]:
@@ -147,7 +147,7 @@ def _of_orchestrator(stats: GenerationServiceGetStatsResponse, before: Stats | N
 
 
 def _revisions(revisions: Sequence[RevisionView]) -> Iterator[Line]:
-    """Revisions that have names, each with the part of its model's requests that it gets."""
+    """Yield the named revisions, each with its share of its model's requests."""
     shares: defaultdict[str, float] = defaultdict(float)
     for each in revisions:
         shares[each.model] += 0.0 if each.leaving else each.share
@@ -187,7 +187,7 @@ def _pod(pod: PodView) -> str:
 
 
 def _busy(stats: GetStatsResponse | DraftServiceGetStatsResponse, before: Stats | None) -> str:
-    """Say which part of the time was spent in steps: since the look before, or since the start."""
+    """Return the fraction of time spent in steps: since the snapshot before, or since the start."""
     busy, up = stats.busy_us, stats.up_us
     if isinstance(before, GetStatsResponse | DraftServiceGetStatsResponse):
         return f"{percent(busy - before.busy_us, up - before.up_us)} busy"
@@ -195,7 +195,7 @@ def _busy(stats: GetStatsResponse | DraftServiceGetStatsResponse, before: Stats 
 
 
 def _rate(stats: Stats, before: Stats | None, counter: str) -> str:
-    """Say how fast a counter grows since the look before; nothing without one."""
+    """Return the rate of a counter since the snapshot before; empty without one."""
     if before is None or stats.up_us <= before.up_us:
         return ""
     grown = getattr(stats, counter) - getattr(before, counter)
@@ -211,7 +211,7 @@ def _mean(total: int, count: int) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text with what would steer a terminal replaced: whoever answers chooses it."""
+    """Return a text with terminal control characters replaced: the server controls it."""
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
@@ -220,7 +220,7 @@ def percent(part: float, whole: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """Write a duration in its two largest units."""
+    """Format a duration in its two largest units."""
     days, rest = divmod(int(seconds), 86_400)
     hours, rest = divmod(rest, 3600)
     minutes, rest = divmod(rest, 60)

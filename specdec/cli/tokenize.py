@@ -1,4 +1,4 @@
-"""`specdec tokenize`: what a prompt becomes."""
+"""`specdec tokenize`: the tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def tokenize(
                 found = client.tokenize(messages=[{"role": "user", "content": text}], model=model, pieces=not count)
             else:
                 found = client.tokenize(text, model=model, add_special=None if special else False, pieces=not count)
-    except ValueError as error:  # what no message can say
+    except ValueError as error:  # a value that does not fit into a message
         fail(str(error), ExitStatus.USAGE)
     if json_output:
         pieces = [{"text": piece.text, "bytes": list(piece.bytes)} for piece in found.pieces]

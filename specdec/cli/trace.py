@@ -1,4 +1,4 @@
-"""`specdec trace`: what happened to a request, in all services."""
+"""`specdec trace`: the timeline of a request, in all services."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def trace(
     tls_name: TlsName = None,
     api_key_file: ApiKeyFile = None,
 ) -> None:
-    """Show what happened to a request, when and in which service.
+    """Show the timeline of a request, in all services.
 
-    Services keep this of requests that run and of the last few hundred that have ended.
+    Services keep timelines of running requests and of the last few hundred completed ones.
     """
     allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
     with allowed.channel(at.target) as opened:

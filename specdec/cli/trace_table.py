@@ -1,4 +1,4 @@
-"""The timeline of a request: what services have recorded of it, on one axis that begins with the first of them."""
+"""The timelines of a request in all services, on one axis starting with the first of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specdec.v2.trace_pb2 import GetTraceResponse, Timeline
 
 
 class TraceTable:
-    """A trace, with the time of everything since the trace's beginning, in microseconds."""
+    """A trace, with all times relative to its beginning, in microseconds."""
 
     def __init__(self, told: GetTraceResponse) -> None:
         self._timelines = list(told.timelines)
@@ -27,7 +27,7 @@ class TraceTable:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for a person: what happened, in order, each with its time and where."""
+        """Yield lines for a person: the events in order, each with its time and place."""
         where = [" ".join(filter(None, (each.service, each.pod))) for each in self._timelines]
         width = max(map(len, where), default=0)
         happened = [
@@ -35,7 +35,7 @@ class TraceTable:
             for place, timeline in zip(where, self._timelines, strict=True)
             for at, what in self._happened(timeline)
         ]
-        for at, what in sorted(happened, key=lambda each: each[0]):  # at the same time: in the order of the services
+        for at, what in sorted(happened, key=lambda each: each[0]):  # stable: ties in the order of the services
             yield printable(f"{at / 1000:>12.1f} ms  {what}")
         for place, timeline in zip(where, self._timelines, strict=True):
             yield from self._remarks(printable(place), timeline)
@@ -80,7 +80,7 @@ class TraceTable:
 
 
 def _values(attributes: Struct) -> dict[str, Any]:
-    """Return attributes by name, with whole numbers as such: a Struct has none."""
+    """Return attributes by name, with whole numbers as int: a Struct has only floats."""
     return {name: _whole(value) for name, value in sorted(MessageToDict(attributes).items())}
 
 

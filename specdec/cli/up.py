@@ -90,9 +90,9 @@ def up(
     *,
     passed: Mapping[str, Values],
 ) -> None:
-    """Start all three services on this machine, and again those that die. Ctrl-C stops them.
+    """Start all three services on this machine, and restart them if they die. Ctrl-C stops them.
 
-    Every option of a service is also one of this command, with the service's name before it: --verifier-step-rows 64,
+    Every option of a service is also one of this command, prefixed with the service's name: --verifier-step-rows 64,
     --draft-device cuda, --orchestrator-workers 2. `specdec verifier --help`, `specdec draft --help` and `specdec
     orchestrator --help` list them.
     """
@@ -117,10 +117,10 @@ def up(
     of_openai: Values = {"host": host}
     draining = (of_verifier, of_draft, of_orchestrator, of_openai)
     drain = max(float(values.get("drain_seconds", DRAIN_SECONDS)) for values in draining)
-    for values in draining:  # a text ends with the first of its services that does
+    for values in draining:  # a text ends with the first of its services: use one drain time
         values.setdefault("drain_seconds", drain)
     try:
-        # 1. What can be known now is not found out by services that load.
+        # 1. Validate early, before any service loads its model.
         secured = "tls_cert" in of_orchestrator or bool(os.environ.get("SPECDEC_ORCHESTRATOR_TLS_CERT"))
         if openai_port is not None and secured:
             fail(
@@ -146,7 +146,7 @@ def up(
             if values is not of_draft or models.draft is not None:
                 bound(values.get("host", "127.0.0.1"), at, option=option).close()
 
-        # 2. Start them, and keep them up.
+        # 2. Start the services, and restart those that die.
         with Stack.start(
             models.target,
             str(models.draft or "none"),
@@ -178,11 +178,11 @@ def up(
 
 
 def _placement(values: Mapping[str, object]) -> Placement:
-    """Return how a service with these options runs its model."""
+    """Return the placement of a service's model from its options."""
     names = {"engine": "kind", "dtype": "dtype", "device": "device", "kv_tokens": "kv_tokens", "compile": "compiled"}
     return Placement(**{names[name]: value for name, value in values.items() if name in names})  # type: ignore[arg-type]
 
 
 def _say(line: str) -> None:
-    """Tell a person something; stdout is for what was asked."""
+    """Print a status line for a person; stdout is for results."""
     print(f"specdec: {line}", file=sys.stderr, flush=True)

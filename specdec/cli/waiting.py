@@ -1,4 +1,4 @@
-"""Waiting: says on stderr what a command waits for, after a second without a word from the servers."""
+"""Waiting: reports on stderr what a command waits for, after a second without a response from the servers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from specdec.client.address import parse_addresses
 from specdec.v2 import verifier_pb2
 
 SILENT_SECONDS = 1.0
-"""Seconds of silence before anything is said."""
+"""Seconds of silence before the first report."""
 
 LOOK_SECONDS = 0.5
-"""Seconds between two looks at what the servers say of themselves, and for their answers."""
+"""Seconds between two health checks of the servers, and the timeout of each."""
 
 VERIFIER = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
 """The name under which an orchestrator answers health checks for its verifiers."""
@@ -31,8 +31,8 @@ def _on_stderr(line: str) -> None:
 
 
 class Waiting:
-    """The wait for tokens of orchestrators. Used as a context manager around the call; `heard` is called with
-    everything that comes. What is waited for is said once, and again when it changes."""
+    """The wait for tokens from orchestrators. Used as a context manager around the call; `heard` is called for every
+    response. The reason for waiting is reported once, and again when it changes."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Waiting:
         *,
         access: Access = OPEN,
     ) -> None:
-        """`address` is one address or several, joined by commas; `say` takes a line for a person, in another thread."""
+        """`address` is one address or several, comma-separated; `say` takes a line for a person, in another thread."""
         self._access = access
         self._targets = [each.target for each in parse_addresses(address)]
         self._say = say
@@ -81,7 +81,7 @@ class Waiting:
 
 
 def waited_for(targets: list[str], access: Access = OPEN) -> str:
-    """Return what a request to these servers waits for, by their health checks, in a line for a person."""
+    """Return the reason why a request to these servers waits, from their health checks, as a line for a person."""
     channels = [access.channel(target) for target in targets]
     asked = health_pb2.HealthCheckRequest(service=VERIFIER)
     calls = [health_pb2_grpc.HealthStub(each).Check.future(asked, timeout=LOOK_SECONDS) for each in channels]
