@@ -79,7 +79,7 @@ def _processed_shortlists(logits: DraftLogits, rows: Sequence[AskedRow]) -> tupl
     if listed:
         found = logits.shortlists([rows[at].number for at in listed])
         vocabularies = [rows[at].vocabulary for at in listed]
-        if found.ids.max() >= min(vocabularies):
+        if found.ids.max() >= min(vocabularies):  # padding of a wider draft: redo these rows from the whole logits
             beyond = found.ids.max(axis=1) >= vocabularies
             whole += [at for at, is_beyond in zip(listed, beyond.tolist(), strict=True) if is_beyond]
         if not whole:
@@ -122,6 +122,7 @@ def _perturbed(values: Logits, ids: NDArray[np.int64], queries: Sequence[Samplin
         kept = z > -np.inf
     streams = np.array([[stream_at(query.sampler.state, query.position)] for query in queries], dtype=np.uint64)
     scores = z + word_gumbel(token_words(streams, ids))
+    # Times T: AGREEMENT_SCALE is the noise between logits before their division by T.
     return np.where(kept, np.array([[each.temperature] for each in samplings]) * scores, -np.inf)
 
 
@@ -139,6 +140,7 @@ def _fill(found: Candidates, rows: Any, perturbed: NDArray[np.float64], ids: NDA
     """Write the candidates of these rows: the entries at the places `ranked`, best first, by perturbed logits."""
     scores = perturbed / AGREEMENT_SCALE
     best = scores[ranked]
+    # Logprobs are a softmax over the whole shortlist, not over the `width` best alone.
     log_totals = np.log(np.exp(scores - best[:, :1]).sum(axis=1, keepdims=True)) + best[:, :1]
     found.tokens[rows, : best.shape[1]] = ids[ranked]
     found.logprobs[rows, : best.shape[1]] = best - log_totals

@@ -69,7 +69,7 @@ def _decide(z: Logits, query: SamplingQuery) -> int:
         if uniform(sampling.seed, position, DOMAIN_ACCEPT) * q_offered < p[offered].sum():
             return query.proposal.token
         residual = np.maximum(p - q, 0.0)
-        p = residual if residual.any() else p
+        p = residual if residual.any() else p  # zero only if q equals p, up to rounding
     return int(ids[draw(p, uniform(sampling.seed, position, DOMAIN_RESIDUAL))])
 
 

@@ -55,8 +55,9 @@ def leading(
     if any(each.top_p < 1.0 for each in samplings):
         top_p = np.array([each.top_p for each in samplings])
         reached = np.exp(z - z[:, :1]).cumsum(axis=1, dtype=np.float64)
+        # top-p is relative to the weight left by top-k, or to the whole row's without one.
         of = np.where((top_k > 0) & (top_k < vocabulary), reached[every, size - 1], totals) if limited else totals
-        enough = reached >= (top_p * of)[:, None]
+        enough = reached >= (top_p * of)[:, None]  # a row without any True reaches p beyond its k largest
         cut = np.minimum(size, enough.argmax(axis=1) + 1)
         size = np.where((top_p < 1.0) & enough[:, -1], cut, size)
     if any(each.min_p > 0.0 for each in samplings):
