@@ -1,6 +1,6 @@
-"""Children of the nodes that a pass has computed, by their sessions' rules: chosen first, then given.
+"""Children of the nodes computed by a pass, under their sessions' acceptance rules: chosen first, then added.
 
-What is chosen changes nothing, so a device that fails while rows come from it costs a pass and no more.
+Choosing changes no session, so a device error while rows are being read costs one pass only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specdec.decoding.tree import Node
 
 
 class Computed(NamedTuple):
-    """A node that a pass has computed, and its row of logits."""
+    """A node computed by a pass, and its row of logits."""
 
     session: Session
     node: Node
@@ -27,8 +27,8 @@ class Computed(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What is chosen for the nodes of a pass: draws (REJECTION) and distributions (CONTRASTIVE), or why a session
-    cannot go on; and candidates for the nodes that get any."""
+    """The children chosen after a pass: draws (REJECTION) and distributions (CONTRASTIVE), or the error that ends a
+    session; and candidates for the nodes of COUPLED and CONTRASTIVE sessions."""
 
     by_whole_rows: list[tuple[Computed, Proposal | DraftDistribution | Exception | None]]
     expanded: list[Computed]
@@ -36,7 +36,7 @@ class Chosen(NamedTuple):
 
 
 def chosen(computed: Sequence[Computed], logits: DraftLogits) -> Chosen:
-    """Choose children by a pass's logits: candidates for all nodes at once."""
+    """Choose children from a pass's logits; candidates for all nodes in one call."""
     whole = [each for each in computed if each.session.request.sampler.rule is not Rule.COUPLED]
     rows = logits.whole([each.row.number for each in whole]) if whole else []
     by_whole_rows = [(each, _by_whole_row(each, row)) for each, row in zip(whole, rows, strict=True)]
@@ -47,7 +47,7 @@ def chosen(computed: Sequence[Computed], logits: DraftLogits) -> Chosen:
 
 
 def give(children: Chosen) -> dict[Session, Exception]:
-    """Give nodes what is chosen for them. Return the sessions that cannot go on, and why."""
+    """Add chosen children to their nodes. Return the sessions that cannot continue, with the reason."""
     failed: dict[Session, Exception] = {}
     for (session, node, _), found in children.by_whole_rows:
         try:
@@ -58,7 +58,7 @@ def give(children: Chosen) -> dict[Session, Exception]:
                     session.add_draw(node, token, distribution)
                 case DraftDistribution():
                     session.add_distribution(node, found)
-        except Exception as error:  # one session's error does not end the others
+        except Exception as error:  # an error of one session must not end the others
             failed[session] = error
     if children.candidates is not None:
         nodes = [(session, node) for session, node, _ in children.expanded]
@@ -67,8 +67,8 @@ def give(children: Chosen) -> dict[Session, Exception]:
 
 
 def _by_whole_row(computed: Computed, logits: Logits) -> Proposal | DraftDistribution | Exception | None:
-    """Return a node's draw or distribution by its rule, or what has gone wrong. A broken row gives none; it is an error
-    where the rule needs one."""
+    """Return a node's draw or distribution under its rule, or the error. A non-finite row gives None, or an error if
+    the rule needs the distribution."""
     session, _, (_, query, vocabulary) = computed
     logits = logits[:vocabulary]
     try:
@@ -78,5 +78,5 @@ def _by_whole_row(computed: Computed, logits: Logits) -> Proposal | DraftDistrib
         if session.request.sampler.rule is Rule.CONTRASTIVE:
             return contrastive.amateur_distribution(logits, session.request.sampler.contrast)
         return rejection.propose(logits, query)
-    except Exception as error:  # it is this session's alone
+    except Exception as error:  # ends this session only
         return error

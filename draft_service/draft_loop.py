@@ -1,7 +1,7 @@
 """The draft loop: has the drafter expand the most probable nodes of all sessions, sends candidates, and repeats.
 
-It runs in its own thread and owns every session. A commit takes effect between two steps; while no session has a node
-worth expanding, the loop sleeps.
+It runs in its own thread and owns every session. Commits take effect between steps. The loop sleeps while no session
+has a node worth expanding.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ STEP_SMOOTHING = 0.1
 """Weight of the latest step in the moving average of step seconds."""
 
 READER_WAIT_SECONDS = 0.25
-"""Seconds until the loop looks again at a session whose reader is far behind."""
+"""Seconds before retrying a session with a full response queue."""
 
 
 @dataclass
 class RunningSession:
-    """A session, the queue of what is sent to its reader, and the function that makes messages of extensions there."""
+    """A session, its response queue, and the function that turns an extension into a message."""
 
     session: Session
     responses: ResponseQueue[Any]
@@ -54,22 +54,22 @@ class DraftLoop(EngineWorker[Session]):
     # --- actions: called in the loop's thread -----------------------------------------------------
 
     def attach(self, entry: RunningSession) -> None:
-        """Give a session its memory; PoolFullError if none is left, EngineLostError if nothing can be computed."""
+        """Allocate a session's memory; PoolFullError if none is left, EngineLostError if the engine is lost."""
         self.check_works()
         self.drafter.open(entry.session)
         self._sessions[entry.session] = entry
 
     def commit(self, session: Session, base: int, tokens: list[int], arrived: float) -> None:
-        """Commit tokens to a session's text; they `arrived` at that `time.monotonic`. ValueError if they cannot be."""
+        """Commit tokens to a session's text; `arrived`: arrival by `time.monotonic`. Errors as in `Session.commit`."""
         session.outgoing.commit_arrived(arrived)
         move = session.commit(base, tokens)
         self.stats.committed += len(move.tokens)
         self.stats.guessed += len(move.followed)
-        if session in self._sessions:  # an error may have ended it while the commit was on its way
+        if session in self._sessions:  # an error may have ended it while the commit was in flight
             self.drafter.commit(session, move)
 
     def detach(self, session: Session) -> None:
-        """Forget a session and free its memory, if it is here."""
+        """Forget a session and free its memory; no-op for an unknown one."""
         self._retry.forget(session)
         if self._sessions.pop(session, None) is not None:
             self.drafter.close(session)
@@ -102,15 +102,15 @@ class DraftLoop(EngineWorker[Session]):
         return None if wake is None else max(0.0, wake - now)
 
     def _expand(self, runnable: list[Session]) -> None:
-        """Have sessions expanded, the best first; one that is suspected of making steps fail is expanded alone."""
+        """Expand sessions, the best first; one suspected of failing steps is expanded alone."""
         retried = self._retry.next(runnable)
         asked = runnable if retried is None else [retried]
         try:
             failed = self.drafter.expand(asked)
-        except ExpansionError as error:  # the whole step is void; its sessions are tried again
+        except ExpansionError as error:  # the whole step is void; its sessions are retried
             self.step_failed(error.sessions or asked, error.cause)
             return
-        except Exception as error:  # a mistake in the drafter does not say which session has caused it
+        except Exception as error:  # a bug in the drafter: the faulty session is unknown
             self.step_failed(asked, error)
             return
         self.steps += 1

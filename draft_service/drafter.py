@@ -1,8 +1,8 @@
-"""The drafter: what extends the token trees of a draft service's sessions.
+"""The drafter of a draft service: extends the token trees of its sessions.
 
-The draft loop has one, and calls it in its thread. A language model is one (`language_model.py`); heads on the target's
-hidden states, an n-gram index or a suffix cache on a machine of its own are others, a file each. Texts, trees, commits,
-calibration, sending and policies are not a drafter's business: `Session` does that.
+The draft loop owns one and calls it in its own thread. `language_model.py` is the one there is; heads on the target's
+hidden states, an n-gram index or a suffix cache on a separate machine would be others, one file each. Texts, trees,
+commits, calibration, sending and policies stay outside a drafter: `Session` handles them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from specdec.decoding.sampling import Rule
 
 
 class ExpansionError(Exception):
-    """An error that says that an expansion has failed, by its `cause`, and gave none of its `sessions` anything."""
+    """A failed expansion: none of `sessions` got any children, because of `cause`."""
 
     def __init__(self, sessions: Sequence[Session], cause: Exception) -> None:
         super().__init__(f"the expansion of {len(sessions)} sessions failed: {cause}")
@@ -24,20 +24,20 @@ class ExpansionError(Exception):
 
 
 class Drafter(ABC):
-    """A drafter of many sessions. One that keeps nothing of a session needs `expand` alone."""
+    """A drafter of many sessions. One without per-session state implements `expand` alone."""
 
     rules: frozenset[Rule] = frozenset({Rule.COUPLED})
-    """Acceptance rules that it can draft for. COUPLED takes children from anywhere; REJECTION wants draws from a
-    distribution that goes with them, CONTRASTIVE distributions of the whole vocabulary."""
+    """Acceptance rules it can draft for. COUPLED accepts children from any source; REJECTION needs draws together with
+    the distribution they were drawn from, CONTRASTIVE distributions over the whole vocabulary."""
 
     @property
     def slots(self) -> int:
-        """Slots of KV memory for sessions; 0 if it has no such memory. Any thread may ask."""
+        """KV slots for sessions; 0 without KV memory. Thread-safe."""
         return 0
 
     @property
     def slots_used(self) -> int:
-        """Those of them that sessions have. Any thread may ask."""
+        """KV slots held by sessions. Thread-safe."""
         return 0
 
     def open(self, session: Session) -> None:  # noqa: B027 -- not every drafter has memory of its own
@@ -47,19 +47,22 @@ class Drafter(ABC):
         """Follow a commit: the root of the session's tree has moved."""
 
     def best_logprob(self, session: Session) -> float:
-        """Return the path logprob of what it would expand next for this session; -inf if nothing is worth it."""
+        """Return the path logprob of the node to expand next for this session; -inf if none is worth it."""
         return session.best_logprob()
 
     @abstractmethod
     def expand(self, sessions: Sequence[Session]) -> Mapping[Session, Exception]:
-        """Give the best nodes of sessions children, as many as make a good step. Each session has something to expand;
-        the one with the most probable node comes first. Return the sessions that cannot go on, and why; ExpansionError
-        if all of it failed. Any other error counts as a failure of all these sessions: they are tried one by one, and
-        one that fails alone ends."""
+        """Give children to the best nodes of sessions, as many nodes as make an efficient step. Every session has a
+        node to expand; sessions are sorted by their best node's probability, highest first.
+
+        Return the sessions that cannot continue, with the reason. ExpansionError if the whole expansion failed. Any
+        other error counts as a failure of all `sessions`: they are retried one at a time, and one that fails alone is
+        ended.
+        """
 
     def close(self, session: Session) -> None:  # noqa: B027 -- as with `open`
         """Forget an open session."""
 
     def recover(self) -> bool:
-        """Return whether it works again, after an expansion has failed."""
+        """Return whether it works again after a failed expansion."""
         return True

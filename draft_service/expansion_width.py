@@ -1,9 +1,9 @@
-"""Expansion width: the number of nodes that are worth computing together, of a session and of all, measured at start.
+"""Expansion width: how many nodes to compute in one pass, per session and over all sessions, measured at start-up.
 
-A draft that computes only the best node before it looks again computes the fewest nodes. One that computes many at once
-has a deeper and wider tree sooner, since an accelerator's step over a few rows takes about as long as over
-one. So the width is measured. So is how many nodes of all sessions a pass takes: where more rows cost little, nobody
-should wait for others' passes.
+Computing only the best node before choosing again computes the fewest nodes. Computing several at once gives a deeper
+and wider tree sooner, since an accelerator's step over a few rows takes about as long as over one. The best width
+depends on the device, so it is measured. So is the number of nodes of all sessions in a pass: where extra rows are
+cheap, no session should wait for another's pass.
 """
 
 from __future__ import annotations
@@ -23,26 +23,29 @@ from specdec.engine.engine import Engine, draft_pass_of
 from specdec.engine.kv.slots import Slots
 
 WIDTHS = (4, 8, 16)
-"""Widths that are tried, ascending; the first is allowed however long its step takes."""
+"""Widths to try, ascending; the first is allowed however long its step takes."""
 
 MAX_SLOWDOWN = 1.25
-"""Most time that a step over a larger width may take, in multiples of a step over the least width."""
+"""Limit on the time of a step at a larger width, in multiples of a step at the smallest width."""
 
 ROWS = (16, 32, 64, 128, 256)
-"""Numbers of nodes of all sessions that are tried, ascending; the first needs no measurement."""
+"""Node counts over all sessions to try, ascending; the first needs no measurement."""
 
 MAX_CROWDED = 2.0
-"""Most time that a pass over the nodes of all sessions may take, in multiples of a step over the least width. If passes
-over n rows take a + b n seconds, its nodes are done sooner on average than in passes over the first of ROWS."""
+"""Limit on the time of a pass over the nodes of all sessions, in multiples of a step at the smallest width.
+
+If a pass over n rows takes a + b n seconds, nodes within this limit finish sooner on average than in several passes
+over the first of ROWS.
+"""
 
 MAX_LOGITS_BYTES = 64 << 20
-"""Most memory of a pass's logits."""
+"""Limit on the memory of a pass's logits."""
 
 TEXT = 32
-"""Number of text tokens that every measured row sees."""
+"""Text tokens seen by every measured row."""
 
 LONG_TEXT = 256
-"""Text tokens that each row sees in passes over several sessions. Engines that pad read every text at the length of the
+"""Text tokens seen by every row in passes over several sessions. Padding engines read every text at the length of the
 longest."""
 
 REPEATS = 10
@@ -53,15 +56,15 @@ SAMPLED = SamplingQuery(RequestSampler(Sampling(temperature=1.0)), TEXT)
 
 
 class Width(NamedTuple):
-    """Nodes that a pass computes at most."""
+    """Limits on the nodes of a pass."""
 
     of_session: int
     of_all: int
 
 
 def measured(engine: Engine, branches: int) -> Width:
-    """Return the measured width. The measurement runs the engine over its first slots, which no session may have yet,
-    and picks `branches` children of every row."""
+    """Measure the width: run the engine over its first slots and pick `branches` children of every row. No session may
+    hold slots yet."""
 
     forward = draft_pass_of(engine)
 
@@ -76,7 +79,7 @@ def measured(engine: Engine, branches: int) -> Width:
         choose(packer)
         return time.perf_counter() - start
 
-    rounds = [[seconds(rows) for rows in WIDTHS] for _ in range(REPEATS)]  # interleaved: a slow spell hits all alike
+    rounds = [[seconds(rows) for rows in WIDTHS] for _ in range(REPEATS)]  # interleaved: a slow spell hits all widths
     of_widths = dict(zip(WIDTHS, map(min, *rounds), strict=True))
     width = widest(of_widths.__getitem__)
 
@@ -96,20 +99,20 @@ def measured(engine: Engine, branches: int) -> Width:
 
 
 def widest(seconds: Callable[[int], float]) -> int:
-    """Return the largest of WIDTHS within MAX_SLOWDOWN; `seconds` gives the time of a step over so many rows."""
+    """Return the largest of WIDTHS within MAX_SLOWDOWN; `seconds` maps a width to its step time."""
     limit = MAX_SLOWDOWN * seconds(WIDTHS[0])
     return max(width for width in WIDTHS if seconds(width) <= limit)
 
 
 def most(seconds: Callable[[int], float], least_width: float, room: int) -> int:
-    """Return the largest of ROWS within MAX_CROWDED and `room`, where a step over the least width takes `least_width`
-    seconds. The first that takes longer is the last that is tried."""
+    """Return the largest of ROWS within MAX_CROWDED and `room`; a step at the smallest width takes `least_width`
+    seconds. The search stops at the first count over the limit."""
     within = itertools.takewhile(lambda rows: rows <= room and seconds(rows) <= MAX_CROWDED * least_width, ROWS[1:])
     return max(within, default=ROWS[0])
 
 
 def siblings(packer: Packer, rows: int, slots: Slots) -> None:
-    """Pack `rows` sibling nodes below one text and want their logits; the text has the other slots."""
+    """Pack `rows` sibling nodes below one text and want their logits; the text takes the remaining slots."""
     text, places = slots[: len(slots) - rows], slots[len(slots) - rows :].tolist()
     added = [packer.add_row(1 + row, len(text), slot) for row, slot in enumerate(places)]
     packer.add_leaves(text, [[slot] for slot in places], added)

@@ -1,7 +1,7 @@
-"""The frontier: nodes of a token tree by path logprob, the highest first.
+"""The frontier: a token tree's nodes by path logprob, highest first.
 
-A commit changes the path logprobs of all surviving nodes by the same amount, that of the committed path. So their order
-stays, and the heap keeps them relative to one fixed root.
+A commit shifts the path logprob of every surviving node by that of the committed path. The order does not change, so
+the heap stores logprobs relative to the first root.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from specdec.decoding.tree import Node
 
 
 class Frontier:
-    """A heap of nodes. The path logprobs that it takes and returns count from the tree's present root."""
+    """A heap of nodes. Path logprobs in its interface are relative to the tree's current root."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Node]] = []  # (-path logprob from the first root, order, node)
         self._order = 0  # breaks ties: first in, first out
-        self._passed = 0.0  # path logprob of the present root, from the first one
+        self._passed = 0.0  # path logprob of the current root, relative to the first
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -37,17 +37,17 @@ class Frontier:
         return -negative - self._passed, node
 
     def take(self) -> tuple[float, Node]:
-        """Remove the best node and return it as `best` does."""
+        """Remove the best node; return (path logprob, node)."""
         negative, _, node = heapq.heappop(self._heap)
         return -negative - self._passed, node
 
     def logprob_of(self, place: int) -> float:
-        """Return the path logprob of the best node (1), the second (2), ...; -inf if there are fewer."""
+        """Return the path logprob of the best node (`place` 1), the second best (2), ...; -inf if there are fewer."""
         entries = heapq.nsmallest(place, self._heap)
         return -entries[-1][0] - self._passed if len(entries) == place else -math.inf
 
     def descend(self, passed: float, alive: Container[Node]) -> None:
-        """Follow the root, which has moved down a path of logprob `passed`; only nodes that are `alive` stay."""
+        """Follow the root down a path of logprob `passed`; nodes that are not `alive` are dropped."""
         self._passed += passed
         self._heap = [entry for entry in self._heap if entry[2] in alive]
         heapq.heapify(self._heap)

@@ -1,6 +1,6 @@
-"""The KV slots of a draft session: of its committed text as far as it is computed, and of the nodes that are.
+"""The KV slots of a draft session: those of its committed text, as far as computed, and those of its computed nodes.
 
-When a commit follows the tree, the nodes' slots become the text's: nothing is copied.
+When a commit follows the tree, the nodes' slots become the text's without a copy.
 """
 
 from __future__ import annotations
@@ -14,43 +14,43 @@ from specdec.engine.kv.slots import Slots
 
 
 class SessionSlots:
-    """The slots of one session, enough for its text and every node that it may have. `text[i]` is the slot of the token
-    at position i, `nodes` has the slot of every computed node."""
+    """The slots of one session, enough for its text and its maximum number of nodes. `text[i]` is the slot of the token
+    at position i; `nodes` maps every computed node to its slot."""
 
     def __init__(self, slots: Slots) -> None:
         self.all = slots
         self.nodes: dict[Node, int] = {}
-        self.computed = 0  # tokens of the text
+        self.computed = 0  # text tokens
         self._text = np.empty(len(slots), dtype=np.int64)
-        self._free = slots[::-1].tolist()  # so that a text lies in ascending slots, which are read without a copy
+        self._free = slots[::-1].tolist()  # popped in ascending order: contiguous texts are read without a copy
 
     @property
     def text(self) -> Slots:
-        """A view: every pass reads the whole text's slots, and long texts have many."""
+        """A view, not a copy: every pass reads the slots of the whole text."""
         return self._text[: self.computed]
 
     def add_text(self, count: int) -> Slots:
-        """Take slots for the next `count` tokens of the text, and return them."""
+        """Take slots for the next `count` tokens of the text and return them."""
         begin, self.computed = self.computed, self.computed + count
         self._text[begin : self.computed] = [self._free.pop() for _ in range(count)]
         return self._text[begin : self.computed]
 
     def add_node(self, node: Node) -> int:
-        """Take a slot for a node, and return it."""
+        """Take a slot for a node and return it."""
         slot: int = self._free.pop()
         self.nodes[node] = slot
         return slot
 
     def remove(self, text: int, nodes: Sequence[Node]) -> None:
-        """Free the slots of the last `text` tokens, and of these nodes: they were not computed after all."""
+        """Free the slots of the last `text` tokens and of these nodes, after a failed pass."""
         if text:
             self._free += self.text[-text:].tolist()
             self.computed -= text
         self._free += [self.nodes.pop(node) for node in nodes if node in self.nodes]
 
     def follow_root(self, followed: Sequence[Node], alive: Collection[Node]) -> None:
-        """Make the slots of the nodes that the text has `followed` the text's, up to the first that is not computed;
-        free those of nodes that are not `alive`."""
+        """Move slots of `followed` nodes to the text, up to the first uncomputed one; free the slots of nodes not
+        `alive`."""
         for node in followed:
             if node not in self.nodes:
                 break

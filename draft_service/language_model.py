@@ -17,24 +17,27 @@ from specdec.engine.probe import EngineProbe
 from specdec.serving.max_min import Pool
 
 PAUSED_LAG_TOKENS = 512
-"""Most committed tokens that a paused draft leaves pending: short texts cost other sessions nothing, and when it is
-wanted again it catches up in one pass, or in a few beside others."""
+"""Limit on a paused draft's pending committed tokens. Below it a text costs other sessions nothing, and a resumed draft
+catches up in one pass, or in a few beside others."""
 
 PROMPT_WIDTHS = 4
-"""Rows of committed text that a pass computes beside other sessions, in multiples of the expansion width. If a pass
-over n rows takes a + b n seconds, what is known of the width says that so many make a pass with all its nodes about
-twice as long at most."""
+"""Rows of committed text computed beside other sessions, in multiples of the expansion width.
+
+If a pass over n rows takes a + b n seconds, the measured width bounds a pass with these rows and all its nodes to about
+twice the time.
+"""
 
 OLDEST_SHARE = 4
-"""One in so many rows of committed text is for the session that has waited longest."""
+"""One in OLDEST_SHARE rows of committed text goes to the session that has waited longest."""
 
 
 class LanguageModelDrafter(Drafter):
     """The drafter that runs a draft model.
 
-    One pass computes at most `rows` nodes over all sessions, at most `rows_per_session` of one session, and at most
-    `prompt_budget` tokens of committed text, mostly of who is soonest done: few if other sessions would wait for
-    them."""
+    Limits of one pass: `rows` nodes over all sessions, `rows_per_session` nodes of one session, and `prompt_budget`
+    tokens of committed text, shortest remaining first. Fewer text tokens are computed while other sessions would wait
+    for them.
+    """
 
     rules = frozenset(Rule)
 
@@ -46,12 +49,12 @@ class LanguageModelDrafter(Drafter):
         self._rows_per_session = rows_per_session
         self._prompt_budget = prompt_budget
         self._sessions: dict[Session, ModelSession] = {}
-        self._had: dict[str, float] = {}  # rows over weight, of tenants that have sessions
+        self._had: dict[str, float] = {}  # virtual time (rows over weight) of tenants with sessions
         self._probe = EngineProbe(engine)
 
     @property
     def slots(self) -> int:
-        return self._pool.capacity - 1  # one is for padding
+        return self._pool.capacity - 1  # one is the padding slot
 
     @property
     def slots_used(self) -> int:
@@ -70,8 +73,8 @@ class LanguageModelDrafter(Drafter):
             self._had.pop(tenant, None)
 
     def best_logprob(self, session: Session) -> float:
-        """Return what the base class does; 0 if a paused session has fallen too far behind its text, which is read
-        last."""
+        """Return the base class's value. A paused session gets 0 if its pending text exceeds PAUSED_LAG_TOKENS (it is
+        then read, after all others), else -inf."""
         if session.policy.paused and not session.over:
             return 0.0 if self._sessions[session].pending_text > PAUSED_LAG_TOKENS else -math.inf
         return session.best_logprob()
@@ -96,10 +99,10 @@ class LanguageModelDrafter(Drafter):
             for each in planned:
                 try:
                     computed += each.computed()
-                except Exception as error:  # one session's error does not end the others
+                except Exception as error:  # an error of one session must not end the others
                     failed[each.session] = error
             children = chosen(computed, logits)
-        except Exception as error:  # nothing of the pass counts; its sessions are tried again
+        except Exception as error:  # the whole pass is void; its sessions are retried
             self._probe.pass_failed(packer.slots)
             for each in planned:
                 each.undo_plan()
@@ -112,10 +115,11 @@ class LanguageModelDrafter(Drafter):
         return self._probe.recovers()
 
     def _plan_nodes(self, packer: Packer, expanding: Sequence[ModelSession], planned: list[ModelSession]) -> None:
-        """Plan the nodes of a pass, and add their sessions to those that are `planned`. Tenants divide its rows by
-        their weights, whatever number of sessions they have; of one tenant the best sessions come first."""
+        """Plan the nodes of a pass and append their sessions to `planned`. Rows are shared max-min fairly among tenants
+        by weight, regardless of their session counts; within a tenant the best sessions come first."""
         tenants = _by_tenant(expanding)
         weights = {tenant: own[0].session.request.weight for tenant, own in tenants.items()}
+        # A new tenant starts at the smallest virtual time: it has no claim to the rows it did not ask for.
         least = min((self._had[tenant] for tenant in tenants if tenant in self._had), default=0.0)
         had = {tenant: self._had.get(tenant, least) for tenant in tenants}
         wanted = {tenant: float(self._rows_per_session * len(own)) for tenant, own in tenants.items()}
@@ -123,7 +127,7 @@ class LanguageModelDrafter(Drafter):
         for tenant in pool.order(wanted):
             parts[tenant] = pool.part(tenant)
             pool.take(tenant, min(parts[tenant], wanted[tenant]))
-        # Parts are rounded to rows, so there may be too few for all: tenants that have had least come first.
+        # Parts are rounded to whole rows and may not cover every tenant, so the least served tenants come first.
         for tenant in sorted(tenants, key=had.__getitem__):
             own, part = tenants[tenant], min(left, max(1, round(parts[tenant])))
             share, taken = max(1, min(self._rows_per_session, part // len(own))), 0
@@ -138,10 +142,11 @@ class LanguageModelDrafter(Drafter):
     def _prompt_rows(self, reading: Sequence[ModelSession], expanding: Sequence[ModelSession]) -> int:
         """Return how many tokens of committed text a pass may compute beside sessions that expand nodes.
 
-        They are few, but more in proportion if more sessions read than expand, and one for each beside them: most lack
-        only the token of a correction. Where they are of other tenants, the tenants' weights count instead of their
-        sessions: no crowd makes another's pass longer. If none expands, the first one that reads waits for nobody, and
-        the others are beside it."""
+        One row per unpaused reader, since most need only the token of a correction, plus `PROMPT_WIDTHS` widths, scaled
+        up by readers per expanding session. If the expanding sessions wait for readers of other tenants, the tenants'
+        weights replace session counts in the ratio: a tenant with many sessions cannot lengthen another's passes. If no
+        session expands, the shortest pending text is computed whole, since no one waits for it.
+        """
         wanted = sum(not each.session.policy.paused for each in reading)
         beside = PROMPT_WIDTHS * self._rows_per_session
         readers = {each.session.request.tenant: each.session.request.weight for each in reading}
@@ -161,7 +166,7 @@ class LanguageModelDrafter(Drafter):
 
 
 def _by_tenant(sessions: Iterable[ModelSession]) -> dict[str, list[ModelSession]]:
-    """Return the sessions of each tenant, in their order."""
+    """Group sessions by tenant, keeping their order."""
     found: dict[str, list[ModelSession]] = {}
     for each in sessions:
         found.setdefault(each.session.request.tenant, []).append(each)
@@ -169,7 +174,7 @@ def _by_tenant(sessions: Iterable[ModelSession]) -> dict[str, list[ModelSession]
 
 
 def _shared_by_tenant(reading: Sequence[ModelSession], rows: int) -> Iterator[tuple[ModelSession, int]]:
-    """Yield what `_shared` does, of each tenant with its part of the rows."""
+    """Yield what `_shared` yields for each tenant, with the rows divided among tenants by weight."""
     tenants = _by_tenant(reading)
     pool = Pool(rows, {tenant: own[0].session.request.weight for tenant, own in tenants.items()})
     wanted = {tenant: float(sum(each.pending_text for each in own)) for tenant, own in tenants.items()}
@@ -182,13 +187,13 @@ def _shared_by_tenant(reading: Sequence[ModelSession], rows: int) -> Iterator[tu
 
 
 def _reading_order(session: ModelSession) -> tuple[bool, int]:
-    """Sort whom a pass is to read first to the front: who is soonest done, and paused sessions last."""
+    """Sort key for prefill: shortest remaining first, paused sessions last."""
     return session.session.policy.paused, session.pending_text
 
 
 def _shared(reading: Sequence[ModelSession], rows: int) -> Iterator[tuple[ModelSession, int]]:
-    """Yield the sessions that read in a pass over so many rows of text, and how many tokens each reads at most. Of
-    `reading` the first one has waited longest: a part is for it, lest shorter texts hold it up for ever."""
+    """Yield the sessions to read in a pass over `rows` rows of text, and the token limit of each. The first of
+    `reading` has waited longest and gets a quota, so that shorter texts cannot starve it."""
     wanted = [each for each in reading if not each.session.policy.paused]
     for_oldest = {wanted[0]: rows // OLDEST_SHARE} if wanted else {}
     left = rows - sum(min(most, each.pending_text) for each, most in for_oldest.items())

@@ -9,7 +9,7 @@ from specdec.v2 import draft_pb2
 
 
 def metrics(told: draft_pb2.DraftServiceGetStatsResponse) -> list[Metric]:
-    """Return the metrics of a draft service, of what it tells in `GetStats`."""
+    """Return the metrics for a `GetStats` response."""
     found = Families("draft")
     found.process(told.pod, told.serving)
     found.gauge("num_sessions", "Sessions that are open.", told.sessions)

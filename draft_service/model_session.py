@@ -14,19 +14,19 @@ from specdec.engine.kv.slots import Slots
 
 
 class ModelSession:
-    """A session as the language model sees it. A pass computes either pending text or nodes: the root's children can be
-    known only when all of the text is computed."""
+    """A session as the language model sees it. A pass computes either its pending text or its nodes: the root has no
+    children until the whole text is computed."""
 
     def __init__(self, session: Session, slots: Slots) -> None:
         self.session = session
         self.slots = SessionSlots(slots)
-        self._planned: list[Node] = []  # whose logits the planned pass computes
-        self._wanted: list[int] = []  # for each of them, the index of its row among the logits
-        self._planned_text = 0  # tokens of the text that the planned pass computes
+        self._planned: list[Node] = []  # nodes that get logits in the planned pass
+        self._wanted: list[int] = []  # their rows' indices among the logits
+        self._planned_text = 0  # text tokens computed by the planned pass
 
     @property
     def pending_text(self) -> int:
-        """Committed tokens that must be computed before anything can be proposed."""
+        """Committed tokens still to be computed before the session can propose anything."""
         return self.session.tree.base - self.slots.computed
 
     def commit(self, move: RootMove) -> None:
@@ -36,8 +36,8 @@ class ModelSession:
     # --- a forward pass -----------------------------------------------------------------------------
 
     def plan_text(self, packer: Packer, budget: int) -> int:
-        """Plan to compute pending text, at the start or after a correction: one chain of at most `budget` rows. Return
-        the number of rows."""
+        """Plan to compute pending text, at the start or after a correction, as one chain of at most `budget` rows.
+        Return the number of rows."""
         start = self.slots.computed
         text = self.session.tree.committed[start : start + budget]
         self._planned_text = len(text)
@@ -49,7 +49,7 @@ class ModelSession:
         return len(text)
 
     def plan_nodes(self, packer: Packer, most: int) -> int:
-        """Plan to compute the most probable nodes, of which there is one: `most` at most. Return how many."""
+        """Plan to compute the most probable nodes, at most `most`; there must be at least one. Return their number."""
         session, slots, planned = self.session, self.slots, self._planned
         branches: list[list[int]] = []
         rows: list[int] = []
@@ -63,7 +63,7 @@ class ModelSession:
         return len(planned)
 
     def undo_plan(self) -> None:
-        """Undo the plan of a pass that has failed: its text and nodes are to be computed again."""
+        """Undo the plan of a failed pass: free its slots and put its nodes back on the frontier."""
         root = self.session.tree.root
         self.slots.remove(self._planned_text, [node for node in self._planned if node is not root])
         for node in self._planned:
@@ -71,11 +71,11 @@ class ModelSession:
         self.forget_plan()
 
     def computed(self) -> list[Computed]:
-        """Return the nodes of the planned pass, with the rows of its logits."""
+        """Return the nodes of the planned pass with their rows of logits."""
         session, planned = self.session, zip(self._planned, self._wanted, strict=True)
         rows = [(node, AskedRow(row, session.query(node), session.vocabulary)) for node, row in planned]
         return [Computed(session, node, row) for node, row in rows]
 
     def forget_plan(self) -> None:
-        """Plan the next pass from here on."""
+        """Clear the plan, for the next pass."""
         self._planned, self._wanted, self._planned_text = [], [], 0

@@ -1,7 +1,7 @@
 """The send queue: which candidates of a session go to the verifier, and when.
 
-A node is *offered* once it is probable enough: it is sent with the next message. Until then it is *held back*. A commit
-makes the surviving nodes more probable, so held-back nodes are looked at again after each.
+A node is *offered* once it is probable enough: the next message contains it. Until then it is *held back*. A commit
+raises the path probability of surviving nodes, so held-back nodes are checked after every commit.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node, Paths, TokenTree, spell
 
 DISTRIBUTIONS_A_MESSAGE = 4
-"""Whole distributions in a message, about: over a vocabulary of 128,000 tokens each takes a quarter of a megabyte."""
+"""Whole distributions in a message, approximately: over a vocabulary of 128,000 tokens each takes 256 KB."""
 
 
 MOST_DISTRIBUTION_BYTES = 4 << 20
-"""Bytes of the distributions in a message, which holds one in any case: a message has 16 MiB at most."""
+"""Limit on the bytes of distributions in a message, which always takes at least one. The whole message is limited to 16
+MiB."""
 
 
 class Extension(NamedTuple):
-    """New candidates below the committed text of `base` tokens, which the draft has known for `held` seconds; 0 if the
-    send timer has seen no commit yet."""
+    """New candidates below a committed text of `base` tokens, known to the draft for `held` seconds; 0 if the send
+    timer has seen no commit yet."""
 
     base: int
     paths: Paths
@@ -34,21 +35,21 @@ class Extension(NamedTuple):
 
 
 class SendQueue:
-    """The send queue of one session. It reads the session's tree, and changes nothing in it."""
+    """The send queue of one session. It reads the session's tree without changing it."""
 
     def __init__(self, tree: TokenTree, rule: Rule, policy: ExpansionPolicy) -> None:
         self._tree = tree
-        self._drawn = rule is Rule.REJECTION  # a node goes with the distribution that it was drawn from
+        self._drawn = rule is Rule.REJECTION  # a node is sent with the distribution it was drawn from
         self._contrasted = rule is Rule.CONTRASTIVE  # no token can be chosen without the distributions
         self._policy = policy
         self._unsent: list[Node] = []
-        self._unsent_distributions: list[Node] = []  # nodes whose distribution over their children is to be sent
+        self._unsent_distributions: list[Node] = []  # nodes with an unsent distribution over their children
         self._held_back = Frontier()
         self._timer = SendTimer()
 
     @property
     def offered(self) -> int:
-        """The number of live nodes that were sent or are about to be."""
+        """The number of live nodes sent or about to be sent."""
         return self._tree.size - len(self._held_back)
 
     @property
@@ -56,11 +57,12 @@ class SendQueue:
         """True if there is anything to send."""
         return bool(self._unsent or self._unsent_distributions)
 
-    # --- what comes in ------------------------------------------------------------------------------
+    # --- input --------------------------------------------------------------------------------------
 
     def add(self, path_logprob: float, node: Node) -> None:
-        """Take a new node of the tree: offer it if it is probable enough and, itself included, at most `max_nodes` are
-        offered; else hold it back. The likeliest next token is always sent: else a verifier would wait for nothing."""
+        """Take a new node of the tree. Offer it if it is probable enough and at most `max_nodes` are offered, itself
+        included; otherwise hold it back. The likeliest next token is always sent: otherwise a verifier would wait for
+        nothing."""
         policy = self._policy
         sendable = path_logprob >= policy.min_sent_logprob and self.offered <= policy.max_nodes
         if sendable or (node.parent is self._tree.root and node is self._likeliest):
@@ -74,28 +76,28 @@ class SendQueue:
             self._unsent_distributions.append(node)
 
     def follow_root(self, passed: float, alive: Collection[Node]) -> None:
-        """Follow the tree's root, which has moved down a path of logprob `passed`, and left these nodes alive."""
+        """Follow the tree's root down a path of logprob `passed`; only `alive` nodes are left."""
         root = self._tree.root
         self._held_back.descend(passed, alive)
         self._unsent = [node for node in self._unsent if node in alive]
         self._unsent_distributions = [n for n in self._unsent_distributions if n is root or n in alive]
         if self._contrasted and root.distribution is not None and root not in self._unsent_distributions:
-            self._unsent_distributions.insert(0, root)  # the verifier may have dropped it, having no room for its node
+            self._unsent_distributions.insert(0, root)  # the verifier drops it with its node if its tree was full
         self._release()
 
     def commit_arrived(self, now: float) -> None:
-        """Note that a commit came at this time."""
+        """Record the arrival of a commit."""
         self._timer.committed(now, unsent=self.has_unsent)
 
     def set_policy(self, policy: ExpansionPolicy) -> None:
-        """Send by another policy from now on."""
+        """Send by another policy, starting now."""
         if self._policy.paused and not policy.paused:
-            self._timer = SendTimer()  # while paused, many commits came at once
+            self._timer = SendTimer()  # commits batched during the pause distort its estimates
         self._policy = policy
         self._release()
 
     def resend(self) -> None:
-        """Count all nodes as unsent, and forget the pace of commits: this verifier may step at another."""
+        """Mark all nodes unsent and reset the send timer: the new verifier may step at another pace."""
         self._unsent, self._unsent_distributions = [], []
         self._held_back.clear()
         for path_logprob, node in self._tree.by_path_logprob():
@@ -105,7 +107,7 @@ class SendQueue:
         self._release()
         self._timer = SendTimer()
 
-    # --- what is offered ----------------------------------------------------------------------------
+    # --- offering -----------------------------------------------------------------------------------
 
     @property
     def _likeliest(self) -> Node | None:
@@ -113,8 +115,8 @@ class SendQueue:
         return next(iter(self._tree.root.children.values()), None)
 
     def _offer(self, node: Node) -> None:
-        """Put a node into the next message. With it goes the distribution that it was drawn from (REJECTION), or the
-        one over its children if it has one (CONTRASTIVE)."""
+        """Put a node into the next message, with the distribution it was drawn from (REJECTION) or the one over its
+        children, if any (CONTRASTIVE)."""
         self._unsent.append(node)
         if self._drawn:
             assert node.parent is not None
@@ -123,24 +125,25 @@ class SendQueue:
             self._unsent_distributions.append(node)
 
     def _release(self) -> None:
-        """Offer held-back nodes that are worth it now: the text has come nearer, or the policy has changed."""
+        """Offer held-back nodes now above the threshold: the text has come nearer, or the policy has changed."""
         held_back, policy = self._held_back, self._policy
         while held_back:
-            path_logprob, node = held_back.best()  # the likeliest next token comes first if it is held back
+            path_logprob, node = held_back.best()  # a held-back likeliest next token is the best of all
             sendable = path_logprob >= policy.min_sent_logprob and self.offered < policy.max_nodes
             if not sendable and node is not self._likeliest:
                 break
             self._offer(held_back.take()[1])
 
-    # --- what goes out ------------------------------------------------------------------------------
+    # --- output -------------------------------------------------------------------------------------
 
     def send_at(self, step: float) -> float:
-        """Return the moment from which on unsent nodes are due, perhaps long past; `step`: seconds of a draft's step.
+        """Return the time at which unsent nodes become due, possibly in the past; `step`: seconds of a draft step.
 
-        The distribution of the next token is sent at once: without it no token can be chosen (CONTRASTIVE), or a draw
-        arrives after the choice at its position and is lost (REJECTION). A message's worth of whole distributions does
-        not wait either (CONTRASTIVE). Draws wait, however many there are: an end token is the last of its chain, and
-        the time at which it is sent must not depend on it."""
+        The root's distribution is sent at once: without it no token can be chosen (CONTRASTIVE), or a draw arrives
+        after the choice at its position and is lost (REJECTION). A full message of whole distributions does not wait
+        either (CONTRASTIVE). Draws wait, whatever their number: an end token is the last of its chain, and its send
+        time must not depend on the token.
+        """
         if not self.has_unsent:
             return math.inf
         if self._tree.root in self._unsent_distributions or (
@@ -152,8 +155,8 @@ class SendQueue:
         return self._timer.next_send_at(policy.extend_interval, policy.round_trip, step, urgent=nothing_sent)
 
     def take(self, now: float) -> Extension:
-        """Return what is unsent as one extension, and count it as sent; of distributions as many as fit into a
-        message, and of drawn nodes those that go with them."""
+        """Return unsent nodes as one extension and mark them sent: distributions up to the message limit, and only the
+        drawn nodes whose distribution is included."""
         sent, later = self._first_distributions()
         behind = set(map(id, later)) if self._drawn else set()
         nodes = [node for node in self._unsent if id(node.parent) not in behind]
@@ -163,7 +166,7 @@ class SendQueue:
         return Extension(self._tree.base, spell(nodes, sent), self._timer.base_age(now))
 
     def _first_distributions(self) -> tuple[list[Node], list[Node]]:
-        """Return the nodes whose unsent distributions fit into a message, and the others."""
+        """Split nodes with unsent distributions into those within the message limit and the rest."""
         unsent, size = self._unsent_distributions, 0
         for place, node in enumerate(unsent):
             row = node.distribution

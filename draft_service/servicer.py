@@ -1,4 +1,4 @@
-"""The DraftService servicer: connects gRPC streams with the draft loop."""
+"""The DraftService servicer: connects gRPC streams to the draft loop."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on what a session may ask for, and the defaults where it asks for nothing."""
+    """Limits on a session's requested values, and the defaults for unset ones."""
 
     defaults: ExpansionPolicy = field(default_factory=ExpansionPolicy)
     max_nodes: int = 256
     max_depth: int = MAX_DEPTH
     max_branches: int = MAX_BRANCHES
     max_sessions: int = 256
-    max_sessions_per_client: int | None = None  # None: no limit of its own
+    max_sessions_per_client: int | None = None  # None: no limit per client
 
 
 class DraftServicer(
@@ -70,7 +70,7 @@ class DraftServicer(
         grammars: GrammarCompiler | None = None,
         trials: GrammarTrials | None = None,
     ) -> None:
-        """Serve a draft loop. `info` is what statistics tell of the pod besides its identity; without `grammars`, texts
+        """Serve a draft loop. `info`: the pod's part of statistics, besides its identity; without `grammars`, texts
         with a grammar are refused; `trials` tries grammars before they are compiled."""
         super().__init__(loop, limits.max_sessions, limits.max_sessions_per_client)
         self._started = time.monotonic()
@@ -170,10 +170,10 @@ class DraftServicer(
         return draft_pb2.DraftResponse(heartbeat=model_pb2.Heartbeat(steps=self._loop.steps, capacity=self.capacity()))
 
     def is_last(self, response: draft_pb2.DraftResponse) -> bool:
-        return False  # the caller ends a draft session
+        return False  # only the caller ends a draft session
 
     def _policy(self, message: draft_pb2.DraftPolicy, most_nodes: int) -> ExpansionPolicy:
-        """Return a policy within this pod's limits, with at most `most_nodes` nodes, for which there is memory."""
+        """Clamp a policy to this pod's limits and to `most_nodes`, the nodes that memory is reserved for."""
         limits, defaults = self._limits, self._limits.defaults
         return ExpansionPolicy(
             max_nodes=min(message.max_nodes or defaults.max_nodes, most_nodes),
@@ -186,11 +186,11 @@ class DraftServicer(
         )
 
     def parse(self, request: draft_pb2.DraftRequest, deadline: float | None) -> Session:
-        """Return the session that an `open` asks for; InvalidRequestError if a value is invalid. All are
-        checked, whoever sent them."""
+        """Return the session requested by an `open`; InvalidRequestError if a value is invalid. Values are validated
+        for all callers, trusted or not."""
         message = request.open
-        # Only tokens that both models know are used: the target would drop others. What a request says of others is
-        # about none of the draft's candidates.
+        # Only tokens in both vocabularies are proposed: the target would drop any others. Sampling parameters for those
+        # others are valid, but affect none of the draft's candidates.
         own, context = self._identity.vocabulary_size, self._identity.context_tokens
         targets = message.vocabulary_size or own
         vocabulary = min(own, targets)
@@ -206,7 +206,7 @@ class DraftServicer(
         violations += text_violations(prompt, generated, message.max_tokens, vocabulary=vocabulary, context=context)
         violations += _policy_violations(message.policy)
         violations += weight_violations(message.tenant_weight)
-        end_tokens = frozenset(token for token in message.end_tokens if token < vocabulary)  # others are never proposed
+        end_tokens = frozenset(token for token in message.end_tokens if token < vocabulary)  # others are not proposed
         if message.HasField("grammar"):
             violations += grammar_violations(message.grammar, end_tokens, vocabulary)
         if not violations and (rule := rule_of(message.rule, sampling)) not in self._loop.drafter.rules:
@@ -233,7 +233,7 @@ class DraftServicer(
 
 
 def _policy_violations(policy: draft_pb2.DraftPolicy) -> list[tuple[str, str]]:
-    """Return what is wrong with a policy: a draft is paused by `paused`, not by a probability that no node has."""
+    """Return the violations of a policy: pausing is requested by `paused`, not by a minimum probability of 1."""
     if 0 <= policy.min_path_probability < 1:
         return []
     return [("policy.min_path_probability", f"is {policy.min_path_probability:g}, must be in [0, 1)")]

@@ -1,4 +1,4 @@
-"""A session at the draft: its text, its token tree, which node to expand next, and what is to be sent."""
+"""A session at the draft: its text, its token tree, the node to expand next, and the candidates to send."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from specdec.decoding.tree import Node, TokenTree
 from specdec.serving.errors import InvalidRequestError
 
 MIN_CHILD_LOGPROB = math.log(MIN_PROBABILITY)
-"""Logprob below which a child is not added (but for a node's first): it would not be expanded even with its parent as
-the root."""
+"""Logprob below which a child is not added, except a node's first: even with its parent as the root it would not be
+expanded."""
 
 
 class RootMove(NamedTuple):
-    """The move of a tree's root by a commit: the new tokens, the nodes that they go through, from the former root's
-    child down, and the nodes that are left below the new root."""
+    """The effect of a commit on a tree: the new tokens, the nodes on their path (starting at a child of the former
+    root), and the nodes alive below the new root."""
 
     tokens: Sequence[int]
     followed: Sequence[Node]
@@ -36,9 +36,9 @@ class RootMove(NamedTuple):
 class Session:
     """A draft session, owned by the draft loop's thread.
 
-    A drafter takes the best node that is not expanded (`best_logprob`, `take_best`) and gives it children. Their
-    logprobs are calibrated, and each is sent, or held back until it is probable enough. All are kept: one that is
-    improbable now may be likely once the text has come near, and its parent is not expanded again.
+    A drafter takes the best unexpanded node (`best_logprob`, `take_best`) and gives it children. Their logprobs are
+    calibrated; a child is sent, or held back until it is probable enough. All children are kept: an improbable one may
+    become likely once the text comes near, and its parent is not expanded again.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Session:
         self.request = request
         self.policy = policy
         self.vocabulary = vocabulary
-        self.max_nodes = policy.max_nodes  # of the opening: there is memory for no more, whatever a later policy allows
+        self.max_nodes = policy.max_nodes  # of the opening: memory is reserved for these, a cap on later policies
         self.grammar = None if request.grammar is None else request.grammar.begin(request.generated, request.end_tokens)
         self.end = min(len(request.prompt) + request.max_tokens, request.context)
         self.tree = TokenTree(
@@ -62,18 +62,18 @@ class Session:
         self.outgoing = SendQueue(self.tree, request.sampler.rule, policy)
         self._calibration = calibration  # of this text
         self._frontier = Frontier()  # nodes that may have children
-        self._too_deep: list[tuple[float, Node]] = []  # taken from the frontier until root or policy change
-        self._expanded: dict[Node, int] = {}  # of the root and the nodes below it, and how deep each was at the time
+        self._too_deep: list[tuple[float, Node]] = []  # off the frontier until the root or the policy changes
+        self._expanded: dict[Node, int] = {}  # live nodes, root included: depth below the root at expansion
         self._frontier.add(0.0, self.tree.root)
 
-    # --- what the orchestrator sends ----------------------------------------------------------------
+    # --- messages from the orchestrator -------------------------------------------------------------
 
     def commit(self, base: int, tokens: list[int]) -> RootMove:
-        """Append committed tokens and move the root; nodes that contradict them are dropped.
+        """Append committed tokens and move the root; drop nodes off the committed path.
 
-        Tokens that are known already are skipped. ValueError if the commit leaves a gap, contradicts the committed
-        text, or exceeds this model's context in a session that cannot do without it (CONTRASTIVE). InvalidRequestError
-        if it has a token that this model does not know, which is a fact of this text and no fault.
+        Tokens committed before are skipped. ValueError if the commit leaves a gap, contradicts the committed text, or
+        exceeds this model's context in a session that needs its distributions (CONTRASTIVE). InvalidRequestError for a
+        token outside this model's vocabulary: a property of this text, not a fault.
         """
         tree = self.tree
         new_tokens = self._new_tokens(base, tokens)
@@ -94,13 +94,13 @@ class Session:
         return RootMove(new_tokens, followed, alive)
 
     def set_policy(self, policy: ExpansionPolicy) -> None:
-        """Expand and send by another policy from now on."""
+        """Expand and send by another policy, starting now."""
         self.policy = policy
         self._restore_deep()
         self.outgoing.set_policy(policy)
 
     def _new_tokens(self, base: int, tokens: list[int]) -> list[int]:
-        """Return the tokens of a commit that are not committed yet; ValueError if it cannot be."""
+        """Return the tokens of a commit that are not committed yet; errors as in `commit`."""
         known = self.tree.base - base
         if known < 0:
             raise ValueError(f"commit at {base}, the committed text has {self.tree.base} tokens")
@@ -113,9 +113,11 @@ class Session:
         return new_tokens
 
     def _follow(self, tokens: Sequence[int]) -> tuple[list[Node], float]:
-        """Return the nodes that committed tokens go through, and the logprob of their path. Calibrate by which
-        children, if any, the tokens are, whether or not they were sent: at the depth at which these were made, since
-        the draft runs ahead and the text comes nearer."""
+        """Return the nodes on the path of committed tokens, and the path's logprob.
+
+        Calibrate with the outcome at every node on it: which child was taken, if any, whether or not it was sent. The
+        depth used is the one at expansion: the draft runs ahead, so the text has come nearer since.
+        """
         node, followed, passed = self.tree.root, [], 0.0
         for token in tokens:
             if not node.children:
@@ -132,11 +134,11 @@ class Session:
             node = child
         return followed, passed
 
-    # --- which node is next -------------------------------------------------------------------------
+    # --- choosing the next node ---------------------------------------------------------------------
 
     def best_logprob(self) -> float:
-        """Return the path logprob of the best node that is worth expanding; -inf if there is none. Nodes that are too
-        deep for now are put aside."""
+        """Return the path logprob of the best node worth expanding; -inf if there is none. Nodes too deep for now are
+        set aside."""
         policy = self.policy
         if policy.paused or self.over or self._full:
             return -math.inf
@@ -149,47 +151,47 @@ class Session:
         return -math.inf
 
     def take_best(self) -> Node:
-        """Return the best node, which counts as expanded from now on."""
+        """Remove the best node from the frontier and return it; it counts as expanded."""
         _, node = self._frontier.take()
         self._expanded[node] = node.position - self.tree.root.position
         return node
 
     def put_back(self, node: Node) -> None:
-        """Count a node as not expanded: what was to give it children has failed."""
+        """Return a node to the frontier: the pass that should have given it children failed."""
         self._expanded.pop(node, None)
         self._frontier.add(node.path_logprob(), node)
 
     @property
     def over(self) -> bool:
-        """True if the text is complete, or longer than what this model can hold."""
+        """True if the text is complete or fills this model's context."""
         return self.tree.base >= self.end
 
     @property
     def _full(self) -> bool:
-        """True if `max_nodes` nodes are expanded or offered. The root is none of them."""
+        """True if `max_nodes` nodes are expanded or offered, not counting the root."""
         expanded = len(self._expanded) - (self.tree.root in self._expanded)
         return max(expanded, self.outgoing.offered) >= self.policy.max_nodes
 
     def _restore_deep(self) -> None:
-        """Put nodes that were too deep back on the frontier, since depths or the policy change."""
+        """Put nodes set aside as too deep back on the frontier: depths or the policy have changed."""
         for path_logprob, node in self._too_deep:
             self._frontier.add(path_logprob, node)
         self._too_deep.clear()
 
-    # --- what a drafter gives a node ----------------------------------------------------------------
+    # --- children from a drafter --------------------------------------------------------------------
 
     def query(self, node: Node) -> SamplingQuery:
-        """Return the sampling query below a node."""
+        """Return the sampling query for the children of a node."""
         path = [ancestor.token for ancestor in node.path()]
         allowed = None if self.grammar is None else self.grammar.hint(path)
         return SamplingQuery(self.request.sampler, node.position + 1, self.penalty_state, path, allowed=allowed)
 
     def shifts(self, node: Node) -> list[float]:
-        """Return the calibration's shifts of a node's children."""
+        """Return the calibration's shifts for the children of a node."""
         return self._calibration.shifts(self._expanded[node])
 
     def add_calibrated(self, node: Node, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Add children as the policy wants them, the likeliest first, from `tokens` with calibrated logprobs."""
+        """Add children within the policy, the likeliest first, from `tokens` with calibrated logprobs."""
         path_logprob = node.path_logprob()
         for token, logprob in zip(tokens[: self.policy.max_branches], logprobs, strict=False):
             if logprob < MIN_CHILD_LOGPROB and (node.children or logprob == -math.inf):
@@ -197,8 +199,8 @@ class Session:
             self._add_child(node, token, logprob, path_logprob + logprob)
 
     def add_draw(self, node: Node, token: int, distribution: DraftDistribution) -> None:
-        """Add one child that was drawn from this distribution (REJECTION). Whether it is added must not depend on which
-        token it is, so the token is not looked at."""
+        """Add one child drawn from this distribution (REJECTION). The decision to add it must not depend on the token,
+        so the token is not looked at."""
         node.distribution = distribution
         (logprob,) = self._calibration.corrected(self._expanded[node], [math.log(rejection.acceptance(distribution))])
         self._add_child(node, token, logprob, node.path_logprob() + logprob)
@@ -220,8 +222,8 @@ class Session:
 def add_children(
     nodes: Sequence[tuple[Session, Node]], tokens: NDArray[np.int64], logprobs: NDArray[np.float64]
 ) -> dict[Session, Exception]:
-    """Give nodes of sessions children: a draft's tokens and their logprobs, [n, width] each, the likeliest first. Where
-    a node has fewer, logprobs are -inf. Return the sessions that cannot go on, and why."""
+    """Add children to nodes of sessions: tokens and logprobs, [n, width] each, the likeliest first, padded with a
+    logprob of -inf. Return the sessions that cannot continue, with the reason."""
     failed: dict[Session, Exception] = {}
     calibrated = corrected([session.shifts(node) for session, node in nodes], logprobs)
     for (session, node), own_tokens, own_logprobs in zip(nodes, tokens.tolist(), calibrated.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Statistics of a draft service: how busy it is, and how much of what it proposes is right."""
+"""Statistics of a draft service: its load, and the accuracy of its proposals."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass
 class DraftStats:
-    """Counters of a draft service; the draft loop's thread writes them, any thread reads them."""
+    """Counters of a draft service; written by the draft loop's thread, read by any."""
 
     busy: float = 0.0  # seconds spent in steps
-    committed: int = 0  # tokens that became final in sessions
-    guessed: int = 0  # those of them that stood in the session's tree before
+    committed: int = 0  # tokens committed in sessions
+    guessed: int = 0  # committed tokens found in the session's tree
     sent: int = 0  # candidates in messages, repeated ancestors included
     messages: int = 0
