@@ -1,8 +1,8 @@
-"""The step loop: takes rows of all sessions that are ready, runs one forward pass, commits tokens, and starts again.
+"""The step loop: takes rows of all ready sessions, runs one forward pass, commits tokens, and repeats.
 
 It runs in its own thread and owns every session and all memory. It never blocks on the network: a session uses the
-candidates that have arrived, and a step is delayed only while waiting for more of them pays. `PlainLoop` is the same
-without speculation.
+candidates that have arrived, and a step is delayed only while waiting for more pays. `PlainLoop` is the same without
+speculation.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ from verifier_service.verification.verify_trees import warm_up
 log = structlog.get_logger()
 
 MOST_CANDIDATES = STEP_CANDIDATES
-"""Most candidates of all sessions in one step; as many slots are set aside as tree slots, unless chains are taken
-alone."""
+"""Limit on the candidates of all sessions in one step; as many slots are reserved as tree slots, except with chains
+only."""
 
 
 class StepLoop(EngineWorker[Session], SessionBackend):
     """The step loop of a verifier.
 
-    `step_rows`: rows up to which prompts fill a step, or fewer if a row costs as little then; `max_unread_tokens`:
-    tokens that a session may be ahead of what its client has read; `suffix_cache_tokens`: tokens of finished texts that
-    are kept for each tenant; `latency`: of the target's steps, measured if not given; `controller`: one for all texts,
-    instead of one for each group; `draft_model`: the local draft; `proposers`: further drafters; `tuning`: numbers that
-    were fitted.
+    `step_rows`: limit on a step's rows with prompts, lowered if fewer rows have the same cost per row;
+    `max_unread_tokens`: tokens a session may be ahead of its client's reading; `suffix_cache_tokens`: tokens of
+    finished texts kept per tenant; `latency`: of the target's steps, measured by default; `controller`: one for all
+    texts, instead of one per group; `draft_model`: the local draft; `proposers`: additional ones; `tuning`: fitted
+    constants.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         blocks = max(2, (engine.capacity - set_aside) // BLOCK)
         self.pool = BlockPool(blocks)
         tree_slots = list(range(blocks * BLOCK, engine.capacity))[:MOST_CANDIDATES]
-        if self.chains_only:  # candidates lie where their tokens will: these limit their number, and are never taken
+        if self.chains_only:  # candidates use the text's own slots: these only limit their number
             tree_slots = [PADDING_SLOT] * MOST_CANDIDATES
         self._queue = RunQueue(engine, self.pool, self.stats, max_unread_tokens, self._on_preempt)
         slots = blocks * BLOCK
@@ -115,13 +115,13 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         )
         self._publisher = CommitPublisher(self._queue, eligibility, tuning.commits)
         self._delay = StepDelay()
-        self._last_step = 0.0  # when the last step ended
-        self._idle = True  # there has been nothing to do since then
-        self._looked_up = 0.0  # seconds that the coming step's proposers have taken, each time that it was put off
+        self._last_step = 0.0  # end of the last step
+        self._idle = True  # nothing to do since the last step
+        self._looked_up = 0.0  # proposers' seconds for the coming step, summed over its delays
 
     @property
     def context(self) -> int:
-        """The number of tokens that one session can have memory for at most."""
+        """Maximum tokens of memory for one session."""
         slots = self.pool.usable * BLOCK
         return slots if self._longest_text is None else min(slots, self._longest_text)
 
@@ -151,14 +151,14 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self.attach(RunningSession(session, responses, commit, timeline=timeline))
 
     def attach(self, entry: RunningSession) -> None:
-        """Queue a session for memory; EngineLostError if nothing can be computed."""
+        """Queue a session for memory; EngineLostError if the engine is lost."""
         self.check_works()
         self._planner.shares.joined(entry)
         self._queue.add(entry)
 
     def detach(self, session: Session) -> None:
-        """Forget a session and free its memory, whatever state it is in. Others are expected to be like it, also where
-        its caller has ended it (a stop string may be known to that one alone), unless its time was up."""
+        """Forget a session in any state and free its memory. Its length feeds the forecast, even if the client ended it
+        (possibly at a stop string unknown to the verifier), unless its deadline passed."""
         entry, deadline = self._queue.remove(session), session.request.deadline
         in_time = deadline is None or time.monotonic() < deadline
         if entry is not None and in_time and (tokens := session.generated - len(session.request.generated)):
@@ -180,7 +180,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         division = None
         if self._queue.shares.tenants > 1 and not on_trial:
             division = self._planner.shares.divide(ready, self._threads.latency)
-        if division is not None and division.sitting_out:  # these cost nothing from here on
+        if division is not None and division.sitting_out:  # their turn comes later, at no cost now
             waiting = set(map(id, division.sitting_out))
             ready = [entry for entry in ready if id(entry) not in waiting]
         sessions = [entry.session for entry in ready]
@@ -204,8 +204,8 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         return 0.0
 
     def _ready(self) -> tuple[list[RunningSession], bool]:
-        """Return the sessions that a step can take; only one, and True, if it is to show whether a step with it
-        fails."""
+        """Return the sessions a step can take, and False; or one session suspected of failing steps, for a trial alone,
+        and True."""
         ready = [e for e in self._queue.running if e.session.computable and not self._queue.throttled(e)]
         retried = self._retry.next([entry.session for entry in ready])
         if retried is None:
@@ -213,7 +213,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         return [entry for entry in ready if entry.session is retried], True
 
     def _seconds_to_wait(self, sessions: Sequence[Session]) -> float | None:
-        """Return for how long to delay the step, since candidates that are on their way are worth it; None: step."""
+        """Return the seconds to delay the step for candidates in flight; None: step now."""
         now = time.monotonic()
         drafted = [self._speculation.eligibility.uses_remote_draft(session) for session in sessions]
         self._threads.choose(drafting=any(drafted), now=now)
@@ -235,17 +235,17 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         if batches:
             self.stats.mode = self._speculation.mode.value
         plan = self._planner.plan(ready, proposed.seconds, division)
-        if not plan.entries:  # those that the others waited for have lost their memory meanwhile
+        if not plan.entries:  # sessions that others sat out for have been preempted
             return
         self.stats.step_expected = plan.expected
         self._publisher.send_before(plan.expected, plan.sitting_out)
 
-        # 2. Run one forward pass, and verify all trees.
+        # 2. Run one forward pass and verify all trees.
         grammars = _grammar_seconds(plan)
         try:
             verified = VerifiedStep(plan.entries, plan.pack, self._forward, partial(self._planner.prepare, plan))
             observe_windows(verified.verifications, verified.logits)
-        except Exception as error:  # nothing of the step counts; its sessions are tried again
+        except Exception as error:  # the whole step is void; its sessions are retried
             self._looked_up = 0.0
             self._probe.pass_failed(np.asarray(plan.written, dtype=np.int64))
             self.step_failed([entry.session for entry, _ in plan.entries], error)
@@ -264,8 +264,8 @@ class StepLoop(EngineWorker[Session], SessionBackend):
             entry.computing_prompt = False
             self._quarantine(entry, why)
 
-        # 4. Learn from the step, and send its results.
-        grammars = _grammar_seconds(plan) - grammars  # which are no cost of rows
+        # 4. Update the models of cost and gain, and send the results.
+        grammars = _grammar_seconds(plan) - grammars  # not a cost of rows: excluded from the latency model
         self._planner.observe(plan, end - start - grammars)
         looked_up, self._looked_up = self._looked_up, 0.0
         self._planner.shares.observe_grammars(results)
@@ -296,17 +296,17 @@ class StepLoop(EngineWorker[Session], SessionBackend):
                 self._finish(entry)
 
     def _finish(self, entry: RunningSession) -> None:
-        """End a session whose text is complete."""
+        """End a session with a complete text."""
         self._speculation.finished(entry.session)
         self.detach(entry.session)
 
     # --- sessions that leave, and failures ----------------------------------------------------------
 
     def _on_preempt(self, entry: RunningSession) -> None:
-        """Send what is pending of a session that is about to lose its memory; proposers forget it."""
+        """Send what is pending of a session about to be preempted; proposers forget it."""
         self._publisher.send_pending(entry)
         self._forget(entry.session)
-        entry.awaiting_draft = False  # its next step may be long after what its draft sends
+        entry.awaiting_draft = False  # its next step may come long after its draft's candidates
 
     def _forget(self, session: Session) -> None:
         self._retry.forget(session)
@@ -329,8 +329,8 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self._probe.sessions_ended()
 
     def _quarantine(self, entry: RunningSession, error: Exception) -> None:
-        """End a session that failed, and wipe its memory: a NaN in it would spread to the session that gets it next.
-        Where a grammar became too complex, the logits before were all finite."""
+        """End a failed session and wipe its memory: a NaN would spread to the next session to get the blocks. After a
+        grammar failure all logits so far were finite, so nothing is wiped."""
         log.error("session_failed", exc_info=error)
         self._publisher.send_pending(entry)
         finite = isinstance(error, GrammarFailureError)
@@ -340,5 +340,5 @@ class StepLoop(EngineWorker[Session], SessionBackend):
 
 
 def _grammar_seconds(plan: StepPlan) -> float:
-    """Return the seconds that grammars of a step's sessions have taken since their last step."""
+    """Return the seconds spent in grammars of a step's sessions since their last step."""
     return sum(entry.session.grammar_seconds for entry, _ in plan.entries)
