@@ -1,1 +1,1 @@
-"""The scheduler: chooses what goes into a step, and when the step begins."""
+"""The scheduler: chooses the rows of a step and when it begins."""

@@ -1,13 +1,13 @@
-"""Chooses how many CPU threads a step uses, and measures its latency with each number.
+"""CPU threads of a step: chooses their number, and measures the step latency with each number.
 
 A draft on the verifier's own machine needs a CPU core while it works. While no draft works, the verifier uses that core
-itself: speculation that does not pay must not leave the verifier slower than plain decoding.
+itself: speculation that does not pay must not leave it slower than plain decoding.
 
-All threads of a forward pass synchronise several times in every layer. If another process takes part of a core, each
-synchronisation waits until the system gives the core back, and a step can take thirty times as long as with one thread
-fewer. So the latencies with both numbers of threads are compared all the time.
+The threads of a forward pass synchronise several times in every layer. If another process takes part of a core, each
+synchronisation waits for the operating system to return it, and a step can take thirty times as long as with one thread
+fewer. So the latencies of both numbers of threads are compared continuously.
 
-An engine whose number of threads cannot be changed, such as one on a GPU, has a policy that only measures.
+For an engine with a fixed number of threads, such as one on a GPU, the policy only measures.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from verifier_service.settings.tuning import DEFAULTS, ThreadTuning
 
 
 class ThreadPolicy(Protocol):
-    """The choice of the number of threads that a step is computed with, and the latency of steps with it."""
+    """The number of threads of a step, and the step latency with it."""
 
     @property
     def latency(self) -> StepLatency:
-        """The latency of a step with its present number of threads."""
+        """The step latency with the current number of threads."""
 
     @property
     def plain_latency(self) -> StepLatency:
-        """The latency of a step with the number of threads that it has while no draft works."""
+        """The step latency with the number of threads used while no draft works."""
 
     @property
     def yields(self) -> bool:
-        """True if steps use fewer threads while drafts work, on whatever machine these are."""
+        """True if steps use fewer threads while drafts work, on any machine."""
 
     @property
     def yielding(self) -> bool:
-        """True if the engine has fewer threads now because of drafts, even if these bring nothing."""
+        """True if the engine has fewer threads now because of drafts, whether or not these pay."""
 
     def choose(self, drafting: bool, now: float) -> None:
         """Set the number of threads for the next step; `drafting`: drafts work beside it."""
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Add a step over `rows` rows, made with the present number of threads."""
+        """Add the duration of a step over `rows` rows with the current number of threads."""
 
 
 Measure = Callable[[], StepLatency]
-"""A function that returns the latency of steps with the engine's present number of threads."""
+"""Measures the step latency with the engine's current number of threads."""
 
 
 def thread_policy(
@@ -61,7 +61,7 @@ def thread_policy(
 
 
 class FixedThreads:
-    """The policy for an engine whose number of threads cannot be changed."""
+    """The policy for an engine with a fixed number of threads."""
 
     yields = yielding = False
 
@@ -93,13 +93,13 @@ class AdaptiveThreads:
             self._latencies[threads] = measure()
         self._all, self._fewest = engine.threads[0], engine.threads[-1]
         every, fewest = self._latencies[self._all], self._latencies[self._fewest]
-        self._ratio = every.of(1) / fewest.of(1)  # with nothing else running
-        self._plain = self._all  # number of threads of a step without drafts
+        self._ratio = every.of(1) / fewest.of(1)  # on an idle machine
+        self._plain = self._all  # threads of a step without drafts
         self._used = self._all
-        self._drafted = -self._tuning.linger_seconds  # when drafts were last used
+        self._drafted = -self._tuning.linger_seconds  # time of the last use of drafts
         self._clock = 0.0  # seconds of steps without drafts
         self._pause = self._tuning.first_probe_pause
-        self._changed = 0.0  # when `_plain` last changed, by `_clock`
+        self._changed = 0.0  # last change of `_plain`, by `_clock`
         self._reset()
 
     @property
@@ -130,20 +130,23 @@ class AdaptiveThreads:
         self._clock += seconds
         if self._plain == self._all:
             self._compare(rows, seconds)
+        # Back to all threads only for a clear improvement, so that noise does not flip the choice.
         elif self._latencies[self._all].of(rows) < self._tuning.min_improvement * self.latency.of(rows):
             self._switch(self._all)
+        # Probe all threads with exponential back-off: a failed probe can cost slow steps.
         elif self._clock - self._changed >= self._pause:
             self._pause = min(2 * self._pause, self._tuning.longest_probe_pause)
-            self._latencies[self._all].become(rows, self._ratio * self.latency.of(rows))  # as if nothing else ran
+            self._latencies[self._all].become(rows, self._ratio * self.latency.of(rows))  # as on an idle machine
             self._switch(self._all)
 
     def _compare(self, rows: int, seconds: float) -> None:
-        """Add a step to the comparison of all threads' time with what fewer would have taken."""
+        """Add a step to the comparison of all threads' time with the expected time of fewer."""
         self._steps += 1
         self._taken += seconds
         self._with_fewest += self._latencies[self._fewest].of(rows)
         if self._taken < self._tuning.window_seconds or self._steps < self._tuning.min_steps:
             return
+        # Another process takes a core: all threads are clearly slower than fewer would be.
         if self._with_fewest < self._tuning.min_improvement * self._taken:
             self._switch(self._fewest)
         elif self._clock - self._changed >= self._tuning.settled_seconds:

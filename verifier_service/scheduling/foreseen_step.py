@@ -1,9 +1,9 @@
-"""The foreseen step: the step after the present one, packed while the device computes.
+"""The foreseen step: the next step, packed while the device computes the current one.
 
-A text that goes on without candidates gets one token, whichever that is. So the row of its next step is known before:
-its position, its slot, and the keys that it sees; only the token is filled in. On a GPU this takes most of planning
-out of the time in which the device waits; vLLM's name for it is async scheduling. If a text ends, joins or gets
-candidates, what was packed is dropped, and the step is planned when it is due.
+A text continuing without candidates gets exactly one token. Its next row is therefore known in advance: position, slot
+and keys. Only the token is filled in later. On a GPU this removes most of the planning from the time the device idles;
+vLLM calls it async scheduling. If a text ends, joins or gets candidates, the packed batch is dropped and the step is
+planned when due.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from verifier_service.sessions.step_rows import ScheduledRows
 
 
 class _Row(NamedTuple):
-    row: int  # among the batch's results
-    base: int  # tokens that the text will have
+    row: int  # index among the batch's results
+    base: int  # tokens of the text by then
     table: BlockTable
 
 
 class ForeseenStep:
-    """The step after the present one, if all its texts go on by one token."""
+    """The next step, on the assumption that every text continues by one token."""
 
     def __init__(self, queue: RunQueue) -> None:
         self._queue = queue
@@ -33,12 +33,12 @@ class ForeseenStep:
         self._rows: dict[RunningSession, _Row] = {}
 
     def forget(self) -> None:
-        """Drop what was foreseen."""
+        """Drop the foreseen batch."""
         self._batch, self._rows = None, {}
 
     def prepare(self, packer: Packer, entries: Sequence[tuple[RunningSession, ScheduledRows]]) -> None:
-        """Pack a row for each text of the present step that will go on, unless one of them has candidates now, a prompt
-        that reaches beyond the step, or no memory for another token."""
+        """Pack a row for every text that continues after the current step. Nothing is packed if one has candidates now,
+        a prompt that reaches beyond the step, or no memory for another token."""
         self.forget()
         for entry, rows in entries:
             session = entry.session
@@ -60,8 +60,8 @@ class ForeseenStep:
     def take(
         self, entries: Sequence[RunningSession]
     ) -> tuple[PackedBatch, list[tuple[RunningSession, ScheduledRows]]] | None:
-        """Return the batch with the roots of these texts, and each one's row; None unless it was foreseen that these go
-        on, and no others. What was foreseen is forgotten."""
+        """Return the batch with the roots of these texts filled in, and each text's row; None unless exactly these
+        texts were foreseen. The foreseen batch is forgotten in any case."""
         batch, rows = self._batch, self._rows
         self.forget()
         if batch is None or len(entries) != len(rows):

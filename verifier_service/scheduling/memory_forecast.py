@@ -1,8 +1,15 @@
-"""The memory forecast: how much more KV memory running texts will take before enough of them have ended.
+"""The memory forecast: how many more blocks of KV memory running texts will take at the peak.
 
-A prompt that fits now is a text that may not fit later; whatever does not is preempted and computed again. So a text is
-admitted when all are expected to fit until they end, by how long the texts before them were: the Past-Future scheduler
-(Gong et al. 2025, "Past-Future Scheduler for LLM Serving under SLA Guarantees").
+Admitting a prompt only because it fits now leads to preemptions and recomputation later. So a text is admitted only if
+all texts are expected to fit until they end, given the lengths of past texts: the Past-Future scheduler (Gong et al.
+2025, "Past-Future Scheduler for LLM Serving under SLA Guarantees").
+
+Text k has L_k tokens in b_k blocks, e_k of them its own alone, and is expected to end in s_k steps, a token each. After
+m steps the texts hold
+
+    G(m) = sum over s_k >= m of max(0, ceil((L_k + m) / BLOCK) - b_k)  -  sum over s_k < m of e_k
+
+blocks more than now. G peaks at the last step of a text, so the forecast is the maximum over m in {s_1, ..., s_n}.
 """
 
 from __future__ import annotations
@@ -17,31 +24,33 @@ from specdec.engine.kv.blocks import BLOCK
 from verifier_service.sessions.session import Session
 
 REMEMBERED = 256
-"""Texts that have ended whose lengths are remembered."""
+"""Finished texts with a remembered length."""
 
 MOMENTS = 64
-"""Most moments that are looked at, of those at which texts are expected to end. What is overlooked between two of them
-may cost preemptions."""
+"""Limit on the values of m examined, spread over the expected ends. A peak missed between two of them may cost
+preemptions."""
 
 
 class TextLengths:
-    """How many tokens the texts had that ended last. Belongs to the step loop's thread."""
+    """Lengths of the texts that ended last, in tokens; owned by the step loop's thread."""
 
     def __init__(self) -> None:
         self._last: deque[int] = deque(maxlen=REMEMBERED)
-        self._sorted: NDArray[np.int64] | None = np.zeros(0, dtype=np.int64)  # None: to be sorted again
+        self._sorted: NDArray[np.int64] | None = np.zeros(0, dtype=np.int64)  # None: stale
 
     def add(self, tokens: int) -> None:
-        """Remember the generated tokens of a text that has ended."""
+        """Record the generated tokens of a text that has ended."""
         self._last.append(tokens)
         self._sorted = None
 
     def expected(self, generated: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many tokens [n] texts will have in the end that have `generated` [n] now, the oldest text first.
+        """Return the expected final lengths [n] of texts with `generated` [n] tokens now, sorted from the oldest to the
+        youngest.
 
-        Each is like one of the remembered texts that were longer than it is now; of n, the k-th is like the one at
-        (k + 1/2) / n of these by length: together they end as texts do, the oldest first. Where none was longer, or
-        nothing is remembered, it is a block more."""
+        Text k of n (from 0) is expected to end at quantile (k + 1/2) / n of the remembered lengths above its current
+        length: together they end like past texts, the oldest at the lowest quantile. With no longer text on record: one
+        more block.
+        """
         if self._sorted is None:
             self._sorted = np.sort(np.asarray(self._last, dtype=np.int64))
         known = self._sorted
@@ -52,9 +61,8 @@ class TextLengths:
 
 
 def expected_growth(texts: Sequence[Session], lengths: TextLengths) -> int:
-    """Return how many blocks more than now these texts will take at most, the oldest first, if none is added. All have
-    memory; a newcomer may have too little for its present text. Each is taken to grow by a token a step, and its last
-    token is in none; when it ends, it gives back the blocks that no other text holds."""
+    """Return the peak growth of these texts in blocks if none is added, the oldest first (module docstring). All hold
+    memory for their current length, except perhaps the one being admitted."""
     now, generated, left, blocks, exclusive = np.array(
         [
             (
@@ -68,10 +76,13 @@ def expected_growth(texts: Sequence[Session], lengths: TextLengths) -> int:
         ],
         dtype=np.int64,
     ).T
-    steps = np.maximum(1, np.minimum(left, lengths.expected(generated) - generated)) - 1  # of each, until its last
+    # Less one: the last token of a text is never written to the KV cache.
+    steps = np.maximum(1, np.minimum(left, lengths.expected(generated) - generated)) - 1  # s_k
     moments = np.unique(steps)
+    # Round the stride up, for at most MOMENTS of them.
     moments = moments[:: -(-len(moments) // MOMENTS)]
     going_on = steps >= moments[:, None]  # [moments, texts]
+    # A text may hold more blocks than it needs yet: these are not given back before it ends.
     taken = np.maximum(0, -(-(now + moments[:, None]) // BLOCK) - blocks)
     balance = np.where(going_on, taken, -exclusive).sum(axis=1)
     return max(0, int(balance.max()))

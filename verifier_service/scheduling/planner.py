@@ -1,4 +1,17 @@
-"""The plan of a step: which rows of which session it computes."""
+"""The plan of a step: the rows of each session in it.
+
+Steps over n rows take T_v(n) seconds (`StepLatency`), or s * T_v(n) with rows of prompts (`PrefillSlowdown`). The plan
+is made in this order:
+
+- Yielding: decoding sessions sit out while urgent prompts of other tenants are computed (`Shares.urgent`), if that
+  makes the step shorter by more than a factor: T_v(p + d) > worth_a_wait * T_v(p + d'), with p urgent prompt rows, d
+  decoding sessions, and d' of them that do not yield. This happens in at most `most_waiting_steps` steps in a row.
+- Speculation: candidates of all sessions together, for the highest goodput (`token_budget.py`). If a tenant got less
+  than its part of its goodput alone (`Division.is_fair`), every tenant's candidates are chosen apart, within its part
+  of the step.
+- Prompts: chunks fill the rest of the step (`prefill.py`). c tokens of a tenant with t seconds left in its part fit
+  beside r rows if s * (T_v(r + c) - T_v(r)) <= t.
+"""
 
 from __future__ import annotations
 
@@ -31,27 +44,27 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A batch, and where each session's rows are in it."""
+    """A batch, and the rows of each session in it."""
 
     pack: Callable[[], PackedBatch]
-    written: Sequence[int] | Slots  # the KV slots that the step writes
+    written: Sequence[int] | Slots  # KV slots written by the step
     entries: list[tuple[RunningSession, ScheduledRows]]
-    rows: int  # without those that packing adds
+    rows: int  # without padding
     expected: float  # seconds
-    sitting_out: list[RunningSession]  # that decode, and have no rows in it
-    division: Division | None = None  # None: it was not divided among tenants
+    sitting_out: list[RunningSession]  # decoding sessions without rows in it
+    division: Division | None = None  # None: not divided among tenants
 
     @property
     def decodes_only(self) -> bool:
-        """True if the step has nothing of a prompt, not even the end of one."""
+        """True if the step computes nothing of a prompt, not even its end."""
         return all(rows.root_row is not None and rows.count == 1 for _, rows in self.entries)
 
 
 @dataclass
 class Alone:
-    """The candidates that a tenant would have in a step of its own."""
+    """The candidates of a tenant in a step of its own."""
 
-    places: list[int]  # of its sessions among those that speculate
+    places: list[int]  # of its sessions among the speculating ones
     roots: int
     nodes: list[list[Node]]
     price: float
@@ -63,10 +76,10 @@ class Alone:
 
 
 class Planner:
-    """Fills steps: the roots of sessions that decode, the candidates that pay, lookahead windows, chunks of prompts.
+    """Fills steps: roots of decoding sessions, candidates worth their rows, lookahead windows, chunks of prompts.
 
-    `packer` makes an empty batch; `tree_slots` are for side branches of token trees. Beside sessions that decode,
-    prompts fill a step as far as time allows, up to `step_rows`; otherwise up to `prefill_rows`.
+    `packer` makes an empty batch; `tree_slots` hold side branches of token trees. Limits on rows: `step_rows` for
+    prompts beside decoding sessions, within the time limit of chunked prefill; `prefill_rows` for prompts alone.
     """
 
     def __init__(
@@ -91,17 +104,17 @@ class Planner:
         self._prefill_rows = prefill_rows
         self._prefill_slowdown = PrefillSlowdown(tuning.prefill)
         self.shares = StepShares(prefill_rows)
-        self._waited = 0  # steps in a row in which texts have waited for prompts of others
+        self._waited = 0  # consecutive steps with urgent prompts before decoding
 
     def plan(self, ready: Sequence[RunningSession], spent: float, division: Division | None = None) -> StepPlan:
-        """Plan a step of sessions, all but those that wait for prompts of others. `spent`: seconds that proposers have
-        taken for them. `division` has chosen the sessions, if there are several tenants."""
+        """Plan a step. Sessions that yield to urgent prompts are left out. `spent`: seconds the proposers took for
+        these sessions; `division`: the one that chose `ready`; None with a single tenant."""
         self.shares.begin(division)
         prompts, plain, speculating = self._sorted(ready)
         decoders = [*plain, *speculating]
         waiting = [] if division is None else division.sitting_out
         urgent = self._queue.shares.urgent(prompts, [*decoders, *waiting])
-        # Whoever comes, texts do not wait for prompts of others without end.
+        # Bounded: a stream of new tenants must not starve decoding.
         goes_first = bool(urgent.tenants) and self._waited < self._tuning.prefill.most_waiting_steps
         if decoders:
             self._waited = self._waited + 1 if goes_first else 0
@@ -112,6 +125,7 @@ class Planner:
             plain, speculating = (
                 [entry for entry in entries if entry.tenant not in urgent.yielding] for entries in (plain, speculating)
             )
+        # To measure one tenant's rows alone, other tenants' prompts stay out, unless they are urgent.
         if division is not None and division.measures:
             prompts = [entry for entry in prompts if entry.tenant in urgent.tenants]
         decoding, latency = len(plain) + len(speculating), self._threads.latency
@@ -123,6 +137,7 @@ class Planner:
         pack: Callable[[], PackedBatch]
         written: Sequence[int] | Slots
         foreseen = self._foreseen.take([*speculating, *plain])
+        # The foreseen batch has one row a text: usable only if nothing else has joined the step.
         if foreseen is not None and not (prompts or any(chosen) or any(windows)):
             batch, entries = foreseen
             pack, written, taken = lambda: batch, batch.slots, len(entries)
@@ -142,19 +157,20 @@ class Planner:
         return plan if plan.decodes_only else replace(plan, expected=plan.expected * self._prefill_slowdown.factor)
 
     def prepare(self, plan: StepPlan) -> None:
-        """Pack the step that follows on a plan, as far as it can be foreseen."""
+        """Pack the next step, as far as it can be foreseen."""
         try:
             self._foreseen.prepare(self._packer(), plan.entries)
-        except Exception as error:  # it is no fault of the pass that goes on meanwhile
+        except Exception as error:  # must not fail the pass in progress
             log.error("next_step_not_packed", exc_info=error)
             self._foreseen.forget()
 
     def idle(self) -> None:
-        """Note that there is no step to come: nothing of ended sessions is kept."""
+        """Note that no step follows: release what is kept of ended sessions."""
         self._foreseen.forget()
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Learn from how long a step took. T_v is that of short texts: rows of a long prompt would teach it more."""
+        """Update the latency model with a step's duration. T_v is that of short texts: steps with prompts update the
+        slowdown instead, since rows of long prompts cost more."""
         if plan.decodes_only:
             self._threads.observe(plan.rows, seconds)
         else:
@@ -166,7 +182,7 @@ class Planner:
         speculating: Iterable[tuple[RunningSession, list[Node], LookaheadRows | None]],
         plain: Sequence[RunningSession],
     ) -> list[tuple[RunningSession, ScheduledRows]]:
-        """Add the rows of sessions that decode, with their candidates and windows."""
+        """Add the rows of decoding sessions, with their candidates and windows."""
         tree_slots, entries = list(self._tree_slots), []
         for entry, nodes, window in speculating:
             if nodes:
@@ -183,12 +199,13 @@ class Planner:
         *,
         may_explore: bool,
     ) -> tuple[list[list[Node]], list[LookaheadRows | None], float]:
-        """Choose the candidates of sessions in a step of `decoding` ones, and open windows. Return both, and the
-        break-even probability.
+        """Choose candidates and open windows for sessions in a step of `decoding` ones. Return both, and the break-even
+        probability.
 
-        They are chosen for all sessions together, as brings most tokens a second. Where a tenant would get less than
-        its part of what it gets alone, each tenant has those that it would have alone, as far as its part goes. Only a
-        step of one tenant `may_explore` what rows cost, since a prompt or another's text would wait for it."""
+        Candidates are chosen for all sessions together, for the highest goodput. If a tenant got less than its part of
+        what it gets alone, each tenant gets the candidates it would have alone, within its part. Only a step of one
+        tenant `may_explore` the cost of rows: no prompt and no other tenant may wait for an experiment.
+        """
         latency, eligibility, free = self._threads.latency, self._eligibility, len(self._tree_slots)
         sessions = [entry.session for entry in speculating]
         if division is None or not sessions:
@@ -203,6 +220,7 @@ class Planner:
             if found.exploring is not None:
                 latency.explore(found.exploring)
             free -= sum(map(len, found.nodes))
+            # One experiment a step: with two, their costs could not be told apart.
             may_explore = may_explore and found.exploring is None
             opened = open_windows(sessions, found.nodes, decoding, free, latency, eligibility, may_explore=may_explore)
             return found.nodes, opened, found.price
@@ -223,6 +241,7 @@ class Planner:
             tenant: (alone.count + alone.rows, alone.roots + sum(map(_tokens, alone.nodes)))
             for tenant, alone in own.items()
         }
+        # The joint choice has the highest total goodput: keep it where no tenant pays for it.
         if division.is_fair(rows, got, wanted):
             free = min(free - sum(map(len, chosen)), windowed)
             return chosen, open_windows(sessions, chosen, decoding, free, latency, eligibility), together.price
@@ -231,6 +250,7 @@ class Planner:
         for tenant, alone in own.items():
             most, some, roots = min(free, allowed[tenant]), [sessions[i] for i in alone.places], alone.roots
             nodes = alone.nodes
+            # Fewer than it would have alone: choose the best of them again.
             if most < alone.count:
                 nodes = select_candidates([offers[i] for i in alone.places], latency, roots, most, spent).nodes
             count = sum(map(len, nodes))
@@ -243,8 +263,8 @@ class Planner:
     def _within_parts(
         self, chunks: Sequence[tuple[RunningSession, int]], division: Division, urgent: Collection[str], rows: int
     ) -> list[tuple[RunningSession, int]]:
-        """Return the chunks of prompts, cut to what their tenants' parts of the step allow beside so many `rows`; those
-        of `urgent` tenants are not."""
+        """Cut the chunks of prompts to their tenants' parts of the step, beside `rows` rows; chunks of `urgent` tenants
+        stay whole."""
         kept: list[tuple[RunningSession, int]] = []
         latency = self._threads.latency
         of_tenant: defaultdict[str, list[tuple[RunningSession, int]]] = defaultdict(list)
@@ -254,9 +274,10 @@ class Planner:
             seconds = division.prompt_seconds.get(tenant)
             count = sum(chunk for _, chunk in own)
             if seconds is not None and tenant not in urgent:
+                # The part is in seconds of this step, T_v in seconds of short texts: divide by the slowdown.
                 begin = latency.of(rows)
                 fitting = latency.rows_within(begin + seconds / self._prefill_slowdown.factor) - rows
-                least = self._tuning.prefill.min_chunk_tokens if seconds > 0 else 0  # the next steps pay
+                least = self._tuning.prefill.min_chunk_tokens if seconds > 0 else 0  # the next steps are charged
                 most = max(fitting, least)
                 if count > most:
                     own = _cut(own, most)
@@ -269,8 +290,8 @@ class Planner:
     def _chunks(
         self, prompts: Sequence[RunningSession], urgent: Set[str], goes_first: bool, decoding: int, rows: int
     ) -> list[tuple[RunningSession, int]]:
-        """Return how many tokens of each prompt are computed beside so many `rows` of `decoding` sessions. Those of
-        `urgent` tenants come before other prompts and, where that `goes_first`, are not cut up for those sessions."""
+        """Return the tokens of each prompt to compute beside `rows` rows of `decoding` sessions. Prompts of `urgent`
+        tenants come before others; with `goes_first` they are not chunked for those sessions' latency."""
         first = [entry for entry in prompts if entry.tenant in urgent]
         others = [entry for entry in prompts if entry.tenant not in urgent]
         latency, tuning = self._threads.latency, self._tuning.prefill
@@ -289,8 +310,8 @@ class Planner:
         return [*zip(first, ahead, strict=True), *zip(others, rest, strict=True)]
 
     def _give_way(self, prompts: Sequence[RunningSession], urgent: Urgent, decoding: Sequence[RunningSession]) -> bool:
-        """Return whether sessions that yield to `urgent` prompts sit out this step, since it is shorter so: where more
-        rows take no more time, they need not."""
+        """Return whether sessions yielding to `urgent` prompts sit out this step: only if it gets notably shorter."""
+        # In the flat region of T_v decoding sessions hardly delay the prompts, and sitting out would gain nothing.
         rows = sum(entry.session.computable for entry in prompts if entry.tenant in urgent.tenants)
         if not rows:
             return False
@@ -300,7 +321,7 @@ class Planner:
         return latency.of(rows + len(decoding)) > self._tuning.prefill.worth_a_wait * latency.of(rows + staying)
 
     def _sorted(self, ready: Sequence[RunningSession]) -> tuple[list[RunningSession], ...]:
-        """Return the sessions that prefill, those that decode without candidates, and those that may have some."""
+        """Split sessions into those in prefill, those decoding without candidates, and those that may have some."""
         prompts: list[RunningSession] = []
         plain: list[RunningSession] = []
         speculating: list[RunningSession] = []
@@ -316,7 +337,7 @@ class Planner:
 
 
 def _places(entries: Sequence[RunningSession]) -> dict[str, list[int]]:
-    """Return the places of each tenant's sessions."""
+    """Return the indices of each tenant's sessions."""
     found: defaultdict[str, list[int]] = defaultdict(list)
     for place, entry in enumerate(entries):
         found[entry.tenant].append(place)
@@ -324,12 +345,12 @@ def _places(entries: Sequence[RunningSession]) -> dict[str, list[int]]:
 
 
 def _tokens(nodes: Sequence[Node]) -> float:
-    """Return how many tokens these candidates are expected to bring."""
+    """Return the expected number of accepted candidates."""
     return sum(math.exp(node.path_logprob()) for node in nodes)
 
 
 def _cut(chunks: Sequence[tuple[RunningSession, int]], most: int) -> list[tuple[RunningSession, int]]:
-    """Return chunks of `most` tokens together, the shares of the first ones rounded up."""
+    """Return chunks cut to `most` tokens in total, in proportion; shares are rounded up, the first ones first."""
     left, cut = sum(chunk for _, chunk in chunks), []
     for entry, chunk in chunks:
         own = math.ceil(most * chunk / left) if left else 0

@@ -1,7 +1,10 @@
-"""Chunked prefill: chooses how many prompt tokens a step computes beside the sessions that decode.
+"""Chunked prefill: how many prompt tokens a step computes beside decoding sessions.
 
-A step with prompts is longer, and all decoding sessions wait for it; a prompt that is cut into small chunks takes
-longer as a whole. As in Sarathi-Serve (Agrawal et al. 2024), the slowdown of a step is bounded.
+A step with prompts is longer, and all decoding sessions wait for it; smaller chunks make the prompt itself take longer.
+As in Sarathi-Serve (Agrawal et al. 2024), the slowdown of a step is bounded. With r rows of d decoding sessions, P
+prompts and slowdown s, a chunk of c tokens is within the time limit if
+
+    s * T_v(r + c) <= max((1 + max_decode_slowdown * k) * T_v(r), slice_seconds * k),    k = max(1, P / d)
 """
 
 from __future__ import annotations
@@ -14,15 +17,15 @@ from verifier_service.settings.tuning import DEFAULTS, PrefillTuning
 
 
 class PrefillSlowdown:
-    """A moving average: how many times as long as T_v(n) steps with prompts take. T_v is measured over short texts, but
-    each row of a long prompt attends to all that is before it."""
+    """Moving average of (duration of steps with prompts) / T_v(n). T_v is measured over short texts, but a row of a
+    long prompt attends to everything before it."""
 
     def __init__(self, tuning: PrefillTuning = DEFAULTS.prefill) -> None:
         self._tuning = tuning
         self.factor = 1.0
 
     def observe(self, expected: float, seconds: float) -> None:
-        """Add a step with prompts that took `seconds` and was expected to take `expected` seconds."""
+        """Add a step with prompts: its duration and its expected duration by T_v, in seconds."""
         self.factor += self._tuning.slowdown_smoothing * (max(1.0, seconds / expected) - self.factor)
 
 
@@ -37,22 +40,25 @@ def prefill_chunks(
     weights: Sequence[float] | None = None,
     urgent_rows: int = 0,
 ) -> list[int]:
-    """Return how many tokens of each prompt to compute: shares by `weights`, equal ones by default; what prompts leave
-    of theirs goes to the others.
+    """Return the tokens of each prompt to compute: the budget is shared by `weights` (default: equally), and what a
+    short prompt leaves goes to the others (max-min).
 
-    `rows` of `decoding` sessions are in the step already, and `urgent_rows` of prompts that are not cut up for them.
-    Without any, nobody is held up and `most` is the limit for the prompts. With some, `most`, or the next multiple of
-    it that leaves room for `min_chunk_tokens`, limits all rows together, and so does the time that the step may take.
+    `rows` rows of `decoding` sessions are in the step already, and `urgent_rows` of prompts that are not chunked for
+    them. Without decoding sessions, `most` alone limits the prompts. With them, `most` limits all rows together,
+    rounded up to the multiple that leaves room for `min_chunk_tokens`; the time limit in the module docstring applies
+    too.
     """
     budget = most
     if decoding:
-        prefills = max(1.0, len(remaining) / decoding)  # for each session that waits
+        prefills = max(1.0, len(remaining) / decoding)  # per waiting session: many prompts may take more of a step
         seconds = max((1.0 + tuning.max_decode_slowdown * prefills) * cost.of(rows), tuning.slice_seconds * prefills)
         full = most * math.ceil((rows + tuning.min_chunk_tokens) / most)
+        # `min_chunk_tokens` in any case: a prompt must progress even where decoding alone fills the step.
         budget = max(tuning.min_chunk_tokens, min(full, cost.rows_within(seconds / slowdown)) - rows - urgent_rows)
     weights = weights or [1.0] * len(remaining)
     shares = [0] * len(remaining)
     waiting = sum(weights)
+    # Smallest need per weight first: what it leaves of its share is then divided among the rest.
     for index in sorted(range(len(remaining)), key=lambda index: remaining[index] / weights[index]):
         shares[index] = min(remaining[index], max(1, int(budget * weights[index] / max(waiting, weights[index]))))
         budget -= shares[index]

@@ -1,8 +1,7 @@
-"""The run queue: sessions wait for memory, run while they have it, and may lose it again.
+"""The run queue: sessions wait for KV memory, run while they hold it, and may be preempted.
 
-Tenants share memory by their weights (`shares.py`); among sessions of one tenant, precedence decides.
-
-It belongs to the step loop's thread, with all that it holds.
+Tenants share memory by weight (`shares.py`); within a tenant, precedence decides. The step loop's thread owns the queue
+and everything in it.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ log = structlog.get_logger()
 
 
 class RunQueue:
-    """Sessions that have memory and sessions that wait for it. `max_unread_tokens`: tokens that a session may be ahead
-    of what its client has read; `on_preempt` is called with a session that is about to lose its memory."""
+    """Running sessions (with memory) and waiting ones. `max_unread_tokens`: tokens a session may be ahead of its
+    client's reading; `on_preempt` is called with a session about to be preempted."""
 
     def __init__(
         self,
@@ -44,8 +43,8 @@ class RunQueue:
         on_preempt: Callable[[RunningSession], None],
     ) -> None:
         self.pool = pool
-        self.running: list[RunningSession] = []  # sessions that have memory, in order of arrival
-        self._waiting: list[RunningSession] = []  # sessions that wait for memory
+        self.running: list[RunningSession] = []  # sessions with memory, in order of arrival
+        self._waiting: list[RunningSession] = []  # sessions without
         self.shares = Shares()
         self.lengths = TextLengths()
         self._engine = engine
@@ -56,11 +55,11 @@ class RunQueue:
 
     @property
     def all(self) -> list[RunningSession]:
-        """All sessions: those that have memory, then those that wait for it."""
+        """All sessions: the running ones, then the waiting ones."""
         return [*self.running, *self._waiting]
 
     def add(self, entry: RunningSession) -> None:
-        """Queue a session: it is admitted as soon as there is memory for it."""
+        """Queue a session; it is admitted as soon as there is memory for it."""
         entry.arrival = next(self._arrivals)
         entry.waiting_since = time.monotonic()
         self.shares.joined(entry, {each.tenant for each in self._waiting if not each.preemptions})
@@ -68,10 +67,10 @@ class RunQueue:
         self._count()
 
     def remove(self, session: Session, *, wipe: bool = False) -> RunningSession | None:
-        """Forget a session and free its memory, whatever state it is in. Return it; None if it is not there."""
+        """Forget a session in any state and free its memory. Return it; None if it is unknown."""
         found = next((entry for entry in self.all if entry.session is session), None)
         if found is not None and found.computing_prompt and not found.preemptions:
-            self.shares.got_prompt(found, session.computed - session.tree.base)  # only what is computed counts
+            self.shares.got_prompt(found, session.computed - session.tree.base)  # refund the uncomputed part
         self._take_memory(session, wipe=wipe)
         if found is None:
             return None
@@ -85,11 +84,11 @@ class RunQueue:
         return found
 
     def admit(self) -> None:
-        """Give memory to waiting sessions, in turn, until there is too little for the next one, now or by forecast.
+        """Admit waiting sessions in turn, until memory is too short for the next one, now or by forecast.
 
-        Throttled sessions are passed over while they wait, and preempted for others while they run; so are running
-        sessions of a tenant that has more than its share. A text that would not be finished before its deadline is
-        refused while it waits."""
+        Throttled sessions are skipped while they wait and preempted first while they run; running sessions of a tenant
+        above its share are preempted too. A waiting text that cannot finish before its deadline is refused.
+        """
         while (entry := self.shares.next(a for a in self._waiting if not self.throttled(a))) is not None:
             if error := self._too_late(entry):
                 self.remove(entry.session)
@@ -100,7 +99,7 @@ class RunQueue:
         self._count()
 
     def got_tokens(self, results: Sequence[tuple[RunningSession, VerifyResult]]) -> None:
-        """Count what a step has added to sessions."""
+        """Charge the tokens of a step to its sessions' tenants."""
         for entry, result in results:
             self.shares.got_tokens(entry, len(result.tokens))
         waiting = {entry.tenant for entry in self._waiting if not self.throttled(entry)}
@@ -108,17 +107,17 @@ class RunQueue:
             self.shares.stepped(waiting.union(entry.tenant for entry, _ in results))
 
     def throttled(self, entry: RunningSession) -> bool:
-        """True if the session is too far ahead of its reader; a `consumed` message will wake the loop."""
+        """True if the session is too far ahead of its reader; a `consumed` message wakes the loop."""
         return entry.session.tree.base - entry.session.consumed > self._max_unread_tokens
 
     def reserve_texts(self, entries: Iterable[RunningSession]) -> list[RunningSession]:
-        """Reserve memory for the texts of running sessions up to their roots, and preempt some if need be. Return those
-        that have memory then."""
+        """Reserve memory for running texts up to their roots, preempting if need be. Return the sessions with
+        memory."""
         reserved = [entry for entry in entries if self._reserve_text(entry)]
-        return [entry for entry in reserved if entry.session.table is not None]  # not preempted for a later one
+        return [entry for entry in reserved if entry.session.table is not None]  # a later one may have preempted it
 
     def reserve_ahead(self, session: Session, length: int) -> bool:
-        """Reserve memory for a running text of `length` tokens; return False if that would take a preemption."""
+        """Reserve memory for a running text of `length` tokens; return False if that would need a preemption."""
         assert session.table is not None
         missing = length - len(session.slots)
         if missing > self.pool.available * BLOCK:
@@ -134,12 +133,12 @@ class RunQueue:
             self._copy(pairs[:, 0], pairs[:, 1])
 
     def _too_late(self, entry: RunningSession) -> TooLateError | None:
-        """Return the error for a session that is not begun, since it would not be finished in time; None: it would."""
+        """Return the error for a new session that cannot finish before its deadline, else None."""
         request = entry.session.request
         return None if entry.preemptions else self._stats.too_late(request.max_tokens, request.deadline, 0)
 
     def _reserve_text(self, entry: RunningSession) -> bool:
-        """Reserve memory for a text. False if it has none, since it was itself to be preempted."""
+        """Reserve memory for a text; return False if the text itself was preempted for it."""
         while entry.session.table is not None:
             try:
                 entry.session.table.reserve(entry.session.tree.base)
@@ -172,11 +171,12 @@ class RunQueue:
         return True
 
     def _make_room(self, entry: RunningSession, blocks: int) -> None:
-        """Preempt those that give way to `entry`, which waits, so that there is memory for it: `blocks` for its text,
-        and what it and the running ones will take by forecast. PoolFullError, with nobody preempted, if there would be
-        too little even so."""
+        """Preempt sessions until there is memory for the waiting `entry`: `blocks` for its text, and the forecast
+        growth of all. PoolFullError, without any preemption, if no choice of victims makes enough room."""
         running, room = self.running, self.pool.available
         victims, tables = list[RunningSession](), list[BlockTable]()
+        # Victims are chosen on paper first: preempting some without making enough room would waste their work. The
+        # forecast is needed only once the text itself fits.
         while (wanted := blocks if blocks > room else max(blocks, self._growth(entry, running))) > room:
             victim = self._next_victim(entry, running)
             if victim is None:
@@ -190,17 +190,17 @@ class RunQueue:
             self._preempt(victim)
 
     def _next_victim(self, entry: RunningSession, running: list[RunningSession]) -> RunningSession | None:
-        """Return who of the `running` ones loses its memory first for `entry`; None: nobody does."""
+        """Return the running session to preempt first for `entry`, or None."""
         throttled = [each for each in running if self.throttled(each)]
-        if throttled:  # it cannot use its memory until its reader catches up
+        if throttled:  # no progress until its reader catches up
             return throttled[-1]
         return youngest_beyond(running, entry, entry.session.tree.base)
 
     def _growth(self, entry: RunningSession, running: list[RunningSession]) -> int:
-        """Return how many blocks a session that is being admitted and the running ones will take. Those that would be
+        """Return the forecast growth in blocks of a session being admitted and the running ones. Sessions that would be
         preempted for it count only if they give back more than they take."""
         growth = expected_growth([*(each.session for each in running), entry.session], self.lengths)
-        if all(each.tenant == entry.tenant for each in running):  # none of them gives way to it
+        if all(each.tenant == entry.tenant for each in running):  # fairness preempts between tenants only
             return growth
         counted = who_counts(running, entry, entry.session.tree.base)
         if len(counted) < len(running):
@@ -208,8 +208,7 @@ class RunQueue:
         return growth
 
     def _preempt(self, entry: RunningSession) -> None:
-        """Take a session's memory; its text is computed anew when there is room, before new sessions of its tenant
-        are admitted."""
+        """Preempt a session. Its text is recomputed once there is room, before new sessions of its tenant."""
         self._on_preempt(entry)
         self._take_memory(entry.session)
         entry.preemptions += 1
@@ -231,7 +230,7 @@ class RunQueue:
             self._engine.copy(source, target)
 
     def _count(self) -> None:
-        """Tell how many wait and run, and why."""
+        """Update the statistics of running and waiting sessions."""
         self._stats.running, self._stats.waiting = len(self.running), len(self._waiting)
         self._stats.throttled = sum(self.throttled(entry) for entry in self._waiting)
         self._stats.new_of = Counter(entry.tenant for entry in self._waiting if not entry.preemptions)

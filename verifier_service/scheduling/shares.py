@@ -1,11 +1,24 @@
-"""Shares of tenants: whose turn it is to get memory, and who has more of it than others would.
+"""Fair shares among tenants: the order of admission to KV memory, and the sessions to preempt.
 
-Turns go by virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models", Algorithm 2): each
-tenant's counter grows with what it gets, divided by its weight, and the tenant with the smallest counter is next. When
-a tenant asks that had no new session waiting, its counter is raised to at least the smallest one of tenants that have
-some, and to at least the level, less some texts' worth (`BURST`). The level is what the counters of all tenants had
-reached that were in some step or waited during it: a virtual time, as in start-time fair queueing (Goyal et al. 1996).
-So hardly any time that was not used is saved up, and what a tenant had alone is not held against it.
+Admission follows virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models", Algorithm 2),
+with weights w:
+
+    c_i = (cost of the tokens tenant i was served) / w_i,    1 for a prompt token, GENERATED_COST for a generated one
+
+The tenant with the smallest counter is next. When a tenant without new sessions waiting submits one, its counter is
+lifted:
+
+    c_i = max(c_i, max(V, min of c_j over tenants j with new sessions waiting) - BURST * u / w_i)
+
+V is the virtual time of start-time fair queueing (Goyal et al. 1996): the maximum over all steps of the smallest
+counter among tenants in the step or waiting during it. u is the mean cost of a text. So an idle tenant saves up almost
+no credit, and service received while alone is not held against a tenant.
+
+Prompts of tenant i go before decoding of tenant j in a step (i is urgent, j yields) if
+
+    n_i < n_j    and    c_i - l_i <= c_j
+
+with n = sessions in the step / w, and l = prompt tokens charged but not computed yet / w.
 """
 
 from __future__ import annotations
@@ -19,26 +32,26 @@ from specdec.engine.kv.blocks import BLOCK
 from verifier_service.sessions.running_session import RunningSession
 
 GENERATED_COST = 2.0
-"""Cost of a generated token, where one of a prompt costs 1, as in the paper: it takes a step, not a row of one."""
+"""Cost of a generated token relative to a prompt token, as in the paper: it takes a step, not a row of one."""
 
 BURST = 4.0
-"""Usual texts that a tenant may have before others if it wants some again. Without, each of a few requests that come at
-once would wait until others have had as much as the one before it: who asks for little seldom asks evenly."""
+"""Credit of a tenant that returns from idle, in mean texts. Without it, each of a few simultaneous requests would wait
+until others had been served as much as the one before it: light users seldom submit evenly."""
 
 USUAL_SMOOTHING = 0.05
-"""Weight of the latest text in the moving average of what texts cost."""
+"""Weight of the latest text in the moving average of text costs."""
 
 REMEMBERED = 1024
-"""Tenants without sessions whose counters are kept. Who leaves with much and returns at once is not given it anew."""
+"""Number of idle tenants with a counter kept: leaving and returning must not reset a large counter."""
 
 IMBALANCE = 1.25
-"""How many times as much memory for its weight a tenant must have for some to be taken from it, counting what is left
-then. A text that loses its memory is computed again, and smaller differences even out as texts end. With 2, a tenant
-that asks for a fifth of what fits waits now and then until a text of one that floods has ended."""
+"""Memory per weight, relative to the admitting tenant's, from which a tenant is preempted; it must hold that much even
+after the preemption. A preempted text is recomputed, and smaller differences even out as texts end. With 2, a tenant
+asking for a fifth of the memory sometimes waits for a text of a flooding tenant to end."""
 
 
 class Urgent(NamedTuple):
-    """Whose prompts go before whose texts in a step: no tenant is in both."""
+    """Tenants whose prompts go before the decoding of `yielding` tenants in a step; the two sets are disjoint."""
 
     tenants: Set[str]
     yielding: Set[str]
@@ -48,30 +61,32 @@ NOBODY = Urgent(frozenset(), frozenset())
 
 
 class Shares:
-    """The counters of tenants. Belongs to the step loop's thread."""
+    """The counters of tenants, owned by the step loop's thread."""
 
     def __init__(self) -> None:
-        self._counters: OrderedDict[str, float] = OrderedDict()  # tokens over weight; who left last comes last
+        self._counters: OrderedDict[str, float] = OrderedDict()  # tokens over weight; idle tenants in order of leaving
         self._sessions: Counter[str] = Counter()
-        self._level = 0.0  # that the counters of all tenants had reached that were in some step or waited
+        self._level = 0.0  # virtual time V
         self._usual = 0.0  # cost of a text, moving average
 
     @property
     def tenants(self) -> int:
-        """The number of tenants that have sessions."""
+        """The number of tenants with sessions."""
         return len(self._sessions)
 
     def joined(self, entry: RunningSession, wanting: Collection[str]) -> None:
-        """Note that a session has come, which waits for memory as other new ones of the tenants `wanting` it do."""
+        """Add a session that waits for memory; `wanting`: tenants with other new sessions waiting."""
         tenant = entry.tenant
         if tenant not in wanting:
             of_others = min((self._counters[each] for each in wanting), default=0.0)
+            # No credit for idle time: at least level with the tenants that wait and with the virtual time, less a small
+            # burst.
             least = max(of_others, self._level) - BURST * self._usual / entry.weight
             self._counters[tenant] = max(self._counters.get(tenant, 0.0), least)
         self._sessions[tenant] += 1
 
     def left(self, entry: RunningSession) -> None:
-        """Note that a session is over."""
+        """Remove a session."""
         tenant, cost = entry.tenant, entry.cost
         if cost:
             self._usual += USUAL_SMOOTHING * (cost - self._usual) if self._usual else cost
@@ -87,20 +102,20 @@ class Shares:
                 del self._counters[tenant]
 
     def got_prompt(self, entry: RunningSession, tokens: int) -> None:
-        """Count tokens of a prompt that are to be computed. A negative number takes back what will not be."""
+        """Charge prompt tokens to be computed; a negative number refunds tokens that will not be."""
         self._count(entry, tokens)
 
     def got_tokens(self, entry: RunningSession, tokens: int) -> None:
-        """Count generated tokens."""
+        """Charge generated tokens."""
         self._count(entry, GENERATED_COST * tokens)
 
     def stepped(self, tenants: Collection[str]) -> None:
-        """Note whose sessions were in a step, or waited; their tokens are counted already."""
+        """Advance the virtual time after a step; `tenants`: those in it or waiting, already charged for it."""
         self._level = max(self._level, min((self._counters[each] for each in tenants), default=0.0))
 
     def next(self, waiting: Iterable[RunningSession]) -> RunningSession | None:
-        """Return the waiting session whose turn it is: the first one of the tenant with the smallest counter, and of
-        equal ones of that with fewer sessions for its weight."""
+        """Return the next waiting session: smallest counter of its tenant, then fewest sessions per weight, then
+        precedence within the tenant."""
 
         def turn(entry: RunningSession) -> tuple[float, float, tuple[bool, int, int]]:
             return self._counters[entry.tenant], self._sessions[entry.tenant] / entry.weight, entry.precedence
@@ -108,30 +123,35 @@ class Shares:
         return min(waiting, key=turn, default=None)
 
     def urgent(self, prompts: Collection[RunningSession], decoding: Collection[RunningSession]) -> Urgent:
-        """Return whose prompts go before whose texts. The texts are of tenants that have more sessions for their
-        weight, and counters that are not below those of the others but for what these prompts still lack."""
-        if not prompts or len(self._sessions) < 2:  # as in most steps
+        """Return the urgent and the yielding tenants of a step (module docstring). A tenant yields to another with
+        fewer sessions per weight that has been served no more, not counting prompt tokens still to be computed."""
+        if not prompts or len(self._sessions) < 2:  # the common case, kept cheap
             return NOBODY
         sessions: defaultdict[str, float] = defaultdict(float)
-        lacking: defaultdict[str, float] = defaultdict(float)  # counted with the prompts, but not computed
+        lacking: defaultdict[str, float] = defaultdict(float)  # charged at admission, not computed yet
         for entry in (*prompts, *decoding):
             sessions[entry.tenant] += 1 / entry.weight
         for entry in prompts:
+            # A preempted session's prompt was charged when it was first admitted and is computed again for free.
             if not entry.preemptions:
                 lacking[entry.tenant] += (entry.session.tree.base - entry.session.computed) / entry.weight
         had = {tenant: self._counters[tenant] - tokens for tenant, tokens in lacking.items()}
         decoders = {entry.tenant for entry in decoding}
         most = max((sessions[each] for each in decoders), default=0.0)
         highest = max((self._counters[each] for each in decoders), default=0.0)
+        # Necessary for going before any decoding tenant. Fewer sessions per weight: with many sessions a tenant could
+        # otherwise stop all decoding by its prompts. Served no more: a tenant ahead of its share waits its turn.
         able = [each for each in had if sessions[each] < most and had[each] <= highest]
         if not able:
             return NOBODY
+        # The neediest tenant decides who yields; the others may only join it.
         neediest = min(able, key=lambda each: (sessions[each], had[each]))
         yielding = {
             each for each in decoders if sessions[neediest] < sessions[each] and had[neediest] <= self._counters[each]
         }
         if not yielding:
             return NOBODY
+        # Urgent tenants must go before every yielding one. The strict n_i < n_j also keeps the two sets disjoint.
         fewest = min(sessions[each] for each in yielding)
         lowest = min(self._counters[each] for each in yielding)
         return Urgent({each for each in able if sessions[each] < fewest and had[each] <= lowest}, yielding)
@@ -142,8 +162,8 @@ class Shares:
 
 
 def held(running: Iterable[RunningSession]) -> dict[str, float]:
-    """Return the tokens of KV memory that each tenant's sessions hold, divided by its weight. What several of them
-    share, which those of one tenant alone do, is counted once."""
+    """Return each tenant's tokens of KV memory, divided by its weight. Blocks shared by sessions (only within a tenant)
+    count once."""
     found: defaultdict[str, float] = defaultdict(float)
     for entry in running:
         assert entry.session.table is not None
@@ -152,51 +172,54 @@ def held(running: Iterable[RunningSession]) -> dict[str, float]:
 
 
 def given_back(entry: RunningSession) -> float:
-    """Return the tokens of KV memory that are free once a running session is preempted, divided by its weight."""
+    """Return the tokens of KV memory freed by preempting a running session, divided by its weight."""
     assert entry.session.table is not None
     return entry.session.table.exclusive * BLOCK / entry.weight
 
 
 def spared(running: Iterable[RunningSession]) -> list[RunningSession]:
-    """Return the sessions, in their order, without the first one of each tenant. That one always goes on, however much
-    a tenant has: otherwise a long text might be computed again and again, and never end."""
+    """Return the sessions, in order, without the oldest of each tenant. That one is exempt, however much its tenant
+    holds: otherwise a long text could be recomputed again and again without ever finishing."""
     first: dict[str, RunningSession] = {}
     return [entry for entry in running if first.setdefault(entry.tenant, entry) is not entry]
 
 
 def youngest_of_largest(running: list[RunningSession]) -> RunningSession:
-    """Return the session to preempt when running ones need memory: the youngest of the tenant that holds most for its
-    weight; the youngest of all if every tenant has only one."""
+    """Return the session to preempt when running ones need memory: the youngest of the tenant with the most memory per
+    weight, or the youngest of all if every tenant has only one."""
     shares = held(running)
     return max(reversed(spared(running) or running[-1:]), key=lambda entry: shares[entry.tenant])
 
 
 def who_counts(running: Sequence[RunningSession], entry: RunningSession, tokens: int) -> list[RunningSession]:
-    """Return the running sessions whose growth may take memory from `entry`, which waits and needs memory for `tokens`
-    tokens: not those that would be preempted before it, which are all but the oldest ones of tenants that hold
-    `IMBALANCE` times what its tenant would hold then."""
+    """Return the running sessions whose growth may take memory from the waiting `entry`, which needs `tokens` tokens:
+    all but those that would be preempted first. These are, for tenants holding at least `IMBALANCE` times this tenant's
+    future share, all but their oldest."""
     shares = held(running)
     own = shares.pop(entry.tenant, 0.0) + tokens / entry.weight
+    # Well above this tenant's share once admitted: these would be preempted for it, so their growth cannot displace it.
     beyond = {tenant for tenant, tokens_held in shares.items() if tokens_held >= IMBALANCE * own}
     giving_way = {id(each) for each in spared(running) if each.tenant in beyond}
     return [each for each in running if id(each) not in giving_way]
 
 
 def youngest_beyond(running: list[RunningSession], entry: RunningSession, tokens: int) -> RunningSession | None:
-    """Return the session to preempt so that `entry`, which waits, gets memory for `tokens` tokens: of those whose
-    tenant then still holds `IMBALANCE` times what the tenant of `entry` does, the youngest of the tenant that holds
-    most for its weight; None: nobody has so much."""
+    """Return the session to preempt so that the waiting `entry` gets memory for `tokens` tokens, or None: the youngest
+    of the tenant with the most memory per weight, among tenants that hold `IMBALANCE` times this tenant's future share
+    even after the preemption."""
     others = [each for each in spared(running) if each.tenant != entry.tenant]
     if not others:
         return None
     shares = held(running)
     wanted = IMBALANCE * (shares[entry.tenant] + tokens / entry.weight)
+    # Still above after giving the blocks back: otherwise the two tenants would preempt each other in turn.
     beyond = (each for each in reversed(others) if wanted <= shares[each.tenant] - given_back(each))
     return max(beyond, key=lambda each: shares[each.tenant], default=None)
 
 
 def prompt_weights(prompts: Sequence[RunningSession]) -> list[float]:
-    """Return the weight of each prompt in a step: those of a tenant have its weight together. Equal ones are 1."""
+    """Return each prompt's weight in a step: its tenant's weight divided by the tenant's prompts; 1 with a single
+    tenant."""
     count = Counter(entry.tenant for entry in prompts)
     if len(count) <= 1:
         return [1.0] * len(prompts)

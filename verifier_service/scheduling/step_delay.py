@@ -1,12 +1,14 @@
-"""Decides whether to delay a step for candidates that are on their way.
+"""The step delay: whether to put a step off for candidates in flight.
 
-A step of T seconds that is started now, w seconds after the last one, brings E tokens: a rate of E / (T + w). The next
-message of a session's draft, due in r seconds, will add about A * q tokens and a row that costs p tokens: q is the path
-probability of the best leaf, A the acceptance, p the break-even probability. Waiting pays while (A * q - p) / r, summed
-over the sessions, exceeds the rate: the sessions of a step wait together.
+A step of T seconds started now, w seconds after the last one ended, yields E tokens: a rate of E / (T + w). A session's
+next draft message, expected in r seconds, adds about A * q tokens and a row worth p tokens: q is the path probability
+of the best leaf, A the acceptance, p the break-even probability. All sessions of a step wait together, so waiting pays
+while
 
-Each tenant decides for its own sessions, and the step waits only if all of them would: nobody waits for candidates of
-another tenant's draft.
+    sum over sessions of (A * q - p) / r  >  E / (T + w)
+
+The condition is checked for each tenant's sessions separately, and the step waits only if it holds for all tenants: no
+tenant waits for candidates of another tenant's draft.
 """
 
 from __future__ import annotations
@@ -20,16 +22,18 @@ from verifier_service.sessions.draft_timing import WaitEstimate
 from verifier_service.sessions.session import Session
 
 WITHOUT_DRAFT = WaitEstimate(1.0)
-"""The wait estimate of a session that brings one token and waits for nothing."""
+"""The wait estimate of a session with nothing to wait for: one token now."""
 
 
 def delay_until(estimates: Sequence[WaitEstimate], now: float, last_step: float, step_time: float) -> float | None:
-    """Return the time until which to delay the step; None: step now. Any message that arrives meanwhile leads to a new
+    """Return the time until which to delay the step; None: step now. Any message arriving before leads to a new
     decision."""
     gain = sum(wait_estimate.gain for wait_estimate in estimates)
     expected = sum(wait_estimate.expected for wait_estimate in estimates)
+    # Both sides in tokens a second. The right one falls during the wait, so `until` bounds the wait for each session.
     if gain <= expected / (step_time + now - last_step):
         return None
+    # The first session to give up changes the sum: decide again then.
     return min(wait_estimate.until for wait_estimate in estimates if wait_estimate.gain)
 
 
@@ -37,7 +41,7 @@ class StepDelay:
     """The delay of the coming step."""
 
     def __init__(self) -> None:
-        self._since: float | None = None  # when it began; None: the step is not delayed
+        self._since: float | None = None  # start of the delay; None: not delayed
 
     def seconds(
         self,
@@ -49,8 +53,9 @@ class StepDelay:
         latency: StepLatency,
         price: float,
     ) -> float | None:
-        """Return for how long to delay the step of these sessions, of which those `drafted` use a remote draft; None:
-        step now. `last_step` is when the last step ended, `price` the break-even probability."""
+        """Return the seconds to delay the step of these sessions; None: step now. `drafted`: which sessions use a
+        remote draft; `last_step`: end of the last step; `price`: the break-even probability."""
+        # A prompt fills the device anyway, and its first token would be late.
         if any(session.remaining_prompt for session in sessions):
             return None
         estimates = [
@@ -70,6 +75,6 @@ class StepDelay:
         return earliest - now
 
     def end(self, now: float) -> float:
-        """End the delay: the step begins, or there is none. Return for how long it has lasted."""
+        """End the delay: the step begins, or there is none. Return its duration in seconds."""
         since, self._since = self._since, None
         return now - since if since else 0.0

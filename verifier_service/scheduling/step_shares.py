@@ -1,25 +1,23 @@
-"""Shares of a step: which sessions take part in it, and how long rows of each tenant may make it.
+"""Shares of a step: the sessions in it, and the time that each tenant's rows may add.
 
-A step takes as long as all its rows together, and every session in it waits for all of them. So a tenant that brings
-many rows slows a text of one that brings few, whatever turns they take at memory. Processor sharing (Kleinrock 1967)
-would give each of the tenants present a machine of its own that is W / w times as slow, where w is its weight and W the
-sum of all weights. A step keeps that promise to every tenant if it takes at most
+Every session of a step waits for all its rows, so a tenant with many rows slows down a tenant with few, however fairly
+they share memory. Processor sharing (Kleinrock 1967) would give each tenant present a machine W / w times as slow, with
+w its weight and W the sum of weights. A step keeps this guarantee for all tenants if it takes at most
 
-    B = min over tenants i of  (W / w_i) * A_i,      A_i = T_v(rows of i) + what they cost besides
+    B = min over tenants i of  (W / w_i) * A_i,      A_i = T_v(rows of i) + other costs of i
 
-since A_i is what the step would take with the rows of i alone. Besides rows cost grammars and proposers. The tenant v
-at which the minimum is taken has all its rows in the step. The others divide what is left, B - A_v = (sum of their
-weights / w_v) * A_v, by their weights, and what one does not want of its part goes to the others (max-min). Each takes
-in its sessions in turn, those first that have waited longest, while their cost fits; the rest sit the step out. What is
-left of a tenant's part is its credit in the next step (deficit round robin, Shreedhar and Varghese 1995), so a session
-whose rows cost more than a whole part takes part every few steps. None starves, and the promise holds on average, up to
-one such session.
+where A_i is the time of a step with the rows of i alone; the other costs are grammars and proposers. The tenant v at
+the minimum has all its rows in the step. The others divide the rest, B - A_v = (sum of their weights / w_v) * A_v, by
+weighted max-min fairness. Each tenant admits its sessions, longest waiting first, while their cost fits; the rest sit
+the step out. The unused part carries over as credit (deficit round robin, Shreedhar and Varghese 1995), so a session
+costing more than a whole part runs every few steps. No session starves, and the guarantee holds on average, up to one
+such session.
 
-The same holds for what goes beyond roots: candidates, lookahead windows and chunks of prompts have what the tenant's
-roots leave of its part. Where further rows are free, or only one tenant is present, nobody sits out.
+Rows beyond the roots (candidates, lookahead windows, chunks of prompts) get what the roots leave of the tenant's part.
+No session sits out where extra rows are free, or with a single tenant.
 
-The bound is as good as what is known of A_v, and while tenants share steps, no step has the rows of v alone. So now and
-then a step has only these, to measure A_v.
+The bound is only as good as the estimate of A_v, and while tenants share steps, no step has the rows of v alone. So an
+occasional step has only these, to measure A_v.
 """
 
 from __future__ import annotations
@@ -36,27 +34,27 @@ from verifier_service.costs.step_latency import StepLatency
 from verifier_service.sessions.running_session import RunningSession
 
 TOLERANCE = 1e-9
-"""Relative error of sums of seconds."""
+"""Relative rounding error of sums of seconds."""
 
 BESIDE_SMOOTHING = 0.2
-"""Weight of the latest step in the moving average of what a session costs besides rows."""
+"""Weight of the latest step in the moving average of a session's costs besides rows."""
 
 MEASURED_FIRST, MEASURED_EVERY, MEASURED_LATER = 2, 4, 64
-"""A tenant's rows alone are measured twice at first, four steps apart, and then in every 64th step: the others lose a
-sixty-fourth of their part. More at first would distort what is learned of drafts."""
+"""A tenant's rows alone are measured twice at first, four steps apart, then in every 64th step: the others lose a
+sixty-fourth of their part. More at first would distort the measurements of drafts."""
 
 REMEMBERED = 1024
-"""Tenants for which it is kept what a grammar usually costs, and how often their rows were measured."""
+"""Tenants with a remembered grammar cost and number of measurements."""
 
 
 @dataclass
 class Presence:
-    """A tenant in a step: its sessions that are ready, and what they would cost alone."""
+    """A tenant in a step: its ready sessions, and their cost alone."""
 
     weight: float
     decoders: list[RunningSession] = field(default_factory=list)
     prompts: list[RunningSession] = field(default_factory=list)
-    beside: float = 0.0  # seconds that its decoders cost besides rows
+    beside: float = 0.0  # its decoders' seconds besides rows
     prompt_rows: int = 0
 
     @property
@@ -70,24 +68,24 @@ class Division:
 
     latency: StepLatency
     tenants: dict[str, Presence]
-    credit: dict[str, float]  # seconds that each tenant's texts have for the next step
-    prompt_debt: dict[str, float] = field(default_factory=dict)  # seconds that its prompts have had too much
-    taking_part: list[RunningSession] = field(default_factory=list)  # that decode
+    credit: dict[str, float]  # of each tenant's decoding in the next step, in seconds
+    prompt_debt: dict[str, float] = field(default_factory=dict)  # overdraft of its prompts, in seconds
+    taking_part: list[RunningSession] = field(default_factory=list)  # decoding sessions
     sitting_out: list[RunningSession] = field(default_factory=list)
     prompt_seconds: dict[str, float] = field(default_factory=dict)
-    """How long chunks of its prompts may make the step, by tenant; tenants without an entry are not limited."""
+    """Seconds that a tenant's chunks of prompts may add to the step; tenants without an entry have no limit."""
 
-    used: float = 0.0  # seconds of the step that roots and prompts have, or that tenants keep as credit
-    measures: bool = False  # what one tenant's rows take alone
+    used: float = 0.0  # seconds of the step taken by roots and prompts, or kept as credit
+    measures: bool = False  # one tenant's rows alone
 
     def alone(self, tenant: str, extra: int = 0) -> float:
-        """Return the seconds of a step with the rows of one tenant, `extra` candidates included."""
+        """Return the seconds of a step with the rows of one tenant, plus `extra` candidates."""
         presence = self.tenants[tenant]
         return self.latency.of(presence.rows + extra) + presence.beside
 
     def bound(self, extra: Mapping[str, int]) -> tuple[float, str]:
-        """Return how long the step may take, and the tenant that sets this bound; `extra`: the candidates that each
-        tenant would have alone."""
+        """Return the bound B in seconds, and the tenant v that sets it; `extra`: each tenant's candidates in a step of
+        its own."""
         total = sum(presence.weight for presence in self.tenants.values())
         slowed = {
             tenant: total / presence.weight * self.alone(tenant, extra.get(tenant, 0))
@@ -97,12 +95,13 @@ class Division:
         return slowed[least], least
 
     def is_fair(self, rows: int, got: Mapping[str, float], wanted: Mapping[str, tuple[int, float]]) -> bool:
-        """Return whether every tenant gets tokens at its part of the rate that it has alone, if the step has `rows`
-        candidates and brings it the tokens `got`; `wanted`: its candidates and tokens in a step of its own. Tenants
-        that are not in these have no candidates.
+        """Return whether every tenant gets at least its part of its token rate alone, in a step with `rows` candidates
+        that brings it `got` tokens. `wanted`: its (candidates, tokens) in a step of its own; tenants missing there have
+        no candidates.
 
-        Tokens are what the bound is for: candidates that are chosen for all sessions together may break it, and bring
-        more to everybody."""
+        Tokens are what the bound is for: a joint choice of candidates may exceed it in seconds and still bring every
+        tenant more.
+        """
         if self.sitting_out:
             return False
         total = sum(presence.weight for presence in self.tenants.values())
@@ -111,13 +110,14 @@ class Division:
             roots = len(presence.decoders)
             extra, tokens = wanted.get(tenant, (0, roots))
             part = presence.weight / total * tokens / self.alone(tenant, extra)
+            # Token rate in the shared step against its weighted part of the rate alone.
             if got.get(tenant, roots) / seconds * (1 + TOLERANCE) < part:
                 return False
         return True
 
     def candidates(self, extra: Mapping[str, int]) -> dict[str, int]:
-        """Return how many candidates each tenant may have, where it would have `extra` ones alone. Tenants with
-        sessions that sit out have none: their part becomes credit, since roots bring more."""
+        """Return how many candidates each tenant may have, with `extra` the number it would have alone. Tenants with
+        sessions sitting out get none: their part becomes credit, since roots bring more."""
         bound, least = self.bound(extra)
         rows = len(self.taking_part)
         left = bound - self.used - self._slower_by(rows, extra.get(least, 0))
@@ -143,26 +143,26 @@ class Division:
         return found
 
     def _slower_by(self, rows: int, more: int) -> float:
-        """Return by how much `more` rows make a step over `rows` rows longer."""
+        """Return the seconds that `more` rows add to a step over `rows` rows."""
         return self.latency.of(rows + more) - self.latency.of(rows)
 
 
 class StepShares:
-    """Divides steps among tenants. Belongs to the step loop's thread."""
+    """Divides steps among tenants; owned by the step loop's thread."""
 
     def __init__(self, prefill_rows: int) -> None:
-        """`prefill_rows`: most rows of prompts in a step."""
+        """`prefill_rows`: limit on a step's rows of prompts."""
         self._prefill_rows = prefill_rows
         self._steps = 0
-        self._measured: OrderedDict[str, tuple[int, int]] = OrderedDict()  # tenant: how often, and in which step last
-        self._usual: OrderedDict[str, float] = OrderedDict()  # seconds that a grammar costs in a step, by tenant
+        self._measured: OrderedDict[str, tuple[int, int]] = OrderedDict()  # tenant: (number, step of the last)
+        self._usual: OrderedDict[str, float] = OrderedDict()  # a grammar's seconds in a step, by tenant
         self.credit: dict[str, float] = {}
-        """Seconds that a tenant's texts have left of its parts of the last steps, or have had too much (negative)."""
-        self._prompt_debt: dict[str, float] = {}  # apart: texts do not wait for what their tenant's prompts owe
+        """Seconds left of a tenant's decoding parts in the last steps; negative: overdrawn."""
+        self._prompt_debt: dict[str, float] = {}  # separate: decoding does not wait for it
 
     def divide(self, ready: Sequence[RunningSession], latency: StepLatency) -> Division | None:
-        """Return who takes part in the coming step, which changes nothing until `begin`. None: all do, since only one
-        tenant is there, or no text waits."""
+        """Return the division of the coming step, without side effects until `begin`. None: all sessions take part,
+        because there is a single tenant or no decoding session."""
         first = ready[0].tenant if ready else ""
         if all(entry.tenant == first for entry in ready):
             return None
@@ -187,6 +187,7 @@ class StepShares:
         division.used = latency.of(rows) + sum(presence.beside for presence in tenants.values())
         if self._is_due(least, tenants[least]):
             self._measure(division, bound, least)
+        # All rows fit in the bound: no tenant is slowed beyond its part.
         elif division.used <= bound * (1 + TOLERANCE):
             division.taking_part = decoders
         else:
@@ -208,8 +209,8 @@ class StepShares:
                     self._measured.popitem(last=False)
 
     def observe_grammars(self, results: Iterable[tuple[RunningSession, VerifyResult]]) -> None:
-        """Learn what the grammars of a step's sessions have cost. What one took beyond what was expected, its tenant
-        pays for in the next steps."""
+        """Update grammar costs from a step's sessions. A cost above the expected one is charged to the tenant's
+        credit."""
         for entry, _ in results:
             session = entry.session
             if session.grammar is None:
@@ -222,36 +223,36 @@ class StepShares:
                 self._usual.popitem(last=False)
 
     def observe_proposers(self, seconds: Mapping[RunningSession, float]) -> None:
-        """Learn how many seconds proposers have taken before a step for each session that decodes in it."""
+        """Update the seconds taken by proposers before a step, for each session decoding in it."""
         for entry, taken in seconds.items():
             if taken:
                 self._pay(entry, taken - entry.proposing)
             entry.proposing = _average(entry.proposing, taken) if taken else 0.0
 
     def _pay(self, entry: RunningSession, seconds: float) -> None:
-        """Take what a session has cost beyond what was expected out of its tenant's credit."""
+        """Charge a session's unexpected cost to its tenant's credit."""
         if entry.tenant in self.credit:
             self.credit[entry.tenant] -= seconds
 
     def charge(self, tenant: str, seconds: float) -> None:
-        """Have a tenant's prompts pay for what their chunks take beyond their part; what they leave is lost."""
+        """Charge a tenant's prompts for exceeding their part; an unused part of prompts is lost."""
         if seconds > 0:
             self._prompt_debt[tenant] = self._prompt_debt.get(tenant, 0.0) + seconds
 
     def joined(self, entry: RunningSession) -> None:
-        """Assume of a session that comes what its tenant's grammars usually cost."""
+        """Initialise a new session's grammar cost with its tenant's usual one."""
         if entry.session.grammar is not None:
             entry.grammar = self._usual.get(entry.tenant, 0.0)
 
     def _is_due(self, tenant: str, presence: Presence) -> bool:
-        """Return whether the coming step is to measure what this tenant's rows take alone."""
+        """Return whether the coming step should measure this tenant's rows alone."""
         if not presence.decoders or presence.prompts:
             return False
         times, last = self._measured.get(tenant, (0, self._steps + 1 - MEASURED_EVERY))
         return self._steps + 1 - last >= (MEASURED_EVERY if times < MEASURED_FIRST else MEASURED_LATER)
 
     def _measure(self, division: Division, bound: float, least: str) -> None:
-        """Have the step take the rows of one tenant alone. What the others have or owe stays as it is."""
+        """Give the step to the rows of one tenant alone, keeping the other tenants' credit and debt."""
         division.measures, division.used = True, bound
         division.credit, division.prompt_debt = dict(self.credit), dict(self._prompt_debt)
         for tenant, presence in division.tenants.items():
@@ -261,7 +262,7 @@ class StepShares:
                 division.sitting_out += presence.decoders
 
     def _choose(self, division: Division, bound: float, least: str) -> None:
-        """Choose the sessions for a step that would be longer than its bound with all of them."""
+        """Choose the sessions of a step that would exceed its bound with all of them."""
         latency, tenants = division.latency, division.tenants
         division.used = bound
         taken = division.taking_part
@@ -284,10 +285,11 @@ class StepShares:
             left, waiting = _take(presence.decoders, of_texts + self.credit.get(tenant, 0.0), taken, beside, latency)
             division.sitting_out += waiting
             if wanted[tenant] <= part and not waiting:
-                division.credit[tenant] = 0.0  # it has all that it wants, and saves nothing up
-                # Rows may cost more behind those of tenants before it than they were wanted for.
+                division.credit[tenant] = 0.0  # fully served: no credit to carry over
+                # Rows may cost more behind other tenants' rows than estimated in `wanted`.
                 pool.take(tenant, max(0.0, wanted[tenant], of_texts - left))
                 continue
+            # Credit only for sessions that wait (as deficit round robin resets an empty queue); an overdraft stays.
             division.credit[tenant] = left if waiting else min(0.0, left)
             if presence.prompts:
                 division.prompt_seconds[tenant] = of_prompts if waiting else of_prompts + left
@@ -295,7 +297,7 @@ class StepShares:
 
 
 def _average(before: float, latest: float) -> float:
-    """Return a moving average of seconds; the first one is taken as it is."""
+    """Return a moving average of seconds, starting at the first value."""
     return before + BESIDE_SMOOTHING * (latest - before) if before else latest
 
 
@@ -306,13 +308,14 @@ def _take(
     beside: int,
     latency: StepLatency,
 ) -> tuple[float, list[RunningSession]]:
-    """Add sessions to those that are `taken` into a step with `beside` rows of prompts, those first that have waited
-    longest, while their cost fits in `seconds`. Return the seconds that are left, and who sits out."""
+    """Add sessions to `taken`, in a step with `beside` rows of prompts: longest waiting first, while their cost fits in
+    `seconds`. Return the seconds left, and the sessions that sit out."""
     queue = [(entry.last_step, entry.arrival, entry) for entry in waiting]
     heapq.heapify(queue)
     while queue:
         rows = beside + len(taken)
         cost = latency.of(rows + 1) - latency.of(rows) + queue[0][2].beside
+        # Stop at the first that does not fit: skipping it for a cheaper one would starve it.
         if cost > seconds * (1 + TOLERANCE):
             break
         seconds -= cost
