@@ -1,4 +1,4 @@
-"""Measurements of a session's draft: when its next candidates can be expected, and what waiting for them brings."""
+"""Timing of a session's draft: when to expect its next candidates, and the gain of waiting for them."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from typing import NamedTuple
 from verifier_service.settings.tuning import DEFAULTS, DraftTimingTuning
 
 LONGEST_WAY = 60.0
-"""Seconds of a round trip from which on a draft's word for how long it has known a text is not believed."""
+"""Round trip in seconds above which the draft's claim about how long it has known a text is ignored."""
 
 
 class WaitEstimate(NamedTuple):
-    """A session's wait estimate: what it would bring to a step now, and what waiting for its draft would add."""
+    """A session's contribution to a step now, and the gain of waiting for its draft."""
 
-    expected: float  # tokens that it would bring now
-    gain: float = 0.0  # tokens that a second of waiting is expected to add
-    until: float = 0.0  # when to stop waiting for it
+    expected: float  # tokens from a step now
+    gain: float = 0.0  # expected tokens per second of waiting
+    until: float = 0.0  # time to stop waiting for it
 
 
 class DraftTiming:
-    """A session's measurements of its draft: how soon it answers a commit, how fast further messages follow, how often
-    its candidates are accepted. In seconds; times are those of `time.monotonic`."""
+    """A session's measurements of its draft: delay from a commit to the first candidates, gap between messages,
+    acceptance. In seconds; times are those of `time.monotonic`."""
 
     def __init__(self, tuning: DraftTimingTuning = DEFAULTS.draft_timing) -> None:
         self._tuning = tuning
         self._acceptance = tuning.first_acceptance
-        self._delay = tuning.first_delay  # from a commit to the first message of candidates that know of it
+        self._delay = tuning.first_delay  # from a commit to the first candidates based on it
         self._gap = tuning.first_gap  # from one message of candidates to the next
-        self.round_trip = 0.0  # way of a commit to the draft and of candidates back; 0: unknown
-        self._commits: dict[int, float] = {}  # base -> when the text came to have so many tokens
-        self._last: dict[int, float] = {}  # base -> when the last message that starts there came
-        self._awaited: float | None = None  # until when the session waits for a message
-        self._given_up = False  # waiting was in vain, since the last commit or message
+        self.round_trip = 0.0  # from the verifier to the draft and back; 0: unknown
+        self._commits: dict[int, float] = {}  # base -> time of the commit that reached it
+        self._last: dict[int, float] = {}  # base -> time of the last message that starts there
+        self._awaited: float | None = None  # time to give up waiting for a message
+        self._given_up = False  # gave up since the last commit or message
 
     def committed(self, base: int, now: float) -> None:
-        """Note that the text has `base` tokens from now on."""
+        """Record that the text has `base` tokens as of `now`."""
         self._awaited, self._given_up = None, False
         self._commits[base] = now
         if len(self._commits) > self._tuning.remembered_commits:
@@ -43,8 +43,8 @@ class DraftTiming:
             self._last.pop(oldest, None)
 
     def arrived(self, base: int, at: float, held: float = 0.0) -> None:
-        """Learn from a message that starts at `base`, even if it is late. The draft had known of `base` for `held`
-        seconds; the rest of the time since the commit is the round trip."""
+        """Update the estimates from a message that starts at `base`, even a late one. `held`: seconds for which the
+        draft had known `base`; the rest of the time since the commit is the round trip."""
         self._awaited, self._given_up = None, False
         begun = self._commits.get(base)
         if begun is None:
@@ -59,18 +59,19 @@ class DraftTiming:
         self._last[base] = at
 
     def verified(self, accepted: int, corrected: bool) -> None:
-        """Learn from a step that accepted so many candidates; `corrected`: the next token was none of those offered."""
+        """Update the acceptance from a step with `accepted` accepted candidates; `corrected`: the next token was none
+        of those offered."""
         for right in [True] * accepted + [False] * corrected:
             self._acceptance += self._tuning.acceptance_smoothing * (right - self._acceptance)
 
     def wait_estimate(
         self, base: int, now: float, *, expected: float, leaf: float, price: float, patience: float
     ) -> WaitEstimate:
-        """Return the wait estimate of a session whose text has `base` tokens.
+        """Return the wait estimate of a session with a text of `base` tokens.
 
-        `expected` tokens would come of a step now; `leaf` is the path probability of the best leaf; `price` is the
-        break-even probability, which the gain of a candidate below that leaf must exceed. Waiting ends at twice the
-        time that a message usually takes, or `patience` seconds after the last commit.
+        `expected`: tokens from a step now; `leaf`: path probability of the best leaf; `price`: the break-even
+        probability, to be exceeded by the gain of a candidate below that leaf. Waiting ends at twice the usual time of
+        a message, or `patience` seconds after the last commit.
         """
         if self._awaited is not None and now >= self._awaited:
             self._give_up(base, now)
@@ -84,7 +85,7 @@ class DraftTiming:
         return WaitEstimate(expected, gain / max(since + usual - now, 1e-4), until)
 
     def _give_up(self, base: int, now: float) -> None:
-        """Stop waiting, and learn that the awaited message takes at least that long."""
+        """Stop waiting; the time waited is a lower bound for the awaited message's delay."""
         self._awaited, self._given_up = None, True
         if base in self._last:
             self._gap = max(self._gap, now - self._last[base])

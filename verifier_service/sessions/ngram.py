@@ -1,9 +1,9 @@
-"""A session's n-grams: candidates that it finds without any draft model, by lookup and lookahead windows.
+"""A session's n-grams: candidates found without a draft model, by n-gram lookup and lookahead windows.
 
-Two sources feed the token tree beside the draft's candidates: n-gram lookups (`suffix.py`), which propose what followed
-where the text said the same before and cost only the rows that verify them; and the n-grams of a lookahead window
-(`lookahead.py`), whose rows are in every step. P(a proposal is right) depends on how many tokens before it agree with
-its source; it is learned from verify results.
+Both add to the token tree beside the draft's candidates. N-gram lookup (`suffix.py`) proposes what followed an earlier
+occurrence of the text's last tokens, and costs only the rows that verify it. A lookahead window (`lookahead.py`) costs
+rows in every step for its n-grams. P(a proposal is right) depends on how many preceding tokens agree with its source,
+and is learned from verify results.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ from verifier_service.backend.result import LOOKAHEAD, NGRAM
 from verifier_service.settings.tuning import DEFAULTS, NgramTuning
 
 MAX_OWN_NODES = 128
-"""Number of nodes, about, that a session's token tree has for the proposers, besides those granted to its draft."""
+"""Approximate limit on proposers' nodes in a session's token tree, besides those granted to its draft."""
 
 
 class Confidence:
-    """Estimates of P(a proposal is right), by the number of tokens before it on which the text and its source agree."""
+    """Estimates P(a proposal is right) by the length of the match between the text and the proposal's source."""
 
     def __init__(self, tuning: NgramTuning = DEFAULTS.ngrams) -> None:
         self._tuning = tuning
         self._scores = [math.log(1 - 0.8 / (1 + 0.5 * match)) for match in range(LONGEST + 1)]
 
     def logprobs(self, match: int, most: int, least: float) -> list[float]:
-        """Return the logprobs of up to `most` consecutive proposals, while their sum is at least `least`.
-
-        Each one counts those before it as agreement, after the first `match` tokens."""
+        """Return the logprobs of up to `most` consecutive proposals after a match of `match` tokens, while their sum is
+        at least `least`. Each proposal extends the match of the next one."""
         found: list[float] = []
         for agreement in range(match, match + most):
             logprob = self._scores[min(agreement, LONGEST)]
@@ -60,13 +59,13 @@ class LookaheadRows(NamedTuple):
     """A window's rows in a step."""
 
     nodes: list[Node]  # parents first
-    queried: list[Node]  # below which the target's choice is wanted; one without a parent is the root
-    candidates: list[Node]  # nodes that live in the token tree
+    queried: list[Node]  # nodes with a query below them; the one without a parent is the root
+    candidates: list[Node]  # the nodes in the token tree
 
 
 class SessionNgrams:
-    """The n-grams of one session. `text`: prompt and generated tokens so far; the text will end before position
-    `end`."""
+    """The n-grams of one session. `text`: prompt and generated tokens so far; `end`: the position before which the text
+    ends."""
 
     def __init__(
         self, text: Sequence[int], end: int, sampler: RequestSampler, tuning: NgramTuning = DEFAULTS.ngrams
@@ -76,16 +75,17 @@ class SessionNgrams:
         self._text[: len(text)] = text
         self._length = len(text)
         self._end = end
-        # A proposal is deterministic: under a rule with other randomness, the most probable token is the best one.
+        # A proposal is deterministic: under a rule with randomness of its own, the most probable token is the best
+        # guess.
         likeliest = replace(sampler.sampling, temperature=0.0)
         self._sampler = sampler if sampler.rule is Rule.COUPLED else RequestSampler(likeliest)
         self.lookup_confidence, self.lookahead_confidence = Confidence(tuning), Confidence(tuning)
-        self._proposed = 0  # length of the text at the last `propose`
-        self._fruitless = self._skipped = 0  # steps in a row
+        self._proposed = 0  # text length at the last `propose`
+        self._fruitless = self._skipped = 0  # consecutive steps
         self._size: Lookahead | None = None
         self.window: Window | None = None
         self.pool: NgramPool | None = None
-        self.gain = tuning.first_gain  # tokens a step that the window brings, moving average
+        self.gain = tuning.first_gain  # the window's accepted tokens a step, moving average
         self._window_pause, self._next_window_pause = 0, tuning.first_window_pause  # steps
 
     # --- candidates ---------------------------------------------------------------------------------
@@ -103,9 +103,9 @@ class SessionNgrams:
     ) -> bool:
         """Add candidates to the tree: n-gram lookups in the text and in `shared` texts, and n-grams of the window.
 
-        `price` is the break-even probability, by which improbable ones are left out; `every` n-gram of the window is
-        added if that is set. `sampled`: candidates need a distribution (REJECTION). False if nothing was looked up:
-        it is done for this length of the text, or the step is skipped.
+        `price`: the break-even probability, used to drop improbable ones; `every`: add all n-grams of the window;
+        `sampled`: candidates need a distribution (REJECTION). Return False if no lookup was made: it was made for this
+        length of the text before, or this step is skipped.
         """
         if self._proposed == self._length:
             return False
@@ -117,7 +117,7 @@ class SessionNgrams:
         worth = math.log(max(tuning.min_probability, price * tuning.price_share))
         text = self._text[: self._length]
         for tokens, match in continuations(text, text[-LONGEST:], tuning.branches, tuning.depth) if lookups else ():
-            # A continuation that reaches the end of the text starts over: the text is assumed to repeat itself.
+            # A continuation reaching the end of the text wraps around: the text is assumed to repeat itself.
             self._insert_lookup(tree, np.resize(tokens, tuning.depth), match, worth, sampled)
         if shared is not None and lookups:
             for tokens, match in continuations(shared, text[-LONGEST:], tuning.branches, tuning.depth):
@@ -140,12 +140,12 @@ class SessionNgrams:
             node.match = match + node.position - tree.base
 
     def learn(self, node: Node, right: bool) -> None:
-        """Learn from the target's choice at a place where candidate `node` was verified."""
+        """Update the confidence with the target's choice at the place of a verified candidate `node`."""
         if node.match is not None:
             (self.lookup_confidence if node.origin == NGRAM else self.lookahead_confidence).learn(node.match, right)
 
     def extend(self, tokens: Sequence[int], sources: Sequence[int]) -> None:
-        """Append committed tokens to the text, and learn from their sources."""
+        """Append committed tokens to the text, and update the statistics from their sources."""
         self._text[self._length : self._length + len(tokens)] = tokens
         self._length += len(tokens)
         self._fruitless = 0 if NGRAM in sources or LOOKAHEAD in sources else self._fruitless + 1
@@ -158,14 +158,14 @@ class SessionNgrams:
 
     @property
     def sizes(self) -> tuple[Lookahead, ...]:
-        """The sizes that the next step's window may have if the request asks for none; empty during a pause."""
+        """The sizes to choose from for the next step's window, if the request names none; empty during a pause."""
         if self.window is None or self._size is None:
             return () if self._window_pause > 0 else self._tuning.windows
         return (self._size,)
 
     def open_window(self, tree: TokenTree, size: Lookahead) -> LookaheadRows | None:
-        """Return the rows of a window for this step; a new one is opened if there is none of this size. None near the
-        end of the text, which the window would exceed."""
+        """Return the rows of a window for this step, opening a new one if none of this size is open. None if the window
+        would extend beyond the end of the text."""
         if tree.base + size.window + size.ngram - 3 > self._end:
             return None
         if self.window is None or self._size != size:
@@ -175,7 +175,7 @@ class SessionNgrams:
         return _jacobi(self.window, tree) if self.window.jacobi else _lookahead_rows(self.window, tree)
 
     def close_window(self) -> None:
-        """Close the window, if any: without a step its tokens are soon out of date. Its n-grams stay."""
+        """Close the window, if any: without a step its tokens are soon stale. Its n-grams stay."""
         if self.window is not None:
             self.window, self.gain = None, self._tuning.first_gain
             self._window_pause, self._next_window_pause = (
@@ -190,8 +190,8 @@ class SessionNgrams:
             yield SamplingQuery(self._sampler, node.position + 1, penalty_state, path, None)
 
     def observe_window(self, chosen: Sequence[int], committed: int) -> None:
-        """Add the target's choices at the queried rows to the window, and complete n-grams to the pool. The same step
-        extends the text by `committed` tokens."""
+        """Advance the window with the target's choices at the queried rows, and add completed n-grams to the pool. The
+        same step extends the text by `committed` tokens."""
         assert self.window is not None
         assert self.pool is not None
         for ngram in self.window.advance(int(self._text[self._length - 1]), chosen, committed):
@@ -207,7 +207,7 @@ def _chain(parent: Node, tokens: Sequence[int]) -> list[Node]:
 
 
 def _lookahead_rows(window: Window, tree: TokenTree) -> LookaheadRows:
-    """Return a window's rows as a tree of its own below the root: it sees no candidates, nor do they see it."""
+    """Return a window's rows as a separate tree below the root: window and candidates do not see each other."""
     root = Node(tree.root.token, tree.root.position, None, 0.0, 0)
     first_level = _chain(root, window.levels[0])
     if len(window.levels) == 1:
@@ -218,8 +218,8 @@ def _lookahead_rows(window: Window, tree: TokenTree) -> LookaheadRows:
 
 
 def _jacobi(window: Window, tree: TokenTree) -> LookaheadRows:
-    """Return a Jacobi window's rows: its first level as candidates in the token tree. A token that the tree cannot
-    take, and all after it, are nodes outside the tree."""
+    """Return a Jacobi window's rows: its first level as candidates in the token tree. A token rejected by the tree, and
+    all after it, become nodes outside the tree."""
     nodes: list[Node] = []
     candidates: list[Node] = []
     place = tree.root

@@ -15,8 +15,8 @@ from verifier_service.sessions.session import Session
 
 @dataclass(eq=False)
 class RunningSession:
-    """A session in the step loop, whose thread owns it. `message` makes a response of a verify result and its times,
-    on the response queue's event loop."""
+    """A session in the step loop, owned by the loop's thread. `message` turns a verify result and its times into a
+    response, on the response queue's event loop."""
 
     session: Session
     responses: ResponseQueue[Any]
@@ -24,23 +24,23 @@ class RunningSession:
     arrival: int = 0
     preemptions: int = 0
     waiting_since: float = 0.0  # for memory
-    queued: float = 0.0  # seconds that it has waited for memory since its last commit was sent
-    pending_result: VerifyResult | None = None  # of the steps since a commit was last sent
-    last_sent_at: float = 0.0  # when a verify result was last sent
-    drafting_wanted: bool = False  # as was sent with it
-    admitted_at: float = 0.0  # when it last got memory
-    had_memory: float = 0.0  # seconds for which it has had memory, before it last lost it
-    cost: float = 0.0  # tokens that its tenant was charged for it, each at its cost
-    awaiting_draft: bool = False  # it has a draft, and its last step is not counted in `draft_ready_steps` yet
+    queued: float = 0.0  # seconds of waiting for memory since its last commit was sent
+    pending_result: VerifyResult | None = None  # of the steps since its last commit was sent
+    last_sent_at: float = 0.0  # time of its last commit
+    drafting_wanted: bool = False  # value in its last commit
+    admitted_at: float = 0.0  # time of its last admission
+    had_memory: float = 0.0  # seconds with memory, before its last preemption
+    cost: float = 0.0  # charged to its tenant, in prompt tokens
+    awaiting_draft: bool = False  # uses a draft; last step not counted in `draft_ready_steps` yet
     timeline: Timeline = field(default_factory=Timeline)
-    last_step: int = 0  # number of the step that it last took part in; 0: of none
-    grammar: float = 0.0  # seconds that its grammar takes in a step, moving average
-    proposing: float = 0.0  # seconds that proposers take for it before a step, moving average
-    computing_prompt: bool = False  # it has memory, and no step has chosen a token of it since
+    last_step: int = 0  # number of its last step; 0: none
+    grammar: float = 0.0  # its grammar's seconds in a step, moving average
+    proposing: float = 0.0  # proposers' seconds for it before a step, moving average
+    computing_prompt: bool = False  # admitted, no token chosen since
 
     def count_draft_ready(self, stats: VerifierStats) -> None:
-        """Count whether the draft's next candidates came while the last step was under way: the coming step has not
-        been delayed yet. For sessions that are `awaiting_draft`."""
+        """Count whether the draft's next candidates arrived during the last step; called before the coming step can be
+        delayed, for sessions that are `awaiting_draft`."""
         stats.drafted_steps += 1
         stats.draft_ready_steps += self.session.has_draft_candidates
         self.awaiting_draft = False
@@ -51,16 +51,15 @@ class RunningSession:
 
     @property
     def beside(self) -> float:
-        """Seconds that it costs a step besides its rows."""
+        """Seconds it adds to a step besides its rows."""
         return self.grammar + self.proposing
 
     @property
     def weight(self) -> float:
-        """Share of its tenant, relative to others."""
+        """Weight of its tenant, relative to others."""
         return self.session.request.weight
 
     @property
     def precedence(self) -> tuple[bool, int, int]:
-        """The key that waiting sessions of a tenant are sorted by: preempted ones before new ones, then by priority,
-        then in order of arrival."""
+        """Sort key among a tenant's waiting sessions: preempted before new, then by priority, then by arrival."""
         return (not self.preemptions, self.session.request.priority, self.arrival)

@@ -36,11 +36,10 @@ from verifier_service.settings.tuning import DEFAULTS, Tuning
 
 
 class Session:
-    """A session at the verifier; the step loop's thread owns it.
+    """A session at the verifier, owned by the step loop's thread.
 
-    `computed` counts the leading tokens of the committed text whose keys and values are in the KV cache. A session with
-    all but the root computed is decoding, one with fewer is prefilling. One without memory has nothing computed and
-    waits.
+    `computed` is the length of the committed text's prefix in the KV cache. A session with everything but the root
+    computed is decoding; with less, in prefill. Without memory, `computed` is 0 and the session waits.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Session:
         draft_gain: DraftGain | None = None,
     ) -> None:
         self.chains_only = chains_only
-        """True if the engine verifies one chain of candidates, and no tree."""
+        """True if the engine verifies a single chain of candidates instead of a tree."""
         self.request = request
         self.policy = policy
         self.vocabulary = vocabulary
@@ -80,60 +79,62 @@ class Session:
         self._checksum = request.checksum
         self.table: BlockTable | None = None
         self.computed = 0
-        self.cached_tokens = 0  # tokens in the KV cache at first admission; 0 once that is sent
-        self.consumed = len(text)  # tokens that the client has read, prompt included
-        self.refused_extends = 0  # messages of candidates that were invalid
-        self._best_nodes: BestNodes | None = None  # of the present tree; None: to be computed
-        self.grammar_seconds = 0.0  # that its grammar has taken in the step loop's thread
+        self.cached_tokens = 0  # tokens in the KV cache at first admission; 0 once sent
+        self.consumed = len(text)  # tokens read by the client, prompt included
+        self.refused_extends = 0  # invalid messages of candidates
+        self._best_nodes: BestNodes | None = None  # of the current tree; None: to be computed
+        self.grammar_seconds = 0.0  # of its grammar in the step loop's thread, since its last step
 
     @property
     def remaining_prompt(self) -> int:
-        """The number of committed tokens before the root that are not computed yet."""
+        """The number of committed tokens before the root still to be computed."""
         return self.tree.base - 1 - self.computed
 
     @property
     def generated(self) -> int:
-        """The number of generated tokens, those before a resumption included."""
+        """The number of generated tokens, including those before a resumption."""
         return self.tree.base - len(self.request.prompt)
 
     @property
     def needs_draft(self) -> bool:
-        """True if no token can be chosen without the draft's distribution at its place."""
+        """True if no token can be chosen without the draft's distribution at its place (CONTRASTIVE)."""
         return self.request.sampler.rule is Rule.CONTRASTIVE
 
     @property
     def samples_candidates(self) -> bool:
-        """True if candidates are drawn, one at most for each place."""
+        """True if candidates are drawn, at most one per place (REJECTION)."""
         return self.request.sampler.rule is Rule.REJECTION
 
     @property
     def speculates(self) -> bool:
-        """True if the session may have candidates at all."""
+        """True if the policy and the rule permit any candidates."""
         return self.policy.remote or self.takes_own_candidates
 
     @property
     def computable(self) -> int:
-        """The number of uncomputed committed tokens that a step can take: all of them; under CONTRASTIVE, without the
-        root until the draft's distribution below it is there."""
+        """The number of uncomputed committed tokens a step can take: all of them; under CONTRASTIVE, without the root
+        until the draft's distribution below it has arrived."""
         return self.remaining_prompt + (not self.needs_draft or self.tree.root.distribution is not None)
 
     @property
     def awaits_draft(self) -> bool:
-        """True if the session has memory, and a step can take nothing of it until its draft has sent a distribution.
-        Any thread may ask."""
+        """True if the session has memory, but nothing for a step to compute until its draft sends a distribution.
+        Thread-safe."""
         return self.table is not None and not self.computable
 
     @property
     def slots(self) -> Slots:
-        assert self.table is not None  # a session without memory is in no step
+        assert self.table is not None  # only sessions with memory take part in steps
         return self.table.slots
 
     # --- memory -------------------------------------------------------------------------------------
 
     def allocate(self, pool: BlockPool, make_room: Callable[[int], None] = lambda _: None) -> tuple[Slots, Slots]:
-        """Take memory for the text; PoolFullError, with none taken, if there is too little. `make_room` is called when
-        the session has the memory that was found in the prefix cache, with the blocks that it lacks; it may raise the
-        same. Return the slots (from, to) to copy before the next step."""
+        """Allocate memory for the text; PoolFullError, with nothing allocated, if there is too little.
+
+        `make_room` is called with the number of missing blocks, after the blocks found in the prefix cache are taken;
+        it may raise PoolFullError too. Return the slots (from, to) to copy before the next step.
+        """
         self.table, source, target = pool.open(self.tree.committed, self.request.tenant)
         try:
             make_room(max(0, -(-(self.tree.base - len(self.table.slots)) // BLOCK)))
@@ -145,7 +146,7 @@ class Session:
         return source, target
 
     def free(self, *, wipe: bool = False) -> Slots:
-        """Give the memory back; the text stays, and can be computed anew. Return the slots to overwrite if wiping."""
+        """Free the memory; the text stays and can be recomputed. Return the slots to overwrite if wiping."""
         if self.table is None:
             return np.arange(0)
         spare = self.table.close(wipe=wipe)
@@ -160,8 +161,8 @@ class Session:
     # --- candidates ---------------------------------------------------------------------------------
 
     def extend(self, base: int, paths: Paths, arrived: float, held: float = 0.0) -> None:
-        """Insert candidates of a draft, which came at the time `arrived`; ValueError if they are invalid. `held`:
-        seconds for which the draft had known of `base`; 0: unknown."""
+        """Insert candidates of a draft, received at the time `arrived`; ValueError if they are invalid. `held`: seconds
+        for which the draft had known `base`; 0: unknown."""
         rule = self.request.sampler.rule
         rows = [(parent, row) for parent, row in paths.distributions if row.fits(rule, self.vocabulary)]
         self.tree.insert(base, paths._replace(distributions=rows), origin=REMOTE_DRAFT, drafted=True)
@@ -170,7 +171,7 @@ class Session:
 
     @contextmanager
     def _asking(self) -> Iterator[TextGrammar]:
-        """Give the grammar, and count what asking it takes: a mask of a costly one takes longer than a step."""
+        """Yield the grammar and time its use: the mask of a costly grammar can take longer than a step."""
         assert self.grammar is not None
         begin = time.perf_counter()
         try:
@@ -183,34 +184,34 @@ class Session:
             return grammar.permits([node.token for node in parent.path()], token)
 
     def allowed(self, path: Sequence[int]) -> TokenMask | None:
-        """Return the tokens that the grammar lets come after the committed text and a path; None: all. GrammarError if
-        it is too complex to say."""
+        """Return the tokens permitted by the grammar after the committed text and a path; None: all. GrammarError if
+        the grammar is too complex."""
         if self.grammar is None:
             return None
         with self._asking() as grammar:
             return grammar.allowed(path)
 
     def hint(self, path: Sequence[int]) -> TokenMask | None:
-        """Return the same, None if it cannot be told."""
+        """Return the mask of `allowed`, or None if the grammar cannot give it."""
         if self.grammar is None:
             return None
         with self._asking() as grammar:
             return grammar.hint(path)
 
     def forced(self) -> list[int]:
-        """Return the tokens that the grammar lets come next and no others."""
+        """Return the tokens forced next by the grammar."""
         if self.grammar is None:
             return []
         with self._asking() as grammar:
             return grammar.forced()
 
     def usable(self, node: Node) -> bool:
-        """True if verifying a candidate can bring anything. Under CONTRASTIVE nothing can be chosen below a candidate
+        """True if verifying a candidate can add a token. Under CONTRASTIVE nothing can be chosen below a candidate
         without the draft's distribution."""
         return not self.needs_draft or node.distribution is not None
 
     def client_has_read(self, tokens: int) -> None:
-        """Note that the client has taken so many generated tokens."""
+        """Record that the client has read `tokens` generated tokens."""
         self.consumed = min(self.tree.base, len(self.request.prompt) + tokens)
 
     def set_policy(self, policy: Policy) -> None:
@@ -220,14 +221,14 @@ class Session:
 
     @property
     def takes_own_candidates(self) -> bool:
-        """True if the session may have candidates of proposers. Under REJECTION with a remote draft they would take the
-        places of better ones; under CONTRASTIVE nothing can be chosen below them."""
+        """True if the session may have candidates of proposers. Under REJECTION with a remote draft they would displace
+        better ones; under CONTRASTIVE nothing can be chosen below them."""
         rule = self.request.sampler.rule
         return self.policy.own and (rule is Rule.COUPLED or (rule is Rule.REJECTION and not self.policy.remote))
 
     def propose_ngrams(self, price: float, shared: Tokens | None) -> None:
-        """Add n-gram proposals to the tree, once for each length of the text. `price` is the break-even probability,
-        `shared` are finished texts of the tenant."""
+        """Add n-gram proposals to the tree, once for each length of the text. `price`: the break-even probability;
+        `shared`: finished texts of the tenant."""
         every = self.policy.lookahead is not None
         if self.ngrams.propose(
             self.tree,
@@ -241,34 +242,35 @@ class Session:
             self._best_nodes = None
 
     def add_candidates(self, paths: Paths, source: int) -> None:
-        """Add a proposer's candidates below the text; tokens that come of them have this source. Where candidates are
-        sampled (REJECTION), each comes with the distribution that it was drawn from, or is dropped."""
+        """Add a proposer's candidates below the text, with `source` as the source of resulting tokens. Where candidates
+        are sampled (REJECTION), one without the distribution it was drawn from is dropped."""
         self.tree.insert(self.tree.base, paths, origin=source)
         self._best_nodes = None
 
     def open_window(self, size: Lookahead | None) -> LookaheadRows | None:
-        """Open a lookahead window of this size for the coming step and return its rows, if it has any. Without a size,
-        or if its candidates could not be accepted, close it."""
+        """Open a lookahead window of this size for the coming step and return its rows, if any. Without a size, or if
+        its candidates could not be accepted, close it."""
         if size is None or (size.ngram == 2 and self.samples_candidates):
-            self.ngrams.close_window()  # a window's first level that is not sampled cannot be accepted
+            self.ngrams.close_window()  # an unsampled first level of a window cannot be accepted
             return None
         return self.ngrams.open_window(self.tree, size)
 
     @property
     def has_draft_candidates(self) -> bool:
-        """True if a remote draft's candidates for the next token are here; those of proposers alone do not count."""
+        """True if a remote draft's candidates for the next token have arrived; candidates of proposers alone do not
+        count."""
         return any(node.drafted for node in self.tree.root.children.values())
 
     @property
     def max_candidates(self) -> int:
-        """The number of candidates that the session may have in a step."""
+        """The limit on the session's candidates in a step."""
         if self.remaining_prompt or not self.speculates:
             return 0
         return self.policy.max_candidates
 
     @property
     def best_nodes(self) -> BestNodes:
-        """The best candidates, as many as the policy allows."""
+        """The best candidates, up to the policy's limit."""
         if self._best_nodes is None:
             usable = self.usable if self.needs_draft else None
             ranked = (self.tree.best_chain if self.chains_only else self.tree.by_path_logprob)(usable)
@@ -276,11 +278,11 @@ class Session:
         return self._best_nodes
 
     def candidates(self) -> BestNodes:
-        """Return the candidates that the session may have in the coming step."""
+        """Return the candidates to choose from for the coming step."""
         return self.best_nodes if self.max_candidates else NO_NODES
 
     def wait_estimate(self, now: float, price: float) -> WaitEstimate:
-        """Return the wait estimate of the session; `price` is the break-even probability."""
+        """Return the wait estimate of the session; `price`: the break-even probability."""
         best = self.best_nodes
         if self.policy.patience <= 0:
             return WaitEstimate(best.expected)
@@ -303,9 +305,9 @@ class Session:
         tree_slots: list[int],
         lookahead: LookaheadRows | None = None,
     ) -> ScheduledRows:
-        """Add rows to a batch: `count` committed tokens that are not computed yet and, if the root is the last of them,
-        a window, and candidates as far as there is room to accept them. `nodes` are the candidates, best first;
-        `tree_slots` holds free slots for side branches, which are taken from its end."""
+        """Add rows to a batch: the next `count` uncomputed committed tokens and, if the root is among them, a window,
+        and candidates as far as there are slots to accept them. `nodes`: the candidates, best first; `tree_slots`: free
+        slots for side branches, popped from the end."""
         start, end = self.computed, self.computed + count
         own = self.slots
         nodes = [node for node in nodes if node.position < len(own)]
@@ -322,8 +324,8 @@ class Session:
         return planned
 
     def apply(self, result: VerifyResult, computed: int, now: float) -> None:
-        """Apply a step's result to the session's state: commit its tokens, and learn from them. The step has `computed`
-        so many committed tokens, besides the accepted candidates."""
+        """Commit a step's tokens, and update the session's state and statistics. The step computed `computed` committed
+        tokens, besides the accepted candidates."""
         self.computed += computed + result.accepted
         self.draft_timing.verified(result.accepted, CORRECTION in result.sources)
         self.tree.commit(result.tokens)
@@ -338,7 +340,7 @@ class Session:
         self._checksum = result.checksum = checksum.extended(self._checksum, result.tokens, result.finish)
 
     def finish(self, token: int, position: int) -> int:
-        """Return why the text ends with this token, a FinishReason; 0 if it goes on."""
+        """Return the FinishReason if the text ends with this token; 0 if it continues."""
         if token in self.request.end_tokens:
             return STOP
         if position + 1 >= self.end:

@@ -19,19 +19,19 @@ class TreeRows:
     candidates: list[Node]
     lookahead: LookaheadRows | None
     results: dict[int, int] = field(default_factory=dict)  # id(candidate) -> index among the results
-    slots: dict[int, int] = field(default_factory=dict)  # id(node) -> where its key and value are written
-    lookahead_results: list[int] = field(default_factory=list)  # likewise, for each query of the window
+    slots: dict[int, int] = field(default_factory=dict)  # id(node) -> slot of its key and value
+    lookahead_results: list[int] = field(default_factory=list)  # indices among the results, one per query of the window
 
 
 @dataclass(slots=True)
 class ScheduledRows:
-    """A session's rows of a step: where to find the logits of the root, and of the rows below it."""
+    """A session's rows of a step, and where to find the logits of the root."""
 
     count: int  # committed tokens among the rows
-    root_row: int | None = None  # index among the results; None: a piece of prompt that does not reach the root
+    root_row: int | None = None  # index among the results; None: a chunk of prompt before the root
     tree: TreeRows | None = None
-    drafted: bool = False  # candidates of a remote draft were wanted, and some for the next token were there
-    undrafted: bool = False  # they were wanted, and none was there
+    drafted: bool = False  # wanted a remote draft's candidates, and had some for the next token
+    undrafted: bool = False  # wanted them, and had none
 
     @property
     def rows(self) -> int:
@@ -49,13 +49,13 @@ def plan_tree(
     tree_slots: list[int],
     lookahead: LookaheadRows | None,
 ) -> TreeRows:
-    """Add rows for candidates, which are given best first, and for a window, and a path of keys to each leaf.
+    """Add rows for candidates and for a window, and a path of keys to each leaf. `candidates` are sorted, best first.
 
-    `text` holds the session's rows of committed tokens, the root's last; `root_row` is the index of the root's logits
-    among the results; `text_slots` are the session's slots. Tree slots are taken from the end of `tree_slots`.
+    `text`: the session's rows of committed tokens, the root's last; `root_row`: index of the root's logits among the
+    results; `text_slots`: the session's slots. Tree slots are popped from the end of `tree_slots`.
 
-    The most probable path is written to the slots that its tokens keep if they are accepted. Only side branches need
-    tree slots, and are copied if one of them is accepted.
+    The most probable path is written to the text's own slots, its place if accepted. Only side branches need tree
+    slots, and a copy if one of them is accepted.
     """
     tree = TreeRows(candidates, lookahead)
     base, principal, side = root.position + 1, list[Node](), list[Node]()
@@ -75,7 +75,7 @@ def plan_tree(
         row_of[id(node)] = row = packer.add_row(node.token, node.position, slot)
         tree.results[id(node)] = packer.want(row)
     if lookahead is not None:
-        # A window's first level may be among the candidates.
+        # The first level of a Jacobi window may be among the candidates.
         window_nodes = [node for node in lookahead.nodes if id(node) not in row_of]
         for node in window_nodes:
             tree.slots[id(node)] = slot = tree_slots.pop()
