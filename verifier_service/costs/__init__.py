@@ -1,1 +1,1 @@
-"""The cost of a step, by its rows, and the candidates that are worth it."""
+"""The cost of a step by its rows, and the candidates worth it."""

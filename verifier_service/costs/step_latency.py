@@ -24,58 +24,62 @@ log = structlog.get_logger()
 
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REPEATS = 5
-"""Rounds over all MEASURED_ROWS, so that a slow spell of the machine affects all alike: their ratios matter."""
+"""Rounds over all MEASURED_ROWS, interleaved so that a slow spell of the machine affects all alike: their ratios
+matter."""
 
 LEAST_ROUNDS = 2
-"""Rounds that are always run: in the first one kernels are made."""
+"""Minimum number of rounds: the first one includes the compilation of kernels."""
 
 ENOUGH = 0.5
-"""Seconds of steps after which no further round begins: steps go on teaching the latency."""
+"""Seconds of steps after which no further round begins: real steps keep updating the latency."""
 
 STEEP_ROWS = 16
-"""Rows from which a further one costs what it does in any larger step, as far as is known."""
+"""Row count above which latency grows linearly (as measured)."""
 
 WARM_UP_KEYS = 32
-"""Number of committed tokens that each row attends to at warm-up."""
+"""Committed tokens attended to by each row at warm-up."""
 
 LONG = 0.2
 """Seconds of a step beyond which no larger step is tried."""
 
 ONCE = 1.0
-"""Seconds of a step beyond which it is not repeated, unless something else delayed it."""
+"""Seconds of a step beyond which it is not repeated, unless it was delayed."""
 
 DELAYED = 2.0
-"""A step that takes so many times as long as a step over more rows, or as its rows would at the pace of a step over
-fewer, was delayed: kernels were made, and Triton may compile one for seconds."""
+"""A step counts as delayed if it takes this many times as long as a step over more rows, or as its rows at the pace of
+a smaller step. The usual cause is kernel compilation, which takes seconds in Triton."""
 
 GREEDY = SamplingQuery(RequestSampler(Sampling()), WARM_UP_KEYS)
 """The sampling query of every row at warm-up."""
 
 MANY = 1 << 20
-"""Number of rows that stands for any number, where rows cost nothing."""
+"""Stands for an unlimited number of rows, where rows cost nothing."""
 
 MATERIAL = 0.01
-"""Change of the logarithm of a point, relative to the others, from which on the table is made again: that takes longer
-than all else in a step's lesson."""
+"""Change of a point's logarithm, relative to the others, above which the table is rebuilt: rebuilding takes longer than
+the rest of `observe`."""
 
 UNPAID_STEPS = 8
-"""Steps between two that take fewer rows than pay though there is no budget to explore."""
+"""Minimum interval, in steps, of experiments with fewer rows while there is no exploration budget."""
 
 LEAST_VARIANCE = 1e-6
-"""Least variance that a point is weighed by."""
+"""Lower bound on the variances used as weights of points."""
 
 
 class StepLatency:
-    """T_v(n) in seconds: piecewise linear between measured points, never falling, and learned from every step.
+    """T_v(n) in seconds: piecewise linear between measured points, non-decreasing, updated by every step.
 
-    The logarithms of the points are the state of a Kalman filter. What is common to all points, the speed of the
-    machine, changes within seconds; the shape of the curve changes slowly. The measurement at start is the filter's
-    first estimate, with a wide error, so that a few steps outweigh it. The error of a point that no step visits grows
-    again: then a step may *explore* it, by taking more rows than are worth it as far as is known. Exploring has a
-    budget, a share of the time of all steps.
+    The logarithms x of the points are the state of a Kalman filter with covariance P. In a second of steps, P grows by
+    speed_drift^2 * 1 1^T + shape_drift^2 * I: the speed of the machine, common to all points, changes within seconds,
+    the shape of the curve slowly. A step over n rows observes h^T x to first order, with h the two neighbouring points'
+    shares of the predicted time. The measurement at start-up is the first estimate, with a wide error, so that a few
+    steps outweigh it.
 
-    A step may take longer than its rows need, since others use the machine, and never less. So steps that were quicker
-    than expected count more than slower ones, and one that was delayed counts little.
+    The error of an unvisited point grows again. Then a step may *explore* it: take more rows than pay by the current
+    estimate. Exploring has a budget, a fraction of the time of all steps.
+
+    Noise is one-sided: a step may take longer than its rows need, since others use the machine, but never less. So
+    faster steps than expected get more weight than slower ones, and a delayed one gets little.
     """
 
     def __init__(self, rows: tuple[int, ...], seconds: list[float], tuning: LatencyTuning = DEFAULTS.latency) -> None:
@@ -86,40 +90,40 @@ class StepLatency:
         self._start = np.asarray(seconds, dtype=np.float64)
         self._logs = np.log(self._start)
         self._errors = tuning.speed_drift**2 + tuning.start_error**2 * np.eye(count)  # covariance of `_logs`
-        self._drift = tuning.speed_drift**2 + tuning.shape_drift**2 * np.eye(count)  # what a second adds to it
+        self._drift = tuning.speed_drift**2 + tuning.shape_drift**2 * np.eye(count)  # added per second of steps
         self._budget = tuning.first_exploration_seconds
-        self._exploring: float | None = None  # seconds that the coming step is worth, which explores
-        self._steps_since = 0  # since one that explored: the first of them shows what that is compared with
+        self._exploring: float | None = None  # worth in seconds of the coming step, if it explores
+        self._steps_since = 0  # since an exploring one: the first is its baseline
         self._tabulate()
 
     @classmethod
     def measure(
         cls, engine: Engine, slots: int, tuning: LatencyTuning = DEFAULTS.latency, enough: float = ENOUGH
     ) -> StepLatency:
-        """Measure the latency by running the engine over its first `slots` slots, which no session may use yet. Once
-        steps have taken `enough` seconds, no further round begins."""
+        """Measure the latency by running the engine over its first `slots` slots; no session may hold them yet. No
+        further round begins after `enough` seconds of steps."""
         room = slots // BLOCK if chains_only(engine) else slots - WARM_UP_KEYS
         rows = tuple(n for n in MEASURED_ROWS if n < room)
         return cls(rows, least_seconds(rows, lambda count: _timed(engine, count), enough), tuning)
 
     def of(self, rows: int) -> float:
-        """Return T_v(rows); beyond the last measured point, the last segment is extended."""
+        """Return T_v(rows); the last segment is extended beyond the last measured point."""
         return self._speed * self._tabled(rows)
 
     def span(self, first: int, end: int) -> list[float]:
-        """Return T_v of each number of rows from `first` on, below `end`."""
+        """Return T_v of every number of rows in [first, end)."""
         seconds = [self._speed * time for time in self._table[first:end]]
         return seconds + [self.of(rows) for rows in range(first + len(seconds), end)]
 
     def rows_within(self, seconds: float) -> int:
-        """Return the largest number of rows whose step takes at most `seconds`."""
+        """Return the largest number of rows with a step time of at most `seconds`."""
         table, seconds = self._table, seconds / self._speed
         if seconds < table[-1]:
             return max(0, bisect_right(table, seconds) - 1)
         if self._slope * MANY <= seconds - table[-1]:
             return MANY
         rows = len(table) - 1 + int((seconds - table[-1]) / self._slope)
-        while self._tabled(rows + 1) <= seconds:  # the division rounds
+        while self._tabled(rows + 1) <= seconds:  # correct for rounding in the division
             rows += 1
         while self._tabled(rows) > seconds:
             rows -= 1
@@ -137,14 +141,13 @@ class StepLatency:
         return self._budget > 0.0 and self._steps_since > 0
 
     def next_point(self, rows: int) -> int:
-        """Return the first measured point above `rows`; one row more if there is none."""
+        """Return the first measured point above `rows`, or `rows` + 1 if there is none."""
         place = bisect_right(self._points, rows)
         return self._points[place] if place < len(self._points) else rows + 1
 
     def optimistic(self, rows: int, more: int) -> float:
-        """Return the seconds of a step over `more` rows as they would be if the estimate were too high by as much as it
-        may be, relative to that of a step over `rows`; the estimate itself where it is certain, or where there is no
-        budget to try."""
+        """Return an optimistic T_v(more), lower by `optimism` standard errors relative to T_v(rows). Without
+        uncertainty or exploration budget, return the estimate itself."""
         estimate = self.of(more)
         if self._budget <= 0.0 or more > self._points[-1]:
             return estimate
@@ -154,9 +157,9 @@ class StepLatency:
         return max(self.of(rows), estimate * math.exp(-self._tuning.optimism * error))
 
     def uncertain_below(self, rows: int, least: int) -> int:
-        """Return the last measured point below `rows`, at least `least`, if it is uncertain how much less it takes and
-        the coming step may try; else `rows`. It costs few tokens, so now and then it is tried without a budget too: if
-        fewer rows are better, exploring further costs nothing."""
+        """Return the last measured point below `rows`, but at least `least`, if it is uncertain how much less it takes
+        and the coming step may try; else `rows`. The experiment costs few tokens, so it is made from time to time even
+        without budget: if fewer rows are better, further exploration is free."""
         due = self.may_explore or self._steps_since >= UNPAID_STEPS
         if rows == least or rows > self._points[-1] or not due:
             return rows
@@ -164,11 +167,11 @@ class StepLatency:
         return point if self._error(rows, point) > self._tuning.certain_error else rows
 
     def explore(self, worth: float) -> None:
-        """Note that the coming step explores, and is worth so many seconds: the budget pays for all beyond."""
+        """Note that the coming step explores and is worth `worth` seconds; the budget pays for the excess."""
         self._exploring = worth
 
     def _error(self, rows: int, other: int) -> float:
-        """Return the error of the logarithm of T_v(rows) / T_v(other)."""
+        """Return the standard error of log(T_v(rows) / T_v(other))."""
         places = self._place(rows), self._place(other)
         ends = [
             (point, sign * w)
@@ -182,7 +185,7 @@ class StepLatency:
     # --- learning -----------------------------------------------------------------------------------
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Learn from a step."""
+        """Update the filter with a step."""
         if rows > self._points[-1] or seconds <= 0.0:
             return
         tuning = self._tuning
@@ -192,6 +195,7 @@ class StepLatency:
         surprise = math.log(seconds / (of_left + of_right))
         step_error = tuning.step_error
         if surprise > 0.0:
+            # Slower than expected may be a delay: less weight, and a bounded effect.
             surprise, step_error = min(surprise, tuning.most_slower), tuning.slower_step_error
         weight = of_right / (of_left + of_right)
         covariance = (1.0 - weight) * self._errors[left] + weight * self._errors[right]
@@ -200,6 +204,7 @@ class StepLatency:
         self._errors -= np.outer(covariance, covariance / variance)
         moved = self._logs - self._tabulated
         common = float(moved.sum()) / len(moved)
+        # A common change of all points scales the table; only a change of shape rebuilds it.
         if np.abs(moved - common).max() > MATERIAL:
             self._tabulate()
         else:
@@ -212,7 +217,8 @@ class StepLatency:
         self._tabulate()
 
     def _charge(self, rows: int, seconds: float) -> None:
-        """Charge the budget for what a step took beyond its worth if it explored; a delay is not its fault."""
+        """Charge the budget for an exploring step's seconds beyond its worth, but not for a delay: at most its expected
+        time counts."""
         tuning = self._tuning
         self._budget = min(self._budget + tuning.exploration_share * seconds, tuning.first_exploration_seconds)
         if self._exploring is None:
@@ -222,27 +228,28 @@ class StepLatency:
             self._exploring, self._steps_since = None, 0
 
     def _place(self, rows: int) -> tuple[int, int, float]:
-        """Return the points around a number of rows, up to the last point, and the weight of the right one."""
+        """Return the measured points around `rows`, which must not exceed the last one, and the weight of the right
+        one."""
         right = bisect_left(self._points, rows)
         left = max(0, right - 1)
         span = self._points[right] - self._points[left]
         return left, right, (rows - self._points[left]) / span if span else 1.0
 
     def _tabulate(self) -> None:
-        """Compute T_v at every number of rows up to the last measured one: it is needed often in a step."""
-        self._tabulated, self._speed = self._logs.copy(), 1.0  # what the table is made of, and what it is multiplied by
-        own = self._errors.diagonal() - self._errors.min()  # what is common to all moves none relative to the others
+        """Tabulate T_v at every number of rows up to the last measured one: a step looks it up often."""
+        self._tabulated, self._speed = self._logs.copy(), 1.0  # state in the table, and the factor on it
+        own = self._errors.diagonal() - self._errors.min()  # without the common part, which does not change the shape
         points = never_falling(self._logs.tolist(), own.tolist())
-        seconds = self._start * np.exp(points - np.log(self._start))  # exact where nothing was learned
-        seconds = np.maximum.accumulate(seconds)  # what is equal may be rounded apart
+        seconds = self._start * np.exp(points - np.log(self._start))  # exact before any update
+        seconds = np.maximum.accumulate(seconds)  # equal values may differ by rounding
         table = np.interp(np.arange(self._points[-1] + 1), self._rows, seconds)
         self._table: list[float] = np.maximum.accumulate(table).tolist()
         self._slope = float((seconds[-1] - seconds[-2]) / (self._rows[-1] - self._rows[-2]))
 
 
 def never_falling(values: Sequence[float], variances: Sequence[float]) -> list[float]:
-    """Return the values that never fall and are nearest to these, each weighed by its variance: neighbours that fall
-    are replaced by their mean (pool adjacent violators)."""
+    """Return the non-decreasing values nearest to these, weighted by inverse variance: falling neighbours are replaced
+    by their mean (isotonic regression by pool adjacent violators)."""
     pools: list[tuple[float, float, int]] = []  # value, weight, length
     for value, variance in zip(values, variances, strict=True):
         pool = value, 1.0 / max(variance, LEAST_VARIANCE), 1
@@ -255,10 +262,10 @@ def never_falling(values: Sequence[float], variances: Sequence[float]) -> list[f
 
 
 def least_seconds(rows: Sequence[int], seconds: Callable[[int], float], enough: float) -> list[float]:
-    """Return the least seconds of a step over each of these row counts, of several rounds; seconds(count) makes a step.
+    """Return the minimum seconds over several rounds of a step over each row count; `seconds(count)` runs a step.
 
-    A large model's start would wait for minutes: beyond the first LONG step, from STEEP_ROWS on, nothing is measured
-    but extended along a line.
+    To bound the start-up of large models, counts beyond the first LONG step, at or above STEEP_ROWS, are not measured
+    but extrapolated linearly.
     """
     least: dict[int, float] = {}
     total = 0.0
@@ -269,7 +276,7 @@ def least_seconds(rows: Sequence[int], seconds: Callable[[int], float], enough: 
         least[count], total = min(tries), total + sum(tries)
         if least[count] > LONG and count >= STEEP_ROWS:
             break
-    shortest = list(accumulate(reversed(least.values()), min))[::-1]  # seconds of a step over as many rows or more
+    shortest = list(accumulate(reversed(least.values()), min))[::-1]  # minimum over this and all larger counts
     again = [n for n, more in zip(least, shortest, strict=True) if least[n] <= ONCE or least[n] > DELAYED * more]
     for done in range(1, REPEATS):
         if done >= LEAST_ROUNDS and total >= enough:
@@ -283,9 +290,9 @@ def least_seconds(rows: Sequence[int], seconds: Callable[[int], float], enough: 
 
 
 def best_prefill_rows(engine: Engine, slots: int, most: int) -> int:
-    """Return the least number of prompt rows, up to `most`, with which a row takes as little time as with any: whoever
-    comes waits for the end of a step. Found by running the engine over its first `slots` slots, which no session may
-    use yet; `most` if they are too few."""
+    """Return the smallest number of prompt rows, up to `most`, with the lowest time per row: new arrivals wait for the
+    end of a step, so larger steps would only add latency. The engine runs over its first `slots` slots, which no
+    session may hold yet; with too few slots, return `most`."""
     room = slots // BLOCK * WARM_UP_KEYS if chains_only(engine) else slots
     best = cheapest(lambda rows: _timed_prefill(engine, rows), most, LONG, few=True) if most < room else most
     log.info("prefill_rows", best=best)
@@ -314,7 +321,7 @@ def _timed(engine: Engine, rows: int) -> float:
 
 
 def _keys(engine: Engine, row: int) -> Slots:
-    """Return the slots of a text that ends with this row. Texts share what is before it, where they need not lie in
+    """Return the slots of a text ending with this row. Texts share the slots before it, unless the engine needs them in
     blocks of their own."""
     if chains_only(engine):
         return BLOCK * row + np.arange(WARM_UP_KEYS + 1)
@@ -322,7 +329,7 @@ def _keys(engine: Engine, row: int) -> Slots:
 
 
 def _seconds(engine: Engine, packer: Packer, wanted: int) -> float:
-    """Run a step and return its seconds; `wanted` is the number of its wanted rows."""
+    """Run a step and return its seconds; `wanted`: the number of its wanted rows."""
     step = step_of(engine)
     start = time.perf_counter()
     step(packer.pack(), lambda: dict.fromkeys(range(wanted), GREEDY))

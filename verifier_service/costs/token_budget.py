@@ -1,8 +1,11 @@
-"""The token budget: chooses the candidates that a step verifies, those that raise its goodput.
+"""The token budget: chooses a step's candidates for the highest goodput.
 
-Every decoding session has its root in the step. A candidate is added while the tokens that it is expected to bring, per
-second that it takes, are more than the step brings per second without it (Liu et al. 2024, "Optimizing speculative
-decoding for serving large language models using goodput").
+Every decoding session has its root in the step. Candidates are added in the order of their path probabilities q while
+the tokens they bring per second they add exceed the step's rate without them (Liu et al. 2024, "Optimizing speculative
+decoding for serving large language models using goodput"). In a step of n rows that brings E tokens, after S seconds of
+proposers, the next candidate pays if
+
+    q  >=  price  =  E * (T_v(n + 1) - T_v(n)) / (T_v(n) + S)
 """
 
 from __future__ import annotations
@@ -16,20 +19,20 @@ from specdec.decoding.tree import BestNodes, Node
 from verifier_service.costs.step_latency import StepLatency
 
 EXPLORED_PROBABILITY = 0.1
-"""Candidates from this probability on are asked for where it is not certain that they do not pay."""
+"""Minimum probability of candidates requested for exploration, where it is uncertain whether they pay."""
 
 
 class Selection(NamedTuple):
     """The candidates of a step."""
 
     nodes: list[list[Node]]
-    """Those of each session, best first and always a connected tree."""
+    """The candidates of each session, best first; always a connected tree."""
     price: float
-    """The break-even probability: a further candidate pays from this probability on. Where it is not certain what rows
-    cost, it is the least that it may be, so that there are candidates to try."""
+    """The break-even probability: minimum probability of another candidate to pay. Where row costs are uncertain, it is
+    the optimistic one, so that there are candidates to try."""
     exploring: float | None = None
-    """If the step has more or fewer rows than pay as far as is known, to learn what they cost: the seconds that a step
-    of those that pay would take for as many tokens."""
+    """In a step exploring more or fewer rows than pay by the current estimate: the seconds in which a step of the
+    paying rows would bring the same number of tokens."""
 
 
 def select_candidates(
@@ -41,12 +44,12 @@ def select_candidates(
     *,
     explore: bool = False,
 ) -> Selection:
-    """Return the candidates that raise the goodput of a step, out of those that each session may have in it.
+    """Return the candidates with the highest goodput of a step, out of each session's offer.
 
-    `rows` rows are in the step already, and each is sure to bring a token; at most `most` rows are added. `spent` are
-    the seconds that the local draft model has taken before the step. With `explore`, and if the latency lets this step
-    try, candidates that do not pay as far as is known are taken as well, up to the next measured point, if they may
-    pay; or some that pay are left out, to learn whether fewer are as dear as believed.
+    The step has `rows` rows already, each certain to bring a token; at most `most` rows are added. `spent`: seconds
+    taken by the local draft model before the step. With `explore`, if the latency model permits it for this step, there
+    are two experiments: candidates that do not pay by the current estimate but may pay are added, up to the next
+    measured point; or some paying ones are left out, to learn whether fewer rows really cost so much.
     """
     ranked = sorted((-logprob, index) for index, offer in enumerate(offers) for logprob in offer.logprobs)[:most]
     gains = [math.exp(-negative) for negative, _ in ranked]
@@ -77,28 +80,32 @@ def select_candidates(
 
 
 def _optimistic_price(expected: float, latency: StepLatency, rows: int, spent: float) -> float:
-    """Return the least that the break-even probability may be between `rows` rows and the next measured point."""
+    """Return a lower bound of the break-even probability between `rows` rows and the next measured point."""
     more, time = latency.next_point(rows), latency.of(rows)
     return expected * (latency.optimistic(rows, more) - time) / max(more - rows, 1) / (time + spent)
 
 
 class WindowCosts:
-    """The costs of lookahead windows, in tokens, when they are added to a step of `rows` rows that is expected to bring
-    `tokens` tokens without them. If the step `may_explore`, one window may be cheaper than it seems."""
+    """The costs of lookahead windows, in tokens, in a step of `rows` rows expected to bring `tokens` tokens without
+    them.
+
+    A window of r rows costs tokens * (T_v(rows + r) / T_v(rows) - 1). If the step `may_explore`, one window is judged
+    by its optimistic cost.
+    """
 
     def __init__(self, tokens: float, latency: StepLatency, rows: int, *, may_explore: bool = False) -> None:
         self._tokens, self._latency, self._rows = tokens, latency, rows
         self._may_explore = may_explore
-        self._prices: dict[Lookahead, float] = {}  # the cost of each size; every session of the step asks for it
+        self._prices: dict[Lookahead, float] = {}  # cost by size: needed for every session of the step
 
     def add(self, rows: int) -> None:
-        """Add the rows of a window that was opened."""
+        """Add the rows of an opened window."""
         self._rows += rows
         self._prices.clear()
 
     def affordable(self, sizes: Sequence[Lookahead], gain: float) -> Lookahead | None:
-        """Return the first size of window that costs at most `gain`, the tokens a step that it brings; None if all cost
-        more. Where it is not certain that the last one, the smallest, does, it is tried."""
+        """Return the first size of window with a cost of at most `gain`, the tokens it brings a step; None if there is
+        none. The last, smallest size is tried if its cost is uncertain and may be within the gain."""
         size = next((size for size in sizes if self._of(size) <= gain), None)
         if size is None and sizes and self._may_explore and self._latency.may_explore:
             without, least = (
