@@ -1,8 +1,8 @@
-"""Tuning: the numbers of a verifier that were fitted rather than derived, one frozen value in groups.
+"""Tuning: a verifier's fitted constants, one frozen value in groups.
 
-They were fitted on two CPU cores with models of 12M to 230M parameters, whose steps take 1.5 to 60 ms, and have not
-been fitted on GPUs. None changes a token; all change speed or latency. Whoever measures on other devices gives
-`StepLoop` another `Tuning`, and `DraftModelProposer` the same.
+They were fitted on two CPU cores with models of 12M to 230M parameters, with steps of 1.5 to 60 ms, and not on GPUs.
+None changes a token; all change speed or latency. For other devices, pass another `Tuning` to `StepLoop` and the same
+to `DraftModelProposer`.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from specdec.decoding.lookahead import Lookahead
 
 @dataclass(frozen=True)
 class ControllerTuning:
-    """Adaptive speculation: how long modes are measured and how often they are probed. Seconds are seconds of steps:
-    idle time would make probes a larger part of the work."""
+    """Adaptive speculation: duration of measurements and frequency of probes. Seconds are seconds of steps: with idle
+    time counted, probes would take a larger share of the work."""
 
     window_seconds: float = 0.5
-    """Seconds in one measurement, which has `min_steps` at least."""
+    """Minimum seconds in one measurement, of at least `min_steps` steps."""
 
     min_steps: int = 10
-    """Fewer steps say nothing, however long they are."""
+    """Fewer steps are inconclusive, however long they are."""
 
     early_stop_seconds: float = 0.1
     hopeless_ratio: float = 0.8
-    """A new mode is given up after `early_stop_seconds` of steps with candidates if it brings less than this part of
-    the best rate. Steps without candidates do not count: at the beginning of a text there is nothing to look up, and
-    drafts have to read the prompt."""
+    """After `early_stop_seconds` of steps with candidates, a new mode below this fraction of the best rate is
+    abandoned. Steps without candidates do not count: early in a text there is nothing to look up, and drafts have to
+    read the prompt."""
 
     warmup_seconds: float = 0.1
-    """Seconds after a change of mode that are not measured: drafts have to hear of it, and catch up with the text."""
+    """Unmeasured seconds after a change of mode: drafts have to be notified and to catch up with the text."""
 
     min_improvement: float = 1.05
     """A probed mode replaces the best one if its rate is higher by this factor."""
 
     first_probe_pause: float = 1.0
     longest_probe_pause: float = 30.0
-    """Seconds between two probes of a mode, at first and at most; doubled each time that it loses. A probe takes about
-    0.6 s, so that they cost 2 %; a mode that lost while others used the machine is not left for longer."""
+    """Seconds between two probes of a mode: first value and maximum, doubled after every loss. A probe takes about 0.6
+    s, hence a cost of 2 %. The maximum bounds how long a mode is avoided after losing while others used the machine."""
 
     linger_seconds: float = 1.0
-    """Sessions that have left count for so many seconds of the clock: often others follow. To wake the drafts for the
-    last steps of a few sessions, and to stop them again, would cost more than it brings."""
+    """Wall-clock seconds for which departed sessions still count: often others follow. Waking the drafts for the last
+    steps of a few sessions and stopping them again would cost more than it brings."""
 
     probe_budget: float = 0.05
-    """Share of all tokens that probes of one mode may cost: a probe that lost much is followed by a longer pause."""
+    """Fraction of all tokens that probes of one mode may cost: a probe that lost much is followed by a longer pause."""
 
 
 @dataclass(frozen=True)
@@ -53,40 +53,41 @@ class LatencyTuning:
     """The latency model T_v(n): a Kalman filter over the logarithms of its points. Errors and drifts are standard
     deviations of logarithms: 0.1 is about a tenth.
 
-    Machines get slower and faster as a whole, by the second; what a row more costs in proportion changes slowly. If
-    only the points next to a step moved, a slow spell would leave behind a slope that is too steep, and candidates
-    would not be verified though they would pay."""
+    The speed of a machine as a whole changes by the second; the relative cost of another row changes slowly. If only
+    the points next to a step moved, a slow spell would leave behind too steep a slope, and candidates would not be
+    verified although they pay.
+    """
 
     start_error: float = 1.0
-    """Error of each point that was measured at start, when others may have used the machine: the first steps over a
-    number of rows outweigh it."""
+    """Error of a point measured at start-up, when others may have used the machine: the first steps over a number of
+    rows outweigh it."""
 
     step_error: float = 0.25
     slower_step_error: float = 0.5
-    """Error of the time of a step, and of one that took longer than expected: it may have been delayed."""
+    """Error of the time of a step, and of a step that took longer than expected: it may have been delayed."""
 
     most_slower: float = 1.0
-    """The most by which such a step counts as slower."""
+    """Cap on the surprise of a slower step."""
 
     speed_drift: float = 2.0
     """Change of all points together in a second of steps."""
 
     shape_drift: float = 0.05
-    """Change of each point by itself in a second of steps. With it a point that no step visits is uncertain after a few
+    """Independent change of each point in a second of steps. It makes an unvisited point uncertain after a few
     seconds."""
 
     certain_error: float = 0.12
-    """Error of a point, relative to the step as it would be, up to which it is not explored: that of five steps."""
+    """Error of a point relative to the current step below which it is not explored: that of five steps."""
 
     optimism: float = 5.0
-    """Errors by which a point is assumed to be cheaper than estimated where it is not certain. So many, since a few
-    delayed steps in a row look like one that is dear."""
+    """Standard errors by which an uncertain point is assumed to be cheaper than estimated. The value is high because a
+    few delayed steps in a row look like one that is expensive."""
 
     exploration_share: float = 0.01
-    """Share of the time of all steps that may be spent on exploring."""
+    """Fraction of the time of all steps available for exploring."""
 
     first_exploration_seconds: float = 0.1
-    """Seconds that may be spent on exploring at once, after start above all."""
+    """Exploration budget at start-up, and the cap on saved budget, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -94,105 +95,106 @@ class ThreadTuning:
     """The CPU threads of an engine beside drafts and other processes."""
 
     min_improvement: float = 0.9
-    """Fraction of the present step latency that another number of threads must stay below to be taken."""
+    """Another number of threads is chosen below this fraction of the current step latency."""
 
     window_seconds: float = 0.5
     min_steps: int = 5
-    """Seconds of steps, and number of steps, that one comparison sums up at least. A draft that only reads committed
-    tokens now and then makes a single step long, but not the sum."""
+    """Minimum seconds of steps, and minimum number of steps, in one comparison. A draft reading committed tokens
+    occasionally makes a single step long, but not the sum."""
 
     first_probe_pause: float = 1.0
     longest_probe_pause: float = 60.0
-    """Seconds of steps until all threads are tried again, at first and at most; doubled with each attempt."""
+    """Seconds of steps until all threads are tried again: first value and maximum, doubled with each attempt."""
 
     linger_seconds: float = 0.05
-    """Seconds of the clock for which drafts keep their core when their candidates are no longer used: the message has
-    to reach them, and they may be in the middle of a step over all that they had not read. Taking the core at once cost
-    a step of thirty times the usual length."""
+    """Wall-clock seconds for which drafts keep their core after their candidates are last used: the message has to
+    reach them, and they may be in the middle of a long step over unread text. Taking the core at once cost a step of
+    thirty times the usual length."""
 
     settled_seconds: float = 1.0
-    """Seconds of steps with all threads, without a loss, after which the pause is `first_probe_pause` again."""
+    """Seconds of steps with all threads, without a loss, after which the pause is reset to `first_probe_pause`."""
 
 
 @dataclass(frozen=True)
 class PrefillTuning:
-    """How far prompts may lengthen a step of sessions that decode."""
+    """How far prompts may lengthen a step with decoding sessions."""
 
     max_decode_slowdown: float = 0.7
-    """Fraction of its length by which prompts may lengthen a step; it may take `slice_seconds` in any case. If more
-    sessions prefill than decode, both limits rise in proportion."""
+    """Fraction of its length by which prompts may lengthen a step; `slice_seconds` in total are always allowed. If more
+    sessions are in prefill than decoding, both limits rise in proportion."""
 
     slice_seconds: float = 0.025
-    """Seconds that a step with prompts may always take: hardly any reader notices, and small chunks make prompts
+    """Seconds always allowed for a step with prompts: hardly noticeable for a reader, while smaller chunks make prompts
     slower."""
 
     slowdown_smoothing: float = 0.5
     """Weight of the latest step with prompts in the moving average of `PrefillSlowdown`."""
 
     worth_a_wait: float = 1.1
-    """How many times as long a step with urgent prompts must be with the texts of other tenants as without them, for
-    those to sit it out."""
+    """Minimum ratio of the durations of a step with urgent prompts, with and without the texts of other tenants, for
+    these to sit it out."""
 
     most_waiting_steps: int = 2
-    """Steps in a row in which texts of a tenant that has much may wait for prompts of one that has less. With one, the
-    second of two prompts that come at once takes three steps instead of two."""
+    """Limit on consecutive steps in which texts of a tenant with many sessions wait for prompts of one with few. With
+    1, the second of two simultaneous prompts takes three steps instead of two."""
 
     min_chunk_tokens: int = 8
-    """Least number of tokens by which all prompts together advance in a step."""
+    """Minimum progress of all prompts together in a step, in tokens."""
 
 
 @dataclass(frozen=True)
 class CommitTuning:
-    """When commits are sent that nobody waits for; those that somebody waits for are sent at once."""
+    """Send times of commits that are not awaited; awaited ones are sent at once."""
 
     messages_a_second: float = 400.0
-    """Commits a second, about, over all sessions. Each takes 0.1 ms of the interpreter, which the event loop shares
-    with the steps, and 1.5 ms of the CPU cores that compute them, at servicer, orchestrator and client."""
+    """Approximate commits a second over all sessions. Each takes 0.1 ms of the GIL, shared by event loop and steps, and
+    1.5 ms of the CPU cores computing them, at servicer, orchestrator and client."""
 
     coalesce_seconds: float = 0.025
-    """Least seconds between two of them of one session; hardly any reader notices. With 0.01 s, one stream of a model
-    whose step takes 1.5 ms had an eighth fewer tokens."""
+    """Minimum seconds between two such commits of a session; hardly noticeable for a reader. With 0.01 s, one stream of
+    a model with 1.5 ms steps had an eighth fewer tokens."""
 
     relaxed_coalesce_seconds: float = 0.25
-    """The same for a session whose request has `coalesce_commits`: nobody reads along."""
+    """The same for a request with `coalesce_commits`: there is no live reader."""
 
 
 @dataclass(frozen=True)
 class DraftTimingTuning:
-    """Measurements of a session's draft, for the step delay: first guesses, and weights of the latest measurement."""
+    """Timing of a session's draft, for the step delay: initial values, and weights of the latest measurement."""
 
     first_acceptance: float = 0.7
     acceptance_smoothing: float = 0.05
     first_delay: float = 0.003
-    """Seconds from a commit to the first message of candidates that know of it."""
+    """Seconds from a commit to the first message of candidates based on it."""
 
     first_gap: float = 0.001
     """Seconds from one message of candidates to the next."""
 
     smoothing: float = 0.2
     remembered_commits: int = 16
-    """Commits of which the time is kept: messages that start further back are too late to say anything."""
+    """Commits with a remembered time: messages based on older ones are too late to be informative."""
 
 
 @dataclass(frozen=True)
 class DraftGainTuning:
-    """What a remote draft brings to a text, in tokens a step."""
+    """The gain of a remote draft for a text, in tokens a step."""
 
     least_gain: float = 0.05
-    """A draft that brings less is left alone by its text: no mode that brings so little replaces another."""
+    """A text rests a draft with a lower gain: no mode with so small a gain would replace another."""
 
     first_gain: float = 0.25
     trial_gain: float = 0.1
     first_weight: int = 4
-    """Gain of a text whose tenant is not known, and the least that a text, and one that tries its draft again, begins
-    with; and the steps that either counts for. Without an accepted candidate they last for 16 and 4 steps."""
+    """`first_gain`: initial gain for a text of an unknown tenant. `trial_gain`: minimum initial gain of a text, and the
+    one of a draft tried again. `first_weight`: steps these count for. Without any accepted candidate they last for 16
+    and 4 steps."""
 
     remembered_steps: int = 64
-    """Most steps that the gain is the mean of."""
+    """Maximum number of steps averaged in the gain."""
 
     first_rest_steps: int = 64
     longest_rest_steps: int = 1024
-    """Steps for which a text leaves its draft alone, at first and at most; doubled each time."""
+    """Steps for which a text rests its draft: first value and maximum, doubled each time."""
 
 
 @dataclass(frozen=True)
@@ -201,21 +203,21 @@ class NgramTuning:
 
     branches: int = 3
     depth: int = 24
-    """Most continuations of a lookup, and most tokens in each."""
+    """Maximum continuations of a lookup, and maximum tokens in each."""
 
     min_probability: float = 0.02
     price_share: float = 0.5
-    """Least path probability of a proposal that enters the tree, and its least fraction of the break-even probability:
-    it may still pay if rows get cheaper."""
+    """Minimum path probability of a proposal in the tree, absolute and as a fraction of the break-even probability:
+    below that it may still pay if rows get cheaper."""
 
     fruitless_steps: int = 8
     max_skipped: int = 15
-    """Lookups take time of the step. After every `fruitless_steps` steps in a row in which no proposal was accepted,
-    one step more is skipped between two lookups, up to `max_skipped`."""
+    """Lookups take time from the step. After every `fruitless_steps` consecutive steps without an accepted proposal,
+    one more step is skipped between two lookups, up to `max_skipped`."""
 
     confidence_smoothing: float = 0.1
     least_rate: float = 0.01
-    """Weight of the latest verified proposal in the estimate for its length of agreement, and the least estimate."""
+    """Weight of the latest verified proposal in the estimate for its match length, and the minimum estimate."""
 
     windows: tuple[Lookahead, ...] = (
         Lookahead(15, 5, 15),
@@ -224,16 +226,16 @@ class NgramTuning:
         Lookahead(5, 4, 5),
         Lookahead(4, 3, 4),
     )
-    """Sizes of windows to choose from if a request asks for none, in order of preference: larger ones bring more and
-    cost more."""
+    """Window sizes to choose from if a request names none, in order of preference: larger ones bring more and cost
+    more."""
 
     first_gain: float = 0.5
     gain_smoothing: float = 0.05
-    """Tokens a step that a new window is assumed to bring until it is measured, and the weight of the latest step."""
+    """Assumed tokens a step from a new window until it is measured, and the weight of the latest step."""
 
     first_window_pause: int = 64
     longest_window_pause: int = 4096
-    """Steps until a window that did not pay is tried again, at first and at most; doubled each time."""
+    """Steps until an unprofitable window is tried again: first value and maximum, doubled each time."""
 
 
 @dataclass(frozen=True)
@@ -241,23 +243,23 @@ class DraftModelTuning:
     """The local draft model."""
 
     max_prefill_rows: int = 256
-    """Most committed tokens that are read between two steps, over all sessions, besides two for each session, which any
-    step may leave: the next step waits for them."""
+    """Limit on committed tokens read between two steps over all sessions, since the next step waits for them. Two more
+    per session are allowed: any step may leave that many."""
 
     branches: int = 3
-    """Most candidates for a place: the one with which the chain goes on, and the next likeliest ones."""
+    """Maximum candidates per place: the chain's own token, and the next likeliest ones."""
 
     max_depth: int = 16
-    """Most tokens in a chain."""
+    """Maximum tokens in a chain."""
 
     min_probability: float = 0.02
-    """Least path probability of a candidate that is offered."""
+    """Minimum path probability of an offered candidate."""
 
     first_acceptance: float = 0.5
     first_expected_accepted: float = 1.0
     smoothing: float = 0.05
-    """P(the next token of a chain is accepted) and the tokens of a chain that are, until they are measured, and the
-    weight of the latest measurement."""
+    """Initial P(the next token of a chain is accepted), initial accepted tokens per chain, and the weight of the latest
+    measurement in both."""
 
 
 @dataclass(frozen=True)
@@ -278,8 +280,8 @@ class Tuning:
     """Weight of the latest step in the moving average of the break-even probability."""
 
     lifetime_smoothing: float = 0.1
-    """Weight of the session that has ended last in the moving average of lifetimes, from which waits are estimated."""
+    """Weight of the last session to end in the moving average of lifetimes, used to estimate waits."""
 
 
 DEFAULTS = Tuning()
-"""The tuning that holds where none is given."""
+"""The default tuning."""
