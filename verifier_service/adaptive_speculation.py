@@ -1,4 +1,5 @@
-"""Adaptive speculation in the step loop: selects a step's mode, has proposers propose, and learns what it brought."""
+"""Adaptive speculation in the step loop: selects a step's mode, runs the proposers, and updates both with the
+outcome."""
 
 from __future__ import annotations
 
@@ -25,19 +26,19 @@ from verifier_service.speculation.eligibility import Eligibility, is_exempt
 log = structlog.get_logger()
 
 Results = Sequence[tuple[RunningSession, VerifyResult]]
-"""What a step has added to each session's text."""
+"""The tokens added by a step to each session's text."""
 
 
 class Batch(NamedTuple):
-    """Sessions of a step that have one mode, and the controller that selects it."""
+    """Sessions of a step with a common mode, and the controller that selects it."""
 
     controller: SpeculationController
     profile: BatchProfile
-    sessions: frozenset[Session]  # without those that are exempt
+    sessions: frozenset[Session]  # without exempt ones
 
 
 class AdaptiveSpeculation:
-    """Has controllers select modes and the proposers propose, and tells both what came of it."""
+    """Runs controllers and proposers for the step loop, and feeds them the outcome of steps."""
 
     def __init__(
         self,
@@ -50,32 +51,31 @@ class AdaptiveSpeculation:
         self.eligibility = Eligibility(controllers, draft_model)
         self.tenant_gains = TenantGains(tuning)
         self.mode = Mode.REMOTE_DRAFT
-        """The mode that most sessions of the last step had."""
+        """The mode of most sessions in the last step."""
         self._controllers = controllers
         self.proposers = proposers
         self._threads = threads
 
     def outlook(self, session: Session, sessions: int) -> tuple[bool, float]:
-        """Return (True if candidates of a remote draft are wanted, the break-even probability) for a new session.
+        """Return (whether candidates of a remote draft are wanted, the break-even probability) for a new session.
 
-        It is an estimate before the session's first step, with `sessions` sessions that are all like it. Changes
-        nothing: any thread may ask."""
-        # Until its prompt is computed the session gets no draft that would take threads from that.
+        An estimate before the session's first step, for `sessions` sessions like it. No side effects; thread-safe.
+        """
+        # During prefill the session gets no draft that would take threads from it.
         if self._threads.yields or not self.eligibility.would_draft(session, sessions):
             return False, self.eligibility.price
         price = min(1.0, select_candidates([], self._threads.latency, sessions, 0).price)
         return price < 1.0, price
 
     def share_threads(self, running: Sequence[RunningSession]) -> None:
-        """Decide whether prompts get the CPU cores that drafts would take: they do while most running sessions prefill,
-        since beside drafts prompts would take twice as long."""
+        """Decide whether prompts get the CPU cores of drafts: yes while most running sessions are in prefill, which
+        would take twice as long beside drafts."""
         if self._threads.yields:
             prefilling = sum(bool(entry.session.remaining_prompt) for entry in running)
             self.eligibility.prefilling = 2 * prefilling > len(running)
 
     def select(self, sessions: Sequence[Session]) -> list[Batch]:
-        """Select the modes of the coming step; return its batches, without those from which nothing is to be
-        learned."""
+        """Select the modes of the coming step; return its batches, without those that cannot speculate."""
         now, batches = time.monotonic(), []
         for controller, members in self._controllers.select(sessions):
             profile = self.eligibility.profile(members, beside=len(sessions) - len(members))
@@ -87,7 +87,7 @@ class AdaptiveSpeculation:
         return batches
 
     def propose(self, phase: Phase, sessions: Sequence[Session]) -> ProposalStats:
-        """Let the proposers of a phase add candidates for the coming step."""
+        """Run the proposers of a phase for the coming step."""
         step = ComingStep(sessions, self.eligibility, self._threads.latency, self.eligibility.price)
         seconds, count = NO_PROPOSALS
         for proposer in self.proposers:
@@ -99,8 +99,8 @@ class AdaptiveSpeculation:
     def shared_out(
         self, decoding: Sequence[RunningSession], before_delay: float, after_delay: float
     ) -> dict[RunningSession, float]:
-        """Return the seconds that proposers have taken for each session of a step: the local model, which acts after
-        the delay, for those that use it, the others for all that use proposers."""
+        """Return the proposers' seconds per session of a step: those after the delay, the local model's, divided among
+        the sessions that use it; those before the delay among all that use proposers."""
         found = dict.fromkeys(decoding, 0.0)
         users = [entry for entry in decoding if self.eligibility.uses_proposers(entry.session)]
         local = [entry for entry in users if self.eligibility.uses_local_model(entry.session)]
@@ -112,12 +112,13 @@ class AdaptiveSpeculation:
     def update(
         self, batches: Sequence[Batch], plan: StepPlan, results: Results, *, seconds: float, proposed: ProposalStats
     ) -> None:
-        """Tell the controllers what a step brought in so many seconds to the sessions that each selects the mode of.
+        """Update the controllers with a step's tokens, each with those of its own sessions, over all the step's
+        `seconds`.
 
-        The other sessions of the step are part of what these have to live with. Their tokens do not count: this mode
-        has not earned them, and many would hide what the mode brings to few. The whole time counts, since it passes for
-        all: a share by rows would charge a candidate as much as a root, which costs far more. So the bound of plain
-        decoding is that of a step in which the other sessions have their rows.
+        Other sessions' tokens do not count: this mode has not earned them, and many of them would hide its effect on a
+        few. Their time does count, since it passes for all sessions: a share by rows would charge a candidate as much
+        as a root, which costs far more. So the bound on plain decoding is for a step with the other sessions' rows in
+        it.
         """
         rows_of = {entry.session: rows.rows for entry, rows in plan.entries}
         tokens_of = {entry.session: len(result.tokens) for entry, result in results}
@@ -143,7 +144,7 @@ class AdaptiveSpeculation:
         self._note_mode(batches)
 
     def observe_drafts(self, plan: StepPlan, results: Results) -> None:
-        """Learn what its remote draft has brought to each text of a step, unless it came too late to say."""
+        """Update each text's draft gain from a step, unless its draft was late."""
         drafted = {entry.session: rows.drafted for entry, rows in plan.entries}
         for entry, result in results:
             session = entry.session
@@ -161,11 +162,11 @@ class AdaptiveSpeculation:
             self.mode = max(batches, key=lambda batch: len(batch.sessions)).controller.mode
 
     def forget(self, session: Session) -> None:
-        """Have the proposers forget a session, which has left or has lost its memory."""
+        """Have the proposers forget a session that left or was preempted."""
         for proposer in self.proposers:
             proposer.forget(session)
 
     def finished(self, session: Session) -> None:
-        """Have the proposers learn from a text that is complete."""
+        """Have the proposers learn from a complete text."""
         for proposer in self.proposers:
             proposer.finished(session)

@@ -1,8 +1,8 @@
-"""The controllers of a pod: one for each group of texts that have their usefulness in common.
+"""The controllers of a pod: one per group of texts with similar acceptance.
 
-How often candidates are right is a fact of a text and of its tenant. One tenant's texts must not decide how another's
-are made, so each tenant's modes are measured by themselves: its tokens, in the time of all. For the same reason texts
-whose drafts do not help are apart from the tenant's others.
+Acceptance depends on the text and its tenant. One tenant's texts must not decide another's modes, so each tenant's
+modes are measured separately: its own tokens, over the time of all. For the same reason, texts with unhelpful drafts
+are separate from the tenant's others.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from verifier_service.settings.tuning import DEFAULTS, ControllerTuning
 from verifier_service.speculation.controller import SpeculationController
 
 MAX_GROUPS = 256
-"""Groups whose statistics are kept; the one that was silent longest is forgotten first. Each takes some kilobytes."""
+"""Groups with kept statistics; the least recently active one is forgotten first. Each takes a few kilobytes."""
 
 
 class Group(NamedTuple):
-    """Texts that one controller selects modes for."""
+    """Texts with a common controller."""
 
     tenant: str
-    drafted: bool  # a remote draft helps them, or may
+    drafted: bool  # a remote draft helps them, or is on trial
 
 
 class Controllers:
-    """The controllers, by group. With `shared` there is one for all texts: modes that are known, or measured apart."""
+    """The controllers, by group. `shared`: a single one for all texts, for known or separately measured modes."""
 
     def __init__(
         self, tuning: ControllerTuning = DEFAULTS.controller, shared: SpeculationController | None = None
@@ -37,8 +37,7 @@ class Controllers:
         self._known: OrderedDict[Group, SpeculationController] = OrderedDict()
 
     def of(self, session: Session) -> SpeculationController:
-        """Return the controller of a session, a new one if its group is not known. Changes nothing: any thread may
-        ask."""
+        """Return the controller of a session, a new one if its group is unknown. No side effects; thread-safe."""
         if self._shared is not None:
             return self._shared
         return self._known.get(_group(session)) or SpeculationController(self._tuning)

@@ -1,5 +1,5 @@
-"""Which drafters a session uses now: by its policy, its rule, the mode that the controller has selected, and what a
-candidate costs."""
+"""Eligibility: which drafters a session uses now, from its policy, its rule, the controller's mode, and the cost of a
+candidate."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from verifier_service.speculation.controller import BatchProfile, Mode
 from verifier_service.speculation.controllers import Controllers
 
 NOTHING_PAYS = 1.0 - 1e-7
-"""A break-even probability from which on no candidate pays: as a moving average it comes close to 1 and never there."""
+"""Break-even probability at or above which no candidate pays: as a moving average it approaches 1 without reaching
+it."""
 
 
 class LocalModel(Protocol):
-    """A local draft model, as far as it decides whether it is used."""
+    """What eligibility needs to know of a local draft model."""
 
     works: bool
 
     def serves(self, session: Session) -> bool:
-        """Return True if it may propose candidates for the session now or later."""
+        """Return True if it may propose candidates for the session, now or later."""
 
 
 class Eligibility:
-    """Says who uses what. Changes only with the modes, with `prefilling` and with the `price`: from which probability
-    on a candidate has paid of late, as a moving average."""
+    """Decides which drafters a session may use, from the modes, `prefilling`, and `price`, the break-even probability
+    (moving average)."""
 
     def __init__(self, controllers: Controllers, local_model: LocalModel | None) -> None:
-        self.prefilling = False  # prompts use the CPU cores that drafts would take
+        self.prefilling = False  # prompts use the CPU cores of drafts
         self.price = 0.0
         self._controllers = controllers
         self._local_model = local_model
 
     def observe_price(self, price: float, smoothing: float) -> None:
-        """Learn from which probability on a candidate would have paid in a step; `smoothing` is that step's weight."""
+        """Update the moving average with a step's break-even probability, with weight `smoothing`."""
         self.price += smoothing * (min(price, 1.0) - self.price)
 
     def uses_remote_draft(self, session: Session) -> bool:
-        """Return True if the session's remote draft is to propose candidates. CONTRASTIVE always needs them."""
+        """Return True if the session's remote draft should propose candidates. CONTRASTIVE always needs them."""
         if not session.policy.remote:
             return False
         if _insists_on_draft(session):
@@ -49,8 +50,8 @@ class Eligibility:
         return self._controllers.of(session).mode is Mode.REMOTE_DRAFT
 
     def lacks_remote_draft(self, session: Session) -> bool:
-        """Return True if the session uses candidates of its remote draft and has none for the next token: that draft is
-        late. CONTRASTIVE waits for its draft."""
+        """Return True if the session's remote draft is late: it is in use, but there is no candidate for the next
+        token. False under CONTRASTIVE, where the session waits for its draft."""
         return not session.needs_draft and self.uses_remote_draft(session) and not session.has_draft_candidates
 
     def uses_proposers(self, session: Session) -> bool:
@@ -60,8 +61,8 @@ class Eligibility:
         )
 
     def uses_local_model(self, session: Session) -> bool:
-        """Return True if the local model proposes for the session. One whose request asks for a window has only
-        that."""
+        """Return True if the local model proposes for the session. A request for a lookahead window excludes the local
+        model."""
         policy = session.policy
         if not (session.takes_own_candidates and policy.local_model and policy.lookahead is None):
             return False
@@ -70,8 +71,8 @@ class Eligibility:
         return self._local_model is not None and self._local_model.serves(session)
 
     def profile(self, sessions: Sequence[Session], beside: int = 0) -> BatchProfile | None:
-        """Return the batch profile of the sessions of a step that have one mode, with so many others `beside` them;
-        None if none of those that it decides for may speculate."""
+        """Return the batch profile of the sessions of a step with a common mode, with `beside` other sessions in the
+        step; None if no session governed by the mode may speculate."""
         led = [session for session in sessions if not is_exempt(session)]
         if not any(session.speculates for session in led):
             return None
@@ -85,7 +86,7 @@ class Eligibility:
         )
 
     def would_draft(self, session: Session, sessions: int) -> bool:
-        """Return True if so many `sessions`, all like this one, would use remote drafts. Any thread may ask."""
+        """Return True if `sessions` sessions like this one would use remote drafts. Thread-safe."""
         batch = BatchProfile(
             sessions,
             session.policy.remote and session.draft_gain.helps,
@@ -102,10 +103,10 @@ class Eligibility:
 
 
 def is_exempt(session: Session) -> bool:
-    """Return True if the session speculates whatever the controller finds."""
+    """Return True if the session speculates regardless of the controller."""
     return _insists_on_draft(session) or session.policy.lookahead is not None
 
 
 def _insists_on_draft(session: Session) -> bool:
-    """Return True if the session uses its draft whatever the controller finds."""
+    """Return True if the session uses its draft regardless of the controller."""
     return session.policy.forced or session.needs_draft
