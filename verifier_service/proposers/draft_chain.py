@@ -1,4 +1,4 @@
-"""A session at the local draft model: how much of its text is read, and the chain of proposals below the text."""
+"""A session at the local draft model: the part of its text read so far, and the chain of proposals below the text."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ log = structlog.get_logger()
 
 
 class Usefulness:
-    """How much the draft helps a text, or all texts of a tenant, as moving averages: P(the next token of a chain is
-    accepted), and the accepted tokens of a chain. A text's begins as its `tenant`'s, which learns from all of them."""
+    """How much the draft helps a text, or a tenant's texts, as moving averages: P(the next token of a chain is
+    accepted), and the accepted tokens of a chain. A text starts with its `tenant`'s values, and updates them too."""
 
     def __init__(self, tuning: DraftModelTuning, tenant: Usefulness | None = None) -> None:
         self._tuning = tuning
@@ -40,21 +40,21 @@ class Usefulness:
             self.expected_accepted = tenant.expected_accepted
 
     def observe_token(self, acceptance: float) -> None:
-        """Learn from a token that was added to a chain."""
+        """Add a token of a chain, with its probability of acceptance."""
         self.next_token_acceptance += self._tuning.smoothing * (acceptance - self.next_token_acceptance)
         if self._tenant is not None:
             self._tenant.observe_token(acceptance)
 
     def observe_chain(self, accepted: float) -> None:
-        """Learn from a chain of which so many tokens are expected to be accepted."""
+        """Add a chain with `accepted` expected accepted tokens."""
         self.expected_accepted += self._tuning.smoothing * (accepted - self.expected_accepted)
         if self._tenant is not None:
             self._tenant.observe_chain(accepted)
 
 
 class PrefixState:
-    """The part of a session's text that a draft model with this `context` and `vocabulary` has read. Proposed tokens
-    are read in the slots that they keep if they are accepted; then they need not be read again."""
+    """The part of a session's text read by a draft model with this `context` and `vocabulary`. Proposed tokens are read
+    in the slots they keep if accepted, so that they need not be read again."""
 
     def __init__(
         self,
@@ -70,21 +70,22 @@ class PrefixState:
         self.usefulness = usefulness
         self.calibration = calibration
         self.table = table
-        self.end = min(session.end - 1, context)  # a candidate for the text's last token saves no step
-        self.over = False  # nothing is proposed any more
-        self.computed = table.shared  # leading tokens of the text whose keys and values are in place
-        self.chain: DraftChain | None = None  # at the present length of the text
+        self.end = min(session.end - 1, context)  # a candidate for the last token saves no step
+        self.over = False  # no more proposals
+        self.computed = table.shared  # length of the text's prefix in the KV cache
+        self.chain: DraftChain | None = None  # at the current length of the text
         self._vocabulary = vocabulary
         self._max_depth = max_depth  # of a chain
         self._length = 0  # of the text at the last `follow`
 
     @property
     def pending(self) -> int:
-        """The number of committed tokens that are not read yet."""
+        """The number of unread committed tokens."""
         return self.session.tree.base - self.computed
 
     def follow(self) -> bool:
-        """Catch up with the text. True if it has grown since the last call, and the draft can read it and propose."""
+        """Catch up with the text. Return True if it has grown since the last call and the draft can read it and
+        propose."""
         tree, before = self.session.tree, self._length
         if self.over or tree.base == before:
             return False
@@ -92,13 +93,13 @@ class PrefixState:
         self.over = tree.base >= self.end or self._has_unknown(tree.committed[before:])
         if self.over:
             return False
-        if self.chain is not None:  # it had finite logits, so what was read may be published
+        if self.chain is not None:  # its logits were finite, so the text read may be published
             committed = tree.committed[before:]
             self.chain.learn(committed)
             self.table.publish(tree.committed, self.computed)
             self.computed += _agreeing(self.chain.computed, committed)
             self.chain = None
-        self.computed = min(self.computed, tree.base - 1)  # the last token is read anew: its logits propose the next
+        self.computed = min(self.computed, tree.base - 1)  # reread the last token: its logits propose the next
         try:
             self.table.reserve(min(self.end, tree.base + self._max_depth))
         except PoolFullError:
@@ -106,49 +107,49 @@ class PrefixState:
         return True
 
     def _has_unknown(self, tokens: Sequence[int]) -> bool:
-        """True if a token is beyond the draft's vocabulary, which is narrower where its padding was left out."""
+        """Return True if a token is beyond the draft's vocabulary, which is smaller where its padding was left out."""
         return self._vocabulary < self.session.vocabulary and max(tokens) >= self._vocabulary
 
     def take(self, most: int) -> tuple[list[int], int, Slots]:
-        """Return up to `most` unread tokens, which count as read from now on, the position of the first, and the slots
-        of all that is read."""
+        """Return up to `most` unread tokens, now marked read; the position of the first; and the slots of everything
+        read."""
         begin = self.computed
         self.computed = min(begin + most, self.session.tree.base)
         return self.session.tree.committed[begin : self.computed], begin, self.table.slots[: self.computed]
 
 
 class DraftChain:
-    """A chain of the likeliest tokens, one below the other, and alternatives beside each of them."""
+    """A chain of the likeliest tokens, one below the other, with alternatives beside each of them."""
 
     def __init__(self, prefix: PrefixState, tuning: DraftModelTuning) -> None:
         self.prefix = prefix
         self.tokens: list[int] = []
-        self.computed: list[int] = []  # those of the tokens that the draft has read
-        self.path_logprob = 0.0  # log P(the text goes through its last token)
-        self.expected_accepted = 0.0  # tokens of the chain that are expected to be accepted
-        self.ended = False  # it does not get longer
+        self.computed: list[int] = []  # tokens read by the draft
+        self.path_logprob = 0.0  # of its last token
+        self.expected_accepted = 0.0  # expected number of accepted tokens
+        self.ended = False  # complete
         self.broken = False  # the draft's logits are not finite
         self.calibration = prefix.calibration
         self._tuning = tuning
         self._places: list[tuple[list[int], list[float]]] = []  # tokens and logprobs of siblings
-        self._rows: list[DraftDistribution] = []  # from which they were drawn (REJECTION)
+        self._rows: list[DraftDistribution] = []  # distributions they were drawn from (REJECTION)
         prefix.chain = self
 
     def take(self) -> tuple[int, int, Slots]:
-        """Return the last token, which counts as read from now on, its position, and the slots of all up to it."""
+        """Return the last token, now marked read; its position; and the slots of all tokens up to it."""
         position = self._end - 1
         self.computed.append(self.tokens[-1])
         return self.tokens[-1], position, self.prefix.table.slots[: position + 1]
 
     def row(self, number: int) -> AskedRow:
-        """Return the row of logits after the last token, which has this number among those of a pass."""
+        """Return the row of logits after the last token, row `number` of a pass."""
         session = self.prefix.session
         hint = session.hint(self.tokens)
         query = SamplingQuery(session.request.sampler, self._end, session.penalty_state, self.tokens, allowed=hint)
         return AskedRow(number, query, session.vocabulary)
 
     def draw(self, row: AskedRow, logits: Logits) -> None:
-        """Add a token that is drawn from the draft's logits [V] (REJECTION), if they are sound."""
+        """Add a token drawn from the draft's logits [V] (REJECTION), if they are finite."""
         logits = over(row.vocabulary, logits)
         self.broken = not abs(logits.max()) < MAX_ABS_LOGIT
         proposal = None if self.broken else rejection.propose(logits, row.query)
@@ -161,8 +162,8 @@ class DraftChain:
         self.add([proposal.token], self.calibration.corrected(len(self.tokens), [math.log(acceptance)]))
 
     def add(self, tokens: list[int], logprobs: list[float]) -> None:
-        """Add the likeliest of these tokens, and the others as its siblings. Logprobs are calibrated; those of -inf, at
-        the end, are of no token."""
+        """Add the likeliest of these tokens, and the others as its siblings. Logprobs are calibrated and padded with
+        -inf."""
         count = len(logprobs) - logprobs.count(-math.inf)
         if not count:
             self.ended = True
@@ -176,7 +177,7 @@ class DraftChain:
         self.ended = full or tokens[0] in self.prefix.session.request.end_tokens
 
     def offer(self) -> None:
-        """Add the candidates that are probable enough to the session's token tree."""
+        """Add candidates above the minimum probability to the session's token tree."""
         least = math.log(self._tuning.min_probability)
         nodes: list[tuple[int, int, float]] = []  # token, parent, logprob
         parent, path_logprob = 0, 0.0
@@ -197,7 +198,7 @@ class DraftChain:
             )
 
     def learn(self, committed: Sequence[int]) -> None:
-        """Learn from the tokens that were committed after the text."""
+        """Update the calibration with the tokens committed after the text."""
         for depth, (token, (tokens, logprobs)) in enumerate(zip(committed, self._places, strict=False)):
             taken = tokens.index(token) if token in tokens else None
             self.calibration.learn(depth, taken, logprobs)
@@ -211,8 +212,8 @@ class DraftChain:
 
 
 def extend(chains: Sequence[DraftChain], logits: DraftLogits, branches: int) -> None:
-    """Make chains a token longer, by the draft's logits after their last tokens: row i is that of chain i. A token has
-    at most `branches` - 1 siblings."""
+    """Extend chains by a token, from the draft's logits after their last tokens: row i is for chain i. A token has at
+    most `branches` - 1 siblings."""
     sampling = [number for number, chain in enumerate(chains) if chain.prefix.session.samples_candidates]
     whole = dict(zip(sampling, logits.whole(sampling), strict=True)) if sampling else {}
     asked: list[tuple[DraftChain, AskedRow]] = []
@@ -236,7 +237,7 @@ def extend(chains: Sequence[DraftChain], logits: DraftLogits, branches: int) -> 
 
 @contextmanager
 def _alone(chain: DraftChain) -> Iterator[None]:
-    """End a chain that fails: one session's trouble is not the others'."""
+    """End a chain on an error, without failing the others."""
     try:
         yield
     except Exception as error:
@@ -245,5 +246,5 @@ def _alone(chain: DraftChain) -> Iterator[None]:
 
 
 def _agreeing(guessed: Sequence[int], committed: Sequence[int]) -> int:
-    """Return the number of leading tokens that are the same."""
+    """Return the length of the common prefix."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(guessed, committed, strict=False)))

@@ -1,9 +1,9 @@
-"""The local draft: a small model in the verifier's process that proposes candidates between two steps.
+"""The local draft: a small model in the verifier's process, proposing candidates between two steps.
 
-A draft service is for a device of its own: it drafts while the target verifies. On the target's machine it takes a CPU
-core from the target, and every message costs time. The local draft takes turns with the target: only one of them
+A draft service is for a separate device: it drafts while the target verifies. On the target's machine it takes a CPU
+core from the target, and every message costs time. The local draft alternates with the target: only one of them
 computes at a time, with all CPU threads, and nothing is sent. One pass reads a token of every session's chain; passes
-follow for as long as they are worth their time.
+continue while they are worth their time.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from verifier_service.settings.tuning import DEFAULTS, Tuning
 log = structlog.get_logger()
 
 MAX_TENANTS = 256
-"""Tenants of which it is kept how much the draft helps; the one that was silent longest is forgotten first."""
+"""Tenants with a kept usefulness of the draft; the least recently active one is forgotten first."""
 
 
 class DraftModelProposer(Proposer):
-    """The local draft of a verifier; it belongs to the step loop's thread. `engine` shares the target's tokens and need
-    not be exact. A draft that fails costs no token: it is not used again."""
+    """The local draft of a verifier, owned by the step loop's thread. `engine` has the target's tokenizer and need not
+    be exact. A failure costs no token: the draft is not used again."""
 
     phase = Phase.AFTER_DELAY
 
@@ -46,7 +46,7 @@ class DraftModelProposer(Proposer):
         latency: StepLatency | None = None,
         tuning: Tuning = DEFAULTS,
     ) -> None:
-        """`context`: tokens of a text that the model can read; `latency`: of one pass, measured if not given."""
+        """`context`: maximum tokens of a text for the model; `latency`: of one pass, measured by default."""
         blocks = engine.capacity // BLOCK
         self.engine = engine
         self._forward = draft_pass_of(engine)
@@ -61,11 +61,11 @@ class DraftModelProposer(Proposer):
 
     @property
     def held(self) -> int:
-        """The number of KV cache blocks that sessions hold."""
+        """The number of KV cache blocks held by sessions."""
         return self._pool.held
 
     def serves(self, session: Session) -> bool:
-        """True if it may propose candidates for a session now or later, as far as is known."""
+        """Return True if it may propose candidates for a session, now or later."""
         prefix = self._prefixes.get(session)
         return self.works and session.tree.base < self._context and (prefix is None or not prefix.over)
 
@@ -75,10 +75,10 @@ class DraftModelProposer(Proposer):
         return self.guess(asked, len(decoding), step.latency, step.price) if asked else NO_PROPOSALS
 
     def guess(self, sessions: Sequence[Session], decoding: int, latency: StepLatency, price: float) -> ProposalStats:
-        """Propose candidates to these sessions, for as long as that is worth its time before the next step.
+        """Propose candidates to these sessions, while that is worth its time before the next step.
 
-        The step has `decoding` sessions and the target's step `latency`; `price` is the break-even probability.
-        Sessions whose candidates already promise more than a chain does are left out.
+        The step has `decoding` sessions; `latency`: of the target's steps; `price`: the break-even probability.
+        Sessions are skipped if their existing candidates promise more than a chain.
         """
         begin = time.monotonic()
         chains: list[DraftChain] = []
@@ -107,7 +107,7 @@ class DraftModelProposer(Proposer):
             self._close(prefix)
 
     def _begin(self, sessions: Sequence[Session]) -> list[DraftChain]:
-        """Read committed tokens, of the session with the fewest first; return the chains of those that are all read."""
+        """Read committed tokens, shortest remaining first; return the chains of fully read sessions."""
         prefixes = [prefix for session in sessions if (prefix := self._followed(session)) is not None]
         prefixes.sort(key=lambda prefix: prefix.pending)
         packer, budget = self.engine.packer(), self._tuning.max_prefill_rows + 2 * len(prefixes)
@@ -129,7 +129,8 @@ class DraftModelProposer(Proposer):
     def _go_on(
         self, chains: Sequence[DraftChain], decoding: int, latency: StepLatency, price: float, begin: float
     ) -> None:
-        """Extend chains by one token a pass, while a pass brings more tokens than the step would in the same time."""
+        """Extend chains by one token a pass, while a pass adds more tokens a second than the step would have without
+        it."""
         expected, rows = float(decoding), decoding
         longer = [chain for chain in chains if chain.tokens]
         while longer:
@@ -138,6 +139,7 @@ class DraftModelProposer(Proposer):
             going = [chain for chain in longer if not chain.ended and self._gain(chain) > price]
             gain = sum(self._gain(chain) - price for chain in going)
             rate = expected / (latency.of(rows) + time.monotonic() - begin)
+            # The pass delays the whole step: it must add more tokens than the step brings in that time.
             if gain <= rate * self._latency.of(len(going)):
                 return
             packer = self.engine.packer()
@@ -149,11 +151,11 @@ class DraftModelProposer(Proposer):
             longer = self._read(packer, going)
 
     def _gain(self, chain: DraftChain) -> float:
-        """Return the expected number of accepted tokens from making a chain one token longer."""
+        """Return the expected number of accepted tokens gained by extending a chain by one token."""
         return math.exp(chain.path_logprob) * chain.prefix.usefulness.next_token_acceptance
 
     def _read(self, packer: Packer, chains: Sequence[DraftChain]) -> list[DraftChain]:
-        """Run a forward pass whose wanted rows are the ends of these chains; return the chains that it extends."""
+        """Run a forward pass with the ends of these chains as wanted rows; return the chains it extended."""
         rows, begin = len(packer.tokens), time.monotonic()
         logits, lengths = self._forward(packer.pack()), [len(chain.tokens) for chain in chains]
         extend(chains, logits, self._tuning.branches)
@@ -162,7 +164,7 @@ class DraftModelProposer(Proposer):
         return longer
 
     def _followed(self, session: Session) -> PrefixState | None:
-        """Return a session's prefix state, brought up to its text; None if nothing can be proposed for it now."""
+        """Return a session's prefix state, updated to its text; None if nothing can be proposed for it now."""
         prefix = self._prefixes.get(session)
         if prefix is None:
             table, source, target = self._pool.open(session.tree.committed, session.request.tenant)
@@ -185,7 +187,7 @@ class DraftModelProposer(Proposer):
         return None
 
     def _expected_accepted(self, session: Session) -> float:
-        """Return how many tokens of a session's next chain are expected to be accepted."""
+        """Return the expected number of accepted tokens of a session's next chain."""
         prefix = self._prefixes.get(session)
         usefulness = self._of_tenant(session.request.tenant) if prefix is None else prefix.usefulness
         return usefulness.expected_accepted
@@ -199,7 +201,7 @@ class DraftModelProposer(Proposer):
         return self._tenants[tenant]
 
     def _close(self, prefix: PrefixState, *, wipe: bool = False) -> None:
-        """End proposing for a session, and give its memory back."""
+        """Stop proposing for a session and free its memory."""
         prefix.over = True
         to_wipe = prefix.table.close(wipe=wipe)
         if len(to_wipe) and self.works:

@@ -1,4 +1,4 @@
-"""Candidates that cost no model: the tokens that a text's grammar forces."""
+"""Forced tokens: candidates without a model, from a text's grammar."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Propos
 from verifier_service.sessions.session import Session
 
 LONGEST = 32
-"""Most forced tokens in one step."""
+"""Maximum forced tokens in one step."""
 
 LOGPROB = math.log(0.95)
-"""Log-probability of a forced token: its bytes are certain, and models nearly always write them as the tokenizer
+"""Log-probability of a forced token: its bytes are certain, and models nearly always tokenize them as the tokenizer
 does."""
 
 
 class ForcedTokens(Proposer):
-    """Proposes what grammars force, once for each length of a text."""
+    """Proposes the tokens forced by grammars, once for each length of a text."""
 
     def __init__(self) -> None:
-        self._proposed: dict[Session, int] = {}  # to the tokens that the text had
+        self._proposed: dict[Session, int] = {}  # text length at the last proposal
 
     def propose(self, step: ComingStep) -> ProposalStats:
         for session in step.proposed_for():

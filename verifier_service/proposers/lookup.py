@@ -1,5 +1,4 @@
-"""Candidates that cost no forward pass: what followed where the text, or another of its tenant, said the same
-before."""
+"""N-gram lookup: candidates without a forward pass, from earlier occurrences of the text's last tokens."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ from verifier_service.sessions.session import Session
 
 
 class LookupProposer(Proposer):
-    """N-gram lookup for all sessions. What one session's text says is kept by that session (`ngram.py`); this object
-    keeps `cached_tokens` tokens of each tenant's finished texts."""
+    """N-gram lookup for all sessions. A session keeps its own text (`ngram.py`); this object keeps `cached_tokens`
+    tokens of each tenant's finished texts."""
 
     def __init__(self, cached_tokens: int) -> None:
         self._cache = SuffixCache(cached_tokens)

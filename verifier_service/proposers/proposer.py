@@ -1,8 +1,8 @@
-"""The seam for drafters inside the verifier: a proposer puts candidates into the token trees of sessions.
+"""The seam for drafters inside the verifier: a proposer adds candidates to the token trees of sessions.
 
-A new drafter is a file of its own that derives from `Proposer`, and an entry in the step loop's list. It decides only
-what may follow a text: which candidates a step verifies is the token budget's choice, and whether proposers are used at
-all the speculation controller's.
+A new drafter is one file with a subclass of `Proposer`, and an entry in the step loop's list. It decides only what may
+follow a text. The token budget chooses the candidates to verify, and the speculation controller whether proposers are
+used.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from verifier_service.speculation.eligibility import Eligibility
 
 
 class Phase(Enum):
-    """When a proposer acts."""
+    """The time at which a proposer runs."""
 
     BEFORE_DELAY = "before_delay"
-    """Before the loop decides whether to delay the step: its candidates count in that decision. It may be asked again
-    before the step begins, so it has to be quick, and to notice that it has proposed already."""
+    """Before the decision on the step delay, which its candidates influence. It may be called again before the step
+    begins, so it has to be fast and to skip sessions already served."""
     AFTER_DELAY = "after_delay"
-    """Once, when the step is about to begin: it may take time, which enters the price of candidates."""
+    """Once, just before the step begins: it may take time, which enters the break-even probability of candidates."""
 
 
 class ProposalStats(NamedTuple):
     """The work of proposers before a step."""
 
-    seconds: float = 0.0  # spent, to be paid by the step
+    seconds: float = 0.0  # charged to the step
     sessions: int = 0  # with proposals
 
 
@@ -42,19 +42,19 @@ NO_PROPOSALS = ProposalStats()
 class ComingStep:
     """The step that proposers work for."""
 
-    sessions: Sequence[Session]  # those that are ready
+    sessions: Sequence[Session]  # the ready ones
     eligibility: Eligibility
     latency: StepLatency
     price: float  # the break-even probability
 
     @property
     def decoding(self) -> list[Session]:
-        """Sessions whose prompt is computed."""
+        """Sessions with a computed prompt."""
         return [session for session in self.sessions if not session.remaining_prompt]
 
     def proposed_for(self) -> Iterator[Session]:
-        """Yield the decoding sessions that use proposers. Where a place takes one candidate, which is sampled, the
-        local model has it if it is used."""
+        """Yield the decoding sessions that use proposers. Where a place takes a single, sampled candidate, a local
+        model in use has precedence."""
         for session in self.sessions:
             if session.remaining_prompt or not self.eligibility.uses_proposers(session):
                 continue
@@ -69,10 +69,10 @@ class Proposer(ABC):
 
     @abstractmethod
     def propose(self, step: ComingStep) -> ProposalStats:
-        """Put candidates into the trees of the step's sessions (`Session.add_candidates`)."""
+        """Add candidates to the trees of the step's sessions (`Session.add_candidates`)."""
 
     def forget(self, session: Session) -> None:  # noqa: B027 -- most proposers keep nothing
-        """Free what is kept for a session, which has left or has lost its memory; it may come back."""
+        """Free the state of a session that left or was preempted; it may come back."""
 
     def finished(self, session: Session) -> None:  # noqa: B027 -- most proposers learn nothing
-        """Learn from a text that is complete."""
+        """Learn from a complete text."""

@@ -1,8 +1,8 @@
-"""The suffix cache: the latest finished texts of each tenant, for n-gram lookups by its next requests.
+"""The suffix cache: the latest finished texts of each tenant, for n-gram lookup by its next requests.
 
-Off unless asked for: it is other people's text. Nobody receives any of it, since a proposal is only accepted if it is
-the target's own choice; but the time that an answer takes can tell that somebody has said it before. So texts are
-shared within a tenant only, as computed prompts are.
+Off by default, since it holds other users' text. None of it can leak as text: a proposal is accepted only if it is the
+target's own choice. But response times can reveal that a text was generated before. So texts are shared within a tenant
+only, like the prefix cache.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 from specdec.decoding.suffix import Tokens
 
 MOST_TENANTS = 64
-"""Most tenants whose texts are kept; the one that has been silent longest is forgotten first."""
+"""Maximum tenants with kept texts; the least recently active one is forgotten first."""
 
 BREAK = -1
-"""Separator of two texts: no token id, so that no lookup continues across it."""
+"""Separator of two texts: not a token id, so that no lookup continues across it."""
 
 
 class SuffixCache:
@@ -45,7 +45,7 @@ class SuffixCache:
 
 
 class _Recent:
-    """A buffer of the last `most` tokens that were added, always contiguous."""
+    """A contiguous buffer of the last `most` tokens added."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -57,7 +57,7 @@ class _Recent:
         return self._buffer[max(0, self._end - self._most) : self._end]
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Append tokens, `most` of them at most."""
+        """Append at most `most` tokens."""
         if self._end + len(tokens) > len(self._buffer):
             kept = self.tokens.copy()
             self._buffer[: len(kept)] = kept

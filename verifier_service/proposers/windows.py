@@ -1,4 +1,4 @@
-"""Lookahead windows of a step: proposers that need rows of their own in the batch, and the target's choices there."""
+"""Lookahead windows of a step: their rows in the batch, and the target's choices there."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def open_windows(
     *,
     may_explore: bool = False,
 ) -> list[LookaheadRows | None]:
-    """Open the lookahead windows of a step of `decoding` sessions. One entry for each of these `sessions`.
+    """Open the lookahead windows of a step with `decoding` sessions. Return one entry per session of `sessions`.
 
-    `chosen` are their candidates, to which a Jacobi window's are added; `free` tree slots are left for windows. If the
-    step `may_explore`, a window is opened to learn what its rows cost.
+    `chosen`: their candidates, extended by those of Jacobi windows; `free`: tree slots left for windows. If the step
+    `may_explore`, a window may be opened to learn the cost of its rows.
     """
     costs = WindowCosts(decoding, latency, decoding + sum(map(len, chosen)), may_explore=may_explore)
     windows: list[LookaheadRows | None] = []
@@ -55,7 +55,7 @@ def window_rows(
     latency: StepLatency,
     eligibility: Eligibility,
 ) -> int:
-    """Return how many rows the windows that `open_windows` would open may have."""
+    """Return an upper bound of the rows of the windows that `open_windows` would open."""
     costs = WindowCosts(decoding, latency, decoding + sum(map(len, chosen)))
     rows = 0
     for session in sessions:
@@ -67,17 +67,17 @@ def window_rows(
 
 
 def _wanted(session: Session, costs: WindowCosts, eligibility: Eligibility) -> Lookahead | None:
-    """Return the size of the window that a session is to have; None: it is to have none."""
+    """Return the size of the window for a session, or None."""
     if not session.policy.windows or session.chains_only or not eligibility.uses_proposers(session):
         return None
     size = session.policy.lookahead
-    if size is None and not eligibility.uses_local_model(session):  # with a draft a window has little to gain
+    if size is None and not eligibility.uses_local_model(session):  # beside a local draft a window gains little
         size = costs.affordable(session.ngrams.sizes, session.ngrams.gain)
     return size
 
 
 def observe_windows(verifications: Sequence[TreeVerification], logits: StepLogits) -> None:
-    """Tell the windows of a step what the target has chosen below their rows."""
+    """Update the windows of a step with the target's choices below their rows."""
     with_window = [each for each in verifications if each.error is None and each.lookahead_count]
     if not with_window:
         return
