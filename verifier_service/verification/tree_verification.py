@@ -21,27 +21,27 @@ class TreeVerification:
     __slots__ = ("_asked", "_node", "_path", "error", "kv_copies", "planned", "result", "row", "rows", "session")
 
     def __init__(self, session: Session, planned: ScheduledRows) -> None:
-        assert planned.root_row is not None  # a piece of prompt decides nothing
+        assert planned.root_row is not None  # a chunk of prompt chooses no token
         self.session = session
         self.planned = planned
         offered = 0 if planned.tree is None else len(planned.tree.results)
         self.result = VerifyResult(session.tree.base, offered)
         self.kv_copies: list[tuple[int, int]] = []  # slots (from, to) to copy
-        self.rows: list[int] = []  # indices among the results: the rows that chose a token
+        self.rows: list[int] = []  # rows that chose a token, as indices among the results
         self.error: Exception | None = None
         self.row = planned.root_row
         self._node = session.tree.root
         self._path: list[int] = []
-        self._asked: dict[int, SamplingQuery] = {}  # known in advance, by row
+        self._asked: dict[int, SamplingQuery] = {}  # queries made in advance, by row
 
     def query(self) -> SamplingQuery:
         asked = self._asked.get(self.row)
         return self._query(self._node, self._path, self.session.allowed(self._path)) if asked is None else asked
 
     def queries(self) -> Iterator[tuple[int, SamplingQuery]]:
-        """Yield the sampling queries that the step may lead to, each after its row's index among the results: those of
-        the root, of all candidates, and of the window, of rows that are none of these. A row whose grammar does not say
-        what may follow is left out: if it is reached, it is asked then."""
+        """Yield (row index among the results, sampling query) for every row the step may reach: the root's, all
+        candidates', and those of the window not among them. A row is left out if its grammar cannot give a mask in
+        advance: it is queried when reached."""
         tree = self.planned.tree
         nodes, paths = {self.row: self._node}, {id(self._node): self._path}
         if tree is not None:
@@ -93,20 +93,20 @@ class TreeVerification:
         if not (self.result.tokens and isinstance(error, GrammarFailureError)):
             self.error = error
             return
-        # What was chosen before counts, as without candidates, the last of it as the target's own: the next step begins
-        # with it, and fails there.
+        # Keep the tokens chosen so far, the last one as a bonus token: the next step begins with it as its root and
+        # fails there.
         self.result.accepted -= 1
         self.result.sources[-1] = BONUS
 
     def apply(self, now: float) -> VerifyResult:
-        """Apply the result to the session, and return it."""
+        """Apply the result to the session and return it."""
         if self.planned.undrafted:
             self.result.undrafted = len(self.result.tokens)
         self.session.apply(self.result, self.planned.count, now)
         return self.result
 
     def _tested(self, tree: TreeRows, token: int) -> Node | None:
-        """Return the candidate that was chosen, if it was in this step; let the n-grams learn from their own."""
+        """Return the chosen candidate if it was in this step, and update the n-grams' confidence with this place."""
         for candidate in self._node.children.values():
             if candidate.origin != REMOTE_DRAFT and id(candidate) in tree.results:
                 self.session.ngrams.learn(candidate, candidate.token == token)
@@ -114,7 +114,7 @@ class TreeVerification:
         return child if child is not None and id(child) in tree.results else None
 
     def _query(self, node: Node, path: list[int], allowed: TokenMask | None) -> SamplingQuery:
-        """Return the sampling query below a node. A sampled child is tested even if it is not in this step: if it is
+        """Return the sampling query below a node. A sampled child is tested even if it is not in this step: if
         accepted, the candidates below it stay alive."""
         proposal = None if node.distribution is None else Proposal(next(iter(node.children), None), node.distribution)
         return SamplingQuery(

@@ -1,4 +1,4 @@
-"""The verification of a whole step: one forward pass, and what it commits for every session."""
+"""The verification of a whole step: one forward pass, and the tokens it commits for every session."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from verifier_service.verification.verify_trees import verify_trees
 
 
 class VerifiedStep:
-    """A forward pass over the rows of a step, and its verified trees. Making one commits nothing, and raises whatever
-    fails; `apply` commits. An engine that computes by itself calls `beside` meanwhile."""
+    """A forward pass over the rows of a step, and its verified trees. The constructor commits nothing and raises any
+    error; `apply` commits. An engine that computes asynchronously calls `beside` meanwhile."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class VerifiedStep:
         self._add_logprobs()
 
     def _add_logprobs(self) -> None:
-        """Add the log-probabilities of committed tokens to the results of requests that want them."""
+        """Add the log-probabilities of committed tokens to the results of requests for them."""
         asking = [each for _, each in self._sound if each.session.request.top_logprobs is not None]
         if not asking:
             return
@@ -61,10 +61,10 @@ class VerifiedStep:
             each.result.logprobs = list(islice(found, len(each.rows)))
 
     def apply(self, now: float) -> list[tuple[RunningSession, VerifyResult]]:
-        """Commit what was accepted, and return it; those that `failed` get nothing."""
+        """Commit and return accepted tokens; `failed` sessions get nothing."""
         for entry, count in self._prefilled:
             entry.session.computed += count
         results = [(entry, verification.apply(now)) for entry, verification in self._sound]
-        for entry, _ in self._sound:  # not of unfinished prompts: whether their logits are finite is not known yet
+        for entry, _ in self._sound:  # not of unfinished prompts: their logits are still unchecked
             entry.session.cache_prefix()
         return results

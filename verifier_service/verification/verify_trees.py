@@ -1,7 +1,10 @@
-"""Tree verification: from the logits of a step to the tokens that every session commits.
+"""Tree verification: from the logits of a step to the tokens committed for every session.
 
-Start at the root, take the target's own choice, go to the child with that token, and stop where there is none. All
-sessions go down together, one level at a time, so that one vectorised call makes all their choices.
+Start at the root, take the target's own choice, move to the child with that token, and stop where there is none. All
+sessions advance together, one level at a time, so that one vectorised call makes all their choices.
+
+With `specdec/decoding/choice.py` and `specdec/decoding/rejection.py`, where a row's token is chosen under each
+acceptance rule, this is the whole of speculative decoding.
 """
 
 from __future__ import annotations
@@ -19,30 +22,30 @@ from specdec.grammar.grammar import GrammarError
 from specdec.serving.errors import GrammarFailureError
 
 ANY = SamplingQuery(RequestSampler(Sampling(temperature=0.0)), 0)
-"""Asks a row for its likeliest token."""
+"""The query for a row's likeliest token."""
 
 
 class NotFiniteError(FloatingPointError):
-    """The logits of a row are broken."""
+    """The logits of a row are not finite."""
 
     def __init__(self) -> None:
         super().__init__("the model's logits are not finite")
 
 
 class TreeWalker(Protocol):
-    """A session whose tree is being verified. It stands at a node, at first the root."""
+    """A session's position in its tree during verification, at first the root."""
 
     row: int
-    """Index of the present node's logits among the results."""
+    """Index of the current node's logits among the results."""
 
     def query(self) -> SamplingQuery:
-        """Return the sampling query below the present node; GrammarError if its grammar is too complex to have one."""
+        """Return the sampling query below the current node; GrammarError if the grammar is too complex for one."""
 
     def take(self, token: int) -> bool:
-        """Commit the chosen token and go to its child; False if verification ends here."""
+        """Commit the chosen token and move to its child; return False if verification ends here."""
 
     def fail(self, error: Exception) -> None:
-        """End verification with an error: the logits are broken, or the grammar says nothing of what may come next."""
+        """End verification with an error: non-finite logits, or a grammar too complex to give a mask."""
 
 
 def verify_trees(walkers: Sequence[TreeWalker], rows: StepLogits) -> None:
@@ -54,7 +57,7 @@ def verify_trees(walkers: Sequence[TreeWalker], rows: StepLogits) -> None:
             try:
                 queries.append(walker.query())
             except GrammarError as error:
-                _, (finite,) = rows.choose([walker.row], [ANY])  # its memory is wiped if it is not
+                _, (finite,) = rows.choose([walker.row], [ANY])  # non-finite: its memory must be wiped
                 walker.fail(GrammarFailureError(str(error)) if finite else NotFiniteError())
             else:
                 asking.append(walker)
@@ -72,9 +75,8 @@ def verify_trees(walkers: Sequence[TreeWalker], rows: StepLogits) -> None:
 
 
 def warm_up(vocabulary: int) -> None:
-    """Draw a token, so that no request has to wait for the code that is compiled on first use, or comes from the cache
-    folder."""
-    from specdec.decoding import gumbel_pruning  # Numba takes a second to import, and a refused start needs none of it
+    """Draw a token, so that no request waits for code compiled on first use or loaded from the cache folder."""
+    from specdec.decoding import gumbel_pruning  # Numba takes a second to import, wasted on a refused start
     from specdec.engine.cpu.code_cache import kept
 
     kept("collect", gumbel_pruning.__file__, gumbel_pruning.collect)
