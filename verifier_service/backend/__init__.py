@@ -1,1 +1,1 @@
-"""The seam between the servicer and whatever runs the target: requests, results, counters."""
+"""The seam between the servicer and the backend that runs the target: requests, results, counters."""

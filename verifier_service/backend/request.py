@@ -1,4 +1,4 @@
-"""Validated openings and policies of sessions, as the code works with them."""
+"""Validated openings and policies of sessions."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ class SessionRequest:
     sampler: RequestSampler
     end_tokens: frozenset[int]
     max_tokens: int
-    top_logprobs: int | None  # most probable tokens to give logprobs of, besides the chosen one's; None: no logprobs
-    context: int  # most tokens of a text
+    top_logprobs: int | None  # alternatives with logprobs, besides the chosen token's; None: no logprobs
+    context: int  # maximum tokens of a text
     tenant: str = ""
-    weight: float = 1.0  # share of the tenant, relative to others
+    weight: float = 1.0  # of the tenant, relative to others
     priority: int = 0  # among sessions of the same tenant: lower goes first
-    deadline: float | None = None  # of the caller, in monotonic time
+    deadline: float | None = None  # of the caller, in `time.monotonic`
     checksum: int = 0  # of the VerifyOpen
-    coalesce_commits: bool = False  # nobody waits for single tokens
-    grammar: CompiledGrammar | None = None  # what the generated text must look like
+    coalesce_commits: bool = False  # the client does not read along
+    grammar: CompiledGrammar | None = None  # of the generated text
 
 
 @dataclass
 class Policy:
     """A validated VerifyPolicy."""
 
-    drafters: frozenset[Drafter]  # who may propose candidates
+    drafters: frozenset[Drafter]  # permitted sources of candidates
     max_candidates: int  # in one step
-    patience: float  # seconds after a commit that a step may wait for a draft's candidates
-    forced: bool = False  # speculate whether or not it pays
-    lookahead: Lookahead | None = None  # size of a window in every step; None: one that pays
+    patience: float  # limit in seconds after a commit on waiting for a draft's candidates
+    forced: bool = False  # speculate regardless of the controller
+    lookahead: Lookahead | None = None  # size of a window in every step; None: chosen by its gain
 
     def __post_init__(self) -> None:
-        # Computed once: every step needs them several times.
+        # Computed once: needed several times a step.
         self.remote = Drafter.REMOTE in self.drafters
         self.own = bool(self.drafters & OWN_DRAFTERS)
         self.ngram = Drafter.NGRAM in self.drafters

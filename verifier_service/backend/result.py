@@ -1,4 +1,4 @@
-"""The verify result: the tokens that steps add to a session's text."""
+"""The verify result: the tokens added to a session's text by its steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STOP, LENGTH, CONTEXT = FinishReason
 
 @dataclass(slots=True)
 class VerifyResult:
-    """The tokens that one step, or several in a row, add to a session, and how they came about."""
+    """The tokens added to a session by one step or by consecutive ones, and their sources."""
 
     base: int  # committed tokens before them
     offered: int  # candidates verified
@@ -43,13 +43,13 @@ class VerifyResult:
     sources: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     accepted: int = 0
-    finish: int = 0  # FinishReason; 0: goes on
+    finish: int = 0  # FinishReason; 0: continues
     steps: int = 1
-    undrafted: int = 0  # tokens of steps that wanted candidates of a remote draft, and had none
+    undrafted: int = 0  # tokens of steps that wanted a remote draft's candidates and had none
     checksum: int = 0  # as in specdec.v2.Commit
 
     def join(self, later: VerifyResult) -> None:
-        """Append the result of the steps that followed."""
+        """Append the result of the following steps."""
         self.offered += later.offered
         self.tokens += later.tokens
         self.sources += later.sources
@@ -63,15 +63,15 @@ class VerifyResult:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of one step, in seconds, and what a session's commit tells besides its verify result."""
+    """Times of one step in seconds, and the rest of a session's commit besides its verify result."""
 
     forward: float
     step: float
     waited: float  # step delay, for candidates
     queued: float  # for memory, since its last commit
-    cached: int = 0  # on the first commit: tokens that were in memory already
+    cached: int = 0  # on the first commit: tokens found in the KV cache
     preemptions: int = 0  # of the session so far
-    drafting_wanted: bool = False  # a draft's candidates for this session are used now
+    drafting_wanted: bool = False  # a draft's candidates for this session are in use
     min_candidate_probability: float = 0.0  # the break-even probability
-    drafted: int = 0  # sessions of the pod for which there is a draft
+    drafted: int = 0  # sessions of the pod with a draft
     round_trip: float = 0.0  # to the session's draft and back; 0: unknown

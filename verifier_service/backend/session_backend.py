@@ -1,7 +1,7 @@
-"""The seam above the step loop: what the servicer asks of whoever runs the target.
+"""The seam above the step loop: the servicer's interface to whatever runs the target.
 
 Above it are messages, limits and admission (`servicer.py`); below it sessions, memory and steps. `StepLoop` is one
-backend; another engine with a scheduler of its own is put here, beside it.
+backend; an engine with its own scheduler would be another one.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from verifier_service.backend.result import StepTimes, VerifyResult
 from verifier_service.backend.stats import VerifierStats
 
 MakeCommit = Callable[[VerifyResult, StepTimes], Any]
-"""Makes a response of a verify result and its times; called on the event loop of the response queue."""
+"""Turns a verify result and its times into a response; called on the event loop of the response queue."""
 
 
 class BackendSession(Protocol):
-    """A session, as far as messages are for it. All methods are called in the worker's thread."""
+    """A session as the receiver of messages. Methods are called in the worker's thread unless marked thread-safe."""
 
-    refused_extends: int  # messages of candidates that were invalid
+    refused_extends: int  # invalid messages of candidates
 
     @property
     def request(self) -> SessionRequest: ...
@@ -35,22 +35,22 @@ class BackendSession(Protocol):
 
     @property
     def awaits_draft(self) -> bool:
-        """True if the session has memory, and no token can be chosen before its draft has sent something. Any thread
-        may ask."""
+        """True if the session has memory, but cannot choose a token before its draft has sent something.
+        Thread-safe."""
 
     def extend(self, base: int, paths: Paths, arrived: float, base_age: float) -> None:
-        """Take candidates that start at `base`, which their sender has known for `base_age` seconds; they `arrived` at
-        that `time.monotonic`. ValueError if they are invalid."""
+        """Take candidates that start at `base`, known to their sender for `base_age` seconds; `arrived`: arrival by
+        `time.monotonic`. ValueError if they are invalid."""
 
     def set_policy(self, policy: Policy) -> None:
-        """Speculate by this policy from now on."""
+        """Speculate by this policy, starting now."""
 
     def client_has_read(self, tokens: int) -> None:
-        """Note that the client has taken so many generated tokens."""
+        """Record that the client has read `tokens` generated tokens."""
 
 
 class MemoryUse(NamedTuple):
-    """Tokens of KV cache: all, those that sessions hold, and those of cached prefixes that nobody holds."""
+    """Tokens of KV cache: the total, those held by sessions, and those of cached prefixes held by none."""
 
     tokens: int
     held: int
@@ -62,43 +62,44 @@ class SessionBackend(Worker):
 
     stats: VerifierStats
     chains_only: bool = False
-    """True if a step verifies one chain of candidates for each session: no tree and no lookahead window."""
+    """True if a step verifies a single chain of candidates per session: no tree and no lookahead window."""
 
     @property
     @abstractmethod
     def context(self) -> int:
-        """The number of tokens that one session can have memory for at most."""
+        """Maximum tokens of memory for one session."""
 
     @abstractmethod
     def session(self, request: SessionRequest, policy: Policy, max_nodes: int, vocabulary: int) -> Any:
-        """Return a new session (`BackendSession`) that is not served yet. Any thread may ask.
+        """Return a new session (`BackendSession`), not served yet. Thread-safe.
 
-        A draft may have `max_nodes` candidates alive in it, of a `vocabulary` of so many tokens."""
+        `max_nodes`: limit on live candidates of its draft; `vocabulary`: number of its tokens.
+        """
 
     @abstractmethod
     def serve(self, session: Any, responses: ResponseQueue[Any], commit: MakeCommit, timeline: Timeline) -> None:
-        """Give a session memory as soon as there is some, and send its commits until it has ended or is detached;
-        record when it gets memory, loses it, and has its prompt computed. EngineLostError if nothing can be computed.
-        In the worker's thread."""
+        """Allocate memory for a session as soon as possible, and send its commits until it ends or is detached. Record
+        in the timeline when it is admitted or preempted and when its prompt is computed. EngineLostError if the engine
+        is lost. In the worker's thread."""
 
     @abstractmethod
     def detach(self, session: Any) -> None:
-        """Forget a session and free its memory, whatever state it is in. In the worker's thread, once or more."""
+        """Forget a session in any state and free its memory. Idempotent; in the worker's thread."""
 
     @abstractmethod
     def drafting_outlook(self, session: Any, sessions: int) -> tuple[bool, float]:
-        """Return (True if candidates of a remote draft are wanted, the break-even probability) for a new session, the
-        last of so many `sessions` like it. Any thread may ask."""
+        """Return (whether candidates of a remote draft are wanted, the break-even probability) for a new session, the
+        last of `sessions` like it. Thread-safe."""
 
     @abstractmethod
     def memory(self) -> MemoryUse:
-        """Return how the KV cache is used. Any thread may ask."""
+        """Return the use of the KV cache. Thread-safe."""
 
     @abstractmethod
     def known_prefix(self, hashes: Iterable[int]) -> int:
-        """Return how many leading tokens of a text need not be computed, which has these block hashes
-        (`specdec.decoding.block_hashes`). Any thread may ask."""
+        """Return the number of leading tokens in the prefix cache, for a text with these block hashes
+        (`specdec.decoding.block_hashes`). Thread-safe."""
 
     @abstractmethod
     def fitting(self, tokens: float) -> int:
-        """Return how many sessions with texts of so many tokens would get memory at once. Any thread may ask."""
+        """Return how many sessions with texts of `tokens` tokens would get memory at once. Thread-safe."""
