@@ -1,1 +1,1 @@
-"""Commits: what leaves the step loop, and when."""
+"""Publishing: the commits of the step loop, and their send times."""

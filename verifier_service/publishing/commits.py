@@ -1,4 +1,4 @@
-"""When a session's verify results are sent as a commit, and what the commit tells besides."""
+"""Commits: when a session's verify results are sent, and the rest of the message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verifier_service.speculation.eligibility import Eligibility
 
 
 class StepSeconds(NamedTuple):
-    """How long a step took."""
+    """Durations of a step."""
 
     forward: float = 0.0
     step: float = 0.0
@@ -34,13 +34,13 @@ class CommitPublisher:
         self._drafted = 0  # running sessions that use a remote draft
 
     def send_before(self, step_seconds: float, sitting_out: Sequence[RunningSession]) -> None:
-        """Send, before a step of so many seconds, what is pending of sessions that sit it out and due by its end."""
+        """Before a step of `step_seconds`, send pending results due by its end, of sessions sitting it out."""
         due = self._due(time.monotonic() + step_seconds)
         pending = [entry for entry in sitting_out if entry.pending_result is not None and due(entry)]
         ResponseQueue.send_all([self._message(entry, StepSeconds()) for entry in pending])
 
     def publish(self, results: Sequence[tuple[RunningSession, VerifyResult]], seconds: StepSeconds) -> None:
-        """Add a step's results to what is pending, and send what is due."""
+        """Add a step's results to the pending ones, and send what is due."""
         self._drafted = sum(self._eligibility.uses_remote_draft(entry.session) for entry in self._queue.running)
         is_due = self._due(time.monotonic())
         messages = []
@@ -54,8 +54,7 @@ class CommitPublisher:
         ResponseQueue.send_all(messages)
 
     def _due(self, when: float) -> Callable[[RunningSession], bool]:
-        """Return the function that says whether a session's pending result is to be sent at this time, though nobody
-        waits for it."""
+        """Return a predicate: whether a session's pending result is due at the time `when`, even if not awaited."""
         tuning = self._tuning
         spacing = self._spacing()
 
@@ -68,10 +67,10 @@ class CommitPublisher:
         return is_due
 
     def _spacing(self) -> dict[str, float]:
-        """Return the seconds between two messages of a session, by tenant. They divide the messages a second by their
-        weights, so that many streams of one do not delay another's."""
+        """Return the minimum seconds between two messages of a session, by tenant. Tenants share the message rate by
+        weight, so that many streams of one do not delay another's."""
         running, a_second = self._queue.running, self._tuning.messages_a_second
-        if self._queue.shares.tenants <= 1:  # as mostly
+        if self._queue.shares.tenants <= 1:  # the common case
             return {entry.tenant: len(running) / a_second for entry in running[:1]}
         sessions = Counter(entry.tenant for entry in running)
         weights = {entry.tenant: entry.weight for entry in running}
@@ -79,19 +78,19 @@ class CommitPublisher:
         return {tenant: count * total / (weights[tenant] * a_second) for tenant, count in sessions.items()}
 
     def send_pending(self, entry: RunningSession) -> None:
-        """Send what is pending of a session at once, outside of any step."""
+        """Send a session's pending result at once, outside of any step."""
         if entry.pending_result is not None:
             ResponseQueue.send_all([self._message(entry, StepSeconds())])
 
     def _is_awaited(self, entry: RunningSession) -> bool:
-        """Return True if somebody waits for the session's verify result: its draft, which needs it to go on; the next
-        step, which needs that draft; or its reader, if the session is throttled."""
-        # Its draft works now, or believes that it is to work since it was last told so.
+        """Return True if the session's verify result is awaited: by its draft, to continue; by the next step, which
+        needs that draft; or by its reader, if the session is throttled."""
+        # Its draft works now, or was last told to work.
         drafted = entry.drafting_wanted or self._eligibility.uses_remote_draft(entry.session)
         return drafted or not entry.session.computable or self._queue.throttled(entry)
 
     def _message(self, entry: RunningSession, seconds: StepSeconds) -> tuple[ResponseQueue[Any], Callable[[], Any]]:
-        """Return a session's response queue and a function that makes the commit of its pending result."""
+        """Return a session's response queue and a function to make the commit of its pending result."""
         session = entry.session
         cached, session.cached_tokens = session.cached_tokens, 0
         entry.drafting_wanted = self._eligibility.uses_remote_draft(session)
