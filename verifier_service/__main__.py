@@ -1,4 +1,4 @@
-"""`python -m verifier_service`: serve a target model; under `torchrun`, split into parts, one in each process."""
+"""`python -m verifier_service`: serve a target model; under `torchrun`, with a part of the model per process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ with needed_by("verifier", "verifier"):
     from verifier_service.servicer import Limits, VerifierServicer
     from verifier_service.step_loop import StepLoop
 
-if TYPE_CHECKING:  # it brings torch
+if TYPE_CHECKING:  # imports torch
     from specdec.engine.distributed.ranks import Ranks
 
 
@@ -254,7 +254,7 @@ def main(
         if ranks.rank == 0:
             run(server, lambda: in_a_thread_of_its_own(partial(start, ranks)), "verifier")
         else:
-            from specdec.engine.engines.parallel_engine import follow  # it brings transformers
+            from specdec.engine.engines.parallel_engine import follow  # imports transformers
 
             follow(ranks, lambda: load(ranks.together(lambda: ModelDirectory(model)), ranks))
 

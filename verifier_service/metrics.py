@@ -11,7 +11,7 @@ from verifier_service.speculation.controller import Mode
 
 
 def metrics(told: verifier_pb2.GetStatsResponse, stats: VerifierStats) -> list[Metric]:
-    """Return the metrics of a verifier, of what it tells in `GetStats` and of its own counts."""
+    """Return the metrics for a `GetStats` response and the verifier's own counters."""
     found = Families("verifier")
     found.process(told.pod, told.serving)
     found.gauge("num_sessions", "Sessions that are open.", told.sessions)

@@ -1,7 +1,7 @@
-"""The step loop without speculation: one token a session and step. It says what `StepLoop` must not change.
+"""The step loop without speculation: one token per session and step, the specification of `StepLoop`'s output.
 
-No candidates, no modes, no delay, no windows, no joined commits: what is left is admission, one packed forward pass and
-the sampler's choice. Whatever speculation does, the tokens are these; tests compare the two.
+No candidates, modes, delay, windows or joined commits: only admission, one packed forward pass and the sampler's
+choice. Speculation must not change these tokens; tests compare the two loops.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from verifier_service.verification.verified_step import VerifiedStep
 
 
 class PlainLoop(EngineWorker[Session]):
-    """A verifier's loop with the interface of `StepLoop`. `step_rows`: prompt tokens of one session in a step."""
+    """A verifier's loop with the interface of `StepLoop`. `step_rows`: limit on prompt tokens of one session in a
+    step."""
 
     def __init__(self, engine: Engine, *, step_rows: int = 512, max_unread_tokens: int = 256) -> None:
         super().__init__("plain-loop")
@@ -35,16 +36,16 @@ class PlainLoop(EngineWorker[Session]):
 
     @property
     def context(self) -> int:
-        """The number of tokens that one session can have memory for at most."""
+        """Maximum tokens of memory for one session."""
         return self.pool.usable * BLOCK
 
     def attach(self, entry: RunningSession) -> None:
-        """Queue a session for memory; EngineLostError if nothing can be computed."""
+        """Queue a session for memory; EngineLostError if the engine is lost."""
         self.check_works()
         self._queue.add(entry)
 
     def detach(self, session: Session) -> None:
-        """Forget a session and free its memory, whatever state it is in."""
+        """Forget a session in any state and free its memory."""
         self._queue.remove(session)
 
     def step(self) -> float | None:
@@ -55,7 +56,7 @@ class PlainLoop(EngineWorker[Session]):
             return None
         start, packer = time.monotonic(), self._engine.packer()
         planned = [(e, e.session.plan(packer, min(self._step_rows, e.session.computable), [], [])) for e in ready]
-        rows = len(packer.tokens)  # without those that packing adds
+        rows = len(packer.tokens)  # without padding
         try:
             verified = VerifiedStep(planned, packer.pack, self._forward)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The servicer of VerifierService: connects gRPC streams and the step loop."""
+"""The servicer of VerifierService: connects gRPC streams to the step loop."""
 
 from __future__ import annotations
 
@@ -58,33 +58,33 @@ log = structlog.get_logger()
 MOST_LOGPROBS = 20
 
 QUEUE_SHARE = 8
-"""Sessions of a tenant that may wait for memory, for each place in the waiting room that is free: alone it has eight
-ninths of the room, and the more tenants wait, the less each may (dynamic thresholds, Choudhury and Hahne 1998)."""
+"""Limit on a tenant's waiting sessions, in multiples of the free places in the waiting room: a single tenant gets eight
+ninths of the room, and with more tenants waiting each gets less (dynamic thresholds, Choudhury and Hahne 1998)."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a verifier and of each session; they are also what a session gets that asks for nothing."""
+    """Limits of a verifier and of each session, also used for unset values."""
 
-    max_nodes: int = 256  # candidates of a draft that a session may have alive
+    max_nodes: int = 256  # live candidates of a session's draft
     max_candidates: int = 64  # in one step of a session
     max_sessions: int = 512
-    max_sessions_per_client: int | None = None  # None: no limit of its own
-    max_waiting: int = 128  # sessions that are open but have had no memory yet
+    max_sessions_per_client: int | None = None  # None: no limit per client
+    max_waiting: int = 128  # open sessions not admitted yet
 
 
 class Queue(NamedTuple):
-    """Sessions that wait for memory; a negative number says that there is room for so many more."""
+    """Numbers of sessions waiting for memory; negative: free room."""
 
     new: int
-    """Sessions that never had memory: the waiting room. Preempted ones take no places in it, or those of a flood would
-    have others refused."""
+    """Sessions never admitted: the waiting room. Preempted ones take no places in it; otherwise a flooding tenant's
+    would cause refusals for others."""
 
     ahead: int
-    """Sessions before one that comes now: preempted ones as well, but none that waits for its own reader."""
+    """Sessions before one arriving now: preempted ones as well, but not throttled ones."""
 
     coming: int
-    """Sessions on their way to the loop, which count as waiting."""
+    """Sessions on their way to the loop, counted as waiting."""
 
 
 class VerifierServicer(
@@ -103,8 +103,8 @@ class VerifierServicer(
         grammars: GrammarCompiler | None = None,
         trials: GrammarTrials | None = None,
     ) -> None:
-        """Serve a backend. `info` is what statistics tell of the pod besides its identity; without `grammars`, texts
-        with a grammar are refused; `trials` tries grammars before they are compiled."""
+        """Serve a backend. `info`: the pod's part of statistics, besides its identity; without `grammars`, texts with a
+        grammar are refused; `trials` tries grammars before they are compiled."""
         super().__init__(backend, limits.max_sessions, limits.max_sessions_per_client)
         self._info = info or pod_info()
         self._started = time.monotonic()
@@ -112,7 +112,7 @@ class VerifierServicer(
         self.identity = identity
         self._limits = limits
         self._grammars = Grammars(grammars, trials)
-        self._usual_tokens = float(BLOCK)  # of KV cache that a new session takes, moving average
+        self._usual_tokens = float(BLOCK)  # KV cache tokens of a new session, moving average
 
     async def close(self) -> None:
         await super().close()
@@ -141,10 +141,10 @@ class VerifierServicer(
     def admit(self, request: verifier_pb2.VerifyRequest, deadline: float | None) -> None:
         super().admit(request, deadline)
         text = len(request.open.prompt_tokens) + len(request.open.generated_tokens)
-        tokens = BLOCK * -(-(text + 1) // BLOCK)  # whole blocks for the text and one token more
+        tokens = BLOCK * -(-(text + 1) // BLOCK)  # whole blocks for the text and one more token
         self._usual_tokens += 0.1 * (tokens - self._usual_tokens)
         if request.open.attempt > 1:
-            return  # a text that has begun goes on
+            return  # never refuse a text in progress
         queue, limit, load = self._queue(tokens), self._limits.max_waiting, self._backend.stats
         wait = load.expected_wait(queue.ahead)
         if queue.new >= limit:
@@ -166,7 +166,8 @@ class VerifierServicer(
         return model_pb2.PodCapacity(sessions=self._sessions, room=room, wait_us=int(1e6 * wait))
 
     def _queue(self, tokens: float) -> Queue:
-        """Return how many sessions wait. Those on their way to the loop count, with texts of `tokens` tokens each."""
+        """Return the numbers of waiting sessions. Those on their way to the loop count, with texts of `tokens` tokens
+        each."""
         load = self._backend.stats
         waiting = load.waiting - load.throttled
         coming = len(self.arriving) - (0 if waiting else self._backend.fitting(tokens))
@@ -245,7 +246,7 @@ class VerifierServicer(
                 session.client_has_read(request.consumed.tokens)
 
     def _extend(self, session: BackendSession, extend: model_pb2.Extend, arrived: float) -> None:
-        """Insert candidates; invalid ones are dropped: they are a draft's fault, and a draft must cost no token."""
+        """Insert candidates. Invalid ones are dropped: a draft's error must not cost the text a token."""
         try:
             most = max(len(extend.tokens), len(extend.parents), len(extend.logprob_bytes), len(extend.distributions))
             if most > MAX_NODES_A_MESSAGE:
@@ -255,7 +256,7 @@ class VerifierServicer(
         except ValueError as error:
             self._backend.stats.refused += 1
             session.refused_extends += 1
-            if session.refused_extends == 1:  # a draft that sends invalid candidates does so again and again
+            if session.refused_extends == 1:  # log once: a faulty draft keeps sending them
                 log.warning("candidates_refused", why=str(error))
 
     def opened(self, session: BackendSession) -> verifier_pb2.VerifyResponse:
@@ -309,7 +310,7 @@ class VerifierServicer(
         return violations
 
     def parse(self, request: verifier_pb2.VerifyRequest, deadline: float | None) -> BackendSession:
-        """Return the session that `open` asks for; every value is checked, whoever sent it."""
+        """Return the session requested by an `open`. Values are validated for all callers, trusted or not."""
         message = request.open
         opening_checksum = checksum.of_opening(message)
         if message.HasField("checksum") and message.checksum != opening_checksum:
@@ -361,7 +362,7 @@ class VerifierServicer(
 
 
 def recorded_response(timeline: Timeline, result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:
-    """Record a verify result, and return its response. Runs on the event loop."""
+    """Record a verify result and return its response. Runs on the event loop."""
     timeline.add(
         steps=result.steps,
         tokens=len(result.tokens),

@@ -23,7 +23,7 @@ with needed_by("warm-up", "verifier"):
     from verifier_service.verification.verify_trees import warm_up
 
 KV_TOKENS = 2048
-"""Room of the KV cache: what is kept does not depend on it."""
+"""KV cache size; the cached files do not depend on it."""
 
 
 def main(

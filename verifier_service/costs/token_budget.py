@@ -49,7 +49,7 @@ def select_candidates(
     The step has `rows` rows already, each certain to bring a token; at most `most` rows are added. `spent`: seconds
     taken by the local draft model before the step. With `explore`, if the latency model permits it for this step, there
     are two experiments: candidates that do not pay by the current estimate but may pay are added, up to the next
-    measured point; or some paying ones are left out, to learn whether fewer rows really cost so much.
+    measured point; or some paying ones are left out, to learn whether fewer rows cost as much as estimated.
     """
     ranked = sorted((-logprob, index) for index, offer in enumerate(offers) for logprob in offer.logprobs)[:most]
     gains = [math.exp(-negative) for negative, _ in ranked]

@@ -143,7 +143,7 @@ class Division:
         return found
 
     def _slower_by(self, rows: int, more: int) -> float:
-        """Return the seconds that `more` rows add to a step over `rows` rows."""
+        """Return the additional seconds of a step by `more` rows beside `rows` rows."""
         return self.latency.of(rows + more) - self.latency.of(rows)
 
 

@@ -1,1 +1,1 @@
-"""The numbers of a verifier that were fitted, and why they are what they are."""
+"""Fitted constants of a verifier, with reasons."""

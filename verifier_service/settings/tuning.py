@@ -25,7 +25,7 @@ class ControllerTuning:
 
     early_stop_seconds: float = 0.1
     hopeless_ratio: float = 0.8
-    """After `early_stop_seconds` of steps with candidates, a new mode below this fraction of the best rate is
+    """After `early_stop_seconds` of steps with candidates, a probed or first mode below this part of the best rate is
     abandoned. Steps without candidates do not count: early in a text there is nothing to look up, and drafts have to
     read the prompt."""
 
