@@ -1,6 +1,6 @@
 """The drafter of a draft service: extends the token trees of its sessions.
 
-The draft loop owns one and calls it in its own thread. `language_model.py` is the one there is; heads on the target's
+The draft loop owns one and calls it in its own thread. `language_model.py` is the current one; heads on the target's
 hidden states, an n-gram index or a suffix cache on a separate machine would be others, one file each. Texts, trees,
 commits, calibration, sending and policies stay outside a drafter: `Session` handles them.
 """

@@ -142,10 +142,11 @@ class LanguageModelDrafter(Drafter):
     def _prompt_rows(self, reading: Sequence[ModelSession], expanding: Sequence[ModelSession]) -> int:
         """Return how many tokens of committed text a pass may compute beside sessions that expand nodes.
 
-        One row per unpaused reader, since most need only the token of a correction, plus `PROMPT_WIDTHS` widths, scaled
-        up by readers per expanding session. If the expanding sessions wait for readers of other tenants, the tenants'
-        weights replace session counts in the ratio: a tenant with many sessions cannot lengthen another's passes. If no
-        session expands, the shortest pending text is computed whole, since no one waits for it.
+        One row per unpaused reader, since most need only the token of a correction, plus `PROMPT_WIDTHS` widths times
+        max(1, readers / expanding sessions). If expanding tenants wait for readers of other tenants, the ratio is one
+        of tenants' weights instead, the smallest one, and the first term is capped at `PROMPT_WIDTHS` widths: a tenant
+        with many sessions cannot lengthen another's passes. If no session expands, at least the shortest pending text
+        is computed whole, since no one waits for it.
         """
         wanted = sum(not each.session.policy.paused for each in reading)
         beside = PROMPT_WIDTHS * self._rows_per_session

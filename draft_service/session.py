@@ -194,6 +194,7 @@ class Session:
         """Add children within the policy, the likeliest first, from `tokens` with calibrated logprobs."""
         path_logprob = node.path_logprob()
         for token, logprob in zip(tokens[: self.policy.max_branches], logprobs, strict=False):
+            # Keep the first child even if improbable: the likeliest next token is always sent.
             if logprob < MIN_CHILD_LOGPROB and (node.children or logprob == -math.inf):
                 break
             self._add_child(node, token, logprob, path_logprob + logprob)

@@ -152,6 +152,7 @@ class VerifierServicer(
         tenant = request.open.tenant
         own = load.new_of[tenant] + min(self.arriving.count(tenant), max(0, queue.coming))
         share = QUEUE_SHARE * (limit - queue.new)
+        # At least one place for every tenant, however full the room is.
         if own >= max(1, share):
             problem = f"{own} of its sessions wait for memory, {share} may while {queue.new} do in all"
             raise TenantLimitError(tenant, problem, wait)

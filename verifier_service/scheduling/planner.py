@@ -6,9 +6,9 @@ is made in this order:
 - Yielding: decoding sessions sit out while urgent prompts of other tenants are computed (`Shares.urgent`), if that
   makes the step shorter by more than a factor: T_v(p + d) > worth_a_wait * T_v(p + d'), with p urgent prompt rows, d
   decoding sessions, and d' of them that do not yield. This happens in at most `most_waiting_steps` steps in a row.
-- Speculation: candidates of all sessions together, for the highest goodput (`token_budget.py`). If a tenant got less
-  than its part of its goodput alone (`Division.is_fair`), every tenant's candidates are chosen apart, within its part
-  of the step.
+- Speculation: candidates of all sessions together, for the highest goodput (`token_budget.py`). If a tenant would
+  get less than its part of its goodput alone (`Division.is_fair`), every tenant's candidates are chosen apart, within
+  its part of the step.
 - Prompts: chunks fill the rest of the step (`prefill.py`). c tokens of a tenant with t seconds left in its part fit
   beside r rows if s * (T_v(r + c) - T_v(r)) <= t.
 """
@@ -202,9 +202,9 @@ class Planner:
         """Choose candidates and open windows for sessions in a step of `decoding` ones. Return both, and the break-even
         probability.
 
-        Candidates are chosen for all sessions together, for the highest goodput. If a tenant got less than its part of
-        what it gets alone, each tenant gets the candidates it would have alone, within its part. Only a step of one
-        tenant `may_explore` the cost of rows: no prompt and no other tenant may wait for an experiment.
+        Candidates are chosen for all sessions together, for the highest goodput. If a tenant would get less than its
+        part of what it gets alone, each tenant gets the candidates it would have alone, within its part. Only a step of
+        one tenant `may_explore` the cost of rows: no prompt and no other tenant may wait for an experiment.
         """
         latency, eligibility, free = self._threads.latency, self._eligibility, len(self._tree_slots)
         sessions = [entry.session for entry in speculating]
@@ -350,7 +350,7 @@ def _tokens(nodes: Sequence[Node]) -> float:
 
 
 def _cut(chunks: Sequence[tuple[RunningSession, int]], most: int) -> list[tuple[RunningSession, int]]:
-    """Return chunks cut to `most` tokens in total, in proportion; shares are rounded up, the first ones first."""
+    """Return chunks cut to `most` tokens in total, in proportion, rounded in favour of the first ones."""
     left, cut = sum(chunk for _, chunk in chunks), []
     for entry, chunk in chunks:
         own = math.ceil(most * chunk / left) if left else 0

@@ -276,10 +276,12 @@ class StepShares:
             for tenant, presence in tenants.items()
             if tenant != least
         }
+        # The bounding tenant's rows are in the step in any case; the others divide the rest of the bound.
         pool = Pool(bound - division.alone(least), {tenant: tenants[tenant].weight for tenant in wanted})
         for tenant in pool.order(wanted):
             presence, part = tenants[tenant], pool.part(tenant)
             count = len(presence.prompts) + len(presence.decoders)
+            # Decoding and prompts of a tenant divide its part by their numbers of sessions.
             of_texts = part * len(presence.decoders) / count
             of_prompts = part - of_texts - self._prompt_debt.get(tenant, 0.0)
             left, waiting = _take(presence.decoders, of_texts + self.credit.get(tenant, 0.0), taken, beside, latency)
@@ -292,6 +294,8 @@ class StepShares:
             # Credit only for sessions that wait (as deficit round robin resets an empty queue); an overdraft stays.
             division.credit[tenant] = left if waiting else min(0.0, left)
             if presence.prompts:
+                # Seconds not used by decoding go to the tenant's prompts, unless they are credit for sessions that
+                # wait.
                 division.prompt_seconds[tenant] = of_prompts if waiting else of_prompts + left
             pool.take(tenant, part)
 

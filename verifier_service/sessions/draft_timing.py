@@ -82,6 +82,7 @@ class DraftTiming:
         if self._given_up or now >= until or gain <= 0:
             return WaitEstimate(expected)
         self._awaited = until
+        # An overdue message is expected at any moment; the lower bound avoids a division by zero.
         return WaitEstimate(expected, gain / max(since + usual - now, 1e-4), until)
 
     def _give_up(self, base: int, now: float) -> None:
