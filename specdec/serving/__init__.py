@@ -1,1 +1,1 @@
-"""The code that serves gRPC, shared by the three services."""
+"""The gRPC serving code shared by the three services."""

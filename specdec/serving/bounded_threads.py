@@ -1,7 +1,6 @@
-"""Bounded threads: threads for work that takes long, for which callers wait on the event loop.
+"""A thread pool with a bounded number of waiting callers, for long work started from the event loop.
 
-A caller that waits has nothing in the executor's queue yet: if it leaves, the data that it would have worked on is
-freed.
+A waiting caller has nothing in the executor's queue: if it is cancelled, the data it would have worked on is freed.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ Result = TypeVar("Result")
 
 
 class BoundedThreads:
-    """A pool of `threads` threads, for which `limit` callers may wait; owners take turns. `work` names what they work
-    on, in the plural. With `reserve`, a named owner has at most all threads but one. `executor` has the threads, if
-    they are to be of another kind."""
+    """`threads` threads with places for `limit` waiting callers; owners take turns. `work` names the items of work in
+    the plural, for error messages. With `reserve`, a named owner gets at most all threads but one. `executor` supplies
+    threads of another kind."""
 
     def __init__(
         self, work: str, threads: int, limit: int, *, reserve: bool = False, executor: ThreadPoolExecutor | None = None
@@ -30,12 +29,13 @@ class BoundedThreads:
         self._limit = limit
         self._executor = executor or ThreadPoolExecutor(threads, work)
         self._turns = FairTurns(threads, reserve=reserve)
-        self._owners: Counter[str] = Counter()  # of those who wait
+        self._owners: Counter[str] = Counter()  # waiting callers by owner
         self.waiting = 0
 
     async def run(self, action: Callable[[], Result], owner: str = "", patience: float | None = None) -> Result:
-        """Run an action in a thread; OverloadedError if too many callers wait for one already, or if none is free for
-        `patience` seconds; TenantLimitError if half of the places are taken by this owner."""
+        """Run an action in a thread and return its result. OverloadedError if the limit of waiting callers is reached
+        or no thread is free within `patience` seconds; TenantLimitError if this owner has half of the waiting
+        places."""
         if self.waiting >= self._limit:
             raise OverloadedError(f"{self.waiting} {self._work} are waiting already, the limit is reached")
         own = self._owners[owner]
@@ -58,15 +58,15 @@ class BoundedThreads:
         def done(work: asyncio.Future[Any]) -> None:
             self._turns.release(owner)
             if not work.cancelled():
-                work.exception()  # nobody else may ask
+                work.exception()  # mark as retrieved: the caller may be gone
 
         try:
             work = asyncio.get_running_loop().run_in_executor(self._executor, action)
-        except BaseException:  # no thread can be started
+        except BaseException:  # no thread could be started
             self._turns.release(owner)
             raise
         work.add_done_callback(done)
-        return await asyncio.shield(work)  # who leaves does not end it: the thread is free only when it is done
+        return await asyncio.shield(work)  # a cancelled caller leaves its thread running
 
     def close(self) -> None:
         self._executor.shutdown(cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Which clients may call: those whose certificates are for certain names."""
+"""The gate that admits clients by the names in their certificates."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from specdec.serving.errors import PermissionDeniedError
 from specdec.serving.interceptor import Context
 
 MAX_ECHOED = 4
-"""Names of a certificate that a refusal repeats."""
+"""Maximum number of certificate names in a refusal."""
 
 
 class CertificateNames:
-    """A gate for calls of clients whose certificates are for any of these names. An authority may vouch for more pods
-    than are meant to call."""
+    """Admits clients whose certificate has any of these names. One authority may sign certificates of more pods than
+    are meant to call."""
 
     def __init__(self, names: Iterable[Name]) -> None:
         self._names = frozenset(names)

@@ -1,9 +1,9 @@
-"""The checksum of a verifier session: a running CRC-32 over its opening and what it has committed, which shows that
-what was sent is what was received. The answer to the opening has one of its own.
+"""The checksum of a verifier session: a running CRC-32 over its opening and its committed tokens, by which both ends
+detect differences. The answer to the opening carries a separate checksum.
 
-Most damaged messages break something that is checked. But a flipped bit in a token id makes another token, in a seed
-another text, and in the model's fingerprint another model, which no verifier serves: nobody could tell. TLS could;
-within a cluster many do without it.
+Most damaged messages fail a check. But a flipped bit in a token id gives another valid token, in a seed another text,
+and in the model's fingerprint another model that no verifier serves: these would go unnoticed. TLS detects them; many
+clusters run without it inside.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Opening = TypeVar("Opening", verifier_pb2.VerifyOpen, verifier_pb2.VerifyOpened)
 
 
 def of_opening(message: Opening) -> int:
-    """Return the checksum of a session's opening, with which it begins, or of the answer to it: it covers all fields
-    but the checksum itself."""
+    """Return the checksum over all fields but `checksum` of a session's opening, where the running checksum starts, or
+    of the answer to it."""
     bare = type(message)()
     bare.CopyFrom(message)
     bare.ClearField("checksum")
@@ -28,8 +28,8 @@ def of_opening(message: Opening) -> int:
 
 
 def extended(checksum: int, tokens: Iterable[int], finish: int = 0) -> int:
-    """Return the checksum extended over `tokens`, and over the reason that ends the text with them; each has 4 bytes in
-    native order, which is little-endian wherever this is known to run."""
+    """Return the checksum extended over `tokens` and, if the text ends with them, the finish reason: 4 bytes each in
+    native byte order, little-endian on all supported machines."""
     numbers = array("I", tokens)
     if finish:
         numbers.append(finish & 0xFFFFFFFF)

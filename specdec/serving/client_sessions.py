@@ -1,8 +1,6 @@
-"""Sessions and connections by client: so many may one of them have open, that one which floods leaves room for the
-others.
+"""Per-client limits on sessions and connections, so that one client cannot starve the rest.
 
-A client is who its certificate says that it is, whatever connections it opens; without certificates it is the host that
-it calls from.
+A client is identified by its certificate across all its connections, or by its host without one.
 """
 
 from __future__ import annotations
@@ -21,27 +19,27 @@ from specdec.serving.errors import OverloadedError
 log = structlog.get_logger()
 
 LONGEST_NAME = 200
-"""Characters of a client's name that are logged."""
+"""Maximum length in characters of a client's name in logs."""
 
 
 class ClientSessions:
-    """Counts of open sessions, or of what else is called `what`. Only the event loop touches them."""
+    """Counts open sessions per client, or other things named by `what`. Belongs to the event loop."""
 
     def __init__(self, most: int | None, what: str = "sessions") -> None:
-        """Allow each client so many; None: any number."""
+        """`most` is the limit per client; None: unlimited."""
         self._most = most
         self._what = what
         self._open: Counter[str] = Counter()
 
     @contextmanager
     def session(self, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[None]:
-        """Count a session of the client of a call; OverloadedError if it may have no more."""
+        """Count a session of the calling client while the context is open; OverloadedError at its limit."""
         if self._most is None:
             yield
             return
         client = client_of(context)
         if self._open[client] >= self._most:
-            # It goes on to whoever asked the orchestrator, who is not to know its certificate.
+            # The error below reaches the orchestrator's own client, which must not learn the certificate's names.
             log.warning("client_full", client=client[:LONGEST_NAME], what=self._what, limit=self._most)
             raise OverloadedError(f"{self._most} {self._what} are open for one client, the limit is reached")
         self._open[client] += 1
@@ -54,7 +52,7 @@ class ClientSessions:
 
 
 def client_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """Return who calls: the names of its certificate, else the host of its address."""
+    """Return the names in the caller's certificate, or its host without one."""
     if names := names_of(context.auth_context()):
         return ", ".join(sorted(map(str, names)))
     peer = context.peer()

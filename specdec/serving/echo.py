@@ -1,4 +1,4 @@
-"""Echoes: shortens what others sent, so that errors and logs can repeat it."""
+"""Echoes: input from others, shortened for errors and logs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ ECHO_CHARACTERS = 64
 
 
 def cut(text: str, limit: int) -> str:
-    """Return the text in at most `limit` bytes of UTF-8, with an ellipsis if some were left out."""
+    """Return the text cut to at most `limit` bytes of UTF-8; an ellipsis marks the cut."""
     data = text.encode("utf-8", "replace")
     if len(data) <= limit:
         return data.decode("utf-8")
@@ -14,7 +14,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def echo(value: object) -> str:
-    """Return the value as an error message repeats it. Of a long text, only what is shown is looked at."""
+    """Return a short repr for an error message. Of a long text only the displayed part is processed."""
     if isinstance(value, str | bytes):
         return repr(value) if len(value) <= ECHO_CHARACTERS else f"{value[:ECHO_CHARACTERS]!r}... ({len(value)} long)"
     return cut(repr(value), ECHO_CHARACTERS)

@@ -1,12 +1,13 @@
-"""The engine worker: steps sessions with an engine, and recovers when a forward pass fails.
+"""The engine worker: steps sessions with an engine and recovers from failed forward passes.
 
-An exception in a pass (out of memory, a device error, a text that the model cannot take) does not say which session has
-caused it. If the engine still computes, the sessions of the step are tried again, one by one (`StepRetry`): a reader
-sees a pause. If it does not, all sessions end, so that they can go on at another pod, and the worker takes no more
-until it does. If that takes too long the process ends: a GPU that was lost comes back to another one, if at all.
+An exception in a pass (out of memory, a device error, a text the model cannot take) does not identify the session at
+fault. If the engine still computes, the sessions of the step are retried one by one (`StepRetry`): clients see a pause.
+If it does not, all sessions end so that they can continue at another pod, and the worker takes no more until it
+recovers. If recovery takes too long, the process ends: a lost GPU is usable by a new process, if by any.
 
-Where memory is short (`engine/shortage.py`) no session is at fault. What is free goes back to the system; after a pause
-the sessions are computed one by one, which takes less. If no step gets its memory, time after time, the process ends.
+On a memory shortage (`engine/shortage.py`) no session is at fault. Free memory is returned to the system and, after a
+pause, the sessions are computed one by one, which needs less. After several steps in a row without memory, the process
+ends.
 """
 
 from __future__ import annotations
@@ -29,38 +30,38 @@ from specdec.serving.worker import Worker
 log = structlog.get_logger()
 
 CHECK_SECONDS = 1.0
-"""Seconds between two checks of whether an engine that has failed computes again."""
+"""Seconds between checks of whether a failed engine computes again."""
 
 LOST_SECONDS = 60.0
-"""Seconds without an engine that computes after which the process ends."""
+"""Seconds without a working engine after which the process ends."""
 
 SHORTAGE_PAUSES = (0.0, 0.1, 0.2, 0.4, 0.8)
-"""Seconds of the pauses after steps in a row that got no memory: what another process takes for a moment comes back.
-One step more without memory ends the process."""
+"""Pauses in seconds after consecutive steps that got no memory: another process may need it only briefly. One more
+failure ends the process."""
 
 SHORTAGE_SECONDS = 10.0
-"""Seconds without memory for any forward pass after which the process ends: started anew, it takes less."""
+"""Seconds without memory for any forward pass after which the process ends: restarted, it needs less."""
 
 Session = TypeVar("Session")
 
 
 class EngineWorker(Worker, Generic[Session]):
-    """A worker that takes turns for as long as its engine works."""
+    """A worker that steps while its engine works."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._worked = 0.0  # time when the engine is last known to have computed, while it does not
+        self._worked = 0.0  # last time at which the engine is known to have computed; only while it does not
         self._retry: StepRetry[Session] = StepRetry()
-        self._shortages = 0  # steps in a row that got no memory
-        self._resume_at = 0.0  # time until which nothing is computed, after a shortage
+        self._shortages = 0  # consecutive steps that got no memory
+        self._resume_at = 0.0  # no step before this time, after a shortage
 
     @abstractmethod
     def step(self) -> float | None:
-        """Do what can be done now, like `turn`; called while the engine works."""
+        """Do the work that is due, as in `turn`; called while the engine works."""
 
     @abstractmethod
     def recover(self) -> bool:
-        """Return whether the engine computes again, after a forward pass has failed."""
+        """Return whether the engine computes, after a failed forward pass."""
 
     @abstractmethod
     def end_session(self, session: Session, error: Exception) -> None:
@@ -68,7 +69,7 @@ class EngineWorker(Worker, Generic[Session]):
 
     @abstractmethod
     def end_sessions(self, error: Exception) -> None:
-        """End all sessions, and forget what the engine has in memory."""
+        """End all sessions and clear the engine's memory of them."""
 
     def turn(self) -> float | None:
         if (pause := self._resume_at - time.monotonic()) > 0:
@@ -87,12 +88,12 @@ class EngineWorker(Worker, Generic[Session]):
         return self.step()
 
     def check_works(self) -> None:
-        """Raise EngineLostError if nothing can be computed."""
+        """Raise EngineLostError if the engine does not compute."""
         if not self.works:
             raise EngineLostError
 
     def step_succeeded(self) -> None:
-        """Note that a step has got all the memory that it needs."""
+        """Note that a step got all the memory it needs."""
         self._shortages = 0
 
     def step_failed(self, sessions: Sequence[Session], error: Exception) -> None:
@@ -111,8 +112,8 @@ class EngineWorker(Worker, Generic[Session]):
             self.end_session(guilty, ModelFailureError("every forward pass over this text fails"))
 
     def _got_no_memory(self, sessions: Sequence[Session], error: Exception) -> None:
-        """Try the sessions of a step that got no memory once more, one by one after a pause; MemoryError if no step of
-        several in a row got it, which ends the process."""
+        """Retry the sessions one by one after a pause; MemoryError, which ends the process, after too many failed steps
+        in a row."""
         self._shortages += 1
         log.error("memory_short", sessions=len(sessions), in_a_row=self._shortages, error=in_one_line(error))
         if self._shortages > len(SHORTAGE_PAUSES):
@@ -120,7 +121,7 @@ class EngineWorker(Worker, Generic[Session]):
         self._resume_at = time.monotonic() + SHORTAGE_PAUSES[self._shortages - 1]
         gc.collect()
         give_freed_memory_back()
-        self._retry.failed(sessions)  # one by one; that names a culprit, but here there is none
-        if not self.recover():  # its own pass is short of memory too, and what the failed one wrote is still there
+        self._retry.failed(sessions)  # puts them on trial; the culprit it may return is ignored: a shortage has none
+        if not self.recover():  # its pass lacks memory too, and the failed step has left partial writes
             self.works, self._worked = False, time.monotonic()
             self.end_sessions(ShortOfMemoryError())

@@ -8,22 +8,22 @@ ServiceError
 ├── NotBuiltError            UNIMPLEMENTED         a feature of the contract that does not exist yet
 ├── UnauthenticatedError     UNAUTHENTICATED       the API key is missing or not known
 ├── PermissionDeniedError    PERMISSION_DENIED     the caller may not ask for this
-├── OverloadedError          RESOURCE_EXHAUSTED    full; says when to come back
-│   ├── TenantLimitError     RESOURCE_EXHAUSTED    the tenant is at its limit, whatever room there is
+├── OverloadedError          RESOURCE_EXHAUSTED    full; carries a retry delay
+│   ├── TenantLimitError     RESOURCE_EXHAUSTED    the tenant is at its limit, even if there is room
 │   ├── GrammarPendingError  RESOURCE_EXHAUSTED    the pod cannot take the text's grammar yet
-│   └── TooLateError         RESOURCE_EXHAUSTED    the text would not be finished before its deadline
+│   └── TooLateError         RESOURCE_EXHAUSTED    the text would miss its deadline
 ├── PeerLostError            UNAVAILABLE           another service is gone
-├── DeadlineError            DEADLINE_EXCEEDED     the caller's time is over
+├── DeadlineError            DEADLINE_EXCEEDED     the caller's deadline has passed
 ├── EngineLostError          UNAVAILABLE           the engine of this pod does not work
 ├── ShortOfMemoryError       UNAVAILABLE           this process got no memory; another one may
 ├── ProtocolError            FAILED_PRECONDITION   a peer broke the session's protocol
 ├── PromptChangedError       FAILED_PRECONDITION   a text to resume has another prompt here
-├── GrammarFailureError      INVALID_ARGUMENT      the text's grammar is too complex to go on
+├── GrammarFailureError      INVALID_ARGUMENT      the text's grammar is too complex to continue
 ├── ModelFailureError        INTERNAL              the model's output is unusable
-└── InternalError            INTERNAL              a mistake of ours; the log has it
+└── InternalError            INTERNAL              a bug here; the log has it
 
-Whatever an error repeats of what others sent, its message and its details stay below the 8 KiB that gRPC allows for a
-status: they are bounded here, before anything is logged or sent.
+Errors may repeat input from others. Message and details are bounded here, before they are logged or sent, and stay
+below gRPC's limit of 8 KiB for a status.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ from specdec.serving.echo import cut, echo
 from specdec.v2 import model_pb2
 
 PACKAGE = model_pb2.DESCRIPTOR.package
-"""The protocol that peers have in common, with its version."""
+"""Package of the wire protocol, its version included."""
 
 DOMAIN = "specdec"
 
 MESSAGE_BYTES = 1024
-"""Bytes of an error's message at most. It is sent twice, once with each byte that is not ASCII written as three."""
+"""Maximum bytes of an error's message. It is sent twice, one copy with each non-ASCII byte escaped as three."""
 
 MAX_VIOLATIONS = 8
 FIELD_BYTES = 64
 PROBLEM_BYTES = 200
-"""Violations that an error names at most, and bytes of the field and of the problem of each."""
+"""Limits of an error's list: number of violations, bytes of a field name, bytes of a problem."""
 
 MAX_RETRY_SECONDS = 3600.0
 
 STATUS_DETAILS = "grpc-status-details-bin"
-"""Key under which gRPC carries a rich status, serialized."""
+"""Metadata key of gRPC's serialized rich status."""
 
 
 class ServiceError(Exception):
-    """An error with a meaning to the caller. `reason` is for machines, UPPER_SNAKE."""
+    """An error with a meaning to the caller. `reason` is machine-readable, in UPPER_SNAKE."""
 
     reason = "UNKNOWN"
 
@@ -76,7 +76,8 @@ class ServiceError(Exception):
 
 
 class InvalidRequestError(ServiceError):
-    """Fields that are wrong: (field, what is wrong, with value and limit). The first few are named, others counted."""
+    """Invalid fields, as (field, problem with value and limit). The first MAX_VIOLATIONS are listed, the rest only
+    counted."""
 
     reason = "INVALID_REQUEST"
 
@@ -107,7 +108,7 @@ class UnknownModelError(ServiceError):
 
 
 class UnknownRequestError(ServiceError):
-    """Nothing is recorded here of the request that is asked for."""
+    """No timeline of the request is on record here."""
 
     reason = "UNKNOWN_REQUEST"
 
@@ -132,7 +133,7 @@ class OverloadedError(ServiceError):
 
 
 class TenantLimitError(OverloadedError):
-    """A tenant is at one of its limits; others may well be served."""
+    """A tenant is at one of its limits; others may still be served."""
 
     reason = "TENANT_LIMIT"
 
@@ -147,14 +148,14 @@ class TenantLimitError(OverloadedError):
 
 
 class GrammarPendingError(OverloadedError):
-    """The pod still tries and compiles the text's grammar, or others, and takes the text once that is done. It has room
-    for texts with other grammars."""
+    """The pod is busy trying or compiling grammars, this text's or others. It has room for texts with other
+    grammars."""
 
     reason = "GRAMMAR_PENDING"
 
 
 class TooLateError(OverloadedError):
-    """A text would not be finished before its caller's deadline, so it is not begun."""
+    """The text would not finish before its caller's deadline, so it is not started."""
 
     reason = "TOO_LATE"
 
@@ -164,7 +165,7 @@ class UnauthenticatedError(ServiceError):
 
 
 class PermissionDeniedError(ServiceError):
-    """The caller is known, and may not ask for this. `reason` says why."""
+    """The caller is authenticated but may not do this. `reason` is the cause."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -180,7 +181,7 @@ class PeerLostError(ServiceError):
 
 
 class EngineLostError(ServiceError):
-    """No forward pass of this pod succeeds; sessions should go to another pod."""
+    """Every forward pass of this pod fails; sessions should continue at another pod."""
 
     reason = "ENGINE_LOST"
 
@@ -189,7 +190,7 @@ class EngineLostError(ServiceError):
 
 
 class ShortOfMemoryError(ServiceError):
-    """This process got no memory, whatever the request was: it can go on at another one."""
+    """This process could not allocate memory, independent of the request: retry at another pod."""
 
     reason = "SHORT_OF_MEMORY"
 
@@ -206,13 +207,13 @@ class ProtocolError(ServiceError):
 
 
 class PromptChangedError(ServiceError):
-    """The prompt of a text that is to be resumed becomes other tokens here: another template or tokenizer."""
+    """The prompt of a resumed text becomes other tokens here: a different template or tokenizer."""
 
     reason = "PROMPT_CHANGED"
 
 
 class GrammarFailureError(ServiceError):
-    """A text's grammar is too complex to go on, for it or for another text of its tenant."""
+    """A text's grammar is too complex to continue, for this text or another of its tenant."""
 
     reason = "GRAMMAR_TOO_COMPLEX"
 
@@ -222,7 +223,7 @@ class ModelFailureError(ServiceError):
 
 
 class InternalError(ServiceError):
-    """An exception that nobody expected. The caller gets a request id; what happened is in the log."""
+    """An unexpected exception. The caller gets a request id; the details are in the log."""
 
     reason = "INTERNAL"
 
@@ -255,8 +256,8 @@ STATUS: dict[type[ServiceError], grpc.StatusCode] = {
 
 
 def as_service_error(error: Exception) -> ServiceError:
-    """Return what an exception means to the caller: InternalError if nobody expected it. Of a group the first one
-    counts."""
+    """Map an exception to the caller's error: InternalError if unexpected. An exception group counts as its first
+    member."""
     match error:
         case ServiceError():
             return error
@@ -273,8 +274,7 @@ def as_service_error(error: Exception) -> ServiceError:
 
 
 def to_status(error: ServiceError, request_id: str = "") -> grpc.Status:
-    """Return the rich status of an error: code, message, ErrorInfo, the id by which logs know the request, and what the
-    error adds."""
+    """Return the rich status: code, message, ErrorInfo, the request id used in logs, and the error's own details."""
     code = STATUS[type(error)]
     names_request = request_id and code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
     text = f"{error} (request {request_id})" if names_request else str(error)
@@ -291,8 +291,8 @@ def to_status(error: ServiceError, request_id: str = "") -> grpc.Status:
 
 
 def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
-    """Translate a peer's refusal into an error for our own caller, in our own words: those of the peer may name
-    addresses and exceptions, which belong in the log. Only the fields that it found wrong are passed on."""
+    """Translate a peer's error for our own caller. The peer's message may name addresses and exceptions, which belong
+    in the log, so only its list of invalid fields is passed on."""
     match error.code():
         case grpc.StatusCode.RESOURCE_EXHAUSTED if quota := _detail(error, error_details_pb2.QuotaFailure()):
             (violation,) = quota.violations[:1] or (error_details_pb2.QuotaFailure.Violation(),)
@@ -326,33 +326,33 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
 
 
 def _violations(error: grpc.aio.AioRpcError) -> list[tuple[str, str]]:
-    """Return the fields that the peer found wrong."""
+    """Return the invalid fields the peer listed."""
     bad = _detail(error, error_details_pb2.BadRequest())
     return [] if bad is None else [(found.field, found.description) for found in bad.field_violations]
 
 
 def _reason(error: grpc.aio.AioRpcError) -> str:
-    """Return the reason that the peer names; empty if it names none."""
+    """Return the peer's ErrorInfo reason, or ""."""
     info = _detail(error, error_details_pb2.ErrorInfo())
     return "" if info is None else str(info.reason)
 
 
 def _retry_after(error: grpc.aio.AioRpcError) -> float:
-    """Return the seconds that the peer wants to be left alone for; 1 if it does not say."""
+    """Return the peer's retry delay in seconds; 1 if it has none."""
     info = _detail(error, error_details_pb2.RetryInfo())
     return 1.0 if info is None else float(info.retry_delay.ToMilliseconds() / 1000)
 
 
 def said_by_pod(error: grpc.aio.AioRpcError) -> bool:
-    """Return True if a service sent this error: the details of all of its errors repeat the message. An INTERNAL
-    without details comes from the transport, as when a write meets a connection that has just broken; a message that
-    differs was changed on its way."""
+    """Return whether one of our services sent this error: its rich status then repeats the message. An INTERNAL without
+    details comes from the transport, as when a write meets a connection that has just broken; a differing message was
+    altered in transit."""
     status = _rich(error)
     return status is not None and status.message == error.details()
 
 
 def _detail(error: grpc.aio.AioRpcError, message: Any) -> Any:
-    """Return the details of this kind that came with a status, if there are any and they can be read."""
+    """Return the status detail of the type of `message`, or None if there is none or it cannot be parsed."""
     status = _rich(error)
     with contextlib.suppress(DecodeError):
         for detail in () if status is None else status.details:
@@ -362,7 +362,7 @@ def _detail(error: grpc.aio.AioRpcError, message: Any) -> Any:
 
 
 def _rich(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
-    """Return the rich status, if there is one that can be read."""
+    """Return the rich status, or None if there is none or it cannot be parsed."""
     with contextlib.suppress(DecodeError):
         for key, value in error.trailing_metadata() or ():
             if key == STATUS_DETAILS and isinstance(value, bytes):

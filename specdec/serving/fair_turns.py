@@ -1,4 +1,4 @@
-"""Fair turns: a few places, which go round the owners that wait for one."""
+"""Fair turns: a few places, shared round-robin among owners."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections import Counter, OrderedDict, deque
 
 
 class FairTurns:
-    """`places` that callers hold for a while. A free place goes to the owner that has waited longest for its turn, and
-    within an owner to the first that came. With `reserve`, a named owner holds at most all places but one, so that
-    nobody waits for more than one turn of another owner."""
+    """`places` to be held for a while. A free place goes to the owner that has waited longest for its turn and, within
+    an owner, first come, first served. With `reserve`, a named owner holds at most all places but one, so that other
+    owners wait for at most one turn."""
 
     def __init__(self, places: int, *, reserve: bool = False) -> None:
         self._free = places
         self._most = max(1, places - 1) if reserve else places
         self._places = places
         self._held: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # in the order of turns
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # in order of turns
 
     async def acquire(self, owner: str) -> None:
         """Wait for a place."""
@@ -27,7 +27,7 @@ class FairTurns:
             await granted
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled():
-                self.release(owner)  # it came too late
+                self.release(owner)  # granted to a cancelled caller
             else:
                 self._leave(owner, granted)
             raise
@@ -42,7 +42,7 @@ class FairTurns:
 
     @property
     def taken(self) -> int:
-        """Places that are held."""
+        """Number of places held."""
         return self._places - self._free
 
     def _leave(self, owner: str, granted: asyncio.Future[None]) -> None:
@@ -58,7 +58,7 @@ class FairTurns:
             granted = queue.popleft()
             if queue:
                 self._waiting[owner] = queue  # behind all others
-            if granted.done():  # its caller leaves
+            if granted.done():  # its caller was cancelled
                 continue
             self._free -= 1
             self._held[owner] += 1

@@ -1,8 +1,8 @@
-"""Grammar trials: grammars are tried in processes of their own (`specdec.grammar.trial`). One that is too much ends
-such a process and nothing else.
+"""Grammar trials: each grammar is first compiled in a separate process (`specdec.grammar.trial`), so that an excessive
+one crashes only that process.
 
-Every service tries a grammar for itself before it compiles it. Owners take turns, and what was found out is remembered
-for each owner by itself: how long an answer takes tells nothing of what others use.
+Every service tries a grammar itself before compiling it. Owners take turns, and verdicts are cached per owner:
+otherwise response times would reveal which grammars others use.
 """
 
 from __future__ import annotations
@@ -35,51 +35,49 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 SECONDS = 1.0
-"""Seconds of a processor that a grammar may take: on a busy machine it is as good as on an idle one."""
+"""CPU seconds for a grammar. CPU time makes the verdict independent of the machine's load."""
 
 PATIENCE = 10.0
-"""Seconds by the clock after which a trial is given up, however little of a processor it got."""
+"""Wall-clock seconds after which a trial is abandoned, regardless of the CPU time it got."""
 
 START_SECONDS = 30.0
-"""Seconds that a process may take to start."""
+"""Maximum seconds for a process to start."""
 
 PROCESSES = 2
-"""Grammars that are tried at a time. A named owner has one process at most, so that others wait for none of its
-trials."""
+"""Grammars tried at once. A named owner has at most one process, so that no other owner waits for its trials."""
 
 MAX_WAITING = 64
-"""Grammars that may wait to be tried, those included whose requests have left."""
+"""Maximum number of waiting grammars, including those whose requests were cancelled."""
 
 MAX_REPLAYS = 8
-"""Texts of an owner that are followed again at a time, after a pod has died: some 50 ms each."""
+"""Maximum replays of one owner at a time, after a pod has died: some 50 ms each."""
 
 TENANT_SHARE = 8
-"""Owners with a name may have one in this many of these places."""
+"""A named owner gets 1/TENANT_SHARE of the waiting places."""
 
 AGAIN_SECONDS = 60.0
-"""Seconds after which a grammar that took too much is tried again: the machine may have been slow, or out of memory,
-for a reason of its own."""
+"""Seconds before retrying a grammar that exceeded its limits: the machine may have been slow or out of memory."""
 
 VERDICT_SECONDS = 600.0
-"""Seconds for which a verdict holds: a machine changes, and a verdict that was wrong is not to stand for ever."""
+"""Lifetime of a verdict in seconds: machines change, and a wrong verdict must not last."""
 
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
-"""Signals that no grammar brings about: the machine is short of memory, or the service is ending."""
+"""Signals that no grammar causes: the machine is short of memory, or the service is ending."""
 
 MAX_VERDICTS, MAX_VERDICTS_OF_OWNER = 4096, 512
-"""Verdicts that are remembered, of all and of a named owner."""
+"""Maximum number of cached verdicts, in total and of one named owner."""
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What a trial has found out: what is wrong with a grammar, if anything is, and the bytes that it takes."""
+    """The verdict of a trial: the problem with the grammar ("" if none) and its compiled size in bytes."""
 
     problem: str = ""
     bytes: int = 0
 
 
 Key = tuple[str, bytes]
-"""An owner and the digest of a grammar, whose source may be long."""
+"""An owner and the digest of a grammar; sources may be long."""
 
 
 def key_of(grammar: Grammar, owner: str) -> Key:
@@ -88,7 +86,8 @@ def key_of(grammar: Grammar, owner: str) -> Key:
 
 
 class GrammarTrials:
-    """Tries grammars for the model of a directory; each may take `seconds` of a processor, and `patience` in all."""
+    """Tries grammars for the model in a directory, with `seconds` of CPU time and `patience` seconds in all for
+    each."""
 
     def __init__(self, model: Path, seconds: float = SECONDS, patience: float = PATIENCE) -> None:
         self._model = model
@@ -98,19 +97,19 @@ class GrammarTrials:
         self._idle: list[TrialProcess] = []
         self._processes: set[TrialProcess] = set()
         self._under_way: dict[Key, asyncio.Task[TrialResult]] = {}
-        self._replays: dict[asyncio.Task[TrialResult], str] = {}  # under way: whose they are
+        self._replays: dict[asyncio.Task[TrialResult], str] = {}  # replays in flight, with their owners
         self._known: OrderedDict[Key, tuple[TrialResult, float]] = OrderedDict()
-        """Verdicts, and until when each holds, in monotonic time; the one that was not asked for longest is first."""
+        """Verdicts and their expiry in monotonic time, least recently requested first."""
 
     def known(self, grammar: Grammar, owner: str = "") -> TrialResult | None:
-        """Return the verdict on an owner's grammar, if there is one. Any thread may ask."""
+        """Return the cached verdict on an owner's grammar, or None. Callable from any thread."""
         verdict, until = self._known.get(key_of(grammar, owner), (None, 0.0))
         return verdict if time.monotonic() < until else None
 
     async def verdict(self, grammar: Grammar, owner: str = "") -> TrialResult:
-        """Return the verdict on an owner's grammar; TenantLimitError if too many of the owner's wait to be tried,
-        OverloadedError if too many of all do, or if the machine is too busy to try it. A caller that leaves does not
-        end the trial."""
+        """Return the verdict on an owner's grammar. TenantLimitError if too many grammars of the owner are waiting;
+        OverloadedError if too many are in all, or the machine is too busy. Cancelling the caller does not cancel the
+        trial."""
         key = key_of(grammar, owner)
         verdict, until = self._known.get(key, (None, 0.0))
         if verdict is not None:
@@ -127,7 +126,7 @@ class GrammarTrials:
                 raise
             self._under_way[key] = trial = asyncio.create_task(self._try(key, _question(grammar)))
             trial.add_done_callback(lambda done: self._tried(key, done))
-        if outdated is not None:  # texts do not wait while a grammar that passed is tried again
+        if outdated is not None:  # texts need not wait for the retrial of a grammar that has passed
             return outdated
         return await asyncio.shield(self._under_way[key])
 
@@ -140,9 +139,9 @@ class GrammarTrials:
         *,
         insistent: bool = False,
     ) -> TrialResult:
-        """Try a grammar again whatever is known of it, along a text that has these tokens. OverloadedError if the
-        machine is too busy or, unless the caller is `insistent`, if the owner has many such trials under way: its texts
-        would stand for too long."""
+        """Try a grammar, ignoring any cached verdict, along a text with these tokens. OverloadedError if the machine is
+        too busy or, unless the caller is `insistent`, if the owner has MAX_REPLAYS replays in flight: its texts would
+        stall for too long."""
         key = key_of(grammar, owner)
         own = sum(owner == other for other in self._replays.values())
         if own >= MAX_REPLAYS and not insistent:
@@ -174,7 +173,7 @@ class GrammarTrials:
     def _tried(self, key: Key, trial: asyncio.Task[TrialResult]) -> None:
         del self._under_way[key]
         if not trial.cancelled():
-            trial.exception()  # all who wanted it may have left
+            trial.exception()  # mark as retrieved: all its waiters may be gone
 
     def _replayed(self, replay: asyncio.Task[TrialResult]) -> None:
         del self._replays[replay]
@@ -182,7 +181,7 @@ class GrammarTrials:
             replay.exception()
 
     async def _try(self, key: Key, question: dict[str, Any]) -> TrialResult:
-        """Return the verdict on a grammar, and remember it."""
+        """Try a grammar and cache the verdict."""
         owner, _ = key
         try:
             async with asyncio.timeout(self._patience + START_SECONDS):
@@ -205,7 +204,7 @@ class GrammarTrials:
         return verdict
 
     def _problem(self, status: int) -> str:
-        """Return what is wrong with a grammar on which a process has ended with this status."""
+        """Return the problem of a grammar whose trial process exited with this status."""
         if -status in (signal.SIGSEGV, signal.SIGBUS):
             return f"nests too deep: to compile or follow it takes more than {TRIAL_STACK_BYTES >> 20} MiB of stack"
         return f"takes more than {self._seconds:g} s of a processor to compile, or too much memory"
@@ -220,8 +219,8 @@ class GrammarTrials:
             self._known.popitem(last=False)
 
     async def _answer(self, question: dict[str, Any]) -> Answer | int:
-        """Return a process's answer, or the status with which it has ended instead. OverloadedError if it does
-        neither."""
+        """Return a process's answer, or its exit status if it ended instead. OverloadedError if it does neither in
+        time."""
         process = await self._process()
         begin, answer = time.monotonic(), None
         try:
@@ -241,12 +240,12 @@ class GrammarTrials:
         return answer
 
     async def _process(self) -> TrialProcess:
-        """Return a process that has nothing to do."""
+        """Return an idle process."""
         while self._idle:
             process = self._idle.pop()
             if process.process is not None and process.process.returncode is None:
                 return process
-            await self._end(process)  # it has ended meanwhile, of nothing that it was asked
+            await self._end(process)  # it died while idle
         process = TrialProcess(self._model, self._seconds)
         self._processes.add(process)
         return process
@@ -257,7 +256,7 @@ class GrammarTrials:
 
 
 class TrialProcess:
-    """A process that tries one grammar after another. It starts with the first one."""
+    """A process that tries one grammar after another. It starts with the first question."""
 
     def __init__(self, model: Path, seconds: float) -> None:
         self._command = (sys.executable, "-m", "specdec.grammar.trial", str(model), str(seconds))
@@ -265,16 +264,17 @@ class TrialProcess:
 
     @property
     def status(self) -> int:
-        """The status with which it has ended; 0 while it has not."""
+        """Exit status; 0 while it runs."""
         return 0 if self.process is None else self.process.returncode or 0
 
     async def ask(self, question: dict[str, Any], patience: float) -> Answer | None:
-        """Return the answer to a question; None if the process ends instead, TimeoutError after `patience` seconds."""
+        """Return the answer to a question, or None if the process ends instead; TimeoutError after `patience`
+        seconds."""
         process = self.process or await self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         async with asyncio.timeout(patience):
-            with contextlib.suppress(ConnectionError):  # it has ended, as the answer tells
+            with contextlib.suppress(ConnectionError):  # it has ended: `readline` returns b""
                 process.stdin.write(json.dumps(question).encode() + b"\n")
                 await process.stdin.drain()
             line = await process.stdout.readline()
@@ -293,7 +293,7 @@ class TrialProcess:
     async def _start(self) -> Process:
         try:
             self.process = process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE)
-        except OSError as error:  # too many processes or files, or no memory
+        except OSError as error:  # too many processes or open files, or no memory
             log.error("trial_process_does_not_start", why=str(error))
             raise InternalError from error
         assert process.stdout is not None
@@ -308,7 +308,7 @@ class TrialProcess:
 
 
 def _question(grammar: Grammar, tokens: Sequence[int] = (), end_tokens: frozenset[int] = frozenset()) -> dict[str, Any]:
-    """Return what a trial process is asked about a grammar; see `specdec.grammar.trial`."""
+    """Return the question for a trial process, in the format of `specdec.grammar.trial`."""
     return {
         "kind": grammar.kind.value,
         "source": grammar.source,

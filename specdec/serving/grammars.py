@@ -1,4 +1,4 @@
-"""Grammars of messages, tried and compiled."""
+"""Grammars of sessions, tried and compiled."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from specdec.serving.validation import LONGEST_NAME
 from specdec.v2 import model_pb2
 
 PATIENCE_SECONDS = 0.5
-"""Seconds that an opening waits for those before it to be compiled."""
+"""Seconds a grammar waits for a compiler thread."""
 
 SILENCE_SECONDS = 1.0
-"""Seconds that an opening waits for its grammar to be tried and compiled: an orchestrator leaves a pod alone that says
-nothing for a second and a half."""
+"""Seconds an opening waits for its grammar to be tried and compiled: an orchestrator gives up on a pod after a second
+and a half of silence."""
 
 PENDING_SECONDS = 0.25
-"""Seconds after which it is worth asking again."""
+"""Retry delay in seconds for a pending grammar."""
 
 THREADS = 2
-"""Grammars that are compiled at a time."""
+"""Grammars compiled at once."""
 
 MOST_WAITING = 64
-"""Openings that may wait for it."""
+"""Maximum number of grammars waiting for a thread."""
 
 
 class Grammars:
-    """The grammars of a service's sessions. Those that are not kept are tried in a process of their own and compiled in
-    THREADS of their own, each once for all that want it, so that sessions with kept grammars, or long prompts, do not
-    wait for them."""
+    """The grammars of a service's sessions. A grammar that is not cached is tried in a separate process and compiled in
+    one of THREADS dedicated threads, once for all sessions that need it, so that sessions with cached grammars or long
+    prompts do not wait for it."""
 
     def __init__(self, compiler: GrammarCompiler | None, trials: GrammarTrials | None = None) -> None:
-        """Without a `compiler` no grammar is taken; without `trials` it compiles what nobody has tried."""
+        """Without a `compiler` no grammar is accepted; without `trials` grammars are compiled untried."""
         self._compiler = compiler
         self._trials = trials
         self._threads = BoundedThreads(
@@ -54,9 +54,9 @@ class Grammars:
         self._under_way: dict[tuple[Grammar, str], asyncio.Task[CompiledGrammar]] = {}
 
     async def prepare(self, message: model_pb2.Grammar, owner: str = "") -> CompiledGrammar | None:
-        """Have a grammar tried and compiled for an owner, and return it: it stays compiled while the caller has it.
-        GrammarPendingError if that cannot be done now, TenantLimitError if the owner is at a limit, InvalidRequestError
-        if it cannot be used. What is too large is left to the checks of the whole message."""
+        """Try and compile a grammar for an owner and return it; it stays compiled while the caller holds it.
+        GrammarPendingError if that cannot be done now, TenantLimitError at a limit of the owner, InvalidRequestError if
+        the grammar is unusable. Returns None for oversized fields, which the checks of the whole message reject."""
         grammar = grammar_from(message)
         if grammar is None or self._compiler is None:
             return None
@@ -71,7 +71,7 @@ class Grammars:
             compiling.add_done_callback(lambda done: self._done(key, done))
         try:
             async with asyncio.timeout(SILENCE_SECONDS):
-                return await asyncio.shield(self._under_way[key])  # others may wait for it
+                return await asyncio.shield(self._under_way[key])  # other sessions may wait for the same task
         except TimeoutError:
             raise GrammarPendingError("the grammar is being tried and compiled", PENDING_SECONDS) from None
         except TenantLimitError:
@@ -87,7 +87,7 @@ class Grammars:
         if self._trials is not None:
             try:
                 verdict = await self._trials.verdict(grammar, owner)
-            except (TenantLimitError, InternalError) as error:  # not for good: a pod that starts tries many at once
+            except (TenantLimitError, InternalError) as error:  # temporary: a starting pod tries many at once
                 raise GrammarPendingError(str(error), PENDING_SECONDS) from None
             if verdict.problem:
                 raise GrammarError(verdict.problem)
@@ -97,11 +97,11 @@ class Grammars:
     def _done(self, key: tuple[Grammar, str], compiling: asyncio.Task[CompiledGrammar]) -> None:
         del self._under_way[key]
         if not compiling.cancelled():
-            compiling.exception()  # all who wanted it may have left
+            compiling.exception()  # mark as retrieved: all its waiters may be gone
 
     def compiled(self, message: model_pb2.Grammar, owner: str = "") -> CompiledGrammar | None:
-        """Return the grammar of a message that was prepared, None if it has none; InvalidRequestError if it cannot be
-        compiled, NotBuiltError where there is no compiler."""
+        """Return the compiled grammar of a prepared message, None if it has none. InvalidRequestError if it cannot be
+        compiled, NotBuiltError without a compiler."""
         grammar = grammar_from(message)
         if grammar is None:
             return None

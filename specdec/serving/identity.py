@@ -1,4 +1,4 @@
-"""The identity that a pod tells at every handshake, and what its statistics tell of it besides."""
+"""The identity a pod sends in every handshake, and the process information in its statistics."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from specdec.v2 import model_pb2
 
 PROTOCOL_VERSION = 2
 OLDEST_PROTOCOL_VERSION = 2
-"""The newest and the oldest version of the protocol that is spoken here. What a peer may ignore makes no new version.
-The package, as in specdec.v2, names the first version of a line."""
+"""The newest and the oldest protocol version supported here. Additions that a peer may ignore do not raise the version.
+The package, as in specdec.v2, is the first version of a compatible line."""
 
 
 def protocol_mismatch(identity: model_pb2.ModelIdentity) -> str | None:
-    """Return what is wrong with the versions of the protocol that a pod speaks; None if one of them is spoken here."""
+    """Return how a pod's protocol versions fail to overlap with ours; None if they overlap."""
     newest, oldest = identity.protocol_version, identity.oldest_protocol_version or identity.protocol_version
     if newest < OLDEST_PROTOCOL_VERSION or oldest > PROTOCOL_VERSION:
         theirs, ours = _versions(oldest, newest), _versions(OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION)
@@ -29,7 +29,8 @@ def _versions(oldest: int, newest: int) -> str:
 
 
 def identity_of(directory: ModelDirectory, engine: Engine, context: int) -> model_pb2.ModelIdentity:
-    """Return what a pod that serves a directory says of itself; `context` is the longest text that it has room for."""
+    """Return the identity of a pod serving a directory; `context` is the longest text in tokens that fits its
+    memory."""
     mode = model_pb2.NUMERICS_MODE_EXACT if engine.exact else model_pb2.NUMERICS_MODE_FAST
     return model_pb2.ModelIdentity(
         protocol_version=PROTOCOL_VERSION,
@@ -45,7 +46,7 @@ def identity_of(directory: ModelDirectory, engine: Engine, context: int) -> mode
 
 
 def pod_info(engine: Engine | None = None) -> model_pb2.PodInfo:
-    """Return what this process is, and what it computes on, if it has an engine that says so."""
+    """Return version and process id, with device, dtype and threads if the engine reports them."""
     info = model_pb2.PodInfo(version=__version__, process_id=os.getpid())
     if isinstance(engine, Placed):
         info.device, info.dtype = engine.device, engine.dtype

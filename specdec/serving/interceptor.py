@@ -1,7 +1,7 @@
-"""The interceptor around every call: refuses callers, binds what calls carry on, turns exceptions into statuses.
+"""The interceptor around every call: applies the gates, binds propagated metadata, maps exceptions to statuses.
 
-Streaming handlers are coroutines that write to their context, not generators: a cancelled call then ends them where
-they wait, at once.
+Streaming handlers are coroutines that write to their context, not generators: cancellation then ends them at once, at
+their current await.
 """
 
 from __future__ import annotations
@@ -25,37 +25,36 @@ from specdec.serving.validation import MAX_MESSAGE_BYTES
 log = structlog.get_logger()
 
 REQUEST_SECONDS = 30.0
-"""Seconds for the request of a call with a single one to arrive: a long prompt over a slow line takes some time."""
+"""Seconds for the request of a unary-request call to arrive: a long prompt over a slow link takes some time."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 Metadata = Collection[tuple[str, str | bytes]]
-"""A caller's metadata, as gRPC gives it."""
+"""A caller's metadata in gRPC's form."""
 
 Gate = Callable[[str, Metadata], None]
-"""Decides by its metadata whether a call of a method (its full name, as in "/specdec.v2.DraftService/Draft") may be
-made, before anything else is done for it; raises the error that it is refused with."""
+"""Decides from its metadata whether a call of a method (full name, as in "/specdec.v2.DraftService/Draft") is allowed,
+before any other work on it; raises the error for the refusal."""
 
 CallerGate = Callable[[Context], None]
-"""The same by the connection that a call comes over."""
+"""Decides the same from the call's connection."""
 
 MAX_REFUSALS = 256
-"""Refusals that are kept ready: a rich status takes longer to make than all else that Python does for one."""
+"""Maximum number of cached refusals: building a rich status takes longer than all other Python work of a refusal."""
 
 NO_METHOD = grpc.StatusCode.UNIMPLEMENTED, "Method not found!"
-"""What gRPC itself says of methods that it does not know."""
+"""gRPC's own status for an unknown method."""
 
 
 class _NoRequestError(Exception):
-    """A call with a single request has ended without one."""
+    """A unary-request call ended without its request."""
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls, binds what the caller's metadata carries on (`propagation.py`), and answers errors with rich
-    statuses.
+    """Refuses calls, binds the caller's propagated metadata (`propagation.py`), and answers errors with rich statuses.
 
-    A call with a single request is served as a stream of one message: so its wait for the request is bounded, and a
-    request that cannot be decoded is answered here, like any other that is wrong.
+    A unary-request call is served as a stream of one message: this bounds the wait for the request, and a request that
+    cannot be decoded is answered here like any other invalid one.
     """
 
     def __init__(
@@ -66,15 +65,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         open_services: Collection[str] = (),
         guard: ConnectionGuard | None = None,
     ) -> None:
-        """Refuse single requests of more than `max_request_bytes` without decoding them, which for some would hold the
-        event loop for half a second. A call goes through all gates; anybody may call the `open_services`, so that calls
-        of them do not speak for a connection with the `guard`."""
+        """`max_request_bytes` limits unary requests; larger ones are refused undecoded, since decoding can hold the
+        event loop for half a second. A call must pass all gates. The `open_services` are open to anybody, so calls of
+        them do not count as trust for a connection with the `guard`."""
         self._max_request_bytes = max_request_bytes
         self._gates = tuple(gates)
         self._caller_gates = tuple(caller_gates)
         self._open_services = frozenset(open_services)
         self._guard = guard or ConnectionGuard()
-        # By service: who may call but one of them, such as that for health checks, ends no calls of the others.
+        # Keyed by service, so that a caller allowed only health checks cannot end waiting calls of the others.
         self._openings: defaultdict[str, Openings] = defaultdict(lambda: Openings(REQUEST_SECONDS))
         self._unknown = _stream(self._refusing(*NO_METHOD, (), NO_METHOD[0].name))
         self._refusals: dict[tuple[type[ServiceError], str, str], Callable[..., Awaitable[None]]] = {}
@@ -97,7 +96,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         bind_metadata(dict(metadata))
         service = method[1:].rpartition("/")[0]
         if handler.request_streaming:
-            assert handler.response_streaming  # no service here has a method of the fourth kind
+            assert handler.response_streaming  # no service here has client-streaming methods with one response
             behaviour, decode = handler.stream_stream, handler.request_deserializer
         else:
             behaviour, decode = handler.unary_stream if handler.response_streaming else handler.unary_unary, None
@@ -111,7 +110,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(call, decode, handler.response_serializer)
 
     def _callers(self, behaviour: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
-        """Wrap a method for callers who may call it: the guard is told how their calls end."""
+        """Wrap a method for authorized callers, reporting to the guard how their calls end."""
 
         async def observed(requests: Any, context: Context) -> None:
             running = self._guard.begin(context.peer())
@@ -120,10 +119,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             except asyncio.CancelledError:
                 self._guard.reset(running)
                 raise
-            except _NoRequestError:  # a reset is noticed in this way, too
+            except _NoRequestError:  # a reset may show up this way, too
                 self._guard.reset(running)
                 raise _no_request() from None
-            except BaseException:  # it is answered with an error
+            except BaseException:  # answered with an error, hence served
                 self._guard.serve(running)
                 raise
             self._guard.serve(running)
@@ -142,7 +141,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return call
 
     def _anybodys(self, behaviour: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
-        """Wrap a method that anybody may call."""
+        """Wrap a method open to anybody."""
 
         async def counted(requests: Any, context: Context) -> None:
             self._guard.answer_anybody(context.peer())
@@ -154,7 +153,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return guarded(counted)
 
     def _refusal(self, error: ServiceError) -> Callable[..., Awaitable[None]]:
-        """Return a method that refuses a call with an error, without a look at its requests."""
+        """Return a method that refuses calls with an error without reading their requests."""
         kind = type(error), error.reason, str(error)
         found = self._refusals.get(kind)
         if found is None:
@@ -168,7 +167,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _refusing(self, code: grpc.StatusCode, details: str, trailing: Any, why: str) -> Callable[..., Awaitable[None]]:
         async def call(requests: Any, context: Context) -> None:
             self._guard.refuse(context.peer(), why)
-            context.set_code(code)  # to abort would cost an exception and its traceback
+            context.set_code(code)  # aborting would cost an exception and its traceback
             context.set_details(details)
             context.set_trailing_metadata(trailing)
 
@@ -177,7 +176,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _single(
         self, behaviour: Callable[..., Any], decode: Callable[[bytes], Any], openings: Openings, *, answers_once: bool
     ) -> Callable[..., Awaitable[None]]:
-        """Wrap a method with one request as one with a stream of encoded requests."""
+        """Wrap a unary-request method as one that takes a stream of encoded requests."""
 
         async def call(requests: AsyncIterator[bytes], context: Context) -> None:
             message = await openings.first(requests)
@@ -202,21 +201,21 @@ def _no_request() -> InvalidRequestError:
 
 
 async def _run(behaviour: Callable[..., Any], request: Any, context: Context) -> Any:
-    """Run a method; return its response, if it has one and does not write it."""
+    """Run a method; return its response, or None if it writes its responses to the context."""
     if not inspect.isasyncgenfunction(behaviour):
         return await behaviour(request, context)
-    async for response in behaviour(request, context):  # as others' servicers are written
+    async for response in behaviour(request, context):  # the style of third-party servicers
         await context.write(response)
     return None
 
 
 def _stream(call: Callable[..., Awaitable[None]]) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return the handler of a method whose messages are not read."""
+    """Return a handler for a method that does not read its messages."""
     return grpc.stream_stream_rpc_method_handler(call)
 
 
 def guarded(behaviour: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
-    """Wrap the method of a stream so that its errors are answered."""
+    """Wrap a streaming method so that its errors are answered with rich statuses."""
 
     async def call(requests: Any, context: Context) -> None:
         try:
@@ -228,8 +227,8 @@ def guarded(behaviour: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
 
 
 async def _answer(error: Exception, context: Context) -> None:
-    """End the call with the status of an error. An error that nobody expected is logged, and its caller gets the id to
-    look for."""
+    """End the call with the status of an error. Unexpected errors are logged; the caller gets the request id to look
+    up."""
     if isinstance(error, grpc.aio.AbortError | grpc.aio.BaseError) or context.cancelled():
         raise error
     if isinstance(error, ExceptionGroup):

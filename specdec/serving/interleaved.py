@@ -1,4 +1,4 @@
-"""Several streams as one, in the order in which their items come."""
+"""Several streams merged into one, in order of arrival."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 
 async def interleaved(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
-    """Yield the items of all streams; the first stream that fails ends them all, and its error is raised."""
+    """Yield the items of all streams. The first failure ends all streams and is raised."""
     queue: asyncio.Queue[tuple[Item] | None] = asyncio.Queue(maxsize=1)
 
     async def drain(stream: AsyncGenerator[Item, None]) -> None:
@@ -34,7 +34,7 @@ async def interleaved(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGen
     try:
         while (found := await queue.get()) is not None:
             yield found[0]
-        await work  # raises what ended it
+        await work  # raises the failure, if any
     finally:
         work.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):

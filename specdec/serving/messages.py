@@ -1,4 +1,4 @@
-"""Between messages and the values that the code works with."""
+"""Conversions between messages and the dataclasses of the code."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from specdec.grammar.grammar import Grammar, Kind
 from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
 
 LOGPROB_UNIT = 1.0 / 96.0
-"""Unit of log-probabilities in messages: one is sent as the number of units in the square root of its negative. That is
-fine where a child is likely, so that long paths add up right, and coarse where it is not."""
+"""Quantization step of log-probabilities in messages: byte = sqrt(-logprob) / LOGPROB_UNIT. Fine near probability 1, so
+that sums over long paths stay accurate; coarse for unlikely tokens."""
 
 LOGPROBS = [-((LOGPROB_UNIT * byte) ** 2) for byte in range(256)]
-"""The log-probability that each byte is."""
+"""Log-probability by byte value."""
 
 
 _FINISHES: dict[int, str] = {
@@ -27,7 +27,7 @@ _FINISHES: dict[int, str] = {
 
 
 def finish_name(reason: int) -> str:
-    """Return the name of a FinishReason, as in "length"; "unspecified" for one that is not known here."""
+    """Return the name of a FinishReason, as in "length"; "unspecified" for an unknown one."""
     return _FINISHES.get(reason, "unspecified")
 
 
@@ -78,7 +78,7 @@ RULES = {
 
 
 def grammar_from(message: model_pb2.Grammar) -> Grammar | None:
-    """Return a grammar; None if the message has none."""
+    """Return the grammar of a message; None if it has none."""
     field = message.WhichOneof("kind")
     if field is None:
         return None
@@ -101,7 +101,7 @@ def rule_message(rule: Rule) -> model_pb2.AcceptanceRule.ValueType:
 
 
 def rule_of(rule: model_pb2.AcceptanceRule.ValueType, sampling: Sampling) -> Rule:
-    """Return the rule to go by: without temperature, REJECTION is the same as COUPLED."""
+    """Return the effective rule: at temperature 0, REJECTION equals COUPLED."""
     found = RULES[rule]
     return Rule.COUPLED if found is Rule.REJECTION and sampling.greedy else found
 
@@ -112,7 +112,7 @@ def sampler_from(
     first_end_position: int,
     message: verifier_pb2.VerifyOpen | draft_pb2.DraftOpen,
 ) -> RequestSampler:
-    """Return the sampler of a session that was found valid."""
+    """Return the sampler of a validated session."""
     rule = rule_of(message.rule, sampling)
     return RequestSampler(sampling, end_tokens, first_end_position, rule, contrast_from(message.contrast))
 
@@ -132,8 +132,8 @@ def paths_message(base: int, paths: Paths) -> model_pb2.Extend:
 
 
 def paths_from(message: model_pb2.Extend, most_ids: int = 0, most_values: int = 0) -> Paths:
-    """Return candidates as a tree takes them. Distributions that make no sense are left out, like nodes that can never
-    be taken; so are those of more ids or values, before anything of them is read."""
+    """Return candidates in the token tree's form. Malformed distributions are dropped, as the tree drops nodes that can
+    never be accepted. Those with more than `most_ids` ids or `most_values` values are dropped unread."""
     received = [
         (each.parent, DraftDistribution.received(list(each.ids), each.values))
         for each in message.distributions
@@ -144,7 +144,7 @@ def paths_from(message: model_pb2.Extend, most_ids: int = 0, most_values: int = 
 
 
 def logprobs_message(logprobs: Sequence[float]) -> bytes:
-    """Return a byte for each log-probability."""
+    """Return log-probabilities quantized to one byte each."""
     return bytes([round(min(math.sqrt(max(-logprob, 0.0)) / LOGPROB_UNIT, 255.0)) for logprob in logprobs])
 
 

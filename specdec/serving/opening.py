@@ -1,4 +1,4 @@
-"""Openings: awaits the first messages of calls that have begun, within limits."""
+"""Openings: bounded waits for the first messages of calls."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from specdec.serving.errors import DeadlineError, OverloadedError
 
 MAX_UNOPENED = 1024
-"""Calls that may wait for their first message at once. A caller sends it together with the call, so if there are more,
-the one that has waited longest is ended."""
+"""Maximum number of calls waiting for their first message. Callers send it together with the call, so beyond this the
+longest-waiting call is ended."""
 
 
 class Openings:
@@ -19,16 +19,16 @@ class Openings:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._waiting: dict[asyncio.Timeout, None] = {}  # the oldest first
-        self._ended: set[asyncio.Timeout] = set()  # for others
+        self._ended: set[asyncio.Timeout] = set()  # evicted for later calls
 
     async def first(self, requests: AsyncIterator[Any]) -> Any:
-        """Return the first message, or None if the caller ends its side without one; DeadlineError if it takes too
-        long, OverloadedError if it is ended for later calls."""
+        """Return the first message, or None if the caller ends its side without one. DeadlineError on timeout,
+        OverloadedError if the call is evicted for later ones."""
         if len(self._waiting) >= MAX_UNOPENED:
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]
             self._ended.add(oldest)
-            if not oldest.expired():  # its task has not noticed yet
+            if not oldest.expired():  # an expired one is ending already
                 oldest.reschedule(asyncio.get_running_loop().time())
         try:
             async with asyncio.timeout(self._seconds) as limit:

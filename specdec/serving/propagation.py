@@ -1,7 +1,7 @@
-"""Context propagation: what the calls made on behalf of a call carry on, as metadata.
+"""Context propagation: the metadata that calls pass on to the calls made on their behalf.
 
-That is the request's id, and its trace context as W3C Trace Context has it. Both are taken from the caller's metadata
-when a call begins, whether it comes by itself or on a multiplexed connection.
+It holds the request id and the W3C trace context. Both are taken from the caller's metadata at the start of a call,
+plain or on a multiplexed connection.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ _trace_context: ContextVar[Metadata] = ContextVar("trace_context", default=())
 
 
 def bound_request_id() -> str:
-    """Return the id of the request being served; empty outside of any."""
+    """Return the id of the request being served; "" outside of any."""
     return str(structlog.contextvars.get_contextvars().get("request_id", ""))
 
 
 def bound_trace_context() -> Metadata:
-    """Return the trace context of the call being served; empty if it has none."""
+    """Return the trace context of the call being served; () if it has none."""
     return _trace_context.get()
 
 
 def carried() -> Metadata:
-    """Return the metadata of calls that are made on behalf of the call being served."""
+    """Return the metadata for calls made on behalf of the call being served."""
     bound = bound_request_id()
     return (((REQUEST_ID, bound),) if bound else ()) + bound_trace_context()
 
 
 def bind_metadata(metadata: Mapping[str, Any]) -> None:
-    """Take what is carried on from the metadata of the call that is served from here on: its caller's request id, or a
-    new one if that is missing or unsound, and its trace context if that is sound."""
+    """Bind the metadata of the call being served: its request id, or a new one if that is missing or malformed, and its
+    trace context if well-formed."""
     given = metadata.get(REQUEST_ID)
     structlog.contextvars.bind_contextvars(request_id=given if is_request_id(given) else new_request_id())
     bind_trace_context(trace_context_of(metadata))
 
 
 def bind_trace_context(context: Metadata) -> None:
-    """Have calls made from here on carry this trace context, and logs the id of its trace."""
+    """Set the trace context for outgoing calls, and the trace id in logs."""
     _trace_context.set(context)
     if context:
         structlog.contextvars.bind_contextvars(trace_id=trace_id_of(context))
@@ -60,8 +60,8 @@ def bind_trace_context(context: Metadata) -> None:
 
 
 def trace_context_of(metadata: Mapping[str, Any]) -> Metadata:
-    """Return the trace context in metadata. A `traceparent` that is not as W3C has it is ignored, with its
-    `tracestate`."""
+    """Return the trace context in metadata, () if none. A malformed `traceparent` is ignored together with its
+    `tracestate` (W3C Trace Context)."""
     parent, state = metadata.get(TRACEPARENT), metadata.get(TRACESTATE)
     found = _TRACEPARENT.fullmatch(parent) if isinstance(parent, str) else None
     if found is None or found[1] == "ff" or (found[1] == "00" and found[4]):
@@ -73,5 +73,5 @@ def trace_context_of(metadata: Mapping[str, Any]) -> Metadata:
 
 
 def trace_id_of(context: Metadata) -> str:
-    """Return the id of the trace of a trace context; empty if it has none."""
+    """Return the trace id of a trace context; "" if it has none."""
     return context[0][1].split("-")[1] if context else ""

@@ -1,4 +1,4 @@
-"""The response queue: a worker's responses to a session, on their way to the session's stream."""
+"""The response queue: a worker's responses on their way to a session's stream."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ import grpc
 from specdec.serving.errors import ModelFailureError
 
 MAX_WAITING = 256
-"""Messages that wait to be written until the queue is full: then what can wait is not sent before the caller reads."""
+"""Number of unwritten messages at which the queue is full: deferrable ones then wait until the caller has read."""
 
 HEARTBEAT_SECONDS = 0.25
-"""Seconds of silence until a heartbeat."""
+"""Seconds of silence before a heartbeat."""
 
 BUSY_HEARTBEAT_SECONDS = 1.0
-"""Seconds until a heartbeat is due in any case: it also reports the pod's capacity."""
+"""Seconds after which a heartbeat is due even on a busy stream: it also reports the pod's capacity."""
 
 Response = TypeVar("Response")
 
 
 class ResponseQueue(Generic[Response]):
-    """A queue that is filled from any thread and written to the stream in order. An exception in it ends the
-    session."""
+    """A queue filled from any thread and written to the stream in order. An exception in it ends the session."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[Response | Exception] = asyncio.Queue()
@@ -33,7 +32,8 @@ class ResponseQueue(Generic[Response]):
 
     @property
     def full(self) -> bool:
-        """True while so many messages are unread that what can wait should wait. Any thread may ask."""
+        """True while MAX_WAITING messages are unread; deferrable messages should then wait. Readable from any
+        thread."""
         return self._queue.qsize() >= MAX_WAITING
 
     def send(self, item: Response | Exception) -> None:
@@ -41,14 +41,14 @@ class ResponseQueue(Generic[Response]):
 
     @staticmethod
     def send_all(items: Sequence[tuple[ResponseQueue[Any], Callable[[], Any]]]) -> None:
-        """Fill many queues of one event loop in one call; the items are made there, which takes none of the caller's
-        time."""
+        """Fill many queues of one event loop in one call. The items are made on the event loop, off the caller's
+        thread."""
 
         def fill() -> None:
             for responses, make in items:
                 try:
                     responses._append(make())
-                except Exception as error:  # it ends one session, and the others get their items
+                except Exception as error:  # ends only this session
                     responses._append(error)
 
         if items:
@@ -61,12 +61,12 @@ class ResponseQueue(Generic[Response]):
         heartbeat: Callable[[], Response],
         is_last: Callable[[Response], bool] = lambda _: False,
     ) -> None:
-        """Write items as they come, and heartbeats between them, until the last item."""
+        """Write items in order, with heartbeats in between, until the last item."""
         beat = asyncio.create_task(self._send_heartbeats(heartbeat))
         try:
             while True:
                 item = await self._queue.get()
-                if isinstance(item, FloatingPointError):  # logits that are no numbers
+                if isinstance(item, FloatingPointError):  # NaN or infinite logits
                     raise ModelFailureError(str(item))
                 if isinstance(item, Exception):
                     raise item
@@ -77,12 +77,12 @@ class ResponseQueue(Generic[Response]):
             beat.cancel()
 
     def _append(self, item: Response | Exception) -> None:
-        """Append an item; runs on the event loop."""
+        """Append an item. Runs on the event loop."""
         self._last_append = self._loop.time()
         self._queue.put_nowait(item)
 
     async def _send_heartbeats(self, heartbeat: Callable[[], Response]) -> None:
-        """Send heartbeats. Other messages count as well: else 64 busy sessions would have 256 heartbeats a second."""
+        """Send heartbeats. Other messages delay them: otherwise 64 busy sessions would send 256 heartbeats a second."""
         last_heartbeat = self._loop.time()
         while True:
             await asyncio.sleep(self._last_append + HEARTBEAT_SECONDS - self._loop.time())
@@ -90,6 +90,6 @@ class ResponseQueue(Generic[Response]):
             if now < min(self._last_append + HEARTBEAT_SECONDS, last_heartbeat + BUSY_HEARTBEAT_SECONDS):
                 continue
             self._last_append = now
-            if self._queue.empty():  # else what waits there will do
+            if self._queue.empty():  # a waiting message will do
                 last_heartbeat = now
                 self._queue.put_nowait(heartbeat())

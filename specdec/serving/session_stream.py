@@ -1,8 +1,8 @@
-"""Session streams: the life of a session as a stream, the same at draft and verifier.
+"""Session streams: the life of a session as a stream, shared by draft and verifier.
 
-The first request opens the session and gives it memory, the other requests go to the worker in order, and the worker's
-responses go back. When the stream ends, for whatever reason, the memory is free within a step. The heartbeats wait for
-no step of the worker, the answer to `open` for `place_seconds` at most.
+The first request opens the session and allocates its memory, later requests go to the worker in order, and the worker's
+responses go back. When the stream ends, for any reason, the memory is free within a step. Heartbeats never wait for a
+step; the answer to `open` waits for `place_seconds` at most.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from specdec.v2 import model_pb2
 log = structlog.get_logger()
 
 LINGER_SECONDS = 5.0
-"""Seconds that a caller has to end its stream, once it has the last response."""
+"""Seconds for a caller to end its stream after the last response."""
 
 OPEN_SECONDS = 10.0
-"""Seconds for `open` to arrive once a stream has begun."""
+"""Seconds for `open` to arrive after a stream has begun."""
 
 LONG_BYTES = 1 << 14
-"""Bytes above which an `open` takes long to parse: a long prompt takes a tenth of a second."""
+"""Size in bytes above which an `open` is slow to parse: a long prompt takes a tenth of a second."""
 
 PARSING_THREADS = 4
-"""Threads that parse what takes long. They follow the grammars of texts that are resumed."""
+"""Threads for slow parses, which include following the grammars of resumed texts."""
 
 FULL_SECONDS = 5.0
-"""Seconds that a pod without memory for a session wants to be left alone for: each try sends it a whole text."""
+"""Retry delay in seconds of a pod without memory for a session: each try sends it a whole text."""
 
 INBOX_REQUESTS = 32
 INBOX_BYTES = 1 << 20
-"""Requests of one session, and their bytes, that may wait for its worker; more are read when it has dealt with these.
-An honest session sends a handful in the time of a step, and one that floods costs the others 20 ms of it at most."""
+"""Limits on one session's requests that wait for its worker; reading resumes once they are done. An honest session
+sends a handful per step, and a flood costs the others at most 20 ms of it."""
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -59,17 +59,18 @@ Session = TypeVar("Session")
 
 
 class SessionServicer(ABC, Generic[Session, Request, Response]):
-    """The base of the servicers of draft and verifier: they say what is theirs about sessions, `run` does the rest."""
+    """The base of the draft and verifier servicers: subclasses define their sessions, `run` does the rest."""
 
     def __init__(self, worker: Worker, max_sessions: int, max_sessions_per_client: int | None = None) -> None:
-        """Serve sessions with a worker: so many at once, and of one client (None: no limit of its own)."""
+        """Serve sessions with a worker: at most `max_sessions` in all and `max_sessions_per_client` of one client
+        (None: no limit per client)."""
         self._worker = worker
         self._max_sessions = max_sessions
         self._clients = ClientSessions(max_sessions_per_client)
         self._openings = Openings(OPEN_SECONDS)
         self._sessions = 0
-        self._parsing: list[str] = []  # tenants of sessions that are being parsed
-        self._submitted: deque[str] = deque()  # tenants of sessions that the worker is to take, which removes them
+        self._parsing: list[str] = []  # tenants of openings being parsed
+        self._submitted: deque[str] = deque()  # tenants of parsed sessions, removed as the worker takes them
         self.timelines = Timelines()
         self._parsers = ServiceThreads(PARSING_THREADS, "parse")
 
@@ -78,14 +79,14 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         self._parsers.shutdown(wait=False, cancel_futures=True)
 
     timeline_name = "session"
-    """Name of the timelines of its sessions."""
+    """Name of its sessions' timelines."""
 
     max_request_bytes = MAX_MESSAGE_BYTES
-    connection_seconds = None  # orchestrators look for pods by themselves
+    connection_seconds = None  # orchestrators discover pods themselves
 
     place_seconds = 0.0
-    """Seconds that the answer to `open` waits for the session's memory, so that whoever gets none is refused and not
-    opened first. A step may take longer, and a caller that hears nothing would take the pod for lost."""
+    """Seconds for which the answer to `open` waits for the session's memory, so that a session without any is refused
+    instead of opened first. Bounded because a step may take longer, and a silent pod would be taken for lost."""
 
     gates: Sequence[Gate] = ()
 
@@ -93,21 +94,21 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
 
     @property
     def works(self) -> bool:
-        """True while its engine works."""
+        """True while the engine works."""
         return self._worker.works
 
     @property
     def arriving(self) -> list[str]:
-        """The tenants of sessions that the worker has not taken yet."""
-        return [*self._parsing, *self._submitted.copy()]  # iterating over it itself, it might change meanwhile
+        """Tenants of sessions that the worker has not taken yet."""
+        return [*self._parsing, *self._submitted.copy()]  # a copy, since the worker's thread may change it
 
     def tenant_of(self, request: Request) -> str:
-        """Return whose session an `open` asks for."""
+        """Return the tenant of an `open`."""
         return ""
 
     def admit(self, request: Request, deadline: float | None) -> None:
-        """Raise OverloadedError if no more sessions can be taken, EngineLostError if none can be served. `deadline` is
-        the caller's, in monotonic time. Runs on the event loop, so that a refusal waits for no step."""
+        """Raise OverloadedError at the session limit, EngineLostError if the engine does not work. `deadline` is the
+        caller's, in monotonic time. Runs on the event loop, so that a refusal waits for no step."""
         if not self.works:
             raise EngineLostError
         if not self.room:
@@ -115,39 +116,38 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
 
     @property
     def room(self) -> int:
-        """Number of further sessions that it would take."""
+        """Number of further sessions it would accept."""
         return max(0, self._max_sessions - self._sessions)
 
     def capacity(self) -> model_pb2.PodCapacity:
-        """Return how full the pod is."""
+        """Return the pod's open sessions and room."""
         return model_pb2.PodCapacity(sessions=self._sessions, room=self.room)
 
     @abstractmethod
     def parse(self, request: Request, deadline: float | None) -> Session:
-        """Return the session that an `open` asks for; ServiceError if it is refused. `deadline` is the caller's, in
-        monotonic time."""
+        """Return the session for an `open`; ServiceError if it is refused. `deadline` is the caller's, in monotonic
+        time."""
 
     def takes_long(self, request: Request) -> bool:
-        """Return whether an `open` takes so long to parse that it is parsed in a thread."""
+        """Return whether an `open` is slow enough to parse in a thread."""
         return request.ByteSize() > LONG_BYTES  # type: ignore[attr-defined, no-any-return]
 
     async def prepare(self, request: Request) -> object:
-        """Do what an `open` that takes long needs before it is parsed, and is better done elsewhere; return what must
-        not be given up until it is parsed."""
+        """Do asynchronous work for a slow `open` before it is parsed; return an object to keep alive until then."""
 
     @abstractmethod
     def attach(self, session: Session, responses: ResponseQueue[Response], timeline: Timeline) -> None:
-        """Give a session memory and let the worker work on it, and record what happens to it; PoolFullError if there is
-        no memory. Runs in the worker's thread."""
+        """Allocate a session's memory and start it in the worker, recording events in the timeline; PoolFullError if
+        there is no memory. Runs in the worker's thread."""
 
     @abstractmethod
     def detach(self, session: Session) -> None:
-        """Take a session from the worker, and free its memory. Runs in the worker's thread, once or more often."""
+        """Remove a session from the worker and free its memory. Runs in the worker's thread, once or more often."""
 
     @abstractmethod
     def act(self, session: Session, request: Request, arrived: float) -> None:
-        """Do what a later request asks for, which `arrived` at that `time.monotonic`; ValueError ends the session. Runs
-        in the worker's thread."""
+        """Handle a later request, which `arrived` at that `time.monotonic()`; ValueError ends the session. Runs in the
+        worker's thread."""
 
     @abstractmethod
     def opened(self, session: Session) -> Response:
@@ -159,7 +159,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
 
     @abstractmethod
     def is_last(self, response: Response) -> bool:
-        """Return True if the session is over with this response."""
+        """Return whether this response ends the session."""
 
     async def run(self, requests: AsyncIterator[Request], context: grpc.aio.ServicerContext[Request, Response]) -> None:
         first = await self._openings.first(requests)
@@ -198,7 +198,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         context: grpc.aio.ServicerContext[Request, Response],
         timeline: Timeline,
     ) -> None:
-        """Serve a session that was parsed, until its stream ends."""
+        """Serve a parsed session until its stream ends."""
         responses: ResponseQueue[Response] = ResponseQueue()
         taking = asyncio.create_task(self._worker.call(partial(self._take, session, responses, timeline)))
         reader: asyncio.Task[None] | None = None
@@ -208,8 +208,8 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
                 await context.write(self.opened(session))
             reader = asyncio.create_task(self._read(requests, session, responses))
             await responses.write_to(context, heartbeat=partial(self.heartbeat, session), is_last=self.is_last)
-            # The caller ends the stream: requests may still be on their way, and a write that meets a
-            # stream closed from here would cost it the last response.
+            # Let the caller end the stream: its requests may be in flight, and if a write of it met a stream closed
+            # here, it would lose the last response.
             await asyncio.wait({reader}, timeout=LINGER_SECONDS)
         finally:
             if reader is not None:
@@ -217,7 +217,8 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
             self._worker.submit(partial(self.detach, session))
 
     def _take(self, session: Session, responses: ResponseQueue[Response], timeline: Timeline) -> bool:
-        """Attach a session; return False if an error among its responses ends it. Runs in the worker's thread."""
+        """Attach a session; return False if that failed, with the error among its responses. Runs in the worker's
+        thread."""
         self._submitted.popleft()
         try:
             self.attach(session, responses, timeline)
@@ -232,9 +233,10 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
     async def _read(
         self, requests: AsyncIterator[Request], session: Session, responses: ResponseQueue[Response]
     ) -> None:
-        """Hand requests to the worker, in order, until one of them has ended the session."""
+        """Submit requests to the worker, in order, until one has ended the session. Reading stops while the inbox is
+        full."""
         submitted = submitted_bytes = 0
-        done = done_bytes = 0  # of these, by the worker; written in its thread
+        done = done_bytes = 0  # handled by the worker; written in its thread
         over = False
 
         def act(request: Any, arrived: float, size: int) -> None:
@@ -262,7 +264,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
                 submitted, submitted_bytes = submitted + 1, submitted_bytes + size
                 if submitted - done >= INBOX_REQUESTS or submitted_bytes - done_bytes >= INBOX_BYTES:
                     await self._worker.caught_up()
-        except Exception as error:  # what cannot be read ends the session
+        except Exception as error:  # an unreadable stream ends the session
             log.info("stream_unreadable", error=repr(error))
             responses.send(ProtocolError("the stream cannot be read"))
 

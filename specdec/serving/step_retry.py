@@ -1,6 +1,5 @@
-"""Step retry: each session of a failed step is tried again in a step of its own, so that one that cannot be computed is
-found, and ended without the others.
-"""
+"""Step retry: reruns the sessions of a failed step one by one to find the one that fails, and ends it without the
+others."""
 
 from __future__ import annotations
 
@@ -15,15 +14,15 @@ class StepRetry(Generic[Session]):
     """The sessions of one loop that are on trial. Belongs to the loop's thread."""
 
     def __init__(self) -> None:
-        self._failures: Counter[Session] = Counter()  # in a row, by session on trial, in order
+        self._failures: Counter[Session] = Counter()  # consecutive failures by session on trial, in order
 
     def next(self, ready: Collection[Session]) -> Session | None:
-        """Choose the session that has the next step for itself; None if all may share it."""
+        """Return the session to step alone next; None if none is on trial."""
         return next((session for session in self._failures if session in ready), None)
 
     def failed(self, sessions: Sequence[Session]) -> Session | None:
-        """Note that a step of these sessions has failed. Return the one to be ended, which has failed before and now
-        alone; None if there is none."""
+        """Record a failed step. Return the session to be ended, which has now failed alone after an earlier failure;
+        None if there is none."""
         self._failures.update(sessions)
         (session, *others) = sessions
         if others or self._failures[session] < 2:
@@ -32,5 +31,5 @@ class StepRetry(Generic[Session]):
         return session
 
     def forget(self, session: Session) -> None:
-        """Take a session off trial: it has had a step, or is gone."""
+        """Take a session off trial: its step succeeded, or it is gone."""
         self._failures.pop(session, None)

@@ -1,7 +1,7 @@
-"""Timelines: what happens to a request or a session in this service, as a few events with their times.
+"""Timelines: a few timestamped events for each request or session in this service.
 
-A timeline has two readers: `TraceService`, which tells it to whoever knows the request's id, and an exporter, which
-makes an OpenTelemetry span of it. Nothing is recorded for each token, and no text and no token ever.
+A timeline has two readers: `TraceService`, which returns it by request id, and an exporter, which turns it into an
+OpenTelemetry span. Nothing is recorded per token, and never any text or token.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from specdec.serving.errors import as_service_error
 from specdec.serving.propagation import bound_request_id, bound_trace_context, trace_id_of
 
 KEPT = 256
-"""Timelines that a process keeps of what has ended, the latest ones. Those of what runs come besides."""
+"""Number of ended timelines kept in a process, besides those of running requests."""
 
 FIRST_EVENTS, LAST_EVENTS = 48, 16
-"""Events that a timeline keeps: how it began, and how it stands. So many take 26 KB; a usual request has ten."""
+"""Events kept in a timeline: its first and its latest ones. Full, they take 26 KB; a usual request has ten."""
 
 VALUE_CHARACTERS = 128
 
@@ -28,7 +28,7 @@ Value = str | int | float | list[str]
 
 
 class Event(NamedTuple):
-    """Something that happened."""
+    """A timestamped event."""
 
     at: float  # time.monotonic
     name: str
@@ -36,7 +36,7 @@ class Event(NamedTuple):
 
 
 class Timeline:
-    """What happens to one request or session. One thread adds figures, any thread may add events."""
+    """The events and attributes of one request or session. One thread adds attributes, any thread may add events."""
 
     def __init__(self, name: str = "", request_id: str = "", trace_id: str = "") -> None:
         self.name = name
@@ -44,14 +44,14 @@ class Timeline:
         self.trace_id = trace_id
         self.began = time.monotonic()
         self.ended: float | None = None
-        self.error = ""  # the reason of a ServiceError
+        self.error = ""  # reason of the ServiceError; "" without one
         self.attributes: dict[str, Value] = {}
         self.events: list[Event] = []
         self.dropped_events = 0
 
     def event(self, name: str, **attributes: Value) -> None:
-        """Record that something happens now, unless it has ended: a worker may yet end a step of it. If there are too
-        many events, one in the middle is dropped."""
+        """Record an event now. Ignored after the end: a worker may still finish a step of the session. Beyond the
+        limit, an event in the middle is dropped."""
         if self.ended is not None:
             return
         self.events.append(Event(time.monotonic(), name, {key: _cut(each) for key, each in attributes.items()}))
@@ -68,11 +68,11 @@ class Timeline:
         return any(each.name == name for each in self.events)
 
     def set(self, **attributes: Value) -> None:
-        """Set figures of the whole."""
+        """Set attributes of the timeline."""
         self.attributes |= {key: _cut(each) for key, each in attributes.items()}
 
     def add(self, **amounts: int) -> None:
-        """Add to figures of the whole."""
+        """Add to integer attributes of the timeline."""
         for key, amount in amounts.items():
             before = self.attributes.get(key, 0)
             assert isinstance(before, int)
@@ -80,22 +80,22 @@ class Timeline:
 
 
 class Span(Protocol):
-    """What an exporter makes of a timeline that has begun."""
+    """An exporter's span of a timeline."""
 
     def end(self, timeline: Timeline) -> None:
-        """Take what has been recorded, and end."""
+        """Export the ended timeline's record and end the span."""
 
 
 class Exporter(Protocol):
-    """Makes spans of timelines."""
+    """Turns timelines into spans."""
 
     def begin(self, timeline: Timeline) -> Span:
-        """Begin the span of a timeline, in the trace of the call being served, and bind its trace context: calls made
-        on behalf of this one belong below it."""
+        """Begin a timeline's span in the trace of the call being served, and bind its trace context, so that calls made
+        on its behalf become its children."""
 
 
 class Timelines:
-    """Records the requests or sessions of a service. Only its event loop begins and finds timelines."""
+    """Records the requests or sessions of a service. `begin` and `find` are for its event loop only."""
 
     def __init__(self, kept: int = KEPT) -> None:
         self.exporter: Exporter | None = None
@@ -104,7 +104,7 @@ class Timelines:
 
     @contextmanager
     def begin(self, name: str, **attributes: Value) -> Iterator[Timeline]:
-        """Record what the call being served does, until the context is left; an exception is how it failed."""
+        """Record the call being served until the context exits; an exception is recorded as its error."""
         timeline = Timeline(name, bound_request_id(), trace_id_of(bound_trace_context()))
         timeline.set(**attributes)
         span = None
@@ -114,7 +114,7 @@ class Timelines:
         self._running[timeline] = None
         try:
             yield timeline
-        except asyncio.CancelledError:  # how a session at a pod usually ends, once its text is complete
+        except asyncio.CancelledError:  # the usual end of a session at a pod, after its text is complete
             if not timeline.has("finish"):
                 timeline.event("closed_by_caller")
             raise
@@ -129,7 +129,7 @@ class Timelines:
                 span.end(timeline)
 
     def find(self, request_id: str) -> list[Timeline]:
-        """Return the timelines of a request, in order of their beginnings."""
+        """Return the timelines of a request, oldest first."""
         found = [each for each in (*self._ended, *self._running) if each.request_id == request_id]
         return sorted(found, key=lambda each: each.began)
 

@@ -1,4 +1,4 @@
-"""TLS of servers, whose certificates and keys are read again when their files change."""
+"""TLS of servers, with certificates and keys reloaded when their files change."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from specdec.serving.watched import Watched
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Return the credentials of a server that shows the certificate; with `authorities` it takes only clients that show
-    a certificate of theirs. TlsError if the files cannot be used now; later changes count for new connections."""
+    """Return server credentials with this certificate; with `authorities`, clients must show a certificate signed by
+    one of them. TlsError if the files are unusable now; later changes apply to new connections."""
     watched = Watched(files)
     if files.certificate is None:
         raise TlsError("{2} is given, {0} and {1} are missing".format(*files.options))

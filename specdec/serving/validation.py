@@ -1,5 +1,5 @@
-"""Checks of messages: each returns every violation, as (field, value and limit), so that a caller hears of all at
-once."""
+"""Validation of messages. Every check returns all violations as (field, problem with value and limit), so that a caller
+can fix them in one go."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from specdec.serving.messages import RULES, contrast_from, lookahead_from
 from specdec.v2 import draft_pb2, generation_pb2, model_pb2, verifier_pb2
 
 MAX_MESSAGE_BYTES = 16 << 20
-"""Bytes of a message between services, and of a request."""
+"""Maximum bytes of a message between services, and of a request."""
 
 MAX_ANSWER_BYTES = 64 << 20
-"""Bytes of an answer to a client, which holds whole texts with log-probabilities: as many as our clients take."""
+"""Maximum bytes of an answer to a client, which may hold whole texts with log-probabilities: our clients' receive
+limit."""
 
 MAX_NODES_A_MESSAGE = 1024
-"""Candidates in an `Extend` at most: several times what a verifier grants a session."""
+"""Maximum candidates in an `Extend`: several times what a verifier grants a session."""
 
 
 MAX_BIASES = 4096
@@ -28,7 +29,7 @@ MAX_BIASES = 4096
 def size_violations(
     sampling: model_pb2.Sampling | generation_pb2.SamplingParameters, vocabulary: int
 ) -> list[tuple[str, str]]:
-    """Return violations for sampling fields that have too many entries to be looked at one by one."""
+    """Return violations for sampling fields with too many entries to check one by one."""
     return [
         violation
         for violation in (
@@ -40,12 +41,12 @@ def size_violations(
 
 
 def too_many(field: str, count: int, limit: int, of: str) -> tuple[str, str] | None:
-    """Return the violation of a field that has more than `limit` of something; None if it has not."""
+    """Return the violation of a field with more than `limit` entries; None within the limit."""
     return (field, f"has {count} {of}, must have at most {limit}") if count > limit else None
 
 
 def token_violations(field: str, tokens: list[int], vocabulary: int) -> list[tuple[str, str]]:
-    """Return the violation of the first token id outside the vocabulary, if there is one."""
+    """Return the violation of the first token id outside the vocabulary, if any."""
     if max(tokens, default=0) < vocabulary:
         return []
     for index, token in enumerate(tokens):
@@ -55,16 +56,16 @@ def token_violations(field: str, tokens: list[int], vocabulary: int) -> list[tup
 
 
 MAX_END_TOKENS = 4096
-"""End tokens of a session at most: those of the model and those of the request."""
+"""Maximum end tokens of a session: those of the model and those of the request."""
 
 LONGEST_NAME = 256
-"""Characters of a tenant's name."""
+"""Maximum characters of a tenant's name."""
 
 
 def open_size_violations(
     message: verifier_pb2.VerifyOpen | draft_pb2.DraftOpen, vocabulary: int, context: int
 ) -> list[tuple[str, str]]:
-    """Return violations for fields of a session's opening that have too many entries to be looked at one by one."""
+    """Return violations for fields of a session's opening with too many entries to check one by one."""
     counts = (
         too_many("prompt_tokens", len(message.prompt_tokens), context, "tokens"),
         too_many("generated_tokens", len(message.generated_tokens), context, "tokens"),
@@ -79,7 +80,7 @@ def open_size_violations(
 def text_violations(
     prompt: list[int], generated: list[int], max_tokens: int, *, vocabulary: int, context: int
 ) -> list[tuple[str, str]]:
-    """Return what is wrong with the text that a session begins with."""
+    """Return violations of a session's initial text."""
     found = token_violations("prompt_tokens", prompt, vocabulary)
     found += token_violations("generated_tokens", generated, vocabulary)
     if not prompt:
@@ -95,7 +96,7 @@ def text_violations(
 def rule_violations(
     rule: model_pb2.AcceptanceRule.ValueType, contrast: model_pb2.Contrast, sampling: Sampling
 ) -> list[tuple[str, str]]:
-    """Return what is wrong with a rule, its parameters, and the sampling parameters that it excludes."""
+    """Return violations of a rule and its parameters, and of sampling parameters that it excludes."""
     if rule not in RULES:
         return [("rule", f"is {rule}, must be a value of AcceptanceRule")]
     found: list[tuple[str, str]] = []
@@ -124,8 +125,8 @@ def rule_violations(
 def grammar_violations(
     message: model_pb2.Grammar, end_tokens: frozenset[int], vocabulary: int, source_field: str = ""
 ) -> list[tuple[str, str]]:
-    """Return what is wrong with a grammar, as far as it can be told without compiling it. Its source is told of as
-    `source_field`; by default as the field that has it."""
+    """Return violations of a grammar, as far as they show without compiling it. `source_field` is the reported field of
+    its source; by default the field that holds it."""
     kind = message.WhichOneof("kind")
     if kind is None:
         return [("grammar", "is set and empty, must have one of json_schema, regex, lark, choice")]
@@ -146,11 +147,11 @@ def grammar_violations(
 
 
 LEAST_WEIGHT, MOST_WEIGHT = 0.01, 100.0
-"""Share of a tenant, relative to others."""
+"""Range of a tenant's weight, relative to other tenants."""
 
 
 def weight_violations(weight: float) -> list[tuple[str, str]]:
-    """Return what is wrong with the weight of a session's tenant; 0 means 1."""
+    """Return violations of a tenant's weight; 0 means 1."""
     if not weight or LEAST_WEIGHT <= weight <= MOST_WEIGHT:
         return []
     return [("tenant_weight", f"is {weight:g}, must be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")]
@@ -159,12 +160,12 @@ def weight_violations(weight: float) -> list[tuple[str, str]]:
 MAX_CANDIDATES = 128
 MAX_DEPTH = 128
 MAX_BRANCHES = 16
-"""Limits on what a request may ask for: candidates of a session in a step, tokens ahead of its text, alternatives at
-one place. A pod may grant less, and no pod grants more."""
+"""Limits on a request's speculation: candidates of a session per step, tokens ahead of its text, alternatives at one
+position. A pod may grant less, and no pod grants more."""
 
 
 def speculation_limit_violations(field: str, message: generation_pb2.Speculation) -> list[tuple[str, str]]:
-    """Return the limits of speculation that ask for more than any pod grants."""
+    """Return violations of speculation limits above what any pod grants."""
     asked = (
         ("max_candidates", message.max_candidates, MAX_CANDIDATES),
         ("max_depth", message.max_depth, MAX_DEPTH),
@@ -180,7 +181,7 @@ MOST_GUESSES = 64
 
 
 def drafter_violations(field: str, numbers: Sequence[int]) -> list[tuple[str, str]]:
-    """Return what is wrong with a list of drafters."""
+    """Return violations of a list of drafters."""
     known = set(map(int, Drafter))
     if len(numbers) > len(known):
         return [(field, f"has {len(numbers)} entries, must have at most {len(known)}")]
@@ -192,7 +193,7 @@ def drafter_violations(field: str, numbers: Sequence[int]) -> list[tuple[str, st
 
 
 def lookahead_violations(field: str, message: model_pb2.Lookahead) -> list[tuple[str, str]]:
-    """Return what is wrong with the size of a window."""
+    """Return violations of a lookahead window's size."""
     found = []
     if message.window < 2:
         found.append((f"{field}.window", f"is {message.window}, must be at least 2"))

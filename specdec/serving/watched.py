@@ -1,7 +1,7 @@
-"""Files whose contents are read again when they change.
+"""Files that are reloaded when they change.
 
-Whoever changes files replaces them, one after the other or all at once: what does not fit together, or cannot be read,
-is left alone until it can.
+Operators replace files one after the other or all at once: files that are inconsistent or unreadable are ignored until
+they are usable.
 """
 
 from __future__ import annotations
@@ -24,38 +24,37 @@ Contents = TypeVar("Contents", covariant=True)
 
 
 class Files(Protocol[Contents]):
-    """Some files that are read together."""
+    """Files that are read together."""
 
     @property
     def what(self) -> str:
-        """What they are, for the log."""
+        """Kind of files, for the log."""
 
     @property
     def unusable(self) -> type[Exception]:
-        """The error of `read` for files that cannot be used."""
+        """The error raised by `read` for unusable files."""
 
     @property
     def all(self) -> Iterable[Path | None]: ...
 
     def version(self) -> Version:
-        """Return what the files are now; OSError if one cannot be found."""
+        """Return the current version of the files; OSError if one is missing."""
 
     def read(self) -> Contents: ...
 
     @property
     def left_out(self) -> str:
-        """The parts of the files as last read that could not be used, and why, though the rest could; empty if all
-        could."""
+        """Skipped parts of the files as last read, with reasons; "" if everything was usable."""
 
 
 class Watched(Generic[Contents]):
-    """Files as last read, and read again when they have changed. May be asked by any thread."""
+    """Files as last read, reloaded on change. Thread-safe."""
 
     def __init__(self, files: Files[Contents]) -> None:
-        """Read the files; their error if they cannot be used."""
+        """Read the files; raises their `unusable` error if they cannot be used."""
         self._files = files
         self._lock = threading.Lock()
-        self._refused = ""  # why they could not be used when they were last looked at
+        self._refused = ""  # reason for which the last check rejected them; "" if none
         _all.add(self)
         try:
             self._version = files.version()
@@ -65,7 +64,7 @@ class Watched(Generic[Contents]):
 
     @property
     def refused(self) -> bool:
-        """True while the files, or a part of them, cannot be used as they are."""
+        """True while the files, or a part of them, are unusable."""
         return bool(self._refused or self._files.left_out)
 
     @property
@@ -73,8 +72,8 @@ class Watched(Generic[Contents]):
         return self._files.what
 
     def changed(self) -> bool:
-        """Look at the files, and return whether they have other contents since the last call. Files that cannot be used
-        are read again at each look, until they can; each reason is logged once."""
+        """Check the files; return whether their contents changed since the last call. Unusable files are read again at
+        each check until they are usable; each reason is logged once."""
         with self._lock:
             try:
                 version = self._files.version()
@@ -82,9 +81,9 @@ class Watched(Generic[Contents]):
                     self._refused = ""
                     return False
                 contents = self._files.read()
-                if self._files.version() != version:  # in the middle of being replaced
+                if self._files.version() != version:  # they are being replaced right now
                     return False
-            except (OSError, self._files.unusable) as error:  # of a missing file, or of what could not be read now
+            except (OSError, self._files.unusable) as error:  # a file is missing or unusable
                 if str(error) != self._refused:
                     log.warning("files_refused", what=self._files.what, why=str(error))
                 self._refused = str(error)
@@ -99,8 +98,8 @@ _all: WeakSet[Watched[Any]] = WeakSet()
 
 
 def refused() -> Mapping[str, int]:
-    """Return, for all files that this process watches, how many sets of each kind cannot be used as they are. TLS files
-    are among the kinds in any case: every service may have some."""
+    """Return the number of unusable watched sets of files by kind. TLS files are always listed: any service may have
+    some."""
     found: Counter[str] = Counter({TlsFiles.what: 0})
     for each in list(_all):
         found[each.what] += each.refused

@@ -1,4 +1,4 @@
-"""The worker: a thread that owns its state. Other threads reach it by actions, which run between two of its turns."""
+"""The worker: a thread that owns its state. Other threads submit actions, which run between two of its turns."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ T = TypeVar("T")
 
 
 class Worker(ABC):
-    """A thread that takes turns for as long as there is work, and sleeps when there is none.
+    """A thread that takes turns while there is work, and sleeps otherwise.
 
-    No lock guards what a worker owns: everything happens in its thread, in order.
+    A worker's state needs no lock: everything happens in its thread, in order.
     """
 
     def __init__(self, name: str) -> None:
-        self.works = True  # False: its engine, say, fails, and it can serve no session
+        self.works = True  # False if, for example, its engine fails and it can serve no session
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -38,16 +38,16 @@ class Worker(ABC):
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop after the actions submitted so far, and wait for the thread's end."""
+        """Stop after the actions submitted so far and join the thread."""
         self._inbox.put(None)
         self._thread.join()
 
     def submit(self, action: Callable[[], None]) -> None:
-        """Run an action in the worker's thread, before its next turn. Actions must not raise."""
+        """Run an action in the worker's thread before its next turn. Actions must not raise."""
         self._inbox.put(action)
 
     async def call(self, action: Callable[[], T]) -> T:
-        """Run an action in the worker's thread and await its result, or what it raises."""
+        """Run an action in the worker's thread and await its result or exception."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -62,7 +62,7 @@ class Worker(ABC):
         def run() -> None:
             try:
                 result = action()
-            except Exception as error:  # whatever it is, it belongs to the caller
+            except Exception as error:  # any exception belongs to the caller
                 loop.call_soon_threadsafe(settle, None, error)
             else:
                 loop.call_soon_threadsafe(settle, result, None)
@@ -76,8 +76,8 @@ class Worker(ABC):
 
     @abstractmethod
     def turn(self) -> float | None:
-        """Do what can be done now. Return how long to wait for an action before the next turn: seconds, or None for as
-        long as it takes."""
+        """Do the work that is due. Return the seconds to wait for an action before the next turn; None to wait
+        indefinitely."""
 
     def _run(self) -> None:
         wait: float | None = 0.0
@@ -85,8 +85,8 @@ class Worker(ABC):
             while self._receive(wait):
                 wait = self.turn()
         except BaseException as error:
-            # A process whose worker is gone would answer health checks and nothing else; peers of a dead one
-            # go elsewhere at once. It ends whether or not that can be logged.
+            # Without its worker, the process would answer health checks and nothing else, while peers of a dead process
+            # fail over at once. So it exits, even if logging fails.
             status = ExitStatus.INTERNAL
             try:
                 if is_shortage(error):
@@ -98,9 +98,9 @@ class Worker(ABC):
                 os._exit(status)
 
     def _receive(self, wait: float | None) -> bool:
-        """Run the actions that are in the inbox, waiting for the first; return False if it is time to end.
+        """Run the actions in the inbox, waiting for the first; return False to stop.
 
-        Actions that come meanwhile wait for the next turn: a flood delays the work, it does not stop it.
+        Actions that arrive meanwhile wait for the next turn, so a flood delays the work but cannot stop it.
         """
         try:
             action = self._inbox.get(timeout=wait) if wait is None or wait > 0 else self._inbox.get_nowait()
@@ -118,4 +118,4 @@ class Worker(ABC):
 
 
 def _nothing() -> None:
-    """Do nothing: the action of a caller who waits for all actions before it."""
+    """Do nothing: the barrier action of `caught_up`."""

@@ -1,1 +1,1 @@
-"""What callers' connections do, and which of them are closed."""
+"""Connections of callers: their certificates, their budgets, and closing them."""

@@ -1,8 +1,8 @@
-"""The names that a caller's certificate is for, each of its kind (RFC 9525).
+"""The names in a caller's certificate, by kind (RFC 9525).
 
-gRPC's own list of them mixes hosts, addresses, URIs and e-mail addresses, and cuts each at a NUL byte, so that a
-certificate for a URI or for "orchestrator.svc\\0.example" would pass as the host's. So the certificate itself is read
-here. The subject's common name is no name of a caller.
+gRPC's own list mixes hosts, addresses, URIs and e-mail addresses, and truncates each at a NUL byte: a certificate for a
+URI or for "orchestrator.svc\\0.example" would pass as the host's. So the certificate itself is parsed here. The
+subject's common name does not count.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from cryptography import x509
 
 PEM = "x509_pem_cert"
-"""Key of gRPC's auth context for the certificate that the caller has shown."""
+"""Key of the caller's certificate in gRPC's auth context."""
 
 MAX_CERTIFICATES = 1024
-"""Certificates whose names are kept: one takes a tenth of a millisecond to read."""
+"""Number of certificates with cached names: parsing one takes a tenth of a millisecond."""
 
 _LABEL = r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
 _HOST = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
@@ -26,7 +26,7 @@ _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[!-~]+")
 
 
 class Name(NamedTuple):
-    """A name, spelled in one way."""
+    """A name in canonical spelling."""
 
     kind: str  # "host", "address" or "URI"
     text: str
@@ -36,7 +36,7 @@ class Name(NamedTuple):
 
 
 def parse_name(text: str) -> Name:
-    """Parse a name as an operator writes it; ValueError if it is none. A wildcard is none: it names no caller."""
+    """Parse a name from an operator; ValueError if it is invalid. Wildcards are invalid: they name no caller."""
     if _URI.fullmatch(text):
         return Name("URI", text)
     try:
@@ -49,7 +49,7 @@ def parse_name(text: str) -> Name:
 
 
 def names_of(auth_context: Any) -> frozenset[Name]:
-    """Return the names of the certificate of gRPC's auth context; none if there is none that can be read."""
+    """Return the names in the certificate of gRPC's auth context; empty if there is no readable one."""
     shown = auth_context.get(PEM, ())
     return _names(bytes(shown[0])) if len(shown) == 1 else frozenset()
 
@@ -74,6 +74,6 @@ def _names(pem: bytes) -> frozenset[Name]:
 
 
 def _host(text: str) -> Name | None:
-    """Return a host's name, in small letters and without the dot of the root; None if it is none."""
+    """Return a host name in lower case and without the root's dot; None if invalid."""
     spelled = text.lower().removesuffix(".")
     return Name("host", spelled) if _HOST.fullmatch(spelled) and len(spelled) <= 253 else None

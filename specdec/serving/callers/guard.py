@@ -1,11 +1,11 @@
-"""Which connections are closed or muted: those that only cost, by calls that are refused or reset at once.
+"""The guard: closes or mutes connections that only waste calls, refused or reset at once.
 
-A call that is refused still takes a sixth of a millisecond of the event loop, so a caller without a key could keep it
-busy with some thousands a second. Each connection has a budget for such calls, and so has each address, because a
-caller may open any number of connections. A connection that also carries calls of callers who may call is left alone:
-it may be a proxy's, with callers of every kind behind it.
+A refused call still takes a sixth of a millisecond of the event loop, so a caller without a key could saturate it with
+some thousands a second. Each connection has a budget for such calls, and so has each address, because a caller may open
+any number of connections. A connection that also carries calls of authorized callers is left alone: it may be a
+proxy's, with all kinds of callers behind it.
 
-The guard knows calls and connections. It knows nothing of keys, methods and statuses (`interceptor.py`).
+The guard knows calls and connections, but no keys, methods or statuses (`interceptor.py`).
 """
 
 from __future__ import annotations
@@ -26,49 +26,50 @@ from specdec.serving.callers.token_bucket import TokenBucket, TokenBuckets
 log = structlog.get_logger()
 
 EARLY_SECONDS = 0.1
-"""Age below which a call that its client ends counts as reset: nobody reads an answer in that time, and leaves."""
+"""Age below which a call cancelled by its client counts as reset: too short to have read an answer."""
 
 TRUSTED_SECONDS = 60.0
-"""Time for which a call that was served lets its connection be: a proxy's callers come and go."""
+"""Seconds for which a served call makes its connection trusted: a proxy's callers come and go."""
 
 CONNECTION_BURST, CONNECTION_RATE = 100.0, 100.0
-"""Calls that a connection may waste at once, and a second in the long run. A server of the OpenAI API asks about fifty
-unknown keys a second at most, and must not be closed for its callers, though none of them has a key just now."""
+"""Wasted calls that a connection may make at once, and per second in the long run. A server of the OpenAI API asks
+about at most fifty unknown keys a second, and must not be closed even while none of its callers has a key."""
 
 ADDRESS_BURST, ADDRESS_RATE = 400.0, 200.0
-"""The same for all connections of an address: a thirtieth of a core. Beyond it each may waste `MIN_WASTED` calls."""
+"""The same for all connections of an address: a thirtieth of a core. Beyond it every connection may waste `MIN_WASTED`
+calls."""
 
 MAX_DEBT = 12_000.0
-"""Calls that an address can be short of at most: it has its budget back a minute after it has stopped."""
+"""Maximum debt of an address in calls: its budget is back a minute after it has stopped."""
 
 MIN_WASTED = 1
-"""Wasted calls that any connection may make: its caller reads why it is refused."""
+"""Wasted calls that every connection may make, so that its caller can read the reason of the refusal."""
 
 MUTED_SECONDS = 20.0
-"""Time for which a connection of an address beyond its budget stays open, though nothing of it is read any more, before
-it is closed: a caller that is closed at once is back at once, with a hundred calls on its new connection."""
+"""Seconds for which a connection of an address beyond its budget stays open but unread before it is closed: a caller
+closed at once would be back at once, with a hundred calls on its new connection."""
 
 MAX_MUTED = 512
-"""Connections that are muted at a time; beyond it the oldest is closed."""
+"""Maximum number of muted connections; beyond it the oldest is closed."""
 
 MAX_CONNECTIONS = MAX_ADDRESSES = 8192
-"""Connections and addresses that are remembered, the latest; about 1 KB each."""
+"""Number of connections and addresses remembered, the latest ones; about 1 KB each."""
 
 SWEEP_SECONDS = 0.01
-"""Pause between two looks through this process's sockets: one look closes all connections that are to be closed."""
+"""Seconds between scans of this process's sockets; one scan closes all connections due."""
 
 LOOK_SECONDS = 1.0
-"""Seconds between two looks at whether muted connections are to be closed."""
+"""Seconds between checks for muted connections due to be closed."""
 
 LOG_SECONDS = 10.0
-"""Seconds between two lines of the log about wasted calls at least."""
+"""Minimum seconds between log lines about wasted calls."""
 
 LOGGED_CALLS = 50
-"""Calls wasted within that time from which on they are logged: fewer are callers who change their minds, or retry with
+"""Minimum number of wasted calls in that time for a log line: fewer are callers changing their minds, or retrying with
 an old key."""
 
 IPV6_HOST_BITS = 64
-"""Bits of an IPv6 address that its owner chooses: an address is all of its /64."""
+"""Bits of an IPv6 address chosen by its owner: a /64 counts as one address."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,14 +78,14 @@ class Connection:
 
     name: str  # gRPC's
     peer: Peer
-    budget: TokenBucket  # of calls that it may waste
+    budget: TokenBucket  # for wasted calls
     wasted: int = 0
-    served_at: float | None = None  # a call was served, or lasted
+    served_at: float | None = None  # last time a call was served or outlived EARLY_SECONDS
     closed: bool = False
-    calls: dict[Call, None] = field(default_factory=dict)  # that run, the oldest first
+    calls: dict[Call, None] = field(default_factory=dict)  # running calls, oldest first
 
     def is_trusted(self, now: float) -> bool:
-        """Return True while a call lasts, or if one was served lately."""
+        """Return True while a call runs longer than EARLY_SECONDS, or if one was served recently."""
         oldest = next(iter(self.calls), None)
         if oldest is not None and now - oldest.begun_at >= EARLY_SECONDS:
             return True
@@ -93,14 +94,14 @@ class Connection:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A call of a caller who may call."""
+    """A call of an authorized caller."""
 
-    connection: Connection | None  # None: its transport has no address
+    connection: Connection | None  # None: the transport has no address
     begun_at: float
 
 
 class ConnectionGuard:
-    """The connections of a server. Only the event loop touches it."""
+    """The connections of a server. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -111,34 +112,34 @@ class ConnectionGuard:
         self.closed_connections = 0
         self._close_connections = close
         self._clock = clock
-        self._connections: OrderedDict[str, Connection] = OrderedDict()  # by gRPC's name, the latest last
+        self._connections: OrderedDict[str, Connection] = OrderedDict()  # by gRPC's peer name, latest last
         self._addresses = TokenBuckets(ADDRESS_RATE, ADDRESS_BURST, MAX_ADDRESSES, MAX_DEBT, clock)
-        # Health checks have budgets of their own: others of an address must not mute the probes of a balancer.
+        # Health checks have separate budgets: other clients of an address must not mute a load balancer's probes.
         self._open_addresses = TokenBuckets(ADDRESS_RATE, ADDRESS_BURST, MAX_ADDRESSES, MAX_DEBT, clock)
         self._closing: dict[Peer, None] = {}
         self._muting: dict[Peer, None] = {}
-        self._muted: OrderedDict[Peer, float] = OrderedDict()  # since when, the oldest first
-        self._wanted = asyncio.Event()  # set when there is something to close or to mute
+        self._muted: OrderedDict[Peer, float] = OrderedDict()  # time of muting, oldest first
+        self._wanted = asyncio.Event()  # set when there are connections to close or mute
         self._sweep: asyncio.Task[None] | None = None
         self._counted_from, self._logged_at = clock(), -math.inf
-        self._calls_before, self._closed_told = 0, 0  # wasted calls before then, and connections told to be closed
+        self._calls_before, self._closed_told = 0, 0  # wasted calls before `_counted_from`; closed ones logged
 
     @property
     def remembered(self) -> tuple[int, int]:
-        """Numbers of connections and addresses."""
+        """Numbers of remembered connections and addresses."""
         return len(self._connections), len(self._addresses)
 
     def refuse(self, peer: str, why: str) -> None:
-        """Count a call that was refused."""
+        """Charge a refused call to its connection and address."""
         self._count(peer, why)
         self._waste(peer, self._addresses)
 
     def answer_anybody(self, peer: str) -> None:
-        """Take a call that says nothing for its caller out of its budgets."""
+        """Charge a call of an open service, which shows no authorization of its caller, to the budgets."""
         self._waste(peer, self._open_addresses)
 
     def begin(self, peer: str) -> Call:
-        """Count a call of a caller who may call; it is ended by `serve` or `reset`."""
+        """Register a call of an authorized caller; `serve` or `reset` ends it."""
         call = Call(self._connection(peer), self._clock())
         if call.connection is not None:
             call.connection.calls[call] = None
@@ -151,22 +152,22 @@ class ConnectionGuard:
             connection.served_at = self._clock()
 
     def reset(self, call: Call) -> None:
-        """End a call that its client has ended."""
+        """End a call cancelled by its client."""
         if (connection := call.connection) is not None:
             if self._clock() - call.begun_at >= EARLY_SECONDS:
                 self.serve(call)
                 return
             del connection.calls[call]
             self._count(connection.name, "RESET")
-            self._spend(connection, self._addresses, mutes=False)  # its caller has a key
+            self._spend(connection, self._addresses, mutes=False)  # an authorized caller is closed, not muted
 
     def _waste(self, peer: str, addresses: TokenBuckets) -> None:
         connection = self._connection(peer)
-        if connection is not None and not connection.calls:  # who may call is not cut off for others' calls
+        if connection is not None and not connection.calls:  # authorized calls are not cut off for refused ones
             self._spend(connection, addresses)
 
     def _spend(self, connection: Connection, addresses: TokenBuckets, *, mutes: bool = True) -> None:
-        """Take a wasted call out of the budgets; close the connection if there is nothing left."""
+        """Charge a wasted call to both budgets; close or mute the connection when one is exhausted."""
         if connection.is_trusted(self._clock()):
             return
         connection.wasted += 1
@@ -178,7 +179,7 @@ class ConnectionGuard:
             self._end(connection, self._closing)
 
     def _count(self, peer: str, why: str) -> None:
-        """Count a wasted call, and log what has been wasted since the last look, if it was much."""
+        """Count a wasted call; log the waste since the last line if it is large enough."""
         now = self._clock()
         if now - self._counted_from >= LOG_SECONDS and self.wasted_calls - self._calls_before < LOGGED_CALLS:
             self._counted_from, self._calls_before = now, self.wasted_calls
@@ -187,7 +188,7 @@ class ConnectionGuard:
         if (calls >= LOGGED_CALLS or closed) and now - self._logged_at >= LOG_SECONDS:
             log.warning(
                 "calls_wasted",
-                peer=peer,  # the latest, and why its call was wasted
+                peer=peer,  # of the latest wasted call, with its reason
                 why=why,
                 calls=calls,
                 closed_connections=closed,
@@ -213,7 +214,7 @@ class ConnectionGuard:
         return found
 
     def _end(self, connection: Connection, manner: dict[Peer, None]) -> None:
-        """Have a connection closed or muted. It stays known, for calls of it that are still to come."""
+        """Schedule a connection to be closed or muted. It stays known, for its calls still to come."""
         if connection.peer in self._muted:
             return
         if not connection.closed:
@@ -225,7 +226,7 @@ class ConnectionGuard:
             self._sweep = asyncio.create_task(self._end_all())
 
     async def _end_all(self) -> None:
-        """Close and mute what is to be, and close what has been muted for long enough, until nothing is left."""
+        """Close and mute the scheduled connections, and close muted ones after MUTED_SECONDS, until none is left."""
         while self._closing or self._muting or self._muted:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wanted.wait(), LOOK_SECONDS)
@@ -245,5 +246,5 @@ class ConnectionGuard:
 
 
 def _network(address: Address) -> int:
-    """Return a number for all addresses that share a budget."""
+    """Return the key of an address's budget, shared by a /64 of IPv6."""
     return int(address) >> IPV6_HOST_BITS if address.version == 6 else -int(address)

@@ -1,9 +1,9 @@
-"""Closes connections by the address of their peer, or has the kernel drop what comes over them. gRPC offers no way to
-do it, but the sockets are this process's own.
+"""Closes connections by their peer's address, or mutes them: the kernel drops what arrives. gRPC has no API for this,
+but the sockets are this process's own.
 
-Shutting a socket down is enough: gRPC sees the end of the connection, as if the peer had gone, and frees all of it. A
-connection that is muted stays open for both ends, and costs nothing: its peer waits for answers, as if the network had
-failed.
+Shutting a socket down is enough: gRPC sees the end of the connection, as if the peer had closed it, and frees
+everything. A muted connection stays open at both ends and costs nothing: its peer waits for answers, as after a network
+failure.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ import struct
 from collections.abc import Collection
 
 DESCRIPTORS = "/proc/self/fd"
-"""Where Linux lists the descriptors of a process; without it no connection is closed."""
+"""Linux's list of a process's descriptors; without it no connection is closed."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 Peer = tuple[Address, int]
-"""Address and port of the other end of a connection."""
+"""Address and port of the remote end of a connection."""
 
 MAX_DISCARDS = 16
 _discarded = bytearray(1 << 19)
-"""Reads of half a MiB: Linux keeps 6 MiB at most by default."""
+"""Number and buffer of reads of half a MiB: Linux's default receive buffer holds at most 6 MiB."""
 
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
 DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
-"""A classic BPF program for a socket, of one instruction: return 0, the number of bytes that are kept of a packet."""
+"""A classic BPF program of one instruction: return 0, the number of bytes to keep of a packet."""
 
 _PEER = re.compile(r"ipv[46]:(?:\[|%5B)?([^\[\]]+?)(?:\]|%5D)?:(\d+)")
 
 
 def parse_peer(name: str) -> Peer | None:
-    """Return a peer from gRPC's name of it, such as "ipv4:10.0.0.7:4711" or "ipv6:%5B::1%5D:4711"; None if it is no
-    address of IP."""
+    """Parse gRPC's name of a peer, such as "ipv4:10.0.0.7:4711" or "ipv6:%5B::1%5D:4711"; None if it has no IP
+    address."""
     found = _PEER.fullmatch(name)
     if found is None:
         return None
@@ -50,9 +50,9 @@ def parse_peer(name: str) -> Peer | None:
 
 
 def close_connections(closed: Collection[Peer], muted: Collection[Peer] = ()) -> int:
-    """Close or mute the connections of these peers to ports that this process listens on; return their number.
+    """Close or mute these peers' connections to ports on which this process listens; return their number.
 
-    A peer's port alone would not do: a connection of ours to a pod may have the same address at its other end.
+    The peer's address and port alone are not enough: a connection of ours to a pod may have the same remote end.
     """
     try:
         descriptors = [int(name) for name in os.listdir(DESCRIPTORS)]
@@ -60,7 +60,7 @@ def close_connections(closed: Collection[Peer], muted: Collection[Peer] = ()) ->
         return 0
     listening, found = set[int](), dict[int, socket.socket]()
     for descriptor in descriptors:
-        # A duplicate may have got the number under which one that is closed by now was listed.
+        # A listed descriptor may have been closed since, and a duplicate of ours have its number.
         connection = None if descriptor in found else _duplicate(descriptor)
         if connection is None:
             continue
@@ -97,7 +97,7 @@ def _close(connection: socket.socket) -> None:
 
 
 def _mute(connection: socket.socket) -> bool:
-    """Have the kernel drop what the peer sends from now on; return False if it does not."""
+    """Make the kernel drop what the peer sends from now on; return False if it cannot."""
     program = ctypes.create_string_buffer(DROP_ALL)
     try:
         connection.setsockopt(
@@ -109,15 +109,15 @@ def _mute(connection: socket.socket) -> bool:
 
 
 def _discard(connection: socket.socket) -> None:
-    """Drop what has arrived: gRPC would still read it, and a full buffer holds ten thousand calls."""
+    """Discard received data: gRPC would still read it, and a full buffer holds ten thousand calls."""
     for _ in range(MAX_DISCARDS):
         if not connection.recv_into(_discarded, 0, socket.MSG_DONTWAIT):
             return
 
 
 def _duplicate(descriptor: int) -> socket.socket | None:
-    """Return a duplicate of a TCP socket; None if the descriptor is something else, or closed by now. A duplicate stays
-    the same connection, even if gRPC closes its own meanwhile and the number is used again."""
+    """Return a duplicate of a TCP socket; None if the descriptor is something else or closed. The duplicate stays the
+    same connection even if gRPC closes its own and the number is reused."""
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return None
@@ -136,6 +136,6 @@ def _duplicate(descriptor: int) -> socket.socket | None:
 
 
 def _plain(text: str) -> Address:
-    """Parse an address; one of IPv4 may come in IPv6's form."""
+    """Parse an address; IPv4-mapped IPv6 becomes IPv4."""
     address = ipaddress.ip_address(text.partition("%")[0])
     return getattr(address, "ipv4_mapped", None) or address

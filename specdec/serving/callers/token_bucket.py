@@ -1,4 +1,4 @@
-"""Token buckets (Turner 1986): a rate that may be exceeded for a moment."""
+"""Token buckets (Turner 1986): rate limits that allow bursts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Clock = Callable[[], float]
 
 
 class TokenBucket:
-    """Refills at `rate` tokens a second, up to `burst`. It may be in debt: what a text takes is known only once it is
-    taken. `max_debt` bounds the debt."""
+    """Refills at `rate` tokens a second, up to `burst`. It may go into debt, at most `max_debt`, since the cost of a
+    text is known only after the fact."""
 
     __slots__ = ("_clock", "_filled_at", "_min_tokens", "_tokens", "burst", "rate")
 
     def __init__(self, rate: float, burst: float, max_debt: float = math.inf, clock: Clock = time.monotonic) -> None:
-        """The bucket is full at first."""
+        """Start with a full bucket."""
         self.rate = rate
         self.burst = burst
         self._min_tokens = -max_debt
@@ -28,22 +28,22 @@ class TokenBucket:
         self._filled_at = clock()
 
     def spend(self, tokens: float = 1.0) -> bool:
-        """Take tokens; return whether there were as many."""
+        """Take tokens; return whether the bucket held enough."""
         there = self._fill()
         self._tokens = max(self._min_tokens, there - tokens)
         return there >= tokens
 
     def seconds_until(self, tokens: float = 1.0) -> float:
-        """Return the seconds until there are `tokens`, or the bucket is full, if none are spent meanwhile."""
+        """Return the seconds until the bucket holds `tokens` or is full, without further spending."""
         return max(0.0, (min(tokens, self.burst) - self._fill()) / self.rate)
 
     def change(self, rate: float, burst: float) -> None:
-        """Refill at another rate from now on. What was spent or saved stays."""
+        """Change rate and burst. Debt and savings stay, up to the new burst."""
         self._tokens = min(self._fill(), burst)
         self.rate, self.burst = rate, burst
 
     def _fill(self) -> float:
-        """Return the tokens that are there now."""
+        """Refill; return the current tokens."""
         now = self._clock()
         self._tokens = min(self.burst, self._tokens + (now - self._filled_at) * self.rate)
         self._filled_at = now
@@ -51,7 +51,7 @@ class TokenBucket:
 
 
 class TokenBuckets:
-    """A bucket for each key, full for a new one. At most `max_keys` are kept, the latest."""
+    """A bucket per key, full at first. The `max_keys` most recently used are kept."""
 
     def __init__(
         self, rate: float, burst: float, max_keys: int, max_debt: float = math.inf, clock: Clock = time.monotonic
@@ -74,8 +74,7 @@ class TokenBuckets:
         return found
 
     def wait(self, key: Hashable) -> float:
-        """Take a token of a key and return 0.0 if there is one, else take none and return the seconds until there
-        is."""
+        """Take a key's token and return 0.0; without one, take none and return the seconds until there is one."""
         bucket = self.of(key)
         if seconds := bucket.seconds_until():
             return seconds

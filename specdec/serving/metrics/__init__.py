@@ -1,1 +1,1 @@
-"""Metrics for Prometheus: how they are made, and the endpoint. Each service's `metrics.py` says which it has."""
+"""Prometheus metrics: families and the endpoint. The metrics of a service are in its `metrics.py`."""

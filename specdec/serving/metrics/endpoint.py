@@ -1,4 +1,4 @@
-"""The endpoint that Prometheus scrapes: HTTP, without TLS, on a port of its own."""
+"""The Prometheus endpoint: HTTP without TLS, on a separate port."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from prometheus_client.registry import Collector
 log = structlog.get_logger()
 
 COLLECT_SECONDS = 5.0
-"""Seconds after which a scrape fails, since the service's event loop does nothing."""
+"""Seconds after which a scrape fails because the service's event loop is stuck."""
 
 REQUEST_SECONDS = 10.0
-"""Seconds after which a connection is closed, whatever it has said."""
+"""Maximum lifetime of a connection in seconds, even if it is active."""
 
 MOST_CONNECTIONS = 32
-"""Connections at the same time, each with a thread; more are closed at once."""
+"""Maximum number of connections, one thread each; more are closed at once."""
 
 
 class ServiceCollector(Collector):
-    """Collects a service's metrics in its event loop, which owns them; a loop that is stuck fails the scrape."""
+    """Collects a service's metrics on its event loop, which owns them; a stuck loop fails the scrape."""
 
     def __init__(self, collect: Callable[[], Iterable[Metric]], loop: asyncio.AbstractEventLoop) -> None:
         self._collect = collect
@@ -48,15 +48,16 @@ class ServiceCollector(Collector):
             raise
 
     def describe(self) -> Iterator[Metric]:
-        """Name no metrics in advance: the registry would collect them, and wait for the loop that is calling it."""
+        """Return no metrics: the registry would otherwise collect them at registration, blocking the event loop that it
+        waits for."""
         return iter(())
 
 
 class MetricsEndpoint:
-    """An HTTP server with threads of its own, which answers requests for metrics. Made in the service's event loop."""
+    """An HTTP server with its own threads that serves metrics. Create it on the service's event loop."""
 
     def __init__(self, host: str, port: int, collect: Callable[[], Iterable[Metric]]) -> None:
-        """Serve from now on; OSError if the port cannot be had."""
+        """Start serving; OSError if the port is unavailable."""
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
@@ -68,13 +69,13 @@ class MetricsEndpoint:
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
 
     async def close(self) -> None:
-        """End the server. Called in the event loop, which a scrape under way may be waiting for."""
+        """Stop the server. Runs on the event loop without blocking it: a scrape in flight may be waiting for it."""
         await asyncio.to_thread(self._server.shutdown)
         self._server.server_close()
 
 
 class _Handler(WSGIRequestHandler):
-    """Handles a connection, and logs no requests."""
+    """Handles a connection without logging requests."""
 
     def setup(self) -> None:
         super().setup()
@@ -95,7 +96,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A server that stands whatever is sent to it: its port has no TLS, and anybody inside may come."""
+    """A server robust against any input: its port has no TLS, and anybody inside the network may connect."""
 
     daemon_threads = True
 
@@ -110,7 +111,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             return
         try:
             super().process_request(request, client_address)
-        except BaseException:  # no thread could be had
+        except BaseException:  # no thread could be started
             self._places.release()
             raise
 
@@ -121,12 +122,12 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Note that a connection broke or made no sense, which is its caller's concern."""
+        """Log at debug level: a broken connection or bad request is the caller's problem."""
         log.debug("scrape_broken", why=repr(sys.exc_info()[1]))
 
 
 def _refusing_when_stuck(answer: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a WSGI application that answers 503 while the service's event loop does nothing."""
+    """Return a WSGI application that answers 503 while the service's event loop is stuck."""
 
     def answer_or_refuse(environ: Any, start_response: Any) -> Any:
         try:

@@ -1,7 +1,7 @@
-"""Metric families, as Prometheus reads them.
+"""Prometheus metric families.
 
-Names begin with `specdec_` and the service's role, and use base units: seconds, tokens, ratios from 0 to 1. Where vLLM
-has the same metric, the rest of the name is vLLM's.
+Names begin with `specdec_` and the service's role, in base units: seconds, tokens, ratios from 0 to 1. Where vLLM has
+the same metric, the rest of the name is vLLM's.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from specdec.serving.mux.stream import Traffic
 from specdec.v2 import model_pb2
 
 Values = TypeVar("Values", bound=tuple[str, ...])
-"""Values of labels."""
+"""Label values."""
 
 
 class Families:
-    """The families of a service's metrics, made one after the other."""
+    """Collects the metric families of a service in `made`."""
 
     def __init__(self, role: str) -> None:
         self._role = role
@@ -38,7 +38,7 @@ class Families:
         self.made.append(CounterMetricFamily(self._name(name), help, value))
 
     def counters(self, name: str, help: str, labels: tuple[str, ...], values: Mapping[Values, float]) -> None:
-        """Add a counter for each set of values of some labels."""
+        """Add a counter per tuple of label values."""
         family = CounterMetricFamily(self._name(name), help, labels=labels)
         for value, count in values.items():
             family.add_metric(value, count)
@@ -48,7 +48,7 @@ class Families:
         self.made.append(GaugeMetricFamily(self._name(name), help, value))
 
     def gauges(self, name: str, help: str, labels: tuple[str, ...], values: Mapping[Values, float]) -> None:
-        """Add a gauge for each set of values of some labels."""
+        """Add a gauge per tuple of label values."""
         family = GaugeMetricFamily(self._name(name), help, labels=labels)
         for value, count in values.items():
             family.add_metric(value, count)
@@ -58,20 +58,20 @@ class Families:
         self.made.append(HistogramMetricFamily(self._name(name), help, _buckets(found), found.total))
 
     def histograms(self, name: str, help: str, labels: tuple[str, ...], found: Mapping[Values, Histogram]) -> None:
-        """Add a histogram for each set of values of some labels."""
+        """Add a histogram per tuple of label values."""
         family = HistogramMetricFamily(self._name(name), help, labels=labels)
         for value, each in found.items():
             family.add_metric(value, _buckets(each), each.total)
         self.made.append(family)
 
     def process(self, pod: model_pb2.PodInfo, serving: bool) -> None:
-        """Add what every service tells of its process."""
+        """Add the process metrics common to all services."""
         self.gauge("serving", "1 while the service can serve requests, else 0; through a drain as before it.", serving)
         self.made.append(InfoMetricFamily(self._name("build"), "Version of the service.", {"version": pod.version}))
         self.files()
 
     def files(self) -> None:
-        """Add what every service tells of the files that it reads again when they change."""
+        """Add the metrics of watched files."""
         self.gauges(
             "files_refused",
             "Sets of watched files that cannot be used as they are, by what they are: TLS files, tenants, models.",
@@ -80,7 +80,7 @@ class Families:
         )
 
     def traffic(self, traffic: Traffic) -> None:
-        """Add what a service with sessions tells of their messages."""
+        """Add the message traffic of a service with sessions."""
         self.counter("session_sent_bytes", "Bytes of messages sent to orchestrators in sessions.", traffic.sent)
         self.counter(
             "session_received_bytes", "Bytes of messages received from orchestrators in sessions.", traffic.received
@@ -91,7 +91,7 @@ class Families:
 
 
 def _buckets(found: Histogram) -> list[tuple[str, float]]:
-    """Return how many values of a histogram are at most each of its bounds."""
+    """Return a histogram's cumulative counts by upper bound."""
     reached, buckets = 0, list[tuple[str, float]]()
     for bound, count in zip((*map(str, found.bounds), "+Inf"), found.counts, strict=True):
         reached += count

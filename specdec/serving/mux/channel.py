@@ -20,21 +20,22 @@ CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class MuxChannel:
-    """A channel to one service: a `grpc.aio.Channel` as far as generated stubs use one.
+    """A channel to one service: the part of `grpc.aio.Channel` that generated stubs use.
 
-    Calls with a single request or response are plain gRPC calls. Bidirectional streams share a connection, which is
-    opened with the first of them; after it breaks or its service shuts down, the next stream opens another. To a
-    service that does not support connections, streams are plain gRPC calls too.
+    Calls with a single request or response are plain gRPC calls. Bidirectional streams share a connection, opened with
+    the first of them; after it breaks or its service shuts down, the next stream opens another. To a service that does
+    not support connections, streams are plain gRPC calls too.
 
-    `renewed` gives another channel to use from now on when there should be one, as after a change of certificates; what
-    runs on the old one goes on there."""
+    `renewed` returns a new channel when the current one should be replaced, as after a change of certificates, else
+    None; running calls stay on the old channel.
+    """
 
     def __init__(
         self, channel: grpc.aio.Channel, renewed: Callable[[], grpc.aio.Channel | None] = lambda: None
     ) -> None:
         self._current = Carrier(channel)
         self._renewed = renewed
-        self._retired: list[Carrier] = []  # used no more for new calls
+        self._retired: list[Carrier] = []  # not used for new calls
         self._closing: set[asyncio.Task[None]] = set()
 
     def unary_unary(self, *args: Any, **more: Any) -> Any:
@@ -70,9 +71,9 @@ class MuxChannel:
             await carrier.close()
 
     def _renew(self) -> None:
-        """Use another channel, if there is one. The connections of the old one end once they carry no stream. It is
-        closed with a later renewal after that: plain calls have ended by then, which last for seconds. One that has had
-        no connection may carry plain streams, and stays."""
+        """Switch to a new channel, if there is one. The old one's connections end with their last stream, and a later
+        renewal closes the channel: its plain calls, which last seconds, have ended by then. A channel that never had a
+        connection may carry plain streams, and stays open."""
         if (channel := self._renewed()) is None:
             return
         idle = [each for each in self._retired if each.connected and not each.connections]
@@ -86,23 +87,23 @@ class MuxChannel:
 
 
 class Carrier:
-    """A gRPC channel and its connections, of which the last one takes new streams; the others still carry some."""
+    """A gRPC channel and its connections: new streams go to the last one, the others still carry older streams."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
-        self.connected = False  # has had a connection
+        self.connected = False  # has ever had a connection
         self._connections: list[MuxConnection] = []
         self._unknown = False  # True: the service does not support connections
 
     @property
     def connections(self) -> Sequence[MuxConnection]:
-        """The connections that are not broken. One that is must not be kept: what it had to send is with it."""
+        """The unbroken connections. Broken ones are dropped, to free their unsent data."""
         self._unknown |= any(connection.unknown for connection in self._connections)
         self._connections = [connection for connection in self._connections if not connection.broken]
         return self._connections
 
     def whole(self) -> MuxConnection | None:
-        """Return a connection that takes new streams; None if the service does not support connections."""
+        """Return a connection for new streams; None if the service does not support connections."""
         connections = self.connections
         if self._unknown:
             return None
@@ -113,7 +114,7 @@ class Carrier:
         return self._connections[-1]
 
     def leave(self) -> None:
-        """Have all connections end with their last streams."""
+        """Let all connections end with their last streams."""
         for connection in self.connections:
             connection.leave()
 
@@ -124,7 +125,7 @@ class Carrier:
 
 
 class MuxConnection:
-    """A connection: one gRPC stream and the calls that it carries, at the caller's end."""
+    """The caller's end of a connection: one gRPC stream and the calls it carries."""
 
     def __init__(self, call: Any) -> None:
         self.broken = False
@@ -173,18 +174,19 @@ class MuxConnection:
     async def _write(self) -> None:
         """Write batches of frames once the service has accepted the connection.
 
-        The first batch waits for the initial metadata: if it were on its way while the service answers that it does not
-        support connections, that answer would become an internal error. Only `_read` learns how a connection ends."""
+        The first batch waits for the initial metadata: sent while the service answers that it does not support
+        connections, it would turn that answer into an internal error. Only `_read` handles the end of a connection.
+        """
         try:
             with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.AioRpcError):
                 await self._call.initial_metadata()
-                self.accepted = not self._call.done()  # gRPC gives a call that has failed to connect empty ones
+                self.accepted = not self._call.done()  # gRPC returns empty metadata for a failed connect
                 await self._sending.write(lambda frames: self._call.write(mux_pb2.ConnectRequest(frames=frames)))
         finally:
             self._call.cancel()
 
     async def _end_if_unread(self) -> None:
-        """End the connection once the service has left too much unread: then it serves nobody."""
+        """End the connection once the service has left too much unread: it has stopped reading."""
         await self._sending.overflowed.wait()
         self._call.cancel()
 
@@ -201,7 +203,7 @@ class MuxConnection:
                     elif (call := self._calls.get(frame.stream)) is not None:
                         call.receive_frame(frame)
             end.message = "the connection has ended"
-        except grpc.aio.AioRpcError as error:  # the connection's error, not one that the service sent for a stream
+        except grpc.aio.AioRpcError as error:  # the connection's own error, not a stream's
             self.unknown = error.code() is grpc.StatusCode.UNIMPLEMENTED
             end.message = error.details() or error.code().name
         except ProtocolError as error:
@@ -217,7 +219,7 @@ class MuxConnection:
 
 
 class Call(Stream):
-    """The caller's end of a stream: a `grpc.aio.StreamStreamCall` as far as one is used."""
+    """The caller's end of a stream: the part of `grpc.aio.StreamStreamCall` in use."""
 
     def __init__(
         self,
@@ -232,14 +234,14 @@ class Call(Stream):
         self._connection = connection
         self._serialize = serialize
         self._deserialize = deserialize
-        self._cancelled = False  # by `cancel`, at this end
+        self._cancelled = False  # by `cancel`, locally
         self._timer = None
         if timeout is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, timeout), self._late)
 
     @property
     def reached(self) -> bool:
-        """True if its connection has come about, whatever became of it."""
+        """True if its connection was established, even if it broke later."""
         return self._connection.accepted
 
     async def write(self, request: Any) -> None:
@@ -252,7 +254,7 @@ class Call(Stream):
 
     async def read(self) -> Any:
         """Return the next message, None if it cannot be parsed, EOF after the last one. Raise CancelledError if the
-        call was cancelled, AioRpcError if it ended with another status than OK."""
+        call was cancelled, AioRpcError if it ended with a status other than OK."""
         item = await self.receive()
         if not isinstance(item, mux_pb2.End):
             with contextlib.suppress(DecodeError):
@@ -265,7 +267,7 @@ class Call(Stream):
         raise _error_of(item)
 
     def cancel(self) -> None:
-        """Cancel the call: what has arrived is dropped, and `read` raises CancelledError from now on."""
+        """Cancel the call: received messages are dropped, and `read` raises CancelledError from now on."""
         self._cancelled = True
         self._abandon(grpc.StatusCode.CANCELLED, "cancelled by its caller")
 

@@ -1,4 +1,4 @@
-"""The send queue of a connection: frames that wait to be written, and its bounds."""
+"""The bounded send queue of a connection: frames waiting to be written."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from dataclasses import dataclass
 from specdec.v2 import mux_pb2
 
 BATCH_BYTES = 1 << 18
-"""Bytes in a batch of frames, about: later frames, of any stream, wait while it is written."""
+"""Approximate bytes in a batch of frames: later frames, of any stream, wait while it is written."""
 
 
 MAX_UNSENT_BYTES = 4 << 20
-"""Bytes of queued frames, about, from which on senders of messages wait until fewer are queued."""
+"""Approximate bytes of queued frames above which senders of messages wait."""
 
 MAX_UNSENT_FRAMES = 1 << 14
-"""Most frames that wait to be written. Frames that answer others, an end for example, cannot be held back: if so many
-of them are queued, the peer does not read."""
+"""Maximum number of queued frames. Some frames, such as an end, cannot be held back: if this many are queued, the peer
+has stopped reading."""
 
 
 @dataclass(slots=True)
 class Waiting:
-    """A frame that waits to be written."""
+    """A frame waiting to be written."""
 
-    frame: mux_pb2.Frame | None  # None: it was dropped
+    frame: mux_pb2.Frame | None  # None: dropped
     size: int  # bytes
 
 
 class SendQueue:
-    """A queue of frames, in order. Frames that are put while one batch is being written go into the next."""
+    """A FIFO queue of frames. Frames put while a batch is being written go into the next."""
 
     def __init__(self) -> None:
         self.overflowed = asyncio.Event()
-        """Event that is set once more than MAX_UNSENT_FRAMES frames wait: a peer that reads would leave fewer."""
+        """Set once more than MAX_UNSENT_FRAMES frames are queued: the peer has stopped reading."""
         self._frames: deque[Waiting] = deque()
-        self._of: defaultdict[int, deque[Waiting]] = defaultdict(deque)  # those of a stream that are not dropped
-        self._bytes = self._count = 0  # of frames that are not dropped
-        self._senders: set[asyncio.Event] = set()  # to be set when there is room for messages again
+        self._of: defaultdict[int, deque[Waiting]] = defaultdict(deque)  # live frames by stream
+        self._bytes = self._count = 0  # of live frames
+        self._senders: set[asyncio.Event] = set()  # set when there is room for messages again
         self._news = asyncio.Event()
         self._finished = self._abandoned = False
 
     @property
     def full(self) -> bool:
-        """True while messages should wait."""
+        """True while senders of messages should wait."""
         return self._bytes >= MAX_UNSENT_BYTES
 
     def notify_room(self, sender: asyncio.Event) -> None:
-        """Set this event as soon as messages need not wait any more."""
+        """Set this event as soon as there is room for messages."""
         self._senders.add(sender)
 
     def put(self, frame: mux_pb2.Frame) -> None:
@@ -64,24 +64,24 @@ class SendQueue:
         self._news.set()
 
     def drop(self, stream: int) -> bool:
-        """Drop the waiting frames of a stream; return True if its `begin` was among them."""
+        """Drop the queued frames of a stream; return whether its `begin` was among them."""
         begun = False
         for waiting in self._of.pop(stream, ()):
             assert waiting.frame is not None
             begun |= waiting.frame.HasField("begin")
             self._bytes -= waiting.size
             self._count -= 1
-            waiting.frame = None  # `_batch` passes over it: many streams end at once when a pod is lost
+            waiting.frame = None  # `_batch` skips it; removing it here would be slow when a lost pod ends many streams
         self._make_room()
         return begun
 
     def finish(self) -> None:
-        """Declare that no more frames follow: `write` returns once all are written."""
+        """Mark the queue as complete: `write` returns once all frames are written."""
         self._finished = True
         self._news.set()
 
     def abandon(self) -> None:
-        """Drop all waiting frames and those put later; only the batch that is being written still goes out."""
+        """Drop all queued frames and later ones; only the batch being written still goes out."""
         self._abandoned = True
         self._frames.clear()
         self._of.clear()
@@ -101,8 +101,7 @@ class SendQueue:
                 self._news.clear()
 
     def _batch(self) -> list[mux_pb2.Frame]:
-        """Return the next batch: at least one frame, unless none waits, and with more than one at most BATCH_BYTES
-        bytes."""
+        """Return the next batch: at most BATCH_BYTES, except for a single larger frame; empty if none is queued."""
         frames: list[mux_pb2.Frame] = []
         total = 0
         while self._frames and (not frames or total + self._frames[0].size <= BATCH_BYTES):

@@ -1,4 +1,4 @@
-"""The callee's end of multiplexed connections: serves their streams with the methods of the registered services."""
+"""The callee's end of multiplexed connections: serves their streams with the registered services' methods."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from specdec.v2 import mux_pb2, mux_pb2_grpc
 log = structlog.get_logger()
 
 FAREWELL_SECONDS = 5.0
-"""Seconds that a caller has, when its connection ends, to read the batch being written and then the reason."""
+"""Seconds for a caller, when its connection ends, to read the batch being written and then the status."""
 
 MAX_CONNECTIONS = 1024
-"""Most connections to a service. An orchestrator opens one in each of its worker processes."""
+"""Maximum number of connections to a service. An orchestrator opens one per worker process."""
 
 MAX_CONNECTIONS_OF_ONE = 256
-"""Most connections of one client, so that one which opens more and more keeps nobody out."""
+"""Maximum number of connections of one client, so that it cannot lock out others."""
 
 MAX_STREAMS = 4096
-"""Most streams that a connection carries at once."""
+"""Maximum number of concurrent streams on a connection."""
 
 MAX_BEGIN_BYTES = 1 << 13
-"""Most bytes of a stream's method and metadata together: what gRPC allows for headers."""
+"""Maximum bytes of a stream's method and metadata together: gRPC's limit for headers."""
 
 
 class MuxServicer(mux_pb2_grpc.MuxServiceServicer):
-    """A servicer for connections, with which services register their methods as with a server."""
+    """The servicer of connections; services register their methods with it as with a server."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
-        """Bytes of all streams so far."""
+        """Bytes of all streams since the start."""
         self._methods: dict[str, Any] = {}
         self._connections: set[MuxConnection] = set()
         self._clients = ClientSessions(MAX_CONNECTIONS_OF_ONE, "connections")
@@ -52,7 +52,7 @@ class MuxServicer(mux_pb2_grpc.MuxServiceServicer):
         self._methods |= {f"/{service}/{name}": method for name, method in methods.items() if _streams(method)}
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """Ignore the handlers: gRPC's older way to register the same methods once more."""
+        """Ignore the handlers: gRPC registers the same methods a second time in its older way."""
 
     @property
     def has_streams(self) -> bool:
@@ -72,7 +72,7 @@ class MuxServicer(mux_pb2_grpc.MuxServiceServicer):
             if self._draining:
                 connection.drain()
             try:
-                await context.send_initial_metadata(())  # the caller's first batch waits for it
+                await context.send_initial_metadata(())  # the caller's first batch waits for this
                 await connection.serve(request_iterator)
             finally:
                 self._connections.remove(connection)
@@ -89,7 +89,7 @@ def _streams(method: Any) -> bool:
 
 
 class MuxConnection:
-    """A connection: one gRPC stream and the streams that it carries, at the callee's end."""
+    """The callee's end of a connection: one gRPC stream and the streams it carries."""
 
     def __init__(self, methods: dict[str, Any], context: Any, traffic: Traffic) -> None:
         self._methods = methods
@@ -100,14 +100,15 @@ class MuxConnection:
         self._draining = False
 
     def drain(self) -> None:
-        """Make the caller open another connection for new streams, and end this one with its last stream."""
+        """Direct new streams to another connection, and end this one with its last stream."""
         self._draining = True
         self._sending.put(mux_pb2.Frame(end=mux_pb2.End()))
         if not self._served:
             self._sending.finish()
 
     async def serve(self, requests: AsyncIterator[mux_pb2.ConnectRequest]) -> None:
-        """Serve until the connection is drained or its caller ends it or reads too little; then end its streams."""
+        """Serve until the connection is drained, its caller ends it or its caller stops reading; then end its
+        streams."""
         reading = asyncio.create_task(self._read(requests))
         overflowing = asyncio.create_task(self._overflow())
         writing = asyncio.create_task(
@@ -117,14 +118,14 @@ class MuxConnection:
             done, _ = await asyncio.wait({reading, writing, overflowing}, return_when=asyncio.FIRST_COMPLETED)
             self._sending.abandon()
             await self._end({reading, overflowing})
-            await asyncio.wait({writing}, timeout=FAREWELL_SECONDS)  # gRPC can send no status while it writes
+            await asyncio.wait({writing}, timeout=FAREWELL_SECONDS)  # gRPC cannot send a status during a write
         finally:
             await self._end({reading, overflowing, writing})
         for task in done:
             task.result()
 
     async def _end(self, tasks: set[asyncio.Task[None]]) -> None:
-        """Cancel these tasks, and end all streams of the connection."""
+        """Cancel these tasks and end all streams of the connection."""
         ending = set(tasks)
         for served, running in self._served.values():
             served.end(mux_pb2.End())
@@ -134,7 +135,7 @@ class MuxConnection:
         await asyncio.wait(ending)
 
     async def _overflow(self) -> None:
-        """Raise once the caller has left too much unread."""
+        """Raise OverloadedError once the caller has left too much unread."""
         await self._sending.overflowed.wait()
         raise OverloadedError(f"{MAX_UNSENT_FRAMES} frames are unread, the limit is reached")
 
@@ -172,10 +173,10 @@ class MuxConnection:
         else:
             running = asyncio.create_task(self._run(served))
             self._served[number] = served, running
-            running.add_done_callback(partial(self._on_run_ended, number))  # it may be cancelled before it has begun
+            running.add_done_callback(partial(self._on_run_ended, number))  # it may be cancelled before it starts
 
     async def _run(self, served: ServedStream) -> None:
-        """Serve one stream with its method, wrapped as the interceptor wraps a call."""
+        """Serve one stream with its method, wrapped like a call by the interceptor."""
         bind_metadata(served.begin.metadata)
         try:
             async with asyncio.timeout(served.time_remaining()):
@@ -189,7 +190,7 @@ class MuxConnection:
     def _on_run_ended(self, number: int, run: asyncio.Task[None]) -> None:
         served, _ = self._served.pop(number)
         error = None if run.cancelled() else run.exception()
-        if not served.closed and not served.ended:  # its method has ended without a status
+        if not served.closed and not served.ended:  # its method ended without a status
             served.send_status(to_status(InternalError()))
             log.error("stream_failed", method=served.begin.method, exc_info=error)
         if self._draining and not self._served:
@@ -197,17 +198,16 @@ class MuxConnection:
 
 
 class ServedStream(Stream):
-    """The callee's end of a stream: a `grpc.aio.ServicerContext` as far as methods use one."""
+    """The callee's end of a stream: the part of `grpc.aio.ServicerContext` that methods use."""
 
     def __init__(
         self, number: int, sending: SendQueue, begin: mux_pb2.Begin, method: Any, connection: Any, traffic: Traffic
     ) -> None:
-        """Make the end of a stream that `connection`, the context of the connection's own call, carries; its messages
-        are counted in `traffic`."""
+        """`connection` is the context of the connection's own call; the stream's messages are counted in `traffic`."""
         super().__init__(number, sending, begin.timeout_us / 1e6 if begin.HasField("timeout_us") else None)
         self.begin = begin
         self.method = method
-        self.ended = False  # its end has been sent to the caller
+        self.ended = False  # its end was sent to the caller
         self._connection = connection
         self._traffic = traffic
 
@@ -239,7 +239,7 @@ class ServedStream(Stream):
         return str(self._connection.peer())
 
     def peer_identities(self) -> Any:
-        """Return the names that the caller's certificate is for: the connection's are those of its streams."""
+        """Return the names in the caller's certificate, which holds for the whole connection."""
         return self._connection.peer_identities()
 
     def auth_context(self) -> Any:

@@ -1,4 +1,4 @@
-"""One end of a stream that a multiplexed connection carries."""
+"""One end of a stream on a multiplexed connection."""
 
 from __future__ import annotations
 
@@ -12,50 +12,49 @@ from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.v2 import mux_pb2
 
 WINDOW = 1 << 20
-"""Bytes that one end may send beyond what the other has read (the message that exceeds them still goes): a stream that
-nobody reads holds up its own sender only."""
+"""Flow-control window in bytes: how far one end may send ahead of the other's reading (the message that exceeds it
+still goes). An unread stream blocks only its own sender."""
 
 OVERHEAD = 64
-"""Bytes that each message counts in flow control besides its own."""
+"""Flow-control overhead in bytes per message."""
 
 MOST_BYTES = MAX_MESSAGE_BYTES - 1024
-"""Most bytes of one message: less than gRPC's limit, since a frame adds a little to its message, and a batch to its
-frames."""
+"""Maximum bytes of one message: below gRPC's limit, to leave room for the frame and the batch around it."""
 
 
 @dataclass
 class Traffic:
-    """Bytes of messages that one end of streams has sent and received, without the frames around them."""
+    """Bytes of messages sent and received at one end, without their frames."""
 
     sent: int = 0
     received: int = 0
 
 
 class TooLargeError(Exception):
-    """A message that the connection cannot carry."""
+    """A message too large for the connection."""
 
 
 def check_batch(frames: Sequence[mux_pb2.Frame]) -> None:
-    """Raise ProtocolError if a batch has more frames than ever wait to be sent: a frame takes longer to handle than the
-    two bytes of an empty one take to send, and nothing else runs meanwhile."""
+    """Raise ProtocolError if a batch has more frames than may ever be queued: an empty frame is cheap to send, two
+    bytes, but blocks the receiver's event loop for longer."""
     if len(frames) > MAX_UNSENT_FRAMES:
         raise ProtocolError(f"a batch has {len(frames)} frames, must have at most {MAX_UNSENT_FRAMES}")
 
 
 class Stream:
-    """One end of a stream, which sends and receives serialized messages. `closed`: True once nothing can be sent."""
+    """One end of a stream of serialized messages. `closed`: nothing can be sent any more."""
 
     def __init__(self, number: int, sending: SendQueue, timeout: float | None = None) -> None:
-        """`timeout` is how many seconds the stream may last; the owner enforces it."""
+        """`timeout` is the deadline in seconds from now; the owner enforces it."""
         self.number = number
         self.closed = False
         self._sending = sending
-        self._unread = 0  # bytes sent that the other end has not read
-        self._room = asyncio.Event()  # set while more may be sent
+        self._unread = 0  # bytes sent but not read by the other end
+        self._room = asyncio.Event()  # set when a waiting sender may try again
         self._room.set()
         self._arrived: asyncio.Queue[bytes | mux_pb2.End] = asyncio.Queue()
-        self._waiting = 0  # bytes arrived that were not read at this end
-        self._untold = 0  # bytes read that the sender does not know of yet
+        self._waiting = 0  # bytes received but not read here
+        self._untold = 0  # bytes read but not yet credited to the sender
         self._deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
 
     def time_remaining(self) -> float | None:
@@ -63,7 +62,8 @@ class Stream:
         return None if self._deadline is None else self._deadline - asyncio.get_running_loop().time()
 
     async def send(self, message: bytes) -> None:
-        """Send a message as soon as there is room for it; InvalidStateError if the stream is closed, TooLargeError."""
+        """Send a message once there is room; InvalidStateError if the stream is closed, TooLargeError above
+        MOST_BYTES."""
         if len(message) > MOST_BYTES:
             raise TooLargeError(f"a message of {len(message)} bytes, must have at most {MOST_BYTES}")
         while not self.closed and (self._unread >= WINDOW or self._sending.full):
@@ -77,7 +77,7 @@ class Stream:
         self.send_frame(mux_pb2.Frame(message=message))
 
     async def receive(self) -> bytes | mux_pb2.End:
-        """Return the next message or, after the last one, how the stream has ended; then the same end on every call."""
+        """Return the next message or, after the last one, the stream's end; then the same end on every call."""
         item = await self._arrived.get()
         if isinstance(item, mux_pb2.End):
             self._arrived.put_nowait(item)
@@ -90,7 +90,7 @@ class Stream:
         return item
 
     def receive_frame(self, frame: mux_pb2.Frame) -> None:
-        """Handle a frame from the other end; ProtocolError if it is not allowed. Frames after an end are ignored."""
+        """Handle a frame from the other end; ProtocolError if it is invalid. Frames after the end are ignored."""
         if self.closed:
             return
         match frame.WhichOneof("event"):
@@ -114,7 +114,7 @@ class Stream:
         self._sending.put(frame)
 
     def end(self, end: mux_pb2.End, *, at_once: bool = False) -> None:
-        """End the stream: nothing is sent any more. What has arrived can still be read, unless it ends `at_once`."""
+        """End the stream: nothing more is sent. Received messages can still be read, unless `at_once` drops them."""
         while at_once and not self._arrived.empty():
             self._arrived.get_nowait()
         self.closed = True

@@ -1,1 +1,1 @@
-"""Pods of another role: found by their addresses, reached, and left alone while they fail."""
+"""Pods of another role: discovery, channels, circuit breakers."""

@@ -1,8 +1,8 @@
-"""A circuit breaker (Nygard, "Release It!"): decides whether a pod is worth asking.
+"""A circuit breaker (Nygard, "Release It!"): decides whether to try a pod.
 
 Closed, it lets every session through. Failures open it; after a pause it is half-open and lets one session through, a
-trial: its success closes the breaker, its failure opens it for twice as long. The breaker knows only the name of its
-pod: code that asks the pod reports the outcome here.
+trial: success closes the breaker, failure opens it for twice as long. The breaker knows only the pod's name: callers
+report outcomes to it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import structlog
 log = structlog.get_logger()
 
 FAILURES = 3
-"""Failures in a row after which a pod is left alone: one or two may be accidents of their sessions. A conclusive one is
-enough by itself."""
+"""Consecutive failures that open the breaker: one or two may be the fault of their sessions. A conclusive failure opens
+it at once."""
 
 FIRST_OPEN_SECONDS = 0.25
 MAX_OPEN_SECONDS = 1.0
-"""Seconds that a breaker stays open: the first time, and at most. A trial costs one session a try, and a pod that has
-come back should not stand idle for longer."""
+"""Seconds for which a breaker stays open: the first time, and at most. A trial costs one session one try, and a
+recovered pod should not idle for longer."""
 
 TRIAL_SECONDS = 1.0
-"""Seconds for a trial to succeed or fail, as many as a failure would cost the pod at most. After a trial that did
-neither, there may be another."""
+"""Timeout of a trial in seconds, equal to the longest pause after a failure. A trial without an outcome is followed by
+another."""
 
 
 class Breaker:
@@ -35,8 +35,8 @@ class Breaker:
     def __init__(self, pod: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self._pod = pod
         self._clock = clock
-        self._failures = 0  # in a row
-        self._pause = 0.0  # seconds; 0: it is closed
+        self._failures = 0  # consecutive
+        self._pause = 0.0  # seconds; 0: closed
         self._open_until = 0.0
         self._on_trial = False
 
@@ -47,7 +47,7 @@ class Breaker:
         return "open" if self._clock() < self._open_until else "half-open"
 
     def attempt(self) -> None:
-        """Note that the pod is about to be asked."""
+        """Record that the pod is about to be tried."""
         if self._pause:
             self._on_trial, self._open_until = True, self._clock() + TRIAL_SECONDS
 
@@ -57,13 +57,13 @@ class Breaker:
         self._failures, self._pause, self._on_trial = 0, 0.0, False
 
     def failed(self, *, conclusive: bool = False) -> None:
-        """Note a failure. `conclusive`: any session would have failed, as when the pod does not answer."""
+        """Record a failure. `conclusive`: any session would have failed, as when the pod does not answer."""
         self._failures += 1
         if self._on_trial:
             self._open(min(2 * self._pause, MAX_OPEN_SECONDS))
         elif not self._pause and (conclusive or self._failures >= FAILURES):
             self._open(FIRST_OPEN_SECONDS)
-        # Else it is open already: sessions that went through before now fail one after another.
+        # Otherwise it is open already, and sessions begun before now fail one after another.
 
     def _open(self, pause: float) -> None:
         if not self._pause:

@@ -14,24 +14,24 @@ from specdec.serving.watched import Watched
 
 
 def connect(address: str) -> grpc.aio.Channel:
-    """Return a channel to a pod: all sessions there share one multiplexed connection."""
+    """Return a channel to a pod without TLS: all sessions there share one multiplexed connection."""
     channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS + PEER_OPTIONS)
     return cast("grpc.aio.Channel", MuxChannel(channel))
 
 
 class SecureConnections:
-    """Channels to pods, with TLS: a function like `connect`.
+    """Makes channels to pods with TLS; callable like `connect`.
 
-    `files`: the authorities that pods' certificates must be of, and our own certificate for pods that ask for one;
-    TlsError if they cannot be used. A certificate must be for the `name` that is given, else for the host that the pod
-    was found by, of which `names` has those of addresses that come from DNS.
+    `files`: the authorities for pods' certificates, and our own certificate for pods that require one; TlsError if they
+    are unusable. A pod's certificate must be valid for `name` if given, otherwise for its host. `names` maps addresses
+    resolved by DNS back to host names.
     """
 
     def __init__(self, files: TlsFiles, name: str | None, names: Mapping[str, str]) -> None:
         self._files = files
         self._name = name
         self._names = names
-        Watched(files)  # so that wrong ones are told at start
+        Watched(files)  # so that unusable files fail at start
 
     def __call__(self, address: str) -> grpc.aio.Channel:
         watched = Watched(self._files)

@@ -1,6 +1,6 @@
-"""Discovery: finds the pods of a role, at addresses that are given and at names (`dns:`) whose every record is a pod.
+"""Discovery: finds the pods of a role, at given addresses and by DNS names (`dns:`) with one record per pod.
 
-A headless service's name has a record for each of its pods, and pods come and go: names are resolved again and again.
+A headless service's name has a record for each of its pods. Pods come and go, so names are resolved periodically.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from specdec.client.address import Address
 log = structlog.get_logger()
 
 AGAIN_SECONDS = 3.0
-"""Seconds between two resolutions of a name: a new pod takes longer to load its model, and one that is gone is noticed
-by its breaker."""
+"""Seconds between two resolutions of a name: a new pod takes longer to load its model, and the breaker notices a dead
+one."""
 
 
 class Resolve(Protocol):
-    """A resolver of names, such as `getaddrinfo` of asyncio's event loops."""
+    """A DNS resolver, such as `getaddrinfo` of asyncio's event loops."""
 
     async def __call__(self, host: str, port: int, *, type: int) -> Sequence[tuple[Any, ...]]: ...
 
@@ -34,19 +34,19 @@ class FoundPod(Protocol):
 
 
 class FoundPods(Protocol):
-    """The pods of a role, whose addresses may change while sessions run."""
+    """The pods of a role; their addresses may change while sessions run."""
 
     def __iter__(self) -> Iterator[FoundPod]: ...
 
     def become(self, addresses: Iterable[str]) -> None:
-        """Have pods at these addresses, and no others."""
+        """Replace the set of pods by those at these addresses."""
 
     async def close_idle(self) -> None:
-        """Close the channels of pods that are gone, once nobody uses them."""
+        """Close the channels of removed pods that are no longer in use."""
 
 
 class Discovery:
-    """Keeps the pods of a role up to date with its addresses."""
+    """Keeps the pods of a role in step with its addresses."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Discovery:
         again_seconds: float = AGAIN_SECONDS,
         names: dict[str, str] | None = None,
     ) -> None:
-        """`names` is kept up to date with the name by which each target was found, for those that have one."""
+        """`names` is updated with the DNS name of every target resolved from one."""
         self._names = {} if names is None else names
         self._addresses = addresses
         self._pods = pods
@@ -68,12 +68,12 @@ class Discovery:
         self._looking = asyncio.Lock()
 
     async def start(self) -> None:
-        """Resolve each name once, or fail to; then go on resolving in the background."""
+        """Resolve every name once, successfully or not; then keep resolving in the background."""
         await self._look_up()
         self._watching = asyncio.create_task(self._watch())
 
     async def look(self, addresses: Sequence[Address]) -> None:
-        """Find pods at these addresses from now on, and at no others."""
+        """Switch to these addresses."""
         self._addresses = addresses
         if self._watching is None:
             await self.start()
@@ -91,12 +91,12 @@ class Discovery:
             try:
                 await self._look_up()
                 await self._pods.close_idle()
-            except Exception:  # certificates that are being replaced, say
+            except Exception:  # for example while certificates are being replaced
                 log.exception("discovery_failed")
 
     async def _look_up(self) -> None:
-        """Resolve all names, and update the pods. A name that cannot be resolved now keeps the pods it had: circuit
-        breakers know which of them are alive. While one has never been resolved, nobody has to leave for it."""
+        """Resolve all names and update the pods. A name that cannot be resolved now keeps its pods: the circuit
+        breakers know which are alive. While some name has never been resolved, no pod is removed."""
         async with self._looking:
             for address in self._addresses:
                 try:

@@ -1,4 +1,4 @@
-"""The pods of one role by address, as addresses come and go."""
+"""The pods of one role by address, with addresses added and removed over time."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Replica(Protocol):
 
     @property
     def in_use(self) -> bool:
-        """True while sessions of ours run there."""
+        """True while it serves sessions of ours."""
 
 
 R = TypeVar("R", bound=Replica)
 
 
 class Replicas(Generic[R]):
-    """Pods made by `make(address)`. One whose address is gone keeps its channel as long as it is in use."""
+    """Pods made by `make(address)`. A removed pod keeps its channel while it is in use."""
 
     def __init__(self, make: Callable[[str], R], addresses: Iterable[str] = ()) -> None:
         self._make = make
@@ -41,7 +41,7 @@ class Replicas(Generic[R]):
         return len(self._pods)
 
     def become(self, addresses: Iterable[str]) -> None:
-        """Have pods at these addresses, and no others. A pod that stays keeps what is known of it."""
+        """Replace the set of pods by those at these addresses. Remaining pods keep their state."""
         wanted = dict.fromkeys(addresses)
         gone = [address for address in self._pods if address not in wanted]
         new = [address for address in wanted if address not in self._pods]
@@ -51,7 +51,7 @@ class Replicas(Generic[R]):
             log.info("pods_gone", addresses=gone)
 
     async def close_idle(self) -> None:
-        """Close the channels of pods that are gone, once nobody uses them."""
+        """Close the channels of removed pods that are no longer in use."""
         idle = [pod for pod in self._leaving if not pod.in_use]
         self._leaving = [pod for pod in self._leaving if pod.in_use]
         for pod in idle:

@@ -1,8 +1,8 @@
-"""Health checks (grpc.health.v1): what they are told, and that nobody who asks can hold them up.
+"""Health checks (grpc.health.v1), proof against slow readers.
 
-The servicer of grpcio-health-checking writes to those who watch while it holds a lock that every change needs: one
-watcher that does not read would freeze the status, and the drain with it. This one is only asked. Calls of `Watch` are
-UNIMPLEMENTED, by which clients know not to watch.
+grpcio-health-checking's servicer writes to watchers while holding a lock that every status change needs: one watcher
+that does not read would freeze the status, and the drain with it. This servicer only answers `Check`; `Watch` is
+UNIMPLEMENTED, a sign for clients not to watch.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ log = structlog.get_logger()
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 LIVE = "live"
-"""Name under which checks are told that the process runs: always SERVING, from the event loop that serves all else. One
-that stands still does not answer."""
+"""Service name for liveness checks: always SERVING, answered by the event loop that serves everything else, so that a
+stuck one does not answer."""
 
 HEALTH_SECONDS = 0.25
-"""Seconds between two looks at whether the service works."""
+"""Seconds between checks of whether the service works."""
 
 
 class Judged(Protocol):
-    """A service, as far as health checks tell of it."""
+    """The part of a service that health checks read."""
 
     name: str
     """Full name of the gRPC service."""
@@ -39,22 +39,22 @@ class Judged(Protocol):
 
     @property
     def needs(self) -> Mapping[str, bool]:
-        """Full names of the other services that it needs, and whether it reaches one of each now."""
+        """Full names of the other services it needs, and whether it reaches one of each now."""
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Answers health checks of services by their full names; of the process under the empty name."""
+    """Answers health checks of services by full name, and of the process by the empty name."""
 
     def __init__(self) -> None:
         self._serves: dict[str, bool] = {}
         self._draining = False
 
     def report(self, serves: Mapping[str, bool]) -> None:
-        """Have checks told which services serve."""
+        """Set which services are serving."""
         self._serves |= serves
 
     def drain(self) -> None:
-        """Have checks of all services told that they do not serve, from now on."""
+        """Report all services as NOT_SERVING from now on."""
         self._draining = True
 
     async def Check(
@@ -72,12 +72,12 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 async def report_health(service: Judged, checks: HealthServicer) -> None:
-    """Keep the answers to health checks up to date: for the service, for the process, and for what it needs."""
+    """Keep the health statuses up to date: of the service, the process, and the services it needs."""
     worked = False
     while True:
         works = service.works
         checks.report({service.name: works, "": works, **service.needs})
-        if worked and not works:  # what is missing at first is told by the service
+        if worked and not works:  # at start-up the service itself logs what is missing
             log.error("not_serving", service=service.name)
         worked = works
         await asyncio.sleep(HEALTH_SECONDS)

@@ -1,6 +1,6 @@
-"""Where a service listens, and why it cannot.
+"""Listening sockets and their errors.
 
-Knows sockets only, so that whoever starts services can look at their ports before anything heavy is loaded.
+Needs nothing but sockets, so that ports can be checked before anything heavy is loaded.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import socket
 
 
 class ListenError(Exception):
-    """A service cannot listen; the message is one line that names the option and what to do."""
+    """A service cannot listen; the message is one line with the option and the remedy."""
 
     @classmethod
     def of(cls, host: str, port: int, error: OSError | UnicodeError, option: str = "--port") -> ListenError:
-        """Say why an address cannot be listened on; `option` is the one that the port was given by."""
+        """Return the error for an address; `option` is the option that set the port."""
         number = error.errno if isinstance(error, OSError) else None
         if number == errno.EADDRINUSE:
             what = f"another program listens on {host}:{port}: end it, or give another port (0 takes a free one)"
@@ -30,16 +30,16 @@ class ListenError(Exception):
 
 
 def bound(host: str, port: int, *, shared: bool = False, option: str = "--port") -> socket.socket:
-    """Return a socket that is bound to an address and does not listen; ListenError if that cannot be.
+    """Return a socket bound to an address but not listening; ListenError if that fails.
 
-    A `shared` port may have other processes that share it too, by SO_REUSEPORT.
+    A `shared` port may be bound by other processes that share it too, by SO_REUSEPORT.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
     try:
         holder.bind((host, port))
-    except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a host name
         holder.close()
         raise ListenError.of(host, port, error, option) from error
     return holder

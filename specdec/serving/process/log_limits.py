@@ -1,7 +1,7 @@
-"""Bounds on what is logged: how long a value may be, and how often one event may come.
+"""Limits on logs: the length of values and the rate of each event.
 
-Both are processors of structlog. With them the volume of a log depends on how many kinds of events a service has, not
-on how many requests, good or bad, arrive.
+Both are structlog processors. With them the log volume depends on the number of event kinds of a service, not on the
+number of requests, good or bad.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MAX_VALUE_CHARACTERS = 2000
 MAX_TRACEBACK_CHARACTERS = 8000
 
 BURST = 100
-"""Lines of one event that may be logged at once."""
+"""Burst of one event in lines."""
 
 LINES_A_SECOND = 10.0
-"""Lines a second of one event in the long run."""
+"""Long-run rate of one event in lines per second."""
 
 
 def cut_values(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-    """Cut long values; of a traceback the end is kept, which names the error."""
+    """Truncate long values; a traceback keeps its end, which names the error."""
     for key, value in event.items():
         text = value if isinstance(value, str) else str(value) if isinstance(value, list | dict | tuple) else ""
         if key == "exception" and len(text) > MAX_TRACEBACK_CHARACTERS:
@@ -45,7 +45,7 @@ class _Allowance:
 
 
 class LimitRate:
-    """Drops lines of an event that comes too often; the next line that is logged has their number as `suppressed`.
+    """Drops lines of an event above its rate; the next line of it has their number as `suppressed`.
 
     Critical lines always pass: a process logs one when it ends.
     """
@@ -53,7 +53,7 @@ class LimitRate:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._allowances: dict[str, _Allowance] = {}
-        self._lock = threading.RLock()  # garbage collection may log while it is held
+        self._lock = threading.RLock()  # reentrant: garbage collection may log while it is held
 
     def __call__(self, _: WrappedLogger, method: str, event: EventDict) -> EventDict:
         if method == "critical":

@@ -1,7 +1,7 @@
 """A stderr that never raises and never blocks.
 
-A disk that is full, a reader that has left and one that has stopped reading are no reason for a service to fail: a
-line that cannot be written now is dropped and counted.
+A full disk, a closed pipe or a stalled reader must not break a service: a line that cannot be written now is dropped
+and counted.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import threading
 from typing import TextIO
 
 MAX_LINE_BYTES = 1 << 16
-"""Bytes of a line at most; a longer one is cut. What is logged is bounded before, so this is a mistake of ours that
+"""Maximum bytes of a line; longer ones are cut. Log values are bounded before, so a longer line is a bug here, which
 must not fill a disk."""
 
 
 class LossyStream(io.TextIOBase):
-    """A stream that writes text to a file descriptor at once; `lost` counts the writes that could not be completed."""
+    """A stream that writes text to a file descriptor unbuffered; `lost` counts the writes that failed."""
 
     def __init__(self, fd: int) -> None:
         self.lost = 0
@@ -29,7 +29,7 @@ class LossyStream(io.TextIOBase):
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
         self._lock = threading.RLock()
-        self._torn = False  # the last write broke off in the middle of a line
+        self._torn = False  # the last write stopped in the middle of a line
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -54,8 +54,8 @@ class LossyStream(io.TextIOBase):
         return len(text)
 
     def _written(self, data: bytes) -> bool:
-        """Write all of the data, in pieces that a pipe which is not full takes without blocking; False if that
-        fails."""
+        """Write all data, in pieces of PIPE_BUF bytes, which a pipe reported writable takes without blocking; return
+        False on failure."""
         view = memoryview(data)
         while view:
             try:
@@ -69,30 +69,29 @@ class LossyStream(io.TextIOBase):
 
 
 def guard_stderr() -> LossyStream:
-    """Put a `LossyStream` in place of `sys.stderr`, for everybody in this process who writes there."""
+    """Replace `sys.stderr` by a `LossyStream`, for all writers in this process."""
     if not isinstance(sys.stderr, LossyStream):
         sys.stderr = LossyStream(_descriptor(sys.stderr))
     return sys.stderr
 
 
 def _descriptor(stream: TextIO | None) -> int:
-    """Return a descriptor of our own for what a stream writes to, so that it does not block us, and blocks others as
-    before.
+    """Return a non-blocking descriptor for a stream's target, leaving the target blocking for other writers.
 
-    A file never blocks, and is not opened again: stdout may lead to it too, and would write at a place of its own.
+    A regular file never blocks and is not reopened: if stdout is the same file, both must share one write position.
     """
     fd = 2
     if stream is not None:
-        with contextlib.suppress(OSError, ValueError):  # it is closed, or no file
+        with contextlib.suppress(OSError, ValueError):  # closed, or not a file
             stream.flush()
             fd = stream.fileno()
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)
-    except OSError:  # a socket, or the terminal of another user
+    except OSError:  # a socket, or another user's terminal
         pass
     try:
         return os.dup(fd)
-    except OSError:  # it is closed: what is opened next must not become its place
+    except OSError:  # closed: the next file opened must not get number 2
         devnull_fd = os.open(os.devnull, os.O_WRONLY)
         return devnull_fd if devnull_fd == 2 else os.dup2(devnull_fd, 2)

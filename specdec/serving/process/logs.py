@@ -1,7 +1,7 @@
 """Structured logs on stderr: JSON lines, or readable ones on a terminal.
 
-Logging never raises, never blocks and has a bounded volume, so that no log line is a reason for a request to fail
-(`log_stream`, `log_limits`). What libraries log goes the same way, as the event `library`.
+Logging never raises, never blocks and has a bounded volume, so that no log line can fail a request (`log_stream`,
+`log_limits`). Library logs take the same path, as the event `library`.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from specdec.serving.process.log_limits import LimitRate, cut_values
 from specdec.serving.process.log_stream import LossyStream, guard_stderr
 
 CHATTY = ("torchao", "torch.utils._pytree")
-"""Loggers of libraries that transformers loads wherever they are installed, and that warn of things that no model here
-needs, such as their kernels for other processors."""
+"""Loggers of libraries that transformers imports if installed. Their warnings concern features unused here, such as
+kernels for other processors."""
 
 
 def configure(service: str, level: str = "info") -> None:
-    """Set up logging for this process; call it once, at its start."""
+    """Set up logging for this process; call it once, at the start."""
     stream = guard_stderr()
     number = logging.getLevelNamesMapping()[level.upper()]
 
     def count_lost(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-        """Note on every line how many were lost before it, if any."""
+        """Add the number of lines lost so far, if any, to a line."""
         return {**event, "lost_lines": stream.lost} if stream.lost else event
 
     class Logger(structlog.make_filtering_bound_logger(number)):  # type: ignore[misc]
-        """A logger that counts what it cannot log."""
+        """A logger that counts the lines it fails to log."""
 
         def _proxy_to_logger(self, *args: Any, **values: Any) -> Any:
             try:
                 return super()._proxy_to_logger(*args, **values)
-            except Exception:  # a value that cannot be rendered, say
+            except Exception:  # for example a value that cannot be rendered
                 stream.lost += 1
 
     structlog.configure(
@@ -64,8 +64,7 @@ def _renderer(stream: LossyStream) -> structlog.typing.Processor:
 
 
 class _Lines:
-    """A logger that writes each line at once. It has no lock, since a thread that logs while it is logging would wait
-    for itself."""
+    """A logger that writes lines unbuffered. It has no lock: a thread logging while it logs would deadlock."""
 
     def __init__(self, stream: LossyStream) -> None:
         self._stream = stream
@@ -77,12 +76,12 @@ class _Lines:
 
 
 class _ToStructlog(logging.Handler):
-    """A handler that passes the records of the standard library's logging on to structlog."""
+    """A handler that passes records of the standard library's logging to structlog."""
 
     def emit(self, record: logging.LogRecord) -> None:
         log = structlog.get_logger()
         if record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError):
-            # gRPC logs this when a status or a message meets a caller that has just left: no fault.
+            # gRPC logs this when a status or message meets a caller that has just left: not an error.
             log.debug("caller_left", message=_message(record))
             return
         level = min(max(record.levelno // 10 * 10, logging.DEBUG), logging.CRITICAL)  # libraries have levels in between
@@ -90,7 +89,7 @@ class _ToStructlog(logging.Handler):
 
 
 def _message(record: logging.LogRecord) -> str:
-    """Return the text of a record, even if its arguments do not fit its format."""
+    """Return a record's text, even if its arguments do not match its format."""
     try:
         return record.getMessage()
     except Exception:

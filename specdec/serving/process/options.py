@@ -1,4 +1,4 @@
-"""The options that all services have: where they listen, for whom, and how they end."""
+"""The options common to all services: listening, TLS, observability, and shutdown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec.serving.callers.certificate import parse_name
 from specdec.serving.process.server import ServerSettings
 
 SERVER = "server"
-"""The parameter of a service's command in whose place the options stand."""
+"""The parameter of a service's command that these options replace."""
 
 
 def server_settings(
@@ -85,7 +85,7 @@ def server_settings(
         bool, typer.Option(help="Stop when stdin closes, so that a child process does not outlive its parent.")
     ] = False,
 ) -> ServerSettings:
-    """Return the settings of a server by its options."""
+    """Return the server settings for these options."""
     files = TlsFiles(tls_cert, tls_key, tls_client_ca)
     if tls_client_name and tls_client_ca is None:
         raise typer.BadParameter(
@@ -112,8 +112,8 @@ def server_settings(
 
 
 def serving(port: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a service's command: in place of its parameter `server` stand the options of all services, with this
-    port by default, and it gets the ServerSettings that they make."""
+    """Decorate a service's command: its parameter `server` is replaced by the options common to all services, with this
+    default port; the command receives their ServerSettings."""
     hints = get_type_hints(server_settings, include_extras=True)
     shared = {
         name: each.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)

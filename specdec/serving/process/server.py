@@ -1,6 +1,6 @@
 """The life of a service process: load, serve, drain, exit.
 
-The port opens when the service is ready, so that nothing is sent to a pod that still loads.
+The port opens once the service is ready, so that a loading pod gets no calls.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from specdec.serving.validation import MAX_ANSWER_BYTES, MAX_MESSAGE_BYTES
 from specdec.settings import settings as started_with
 from specdec.v2 import mux_pb2_grpc
 
-if TYPE_CHECKING:  # it brings OpenTelemetry
+if TYPE_CHECKING:  # imports OpenTelemetry
     from specdec.serving.tracing.spans import SpanExporter
 
 log = structlog.get_logger()
@@ -53,8 +53,8 @@ PEER_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.keepalive_time_ms", 30_000),
 )
-"""Options of channels to other services. A service that comes back is found within a second, not gRPC's two minutes,
-and a connection that leads nowhere is not kept for TCP's quarter of an hour."""
+"""Options of channels to other services. A service that comes back is found within a second instead of gRPC's two
+minutes, and a dead connection is dropped long before TCP's quarter of an hour."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -62,13 +62,13 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 MAX_STREAMS = 100
-"""Calls that a connection may have open, which RFC 9113 wants to be no fewer. All of them may wait for the event loop,
-at a sixth of a millisecond each: that is how long one connection holds up the others before it is closed. Our clients
-open further connections for more calls (`specdec/client/endpoint.py`)."""
+"""Maximum number of concurrent calls on a connection; RFC 9113 recommends at least 100. All of them may wait for the
+event loop, at a sixth of a millisecond each: this bounds the delay that one connection causes the others before it is
+closed. Our clients open further connections for more calls (`specdec/client/endpoint.py`)."""
 
 MAX_PENDING, MAX_PENDING_HARD = 8192, 16384
-"""Calls of a method that may wait for the event loop: beyond the first, gRPC refuses some with CANCELLED, beyond the
-second all, good ones among them. gRPC's 1,000 would be used up by ten connections."""
+"""Limits on calls of a method that wait for the event loop: above the first, gRPC refuses some with CANCELLED, above
+the second all, good ones included. Ten connections would use up gRPC's default of 1,000."""
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -76,14 +76,14 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.server.max_pending_requests", MAX_PENDING),
     ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_HARD),
-    # A connection that says nothing, or does not follow the protocol, is kept for gRPC's two minutes otherwise.
+    # Silent connections, and violations of the protocol; gRPC's default is two minutes.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.http2.settings_timeout", 10_000),
-    # One without calls is kept for ever otherwise; a client opens another without anybody noticing.
+    # Idle connections; by default they are kept forever. Clients reconnect transparently.
     ("grpc.max_connection_idle_ms", 300_000),
-    # Clients ask every 20 s whether the server is still there: by default gRPC would end their connections.
+    # Clients ping every 20 s; by default gRPC would close their connections for it.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    # A caller that is frozen, or gone without a word, must not hold memory and places for gRPC's two hours.
+    # A caller that is frozen, or gone without a word, must not hold memory and slots for gRPC's two hours.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
@@ -91,13 +91,13 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 OPEN_SERVICES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
-"""Services that answer anybody, with a key or without."""
+"""Services open to anybody, without an API key."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StartError(Exception):
-    """The service cannot start; the message is one line for a person."""
+    """The service cannot start; the message is one line for the operator."""
 
 
 class Servicer(Protocol):
@@ -109,39 +109,39 @@ class Servicer(Protocol):
     def register(self, server: grpc.aio.Server) -> None: ...
 
     async def close(self) -> None:
-        """Free what it holds; called after the last call has ended."""
+        """Free its resources; called after the last call has ended."""
 
 
 class Service(Servicer, Protocol):
-    """A servicer that a process serves."""
+    """The servicer that a process serves."""
 
     @property
     def max_request_bytes(self) -> int:
-        """Bytes of a valid request at most, where a call has a single one."""
+        """Maximum bytes of a valid unary request."""
 
     @property
     def connection_seconds(self) -> float | None:
-        """Seconds after which a client's connection takes no more calls: the client looks for servers then, and finds
-        new ones. None: it is used for ever."""
+        """Seconds after which a client's connection takes no more calls, so that the client resolves servers again and
+        finds new ones. None: unlimited."""
 
     @property
     def gates(self) -> Sequence[Gate]:
-        """What calls have to pass."""
+        """Gates that every call must pass."""
 
     def metrics(self) -> Iterable[Metric]:
-        """Return its metrics for Prometheus. Called in the event loop."""
+        """Return its Prometheus metrics. Called on the event loop."""
 
     timelines: Timelines
-    """What it has recorded of requests."""
+    """Its recorded timelines of requests."""
 
     @property
     def works(self) -> bool:
-        """True while it can serve requests; else the process is NOT_SERVING."""
+        """True while it can serve requests; otherwise the process is NOT_SERVING."""
 
     @property
     def needs(self) -> Mapping[str, bool]:
-        """Full names of the other services that it needs, and whether it reaches one of each now: health checks are
-        told so under these names."""
+        """Full names of the other services it needs, and whether it reaches one of each now; health checks report them
+        under these names."""
 
 
 @dataclass(frozen=True)
@@ -152,26 +152,26 @@ class ServerSettings:
     port: int = 0
     drain_seconds: float = 30.0
     log_level: str = "info"
-    stop_with_stdin: bool = False  # end when stdin closes: how a child follows its parent
-    share_port: bool = False  # with other processes that share it too, by SO_REUSEPORT
-    tls: TlsFiles | None = None  # None: without encryption
-    tls_client_names: tuple[Name, ...] = ()  # that clients' certificates must have one of; none: any
-    reflection: bool = False  # tell anybody which services and messages there are
-    health_port: int | None = None  # of a server that answers health checks alone, without encryption
-    metrics_port: int | None = None  # of a server that answers Prometheus
-    otlp_endpoint: Address | None = None  # of the collector that takes traces; None: they are not sent
-    trace_ratio: float = 1.0  # share of traces that are sent
+    stop_with_stdin: bool = False  # stop when stdin closes, with which a child follows its parent
+    share_port: bool = False  # by SO_REUSEPORT, with other processes that set it too
+    tls: TlsFiles | None = None  # None: no encryption
+    tls_client_names: tuple[Name, ...] = ()  # a client's certificate must have one of them; (): any
+    reflection: bool = False  # describe services and messages to anybody
+    health_port: int | None = None  # of a server for health checks only, without encryption
+    metrics_port: int | None = None  # of the Prometheus endpoint
+    otlp_endpoint: Address | None = None  # of the OTLP collector; None: no traces are sent
+    trace_ratio: float = 1.0  # share of traces sent
 
 
 async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]], service_name: str) -> None:
-    """Run a service until SIGINT, SIGTERM or, if asked for, the end of stdin.
+    """Run a service until SIGINT, SIGTERM or, if configured, the end of stdin.
 
-    Prints one line `ready HOST:PORT` on stdout when calls can be served.
+    Prints the line `ready HOST:PORT` on stdout when it takes calls.
     """
     logs.configure(service_name, settings.log_level)
     stop = stop_asked_for(settings)
 
-    # 1. If the port is taken, or a certificate cannot be used, no model should be loaded in vain: look first.
+    # 1. Check ports and certificates first, so that no model is loaded in vain.
     bound(settings.host, settings.port, shared=settings.share_port).close()
     if settings.health_port:
         bound(settings.host, settings.health_port, shared=settings.share_port, option="--health-port").close()
@@ -186,13 +186,13 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         log.info("stopped_while_loading")
-        os._exit(0)  # the loading thread cannot be ended
+        os._exit(0)  # the loading thread cannot be cancelled
     service = loading.result()
     if exporter is not None:
         service.timelines.exporter = exporter
-    log_settings()  # a start that fails tells its reason alone
+    log_settings()  # only now: a failed start prints its reason alone
     options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(settings.share_port))]
-    if service.connection_seconds is not None:  # calls that run go on, for as long as they like
+    if service.connection_seconds is not None:  # running calls continue without limit
         options.append(("grpc.max_connection_age_ms", int(1e3 * service.connection_seconds)))
     guard = ConnectionGuard()
     interceptor = CallInterceptor(
@@ -220,22 +220,22 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
         health_port = listen(probed, settings.host, settings.health_port, None, "--health-port")
         log.info("answering_health_checks", address=f"{settings.host}:{health_port}")
     endpoint = serve_metrics(settings, lambda: all_metrics(service, mux, service_name))
-    gc.freeze()  # what is loaded stays: to scan it would cost each garbage collection a tenth of a second
+    gc.freeze()  # loaded objects stay: scanning them would cost each collection a tenth of a second
     for each in servers:
         await each.start()
     announce(f"{settings.host}:{port}")
     log.info("serving", address=f"{settings.host}:{port}")
     await stopping
 
-    # 3. Drain: refuse new calls, give running ones their time, cancel the rest.
+    # 3. Drain: refuse new calls, let running ones finish until the deadline, cancel the rest.
     for number in STOP_SIGNALS:
-        asyncio.get_running_loop().remove_signal_handler(number)  # a second one ends the process at once
+        asyncio.get_running_loop().remove_signal_handler(number)  # a second signal kills the process at once
     reporting.cancel()
     checks.drain()
     log.info("draining", seconds=settings.drain_seconds)
     mux.drain()
     await server.stop(settings.drain_seconds)
-    for each in servers[1:]:  # probes see the drain to its end
+    for each in servers[1:]:  # probes are answered until the drain ends
         await each.stop(None)
     if endpoint is not None:
         await endpoint.close()
@@ -248,19 +248,19 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
 def listen(
     server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None, option: str = "--port"
 ) -> int:
-    """Have a server listen, with TLS if there are credentials; return the port. ListenError if it cannot."""
+    """Open a server's port, with TLS if there are credentials; return the port. ListenError if it cannot listen."""
     address = f"{host}:{port}"
     try:
         if credentials is None:
             return server.add_insecure_port(address)
         return server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        # gRPC does not say why; a moment ago it could be had.
+        # gRPC gives no reason, and the port was free a moment ago.
         raise ListenError.of(host, port, OSError(errno.EADDRINUSE, ""), option) from error
 
 
 def all_metrics(service: Service, mux: MuxServicer, role: str) -> list[Metric]:
-    """Return the metrics of a service and, if it has sessions, of their messages."""
+    """Return the metrics of a service and, if it has streams, of their traffic."""
     found = Families(role)
     if mux.has_streams:
         found.traffic(mux.traffic)
@@ -268,7 +268,7 @@ def all_metrics(service: Service, mux: MuxServicer, role: str) -> list[Metric]:
 
 
 def serve_metrics(settings: ServerSettings, collect: Callable[[], Iterable[Metric]]) -> MetricsEndpoint | None:
-    """Serve metrics, if there is a port for them; ListenError if it cannot be had."""
+    """Serve metrics if a port is configured; ListenError if it is unavailable."""
     if settings.metrics_port is None:
         return None
     try:
@@ -280,16 +280,16 @@ def serve_metrics(settings: ServerSettings, collect: Callable[[], Iterable[Metri
 
 
 def span_exporter(settings: ServerSettings, service_name: str) -> SpanExporter | None:
-    """Return what sends traces, if they are to be sent; ModuleNotFoundError without the extra `otel`."""
+    """Return the exporter of traces, None if none are to be sent; ModuleNotFoundError without the extra `otel`."""
     if settings.otlp_endpoint is None:
         return None
-    from specdec.serving.tracing.spans import SpanExporter  # it brings OpenTelemetry
+    from specdec.serving.tracing.spans import SpanExporter  # imports OpenTelemetry
 
     return SpanExporter(service_name, settings.otlp_endpoint.target, settings.trace_ratio)
 
 
 def log_settings() -> None:
-    """Log the settings that the service was started with, if a command did, and where they come from."""
+    """Log the settings and their sources, if the service was started by a command."""
     if (found := started_with()) is None:
         return
     log.info("settings", values={name: _plain(each) for name, each in found.values.items()}, sources=found.sources)
@@ -298,14 +298,14 @@ def log_settings() -> None:
 
 
 def _plain(value: object) -> object:
-    """Return a setting as JSON has it."""
+    """Return a setting as a JSON value."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     return value if isinstance(value, bool | int | float | None) else str(value)
 
 
 def announce(address: str) -> None:
-    """Print on stdout that calls can be served. If that fails, the service serves all the same."""
+    """Print the `ready` line on stdout. A failure to print does not stop the service."""
     try:
         print(f"ready {address}", flush=True)
     except OSError as error:
@@ -313,7 +313,7 @@ def announce(address: str) -> None:
 
 
 def registered(service: Servicer, server: grpc.aio.Server) -> MuxServicer:
-    """Have a server serve a service's methods, each stream by itself or many on one multiplexed connection; return the
+    """Register a service's methods with a server, both as plain calls and on multiplexed connections; return the
     servicer of these connections."""
     mux = MuxServicer()
     service.register(server)
@@ -324,17 +324,17 @@ def registered(service: Servicer, server: grpc.aio.Server) -> MuxServicer:
 
 
 async def in_a_thread_of_its_own(load: Callable[[], Service]) -> Service:
-    """Load a model in a thread that ends when it is loaded.
+    """Load a model in a thread that ends afterwards.
 
-    OpenMP keeps a team of threads for every thread that has computed, for as long as that lives, and lets none of them
-    spin once they are more than the cores. So the thread that steps must be the only one with a team.
+    OpenMP keeps a team of threads for every thread that has computed, for the life of that thread, and none of these
+    threads spins once they outnumber the cores. So the stepping thread must be the only one with a team.
     """
     with ThreadPoolExecutor(1, "load") as thread:
         return await asyncio.wrap_future(thread.submit(load))
 
 
 def stop_asked_for(settings: ServerSettings) -> asyncio.Event:
-    """Return an event that is set by SIGINT, SIGTERM or, if asked for, the end of stdin."""
+    """Return an event set by SIGINT, SIGTERM or, if configured, the end of stdin."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
@@ -342,7 +342,7 @@ def stop_asked_for(settings: ServerSettings) -> asyncio.Event:
     if settings.stop_with_stdin:
         try:
             loop.add_reader(sys.stdin, _on_stdin, stop)
-        except (OSError, ValueError):  # a file or /dev/null, which never closes later than now
+        except (OSError, ValueError):  # a file or /dev/null, never reported as closed
             raise StartError(
                 "--stop-with-stdin: stdin is neither a pipe nor a terminal: its end cannot be seen"
             ) from None
@@ -361,13 +361,13 @@ def run(settings: ServerSettings, load: Callable[[], Awaitable[Service]], servic
 
 
 def run_program(program: Coroutine[None, None, None], service_name: str) -> None:
-    """Run a program. A start that fails ends it with one line on stderr and exit status 1."""
+    """Run a program. A failed start exits with status 1 and one line on stderr."""
     from specdec.engine.engine import UnsupportedModelError
     from specdec.engine.model_directory import ModelDirectoryError
 
     guard_stderr()
     try:
-        with needed_by(service_name, NEEDED[service_name]):  # engines are imported when they are loaded
+        with needed_by(service_name, NEEDED[service_name]):  # engines are imported while loading
             asyncio.run(program)
     except (StartError, ListenError, TlsError, ModelDirectoryError, UnsupportedModelError) as error:
         print(f"{service_name}: {error}", file=sys.stderr)

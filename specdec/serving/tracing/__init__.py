@@ -1,1 +1,1 @@
-"""What is recorded of requests, told: by TraceService, and to OpenTelemetry."""
+"""Timelines served by TraceService and exported to OpenTelemetry."""

@@ -1,4 +1,4 @@
-"""TraceService: tells what a service has recorded of a request."""
+"""TraceService: returns a service's timelines of a request."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from specdec.v2 import trace_pb2, trace_pb2_grpc
 
 
 class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
-    """Tells what one service has recorded."""
+    """Returns the timelines of one service."""
 
     name = "specdec.v2.TraceService"
 
     def __init__(self, service: str, timelines: Timelines) -> None:
-        """`service` is what the timelines are of: "orchestrator", "verifier" or "draft"."""
+        """`service` is the role in the timelines: "orchestrator", "verifier" or "draft"."""
         self._service = service
         self._timelines = timelines
 
@@ -55,12 +55,12 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
             dropped_events=timeline.dropped_events,
         )
         message.attributes.update(dict(timeline.attributes))
-        for each in list(timeline.events):  # the worker's thread may add to them meanwhile
+        for each in list(timeline.events):  # the worker's thread may append to it meanwhile
             event = message.events.add(age_us=_age(each.at, now), name=each.name)
             event.attributes.update(each.attributes)
         return message
 
 
 def _age(at: float, now: float) -> int:
-    """Return microseconds; 0 for what has happened since `now`."""
+    """Return `now - at` in microseconds, at least 0."""
     return max(0, round(1e6 * (now - at)))

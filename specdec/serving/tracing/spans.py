@@ -1,7 +1,7 @@
-"""OpenTelemetry spans: one for each timeline, sent to a collector by OTLP.
+"""OpenTelemetry spans: one per timeline, sent to a collector by OTLP.
 
-This module needs the extra `otel`, and is imported where an endpoint is given alone. A collector that is slow or gone
-costs spans, never a request: they are sent from a thread of their own, and dropped when too many wait.
+Needs the extra `otel`; imported only where an endpoint is given. A slow or dead collector costs spans, never a request:
+they are sent from a separate thread, and dropped when too many wait.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from specdec.serving.propagation import bind_trace_context, bound_trace_context
 from specdec.serving.timeline import Timeline, Value
 
 SEND_SECONDS = 5.0
-"""Seconds that the collector gets for a batch of spans, and for what is left when the service ends."""
+"""Timeout in seconds of sending a batch of spans, and of flushing at shutdown."""
 
 GEN_AI = {
     "operation": "gen_ai.operation.name",
@@ -40,15 +40,15 @@ GEN_AI = {
     "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
     "generated_tokens": "gen_ai.usage.output_tokens",
 }
-"""Names of a request's figures in OpenTelemetry's conventions for generative AI. All others are ours, `specdec.…`."""
+"""Attribute names of OpenTelemetry's conventions for generative AI. All others are our own, `specdec.…`."""
 
 
 class SpanExporter:
-    """Makes spans of timelines, and sends them to a collector."""
+    """Turns timelines into spans and sends them to a collector."""
 
     def __init__(self, service: str, endpoint: str, ratio: float = 1.0) -> None:
-        """Send spans of `specdec-<service>` to this address, as gRPC spells it, without TLS. `ratio` is the share of
-        traces that are sent, in [0, 1], where the caller has not decided it."""
+        """Send spans of `specdec-<service>` to this gRPC address, without TLS. `ratio` in [0, 1] is the sampling ratio
+        of traces for which the caller has not decided."""
         resource = Resource.create(
             {
                 "service.name": f"specdec-{service}",
@@ -72,14 +72,14 @@ class SpanExporter:
         return begun
 
     async def close(self) -> None:
-        """Send what is left; give up after a few seconds."""
+        """Flush the remaining spans; give up after SEND_SECONDS."""
         closing = threading.Thread(target=self._provider.shutdown, name="otlp-close", daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, SEND_SECONDS)
 
 
 class OpenSpan:
-    """The span of a timeline that has not ended."""
+    """The span of a running timeline."""
 
     def __init__(self, tracer: trace.Tracer, timeline: Timeline, above: Context) -> None:
         self._epoch = time.time() - time.monotonic()  # when `time.monotonic` was 0
@@ -91,7 +91,7 @@ class OpenSpan:
 
     def end(self, timeline: Timeline) -> None:
         span = self.span
-        if span.is_recording():  # it is sampled
+        if span.is_recording():  # sampled
             span.set_attributes(_request_attributes(timeline))
             for event in list(timeline.events):
                 span.add_event(event.name, _attributes(event.attributes), self._nanoseconds(event.at))
@@ -106,7 +106,7 @@ class OpenSpan:
 
 
 def _request_attributes(timeline: Timeline) -> dict[str, Value]:
-    """Return the attributes of a span: of a request those that the conventions know by their names."""
+    """Return a span's attributes, those of a request by the names of the conventions where there are any."""
     figures, known = dict(timeline.attributes), {}
     if "operation" in figures:
         known = {GEN_AI[key]: figures.pop(key) for key in GEN_AI if key in figures}
