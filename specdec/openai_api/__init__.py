@@ -1,5 +1,5 @@
 """The OpenAI-compatible server: OpenAI's HTTP API in front of orchestrators.
 
-It holds no model and no text: each request becomes a call of GenerationService by this package's own client, and so
-survives an orchestrator that dies. What it takes, refuses and answers: `docs/openai-api.md`.
+It is stateless: each request becomes a call of GenerationService through this package's client, and so survives the
+death of an orchestrator. Supported fields, refusals and answers: `docs/openai-api.md`.
 """

@@ -91,7 +91,7 @@ def main(
 ) -> None:
     """Serve OpenAI's HTTP API (/v1/completions, /v1/chat/completions, /v1/models) in front of orchestrators.
 
-    API keys go on to the orchestrators, which know whose they are and what they may.
+    API keys are passed to the orchestrators, which check them.
     """
     asked = orchestrator or [address(f"127.0.0.1:{ports.ORCHESTRATOR}")]
     files = TlsFiles(tls_cert, tls_key, tls_client_ca)

@@ -1,7 +1,7 @@
-"""Answers in OpenAI's shape: of a chat, and of completions; whole, and in pieces.
+"""Answers in OpenAI's format, for chats and completions, complete or streamed.
 
-What OpenAI has no field for stands in the field `specdec` of each choice: how the request was understood, and what
-speculation did.
+Results without a field in OpenAI's API are in the field `specdec` of each choice: the resolved request and the
+speculation statistics.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from specdec.openai_api.json_text import Json, json_list, json_object
 from specdec.openai_api.logprobs import EncodedLogprobs, TextOffset, chat_logprobs, completion_logprobs
 
 REASONS = {"stop": "stop", "length": "length", "context": "length"}
-"""Reasons to finish to OpenAI's names for them; the context is a length too."""
+"""Finish reasons to OpenAI's names; a full context counts as "length"."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The fields that an answer and all pieces of it have in common."""
+    """The fields common to an answer and all its stream events."""
 
     chat: bool
     id: str
@@ -33,13 +33,13 @@ class Frame:
     model: str
 
     def whole(self, choices: Sequence[Choice]) -> bytes:
-        """Return a whole answer, in JSON; all choices have ended."""
+        """Return the complete answer as JSON; all choices must have ended."""
         kind = "chat.completion" if self.chat else "text_completion"
         told = self._framed(kind, usage=usage_of(choices), system_fingerprint=fingerprint(c.finish for c in choices))
         return json_object(told, {"choices": json_list(each.whole() for each in choices)}).encode()
 
     def piece(self, choices: Sequence[Json], **others: Any) -> Json:
-        """Return an event of a stream."""
+        """Return one event of a stream."""
         return self._framed("chat.completion.chunk" if self.chat else "text_completion", choices=choices, **others)
 
     def _framed(self, kind: str, **fields: Any) -> Json:
@@ -47,7 +47,8 @@ class Frame:
 
 
 class Choice:
-    """One sample of one prompt, which comes chunk by chunk: each becomes a piece, or all are gathered."""
+    """One sample of one prompt. Its chunks are streamed one by one (`piece`) or gathered into one answer (`gather`,
+    `whole`)."""
 
     def __init__(
         self,
@@ -59,8 +60,8 @@ class Choice:
         reasoning: bool = True,
         calls: Calls | None = None,
     ) -> None:
-        """`first_sample` of its prompt: the tokens of the prompt are counted with it. `reasoning`, if there is any, is
-        told. `calls`: functions may be called."""
+        """`first_sample`: the first sample of its prompt, with which the prompt's tokens are counted. `reasoning`:
+        include the reasoning, if any. `calls`: collects tool calls; None if the text has none."""
         self._calls = calls
         self.index = index
         self.first_sample = first_sample
@@ -80,12 +81,12 @@ class Choice:
         return self._finish
 
     def opening(self) -> Json:
-        """Return the piece with which a chat's sample begins: who speaks."""
+        """Return the first stream event of a chat's sample, which has the role only."""
         delta = {"role": "assistant", "content": ""}
         return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def piece(self, chunk: Chunk, seed: int | None) -> Json:
-        """Return a chunk of a request that has this seed as a piece of a stream."""
+        """Return a chunk as the choice of a stream event; `seed` is the request's."""
         piece: Json = {"index": self.index, "text": chunk.text}
         if self._chat:
             text, calls = self._said(chunk)
@@ -101,29 +102,29 @@ class Choice:
         return piece | ({"specdec": own} if own else {})
 
     def gather(self, chunk: Chunk, seed: int | None) -> None:
-        """Keep a chunk of a request that has this seed for `whole`."""
+        """Keep a chunk for `whole`; `seed` is the request's."""
         self._text.append(self._said(chunk)[0])
         self._reasoning.append(self._thought(chunk))
         self._logprobs.add(chunk.logprobs[chunk.reasoning_tokens :])
         self._own |= self._note(chunk, seed)
 
     def whole(self) -> str:
-        """Return the sample, all of which was gathered, in JSON."""
+        """Return the gathered sample as JSON."""
         text = "".join(self._text)
         said: Json = {"message": self._message(text)} if self._chat else {"text": text}
         told = {"index": self.index, **said, **self._end(self.finish), "specdec": self._own}
         return json_object(told, {"logprobs": self._logprobs.whole() if self._wants_logprobs else "null"})
 
     def _said(self, chunk: Chunk) -> tuple[str, list[Json]]:
-        """Return what a chunk says, and the calls that are complete with it."""
+        """Return a chunk's text without tool calls, and the calls completed by it."""
         return (chunk.text, []) if self._calls is None else self._calls.split(chunk)
 
     def _thought(self, chunk: Chunk) -> str:
-        """Return the reasoning of a chunk, as far as it is wanted."""
+        """Return a chunk's reasoning, "" if it is not wanted."""
         return chunk.reasoning if self._wants_reasoning else ""
 
     def _message(self, text: str) -> Json:
-        """Return the message of a chat's sample; its reasoning as vLLM names it."""
+        """Return the message of a chat's sample; `reasoning` is vLLM's field."""
         made = () if self._calls is None else self._calls.made
         calls = [{name: value for name, value in call.items() if name != "index"} for call in made]
         others = {"reasoning": "".join(self._reasoning), "tool_calls": calls}
@@ -132,14 +133,14 @@ class Choice:
         return {"role": "assistant", "content": None if silent else text, **others}
 
     def _end(self, finish: Finish) -> Json:
-        """Return how the sample ended; the stop string as vLLM names it."""
+        """Return the finish fields; `stop_reason` is vLLM's."""
         reason = REASONS.get(finish.reason, "stop")
         if reason == "stop" and self._calls is not None and self._calls.made:
             reason = "tool_calls"
         return {"finish_reason": reason, "stop_reason": finish.stop or None}
 
     def _note(self, chunk: Chunk, seed: int | None) -> Json:
-        """Note how the sample ended, if it did; return what only this project tells of a chunk."""
+        """Record the finish, if the chunk has one; return the chunk's part of the field `specdec`."""
         own: Json = {}
         if chunk.resolved is not None:
             resolved = asdict(chunk.resolved)
@@ -155,16 +156,16 @@ class Choice:
 
 
 class Calls:
-    """The calls of functions in one sample's text."""
+    """The tool calls in one sample's text."""
 
     def __init__(self, tool_format: ToolFormat, name: str, schemas: Schemas = MappingProxyType({})) -> None:
-        """`name` is the sample's own: ids of calls come of it. `schemas` are those of the functions' arguments."""
+        """`name` is unique to the sample and seeds the ids of calls. `schemas` are the functions' argument schemas."""
         self.made: list[Json] = []
         self._reader = ToolCallReader(tool_format, schemas)
         self._name = name
 
     def split(self, chunk: Chunk) -> tuple[str, list[Json]]:
-        """Return what a chunk says besides calls, and the calls that are complete with it."""
+        """Return a chunk's text without tool calls, and the calls completed by it."""
         found = list(self._reader.push(chunk.text))
         if chunk.finish is not None:
             found += self._reader.finish()
@@ -173,7 +174,7 @@ class Calls:
         return text, calls
 
     def _made(self, call: ToolCall) -> Json:
-        """Return a call in OpenAI's shape; templates of Mistral want ids of nine letters and digits."""
+        """Return a call in OpenAI's format. Ids have nine letters or digits, as Mistral's templates require."""
         number = len(self.made)
         identifier = hashlib.sha256(f"{self._name}-{number}".encode()).hexdigest()[:9]
         function = {"name": call.name, "arguments": call.arguments}
@@ -182,7 +183,7 @@ class Calls:
 
 
 def usage_of(choices: Sequence[Choice]) -> Json:
-    """Return the token counts of choices that have ended. A prompt counts once, however many samples it has."""
+    """Return the token counts of finished choices. A prompt counts once, however many samples it has."""
     prompts = [each.finish for each in choices if each.first_sample]
     prompt = sum(each.prompt_tokens for each in prompts)
     completion = sum(each.finish.completion_tokens for each in choices)
@@ -196,13 +197,13 @@ def usage_of(choices: Sequence[Choice]) -> Json:
 
 
 def fingerprint(finishes: Iterable[Finish]) -> str:
-    """Return a name for what the tokens were computed with: equal ones, and the same seed, mean equal tokens."""
+    """Return a hash of the numerics: equal hashes and equal seeds mean equal tokens."""
     numerics = sorted({each.numerics for each in finishes})
     return f"fp_{hashlib.sha256(' '.join(numerics).encode()).hexdigest()[:16]}"
 
 
 def _statistics(finish: Finish) -> Json:
-    """Return what only this project tells of a sample that has ended."""
+    """Return this project's own statistics of a finished sample."""
     return {
         **asdict(finish.speculation),
         "mean_tokens_per_step": finish.speculation.mean_tokens_per_step,

@@ -1,4 +1,4 @@
-"""The routes: what is answered at which address."""
+"""The HTTP routes and the middleware around them."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ COMPLETIONS, CHAT, MODELS, HEALTH = "/v1/completions", "/v1/chat/completions", "
 ROUTES = (COMPLETIONS, CHAT, MODELS, HEALTH)
 
 CARRIED = ("authorization", "traceparent", "tracestate")
-"""Headers that go on to orchestrators: whose request it is, and of which trace."""
+"""Headers forwarded to orchestrators: the API key and the trace context."""
 
 CALLER = "specdec.caller"
-"""Key of the scope of an admitted request: whose it is."""
+"""ASGI scope key for an admitted request's caller."""
 
 TOLD = (REQUEST_ID, "retry-after")
-"""Headers of answers that pages in browsers may read."""
+"""Response headers exposed to pages in browsers."""
 
 
 def make_app(
@@ -51,8 +51,8 @@ def make_app(
     body_seconds: float = BODY_SECONDS,
     origins: Sequence[str] = (),
 ) -> ASGIApp:
-    """Return the ASGI application. `serves` tells whether an orchestrator takes requests now; `most_requests` may be in
-    progress; pages of `origins` may ask from browsers."""
+    """Return the ASGI application. `serves` returns whether an orchestrator takes requests now; `most_requests` limits
+    the requests in progress; pages of `origins` may send requests from browsers."""
     started = int(time.time())
     bodies = Bodies(body_seconds)
     parser = Parser()
@@ -80,7 +80,7 @@ def make_app(
                 "object": "model",
                 "created": started,
                 "owned_by": "specdec",
-                "max_model_len": each.context_tokens,  # as vLLM names it
+                "max_model_len": each.context_tokens,  # vLLM's field
             }
             for each in told
         ]
@@ -122,7 +122,7 @@ def make_app(
 
 
 class _Admission:
-    """Admits requests to a route by their headers, before anything of a body is read."""
+    """Admits requests by their headers, before any of the body is read."""
 
     def __init__(self, app: ASGIApp, callers: Callers) -> None:
         self._app = app
@@ -137,8 +137,8 @@ class _Admission:
 
 
 class _Outermost:
-    """Gives every request an id, which its answer and this process's log name, ends well what a drain cuts off, and
-    closes connections on which a body was left unread."""
+    """The outermost layer: assigns request ids, used in answers and logs; answers requests cut off at the end of a
+    drain; closes connections with unread bodies."""
 
     def __init__(self, app: Starlette) -> None:
         self._app = app
@@ -156,7 +156,7 @@ class _Outermost:
                 await body.skip_if_small()
                 begun, closes = True, body.left
                 MutableHeaders(scope=message)[REQUEST_ID] = request_id
-                if closes:  # the rest of the body would be in the way of a next request
+                if closes:  # the rest of the body would precede the next request
                     MutableHeaders(scope=message)["connection"] = "close"
             elif closes and not message.get("more_body"):
                 await send({**message, "more_body": True})
@@ -167,17 +167,17 @@ class _Outermost:
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             try:
                 await self._app(scope, body.receive, naming)
-            except asyncio.CancelledError:  # by the server, which drains no longer
+            except asyncio.CancelledError:  # by the server, at the drain's deadline
                 log.warning("cut_off", path=scope["path"])
                 if not begun:
                     error = overloaded("the server is ending: ask another one")
                     await _answered(error)(scope, body.receive, naming)
-            except Exception:  # told to the caller by then, if that was still possible
+            except Exception:  # already answered, if that was still possible
                 log.exception("request_failed", path=scope["path"])
 
 
 def _caller(request: Request) -> Caller:
-    """Return who asks. What a gRPC call cannot carry is no key, and no trace."""
+    """Return the caller. Header values that gRPC metadata cannot carry are dropped: they are no valid key or trace."""
     headers = ((name, request.headers[name]) for name in CARRIED if name in request.headers)
     plain = tuple((name, value) for name, value in headers if value.isascii() and value.isprintable())
     return Caller(request.scope[REQUEST_ID], plain)
@@ -198,14 +198,14 @@ async def _answer_overloaded(_: Request, error: OverloadedError) -> JSONResponse
 
 
 async def _answer_http_error(request: Request, error: HTTPException) -> JSONResponse:
-    """Answer what has no route, or not this method."""
+    """Answer an unknown route or a wrong method."""
     what = {404: f"{request.url.path}: nothing is served here", 405: f"{request.method} is not allowed here"}
     message = what.get(error.status_code, error.detail)
     return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)
 
 
 async def _answer_mistake(_: Request, __: Exception) -> JSONResponse:
-    """Answer an exception that nobody expected; Starlette raises it again, and it is logged."""
+    """Answer an unexpected exception; Starlette re-raises it, and it is logged."""
     return _answered(MISTAKE)
 
 
@@ -214,7 +214,7 @@ async def _answer_nobody(_: Request, __: Exception) -> Nobody:
 
 
 class Nobody:
-    """The answer to a caller who has left."""
+    """The empty response to a disconnected caller."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send nothing."""

@@ -1,4 +1,4 @@
-"""Bodies of requests: how much of them is received at a time, for whom, and how slowly they may come."""
+"""Request bodies: limits on memory, per caller and in all, and on slow senders."""
 
 from __future__ import annotations
 
@@ -16,53 +16,53 @@ from specdec.openai_api.errors import ApiError, overloaded, too_many
 from specdec.openai_api.structure import Structure
 
 MAX_BODY_BYTES = 8 << 20
-"""Bytes of a request's body."""
+"""Maximum bytes of a request's body."""
 
 MAX_BODIES_BYTES = 64 << 20
-"""Bytes of all bodies that are being received."""
+"""Maximum bytes of all bodies in flight."""
 
 MAX_RECEIVING = 128
-"""Bodies of one caller that are being received."""
+"""Maximum number of one caller's bodies in flight."""
 
 BODY_SECONDS = 30.0
-"""Seconds in which a request's body must have come, by default."""
+"""Default deadline in seconds for receiving a body."""
 
 MIN_BODY_RATE = 8 << 10
-"""Bytes a second that a body must come at, on average."""
+"""Minimum average rate of a body in bytes per second."""
 
 RATE_GRACE_SECONDS = 2.0
-"""Seconds of which the average takes no notice: a network may pause."""
+"""Seconds excluded from the average: a network may pause."""
 
 LINGER_SECONDS = 2.0
-"""How long an unwanted body is read. A connection that is closed before its caller has sent everything is reset, and
+"""Seconds for which an unwanted body is read. A connection closed before its caller has sent everything is reset, and
 the caller may lose the answer."""
 
 LINGER_BYTES = 256 << 10
 LINGER_PAUSE_SECONDS = 0.1
-"""Bytes of it that are read at once, and the pause after as many: reading costs the event loop 4 ms a MiB."""
+"""Bytes read at once, and the pause after them: reading costs the event loop 4 ms per MiB."""
 
 SMALL_BODY_BYTES = 64 << 10
 SMALL_BODY_SECONDS = 0.05
-"""Bytes of an unwanted body that is read to its end, and how long it may take to come."""
+"""Maximum size of an unwanted body that is read to its end, and how long to wait for it."""
 
 EVICTABLE = "specdec.evictable"
-"""Key of the scope of a request that was refused: its connection gives way to others."""
+"""ASGI scope key for a refused request: its connection may be evicted."""
 
 
 class Bodies:
-    """Receives bodies of admitted callers, and counts the bytes of those under way."""
+    """Receives bodies of admitted callers and accounts for the bytes in flight."""
 
     def __init__(self, seconds: float) -> None:
-        """A body must have come within so many seconds."""
+        """`seconds` is the deadline for receiving a body."""
         self._seconds = seconds
         self._free = MAX_BODIES_BYTES
         self._held: Counter[str] = Counter()  # bytes by caller
         self._receiving: Counter[str] = Counter()  # bodies by caller
 
     async def read(self, request: Request, caller: str) -> bytes:
-        """Return the body; ApiError if it is too long, too slow or too complex, or if there is no room for it. A
-        declared length decides before any of it is read."""
-        declared = int(request.headers.get("content-length", 0))  # which h11 has checked
+        """Return the body. ApiError if it is too long, too slow or too complex, or if there is no room for it; a
+        declared length is checked before any of it is read."""
+        declared = int(request.headers.get("content-length", 0))  # validated by h11
         _check_length(declared)
         loop = asyncio.get_running_loop()
         begun, size, parts, structure = loop.time(), 0, [], Structure()
@@ -103,9 +103,9 @@ class Bodies:
                     del counter[caller]
 
     def take(self, caller: str, size: int) -> None:
-        """Give a caller room for more bytes; ApiError if there is none. A caller may hold what it leaves free: a single
-        one half of the room, each of n callers 1 / (n + 1), and a further one always finds some (dynamic thresholds,
-        Choudhury and Hahne 1998)."""
+        """Reserve bytes for a caller; ApiError if there is no room. Dynamic thresholds (Choudhury and Hahne 1998): a
+        caller may hold as much as it leaves free, so a single one gets half of the room, each of n callers 1 / (n + 1),
+        and another caller always finds some."""
         own = self._held[caller]
         if own + size > self._free - size:
             if own:
@@ -116,7 +116,7 @@ class Bodies:
 
 
 class _Reception:
-    """The room that one body takes."""
+    """The memory reserved for one body."""
 
     def __init__(self, bodies: Bodies, caller: str) -> None:
         self._bodies = bodies
@@ -124,38 +124,38 @@ class _Reception:
         self.held = 0  # bytes
 
     def hold(self, size: int) -> None:
-        """Hold room for `size` bytes in all."""
+        """Raise the reservation to `size` bytes in all."""
         if size > self.held:
             self._bodies.take(self._caller, size - self.held)
             self.held = size
 
 
 class Unread:
-    """What has not been read of a request's body. `left` is True until it has come to its end."""
+    """The unread rest of a request's body. `left` is True until its end was received."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         headers = Headers(scope=scope)
         declared = headers.get("content-length", "0")
         self.left = declared != "0" or "transfer-encoding" in headers
-        self._is_small = 0 < int(declared) <= SMALL_BODY_BYTES  # h11 has checked the number
+        self._is_small = 0 < int(declared) <= SMALL_BODY_BYTES  # validated by h11
         self._scope = scope
         self._receive = receive
 
     async def receive(self) -> Message:
         message = await self._receive()
-        if not message.get("more_body"):  # a disconnect has none either
+        if not message.get("more_body"):  # also true of a disconnect
             self.left = False
         return message
 
     async def skip_if_small(self) -> None:
-        """Read the body if it is small and there already, so that an early answer need not close the connection."""
+        """Read the body if it is small and arrives at once, so that an early answer need not close the connection."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SMALL_BODY_SECONDS):
                 while self.left and self._is_small:
                     await self.receive()
 
     async def discard(self) -> None:
-        """Read the body for a while, so that the caller can read its answer; then the connection is closed."""
+        """Read the body for a while before the connection closes, so that the caller can read its answer."""
         self._scope[EVICTABLE] = True
         size = 0
         with contextlib.suppress(TimeoutError):

@@ -1,7 +1,7 @@
-"""Callers: whose a request is, by its headers alone, and how many requests each may have.
+"""Callers: identifies them by headers alone, and limits their requests.
 
-Orchestrators know the keys. One of them is asked about a key, and its answer holds for a while: a request with a wrong
-key then costs no call, and nothing that tenants share. A key that is withdrawn meanwhile is refused on the call itself.
+Only orchestrators know the keys. An orchestrator's verdict on a key is cached for a while, so that a request with a
+wrong key costs no call and nothing that tenants share. A key revoked meanwhile is refused by the call itself.
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ from specdec.openai_api.errors import ApiError, too_many
 from specdec.serving.callers.token_bucket import TokenBuckets
 
 ACCEPTED_SECONDS = 60.0
-"""Seconds for which an accepted key is not asked about again, nor whether requests need one."""
+"""Lifetime in seconds of the verdict that a key is accepted, and of whether keys are required."""
 
 REFUSED_SECONDS = 5.0
 """The same for a refused key: its tenant may be new."""
 
 MAX_ACCEPTED = 16384
 MAX_REFUSED = 4096
-"""Keys whose verdict is remembered, by their hash; the oldest are forgotten."""
+"""Number of cached verdicts, keyed by the key's hash; the oldest are evicted."""
 
 CHECK_SECONDS = 15.0
-"""Seconds after which a check is given up: longer than the client waits for an orchestrator that starts again."""
+"""Timeout of a check in seconds: longer than the client waits for a restarting orchestrator."""
 
 UNKNOWN_RATE, UNKNOWN_BURST = 5.0, 20.0
-"""Keys a second, and at once, that one network may bring and that are refused. Each costs a call."""
+"""Rate and burst of unknown keys per network that are refused. Each costs a call."""
 
 MAX_CHECKS = 64
-"""Keys that are checked at a time."""
+"""Maximum number of concurrent key checks."""
 
 ALL_UNKNOWN_RATE, ALL_UNKNOWN_BURST = 50.0, 100.0
 """The same for all networks together."""
 
 REFUSAL_RATE, REFUSAL_BURST = 20.0, 50.0
-"""Refusals a second, and at once, that one network is answered without delay."""
+"""Rate and burst of refusals per network that are answered without delay."""
 
 MAX_DELAY_SECONDS = 2.0
 MAX_DELAYED = 256
-"""How long further refusals are delayed, and how many of them at a time."""
+"""Maximum delay of further refusals, and maximum number of delayed ones."""
 
 REQUEST_RATE, REQUEST_BURST = 500.0, 1024.0
-"""Requests a second, and at once, of one caller: half of what this process can take."""
+"""Rate and burst of one caller's requests: half of the capacity of this process."""
 
 MAX_NETWORKS = 4096
-"""Networks and callers whose rate is remembered."""
+"""Number of networks and callers with a rate limit on record."""
 
 Check = Callable[[str], Awaitable[object]]
-"""Asks an orchestrator by a value of the header `authorization`, none if it is empty; raises an ApiError."""
+"""Checks a value of the `authorization` header, "" for none, with an orchestrator; raises an ApiError."""
 
 
 def network_of(host: str) -> str:
-    """Return the network that shares go by: an IPv4 address, or the 64 bits of an IPv6 address that one site has."""
+    """Return the network for rate limits: an IPv4 address, or the /64 of an IPv6 address, usually one site."""
     try:
         address = ipaddress.ip_address(host)
-    except ValueError:  # such as that of a socket file
+    except ValueError:  # such as a Unix socket's
         return host
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
         return str(ipaddress.IPv6Network((address, 64), strict=False))
@@ -73,18 +73,18 @@ def network_of(host: str) -> str:
 
 
 class Keys:
-    """What orchestrators said of keys."""
+    """The orchestrators' cached verdicts on keys."""
 
     def __init__(self, check: Check) -> None:
         self._check = check
-        self._accepted: OrderedDict[bytes, float] = OrderedDict()  # to the time until which that holds
+        self._accepted: OrderedDict[bytes, float] = OrderedDict()  # expiry by key hash
         self._refused: OrderedDict[bytes, tuple[ApiError, float]] = OrderedDict()
-        self._checks: dict[bytes, asyncio.Task[ApiError | None]] = {}  # under way
+        self._checks: dict[bytes, asyncio.Task[ApiError | None]] = {}  # in flight
         self._unknown = TokenBuckets(UNKNOWN_RATE, UNKNOWN_BURST, MAX_NETWORKS)
         self._all_unknown = TokenBuckets(ALL_UNKNOWN_RATE, ALL_UNKNOWN_BURST, 1)
 
     async def refusal(self, authorization: str, network: str) -> ApiError | None:
-        """Return the error with which orchestrators refuse a key, None if they accept it; ApiError if none can say."""
+        """Return the orchestrators' refusal of a key, None if they accept it; ApiError if none can check it."""
         key, now = hashlib.sha256(authorization.encode()).digest(), time.monotonic()
         if now < self._accepted.get(key, 0.0):
             return None
@@ -92,14 +92,14 @@ class Keys:
         if now < until:
             return error
         if key not in self._checks:
-            if authorization and key not in self._accepted:  # known ones are as few as there are tenants
+            if authorization and key not in self._accepted:  # known keys are bounded by the number of tenants
                 if wait := self._unknown.of(network).seconds_until():
                     raise too_many("too many unknown API keys come from your network", wait)
                 if len(self._checks) >= MAX_CHECKS or (wait := self._all_unknown.of("").seconds_until()):
                     raise too_many("too many API keys have to be checked", wait or 1.0)
             self._checks[key] = check = asyncio.create_task(self._ask(key, authorization, network))
             check.add_done_callback(_seen)
-        # A request that is cancelled does not end the check, which others may wait for.
+        # Cancelling a request does not cancel the check: others may wait for it.
         return await asyncio.shield(self._checks[key])
 
     async def _ask(self, key: bytes, authorization: str, network: str) -> ApiError | None:
@@ -113,7 +113,7 @@ class Keys:
             if error.status != 401:
                 raise
             self._accepted.pop(key, None)
-            if authorization:  # a server that starts knows no key: those of tenants are no reason to refuse others
+            if authorization:  # charge refused keys only: after a start, the tenants' valid keys are unknown, too
                 self._unknown.of(network).spend()
                 self._all_unknown.of("").spend()
             seconds = REFUSED_SECONDS if authorization else ACCEPTED_SECONDS
@@ -133,17 +133,17 @@ class Keys:
 
 
 def _seen(check: asyncio.Task[ApiError | None]) -> None:
-    """Look at the outcome of a check: perhaps nobody waits for it any more."""
+    """Mark a check's outcome as retrieved: perhaps nobody waits for it any more."""
     if not check.cancelled():
         check.exception()
 
 
 class Callers:
-    """Admits requests by their headers. A caller is the tenant's key; where orchestrators want no key, the network that
-    the request comes from."""
+    """Admits requests by their headers. A caller is identified by its API key; without required keys, by its
+    network."""
 
     def __init__(self, check: Check, most_requests: int) -> None:
-        """At most `most_requests` are in progress; one caller has half of them at most."""
+        """`most_requests` limits the requests in progress; one caller gets at most half of them."""
         self._keys = Keys(check)
         self._most = most_requests
         self._running: Counter[str] = Counter()  # requests by caller
@@ -153,12 +153,12 @@ class Callers:
 
     @asynccontextmanager
     async def admitted(self, scope: Scope, authorization: str, network: str) -> AsyncIterator[str]:
-        """Wrap a request and return its caller; ApiError if it is not admitted."""
+        """Admit a request for the duration of the context and yield its caller; ApiError if it is not admitted."""
         caller = await self._identify(scope, authorization, network)
         if wait := self._rates.wait(caller):
             raise too_many(f"you send more than {REQUEST_RATE:g} requests a second", wait)
         own, total = self._running[caller], self._running.total()
-        if own and own >= self._most - total:  # what is free: see `Bodies.take`
+        if own and own >= self._most - total:  # dynamic threshold, as in `Bodies.take`
             raise too_many(f"{own} of your requests are in progress: there is no room for more")
         self._running[caller] += 1
         try:
@@ -169,17 +169,17 @@ class Callers:
                 del self._running[caller]
 
     async def _identify(self, scope: Scope, authorization: str, network: str) -> str:
-        """Return whose a request is; ApiError for a key that is refused."""
+        """Return the caller of a request; ApiError if its key is refused."""
         if await self._keys.refusal("", network) is None:
             return network
         refusal = await self._keys.refusal(authorization, network)
         if refusal is None:
             return hashlib.sha256(authorization.encode()).hexdigest()
         await self._delay(scope, network)
-        raise replace(refusal)  # an exception belongs to where it is raised
+        raise replace(refusal)  # a copy: the cached one must collect no tracebacks
 
     async def _delay(self, scope: Scope, network: str) -> None:
-        """Slow a network down that is refused often. Its connections give way to others meanwhile."""
+        """Delay a network with many refusals. Meanwhile its connection may be evicted."""
         if (wait := self._refusals.wait(network)) and self._delayed < MAX_DELAYED:
             scope[EVICTABLE] = True
             self._delayed += 1

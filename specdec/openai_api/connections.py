@@ -1,7 +1,7 @@
-"""Connections of callers: their number, their headers, and what a full server answers.
+"""HTTP connections: limits on their number and headers, and the answer of a full server.
 
-uvicorn and h11 leave these open: they wait for ever for slow headers, refuse requests rather than connections, take
-headers of any length that come in one piece, and spend seconds on some short ones.
+uvicorn and h11 alone wait forever for slow headers, refuse requests rather than connections, accept headers of any
+length in one piece, and spend seconds on some short ones.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ from specdec.openai_api.callers import network_of
 from specdec.openai_api.errors import ApiError, overloaded
 
 MAX_HEADER_BYTES = 32 << 10
-"""Bytes of a request's line and headers: h11 takes 1 us for each in the worst case, on the event loop."""
+"""Maximum bytes of a request line with headers: h11 takes 1 us per byte in the worst case, on the event loop."""
 
 MAX_HEADER_LINES = 256
-"""Lines of them: h11 takes 3 us for each."""
+"""Maximum lines of a request line with headers: h11 takes 3 us per line."""
 
 MAX_CHUNK_LINE = 1 << 10
-"""Bytes of the line before a chunk, or of the trailer after the last one: h11 reads a trailer in quadratic time."""
+"""Maximum bytes of a chunk's size line, or of the trailer: h11 parses a trailer in quadratic time."""
 
 PIECE_BYTES = 1 << 10
-"""Bytes of a chunked body that h11 is given at once: they may be 170 chunks, which take 1 ms."""
+"""Bytes of a chunked body passed to h11 at once: they may be 170 chunks, which take 1 ms."""
 
 PIECES_A_TURN = 8
-"""Such pieces after which the event loop does something else."""
+"""Number of such pieces before yielding to the event loop."""
 
 MAX_AHEAD = 64 << 10
-"""Bytes that are read ahead of the request that is being answered."""
+"""Maximum bytes read ahead while a request is being answered."""
 
 GRACE_SECONDS = 1.0
-"""Seconds for which a connection that has not sent its headers yet is not evicted."""
+"""Seconds for which a connection without complete headers is not evicted."""
 
 SHORT_GRACE_SECONDS = 0.1
-"""The same for an address that has more than half of all connections."""
+"""The same for a network that has more than half of all connections."""
 
 FLUSH_SECONDS = 10.0
-"""Seconds that a caller has to read the rest of an answer before its connection may be evicted."""
+"""Seconds for a caller to read the rest of an answer before its connection may be evicted."""
 
 MAX_HEALTH_ONLY = 64
-"""Connections above the limit whose request is read; further ones are refused unread."""
+"""Maximum number of connections above the limit whose request is read; further ones are refused unread."""
 
 _HEAD_END = re.compile(rb"\n\r?\n")
 _BAD_HEAD = re.compile(rb"[\x00\x0b\x0c]|\r(?!\n)|\n[ \t]")
-"""What no header may have: bytes that make h11 backtrack over the blanks before them, 20,000 of them for 3 s, and
-folded lines (RFC 9112, section 5.2)."""
+"""Forbidden in headers: control characters that make h11 backtrack over the blanks before them (20,000 blanks take 3
+s), and folded lines (RFC 9112, section 5.2)."""
 
 
 def plain_answer(error: ApiError) -> bytes:
-    """Return the whole answer of an error, for a connection that has no request and is closed after it."""
+    """Return the complete HTTP response of an error, for a connection that has no request and is then closed."""
     body = json.dumps(error.body).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
     lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *(f"{k}: {v}" for k, v in headers.items())]
@@ -73,16 +73,16 @@ NO_ROOM_ANSWER = plain_answer(NO_ROOM)
 
 
 class Connections:
-    """The connections being served, and which of them gives way to a new one."""
+    """The connections being served, and the choice of one to evict for a new one."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._by_network: dict[str, dict[Connection, None]] = {}  # those that wait longest first
+        self._by_network: dict[str, dict[Connection, None]] = {}  # longest-waiting first
         self._served = 0
         self.health_only = 0
 
     def has_room(self) -> bool:
-        """Return True if one more can be served, perhaps because another one has just been evicted."""
+        """Return whether there is room for one more, evicting a connection if necessary."""
         if self._served >= self._most and (victim := self._victim()) is not None:
             self.remove(victim)
             victim.evict()
@@ -93,7 +93,7 @@ class Connections:
         self._served += 1
 
     def answered(self, connection: Connection) -> None:
-        """Move a connection behind the others of its network: it begins to be idle."""
+        """Move a connection to the end of its network's queue: its idle time starts now."""
         own = self._by_network.get(connection.network, {})
         if connection in own:
             del own[connection]
@@ -108,7 +108,8 @@ class Connections:
                 del self._by_network[connection.network]
 
     def _victim(self) -> Connection | None:
-        """Return the connection that waits longest of the network that has most; None if all are at work."""
+        """Return the longest-waiting evictable connection of the network with most connections; None if all are
+        busy."""
         for own in sorted(self._by_network.values(), key=len, reverse=True):
             grace = SHORT_GRACE_SECONDS if len(own) > self._most // 2 else GRACE_SECONDS
             for connection in own:
@@ -118,8 +119,8 @@ class Connections:
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection. h11 is given whole headers that are within the limits, bodies in pieces that take
-    milliseconds, and no request before the one in front of it is answered."""
+    """uvicorn's connection with limits. h11 gets only complete headers within the limits, bodies in pieces that take
+    milliseconds, and no request before the previous one is answered."""
 
     def __init__(self, *args: Any, header_seconds: float, connections: Connections, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -127,14 +128,14 @@ class Connection(H11Protocol):
         self._header_seconds = header_seconds
         self._all = connections
         self._health_only = False
-        self._ahead = bytearray()  # what came and h11 has not got
-        self._is_chunked = False  # the body that comes now
-        self._body_left = 0  # bytes of it, if it is not
-        self._waiting: asyncio.TimerHandle | None = None  # for headers
-        self._since = 0.0  # when the connection began to wait
+        self._ahead = bytearray()  # received but not yet passed to h11
+        self._is_chunked = False  # of the current body
+        self._body_left = 0  # bytes to come of an unchunked body
+        self._waiting: asyncio.TimerHandle | None = None  # timeout for headers
+        self._since = 0.0  # start of the current wait
         self._next_piece: asyncio.Handle | None = None
         self._refused = False
-        self._discarded = 0  # bytes since
+        self._discarded = 0  # bytes since the refusal
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -155,7 +156,7 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             self._discarded += len(data)
-            if self._discarded > LINGER_BYTES:  # a caller of such a kind may lose its answer
+            if self._discarded > LINGER_BYTES:  # such a caller may lose its answer
                 self.transport.close()
             return
         self._unset_keepalive_if_required()
@@ -186,9 +187,9 @@ class Connection(H11Protocol):
         self._refuse(ApiError(400, "the request is not valid HTTP", code="invalid_http"))
 
     def gives_way(self, grace: float) -> bool:
-        """Return True if no request is in progress here: there was none yet for `grace` seconds, or it is answered, or
-        refused."""
-        if self._is_idle and self.transport.get_write_buffer_size():  # the end of an answer is on its way
+        """Return whether the connection may be evicted: no request yet for `grace` seconds, or the last one is answered
+        or refused."""
+        if self._is_idle and self.transport.get_write_buffer_size():  # the end of an answer is being sent
             return self.loop.time() - self._since >= FLUSH_SECONDS
         if self._is_idle and (self.cycle is None or self._ahead):
             return self.loop.time() - self._since >= grace
@@ -205,7 +206,7 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _feed(self) -> None:
-        """Give h11 what has come, as far as it may have it now."""
+        """Pass received bytes to h11, as far as the limits allow now."""
         self._next_piece = None
         for _ in range(PIECES_A_TURN):
             size = self._next_size()
@@ -236,28 +237,28 @@ class Connection(H11Protocol):
             self.flow.resume_reading()
 
     def _next_size(self) -> int:
-        """Return how many bytes h11 may have next; 0: none now."""
+        """Return the number of bytes to pass to h11 next; 0 for none now."""
         if not self._ahead or self._refused or self.transport.is_closing():
             return 0
         if self.conn.their_state is h11.IDLE:
             return self._header_size()
         if self.conn.their_state is h11.SEND_BODY:
             return PIECE_BYTES if self._is_chunked else self._body_left
-        return 0  # the request has come, and is not answered yet
+        return 0  # the request is complete but not answered yet
 
     def _check_chunks(self) -> None:
         rest = len(self.conn.trailing_data[0])  # a copy
         if self.conn.their_state is not h11.SEND_BODY:
             self._is_chunked = False
-            if rest:  # of the next request, in front of which nothing can be checked any more
+            if rest:  # belongs to the next request, already in h11 and thus unchecked
                 self.cycle.keep_alive = False
         elif rest > MAX_CHUNK_LINE:
             problem = f"the line of a chunk or the trailer is longer than {MAX_CHUNK_LINE} bytes"
             self._refuse(ApiError(400, problem, code="invalid_http"))
 
     def _header_size(self) -> int:
-        """Return the bytes of headers that have come whole, else 0. What is beyond the limits is refused."""
-        if self._ahead[0] <= 0x20:  # no request begins like this, and h11 says so
+        """Return the size of the headers if they are complete, else 0. Excessive or malformed ones are refused."""
+        if self._ahead[0] <= 0x20:  # invalid start of a request: h11 reports it
             return 1
         found = _HEAD_END.search(self._ahead)
         size = len(self._ahead) if found is None else found.end()
@@ -265,7 +266,7 @@ class Connection(H11Protocol):
             problem = f"the request's line and headers have more than {MAX_HEADER_BYTES} bytes"
         elif self._ahead.count(b"\n", 0, size) > MAX_HEADER_LINES:
             problem = f"the request's line and headers have more than {MAX_HEADER_LINES} lines"
-        elif _BAD_HEAD.search(self._ahead, 0, size - 1 if found is None else size):  # its \n may not have come
+        elif _BAD_HEAD.search(self._ahead, 0, size - 1 if found is None else size):  # the final \r may get its \n later
             self._refuse(ApiError(400, "a header has a folded line or a control character", code="invalid_http"))
             return 0
         else:
@@ -274,7 +275,7 @@ class Connection(H11Protocol):
         return 0
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer what is no request, and close the connection once its caller had time to read that."""
+        """Answer an invalid request, and close the connection once its caller had time to read the answer."""
         self._refused = True
         self._ahead.clear()
         self._wait(over=True)
@@ -289,7 +290,7 @@ class Connection(H11Protocol):
         self._waiting = self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def _wait(self, *, over: bool = False) -> None:
-        """Wait for headers, unless a request is being answered or all is `over`."""
+        """Start the timeout for headers, or stop it while a request is being answered or if all is `over`."""
         if over or not self._is_idle:
             if self._waiting is not None:
                 self._waiting.cancel()
@@ -300,7 +301,7 @@ class Connection(H11Protocol):
 
 
 class _Flow(FlowControl):
-    """uvicorn's flow control, by which applications resume reading, but not while too much was read ahead."""
+    """uvicorn's flow control, except that the application cannot resume reading while too much was read ahead."""
 
     def __init__(self, transport: asyncio.Transport, is_full: Callable[[], bool]) -> None:
         super().__init__(transport)
@@ -312,8 +313,8 @@ class _Flow(FlowControl):
 
 
 def health_alone(app: ASGIApp) -> ASGIApp:
-    """Return the application of a connection above the limit. It serves one request: health, so that probes see that
-    the server lives; anything else is answered 503."""
+    """Return the application for a connection above the limit. It serves one request: a health check, so that probes
+    see a live server, or anything else with 503."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         async def closing(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""The conversation of a request for a chat's next message: its turns, its functions, and variables of its template."""
+"""The conversation of a chat request: its messages, tools, and template variables."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 from specdec.openai_api.errors import refused, unsupported
 
 OF_TURN = ("name", "tool_call_id", "tool_calls")
-"""Fields of a message besides role, content and reasoning."""
+"""Message fields besides role, content and reasoning."""
 
 REASONING = ("reasoning", "reasoning_content")
 
 ROLES = {"developer": "system"}
-"""Roles that templates know by another name."""
+"""Roles with another name in templates."""
 
 MOST_MESSAGES = 4096
 MOST_TOOLS = 1024
 MOST_CALLS = 4096
-"""Entries of a conversation: small ones cost far more time than their bytes."""
+"""Maximum entries of a conversation: small ones cost far more time than their bytes."""
 
 
 def conversation(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a conversation, and what its template is told besides."""
+    """Return the client's options for a conversation: messages, tools and template arguments."""
     arguments = given.get("chat_template_kwargs", {})
     if not isinstance(arguments, dict):
         raise refused("chat_template_kwargs", "must be an object")
@@ -36,7 +36,7 @@ def conversation(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tool_schemas(given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the schemas of the arguments of functions, by function, of a body that has become a message."""
+    """Return the functions' argument schemas by name, from a body that was already built into a message."""
     functions = [tool["function"] for tool in given.get("tools", [])]
     return {each["name"]: each["parameters"] for each in functions if isinstance(each.get("parameters"), dict)}
 
@@ -52,7 +52,8 @@ def _calls(message: object) -> int:
 
 
 def _message(message: object, name: str) -> dict[str, Any]:
-    """Return a turn. Parts of text are joined; there are no others. An answer may say nothing."""
+    """Return a message of the conversation. Text parts are joined; other kinds of parts are refused. An assistant's
+    content may be empty."""
     if not isinstance(message, dict):
         raise refused(name, "must be an object")
     role, content = message.get("role"), message.get("content")
@@ -68,7 +69,7 @@ def _message(message: object, name: str) -> dict[str, Any]:
         raise refused(f"{name}.refusal", "must be text")
     if isinstance(content, list):
         content = "".join(_part(part, f"{name}.content[{index}]") for index, part in enumerate(content))
-    if role == "assistant" and (content is None or content == ""):  # it only called, only thought, or declined
+    if role == "assistant" and (content is None or content == ""):  # it only called tools, only reasoned, or declined
         content = refusal or ""
     elif refusal:
         raise refused(f"{name}.refusal", "is given beside content")
@@ -79,7 +80,7 @@ def _message(message: object, name: str) -> dict[str, Any]:
 
 
 def _reasoning(message: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
-    """Yield what came before the content, for which servers have two names."""
+    """Yield the reasoning before the content; servers use two names for the field."""
     given = [message[key] for key in REASONING if message.get(key) not in (None, "")]
     if len(given) > 1 and given[0] != given[1]:
         raise refused(f"{name}.reasoning_content", "is given beside another reasoning")
@@ -96,7 +97,7 @@ def _part(part: object, name: str) -> str:
 
 
 def _tools(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the functions that may be called, and how; without any, nothing that is about them."""
+    """Yield the tools and how they may be called; nothing without tools."""
     tools = given.get("tools", [])
     if tools != []:
         if isinstance(tools, list):

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, and what becomes of those of the gRPC API."""
+"""Errors in OpenAI's format, and the mapping from gRPC errors."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from specdec.client import (
 )
 
 LONGEST_MESSAGE = 1024
-"""Characters of a message: it may repeat what was sent."""
+"""Maximum characters of an error message, which may repeat input."""
 
 _GROUP = re.compile(r"^(sampling|speculation|contrast|chat)\.")
-"""The messages of the gRPC API that hold what are plain fields here."""
+"""gRPC message prefixes of fields that are top-level here."""
 
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """A request fails; `param` names the field that is wrong, `code` is for machines."""
+    """A failed request. `param` names the invalid field, `code` is machine-readable."""
 
     status: int
     message: str
@@ -50,33 +50,33 @@ class ApiError(Exception):
 
 
 def refused(param: str, problem: str) -> ApiError:
-    """Return the error for a field that is wrong."""
+    """Return the error for an invalid field."""
     return ApiError(400, f"{param}: {problem}", param=param, code="invalid_value")
 
 
 def unsupported(param: str, problem: str = "is not supported") -> ApiError:
-    """Return the error for a field that is not built."""
+    """Return the error for a known but unsupported field."""
     return ApiError(400, f"{param}: {problem}", param=param, code="unsupported_parameter")
 
 
 def unknown(param: str, problem: str = "unknown parameter") -> ApiError:
-    """Return the error for a field that nobody knows."""
+    """Return the error for an unknown field."""
     return ApiError(400, f"{param}: {problem}", param=param, code="unknown_parameter")
 
 
 def overloaded(message: str) -> ApiError:
-    """Return the error for a server that has no room now."""
+    """Return the error for a server without room."""
     return ApiError(503, message, "overloaded_error", code="overloaded", retry_after=1)
 
 
 def too_many(message: str, seconds: float = 1.0) -> ApiError:
-    """Return the error for a caller that takes its share already, until so many seconds have passed."""
+    """Return the error for a caller at its limit; `seconds` until a retry makes sense."""
     wait = max(1, math.ceil(seconds))
     return ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded", retry_after=wait)
 
 
 def from_specdec(error: SpecdecError, names: Mapping[str, str] = MappingProxyType({})) -> ApiError:
-    """Return what a caller here sees of an error of the gRPC API. `names` are the caller's own, by the API's fields."""
+    """Map an error of the gRPC API to an HTTP error. `names` maps the API's fields to the caller's names."""
     message, code = str(error), error.reason.lower() or error.code.name.lower()
     match error:
         case InvalidRequest():
@@ -106,17 +106,16 @@ def from_specdec(error: SpecdecError, names: Mapping[str, str] = MappingProxyTyp
 
 
 def _field(name: str, names: Mapping[str, str]) -> str:
-    """Return a field's name as the caller knows it: `sampling.top_p` is `top_p`, `stop_tokens[3]` may be
-    `stop_token_ids[3]`."""
+    """Return the caller's name of a field: `sampling.top_p` is `top_p`, `stop_tokens[3]` may be `stop_token_ids[3]`."""
     plain, bracket, index = _GROUP.sub("", name).partition("[")
     return names.get(plain, plain) + bracket + index
 
 
 def _wait(error: SpecdecError) -> int:
-    """Return whole seconds, as the header wants them."""
+    """Return the retry delay in whole seconds, for the header."""
     return max(1, math.ceil(error.retry_after or 1.0))
 
 
 def _sound(text: str) -> str:
-    """Return a text that can be sent, shortened: JSON may hold halves of characters, which no encoding has."""
+    """Return the text truncated and encodable: JSON input may contain lone surrogates."""
     return text[:LONGEST_MESSAGE].encode(errors="replace").decode()

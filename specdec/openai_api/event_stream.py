@@ -1,4 +1,4 @@
-"""Server-sent events: an answer in pieces, each sent as soon as it is there."""
+"""Server-sent events: an answer in pieces, each sent as soon as it is available."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ DONE = b"data: [DONE]\n\n"
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # to proxies that would gather the pieces
+    (b"x-accel-buffering", b"no"),  # tells proxies not to buffer
 )
 
 FAILED = "specdec.failed"
-"""Key of an ASGI scope under which stands the status that a stream would have had, had it failed at once."""
+"""ASGI scope key for the status of a failed stream, had it failed before its first event."""
 
 MISTAKE = ApiError(500, "internal error, see the log of the server", "server_error", code="internal")
 
 
 class EventStream:
-    """An answer of events, the last of which is `[DONE]`. An error in the middle is an event too, before that one."""
+    """An answer of events, ending with `[DONE]`. An error after the start is an event before `[DONE]`."""
 
     status_code = 200
 

@@ -1,4 +1,4 @@
-"""From a request to its answer: the streams of the gRPC API that it takes, gathered or piece by piece."""
+"""From a request to its answer: runs the gRPC streams of its prompts, and gathers or relays their chunks."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from specdec.openai_api.requests import Asked
 from specdec.serving.interleaved import interleaved
 
 PROMPTS_AT_ONCE = 8
-"""Prompts of one request that are asked at the same time: a tenant's limits count each."""
+"""Maximum concurrent prompts of one request: each counts toward the tenant's limits."""
 
 Lend = Callable[[], AbstractAsyncContextManager[AsyncClient]]
 
 Chunks = AsyncGenerator[tuple[int, Chunk], None]
-"""Chunks with the number of their prompt."""
+"""Chunks with their prompt's number."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """A caller: the id of its request in logs and traces, and the headers that go on."""
+    """A caller: its request id in logs and traces, and the headers to forward."""
 
     request_id: str
     metadata: Metadata = ()
 
 
 class Gateway:
-    """The way to orchestrators. What fails is an ApiError."""
+    """The gateway to orchestrators. Failures are raised as ApiError."""
 
     def __init__(self, client: Lend, control_client: Lend) -> None:
-        """`client` lends the client of a completion, for as long as it takes; `control_client` that of control calls,
-        which do not wait for completions."""
+        """`client` lends a client for the duration of a completion; `control_client` lends one for control calls, which
+        are not delayed by completions."""
         self._client = client
         self._control_client = control_client
 
     async def models(self, caller: Caller) -> list[Model]:
-        """Return what is served, to a caller who may know it."""
+        """Return the served models visible to the caller."""
         try:
             async with self._control_client() as client:
                 return await client.models(metadata=caller.metadata)
@@ -54,33 +54,33 @@ class Gateway:
             raise from_specdec(error) from error
 
     async def check_key(self, authorization: str) -> None:
-        """Ask whether a key is known, by the call that costs an orchestrator least; ApiError if it is not."""
+        """Check a key with the cheapest call of an orchestrator; ApiError if it is unknown."""
         metadata: Metadata = (("authorization", authorization),) if authorization else ()
         await self.models(Caller(new_request_id(), metadata))
 
     async def tool_format(self, asked: Asked, caller: Caller) -> ToolFormat | None:
-        """Return how the model that is asked writes calls of functions; None if it has none to call, or knows none."""
+        """Return the tool format of the requested model; None if the request has no tools, or the model no format."""
         if not asked.calls_tools:
             return None
         name = next((each.tool_format for each in await self.models(caller) if each.is_asked_as(asked.model)), "")
         if name and name not in FORMATS:
             raise unsupported("tools", f"are called in the format {name}, which this server does not read")
-        return FORMATS.get(name)  # an orchestrator refuses tools of a model that knows none
+        return FORMATS.get(name)  # the orchestrator refuses tools for a model without a format
 
     async def answer(self, asked: Asked, caller: Caller) -> bytes:
-        """Generate all samples of all prompts, and return them together, in JSON."""
+        """Generate all samples of all prompts; return the complete answer as JSON."""
         tool_format = await self.tool_format(asked, caller)
         answer: _Answer | None = None
         async with aclosing(self._chunks(asked, caller)) as chunks:
             async for number, chunk in chunks:
                 answer = answer or _Answer(asked, caller, tool_format)
                 answer.choice(number, chunk).gather(chunk, answer.seed(number, chunk))
-        assert answer is not None  # a stream ends with an error, or has chunks
+        assert answer is not None  # a stream without chunks ends with an error
         return answer.frame.whole(answer.choices)
 
     async def events(self, asked: Asked, caller: Caller) -> AsyncGenerator[Json, None]:
-        """Generate all samples of all prompts, and return the events of their stream. What fails before there is a
-        first token is raised here."""
+        """Generate all samples of all prompts; return the events of their stream. Errors before the first chunk are
+        raised here."""
         tool_format = await self.tool_format(asked, caller)
         chunks = self._chunks(asked, caller)
         try:
@@ -91,7 +91,7 @@ class Gateway:
         return _events(_Answer(asked, caller, tool_format), first, chunks)
 
     async def _chunks(self, asked: Asked, caller: Caller) -> Chunks:
-        """Yield the chunks of all prompts as they come."""
+        """Yield the chunks of all prompts in order of arrival."""
         places = asyncio.Semaphore(PROMPTS_AT_ONCE)
         several = len(asked.prompts) > 1
         stream = partial(self._stream, asked, caller, places, several=several)
@@ -119,12 +119,12 @@ class Gateway:
 
 @dataclass
 class _Answer:
-    """An answer that is being made. Not before its first chunk: an orchestrator has then found the request valid, of
-    which any number of samples may be asked for."""
+    """An answer under construction. Create it with the first chunk: by then an orchestrator has validated the request,
+    including its number of samples, which is unlimited here."""
 
     asked: Asked
     caller: Caller
-    tool_format: ToolFormat | None  # None: the text has no calls
+    tool_format: ToolFormat | None  # None: no tool calls in the text
     frame: Frame = field(init=False)
     choices: list[Choice] = field(init=False)
     seeds: dict[int, int | None] = field(default_factory=dict)  # by prompt
@@ -147,22 +147,22 @@ class _Answer:
         ]
 
     def _calls(self, index: int) -> Calls | None:
-        # A caller may give several requests one id, and joins results with calls by the ids of these.
+        # Salted: a caller may use one request id for several requests, and matches results to calls by call id.
         if self.tool_format is None:
             return None
         return Calls(self.tool_format, f"{self.salt}-{index}", self.asked.schemas)
 
     def choice(self, number: int, chunk: Chunk) -> Choice:
-        """Return what a chunk of the prompt of this number belongs to."""
+        """Return the choice of a prompt's chunk."""
         return self.choices[self.asked.samples * number + chunk.index]
 
     def seed(self, number: int, chunk: Chunk) -> int | None:
-        """Return the seed of a prompt, which its first chunk tells."""
+        """Return the seed of a prompt, known from its first chunk."""
         return self.seeds.setdefault(number, chunk.seed)
 
 
 async def _events(answer: _Answer, first: tuple[int, Chunk], rest: Chunks) -> AsyncGenerator[Json, None]:
-    """Yield the events of a stream whose first chunk has come."""
+    """Yield the events of a stream after its first chunk has arrived."""
     asked, frame = answer.asked, answer.frame
     usage: Json = {"usage": None} if asked.usage_in_stream else {}
     async with aclosing(rest):
@@ -180,6 +180,6 @@ async def _events(answer: _Answer, first: tuple[int, Chunk], rest: Chunks) -> As
 
 
 def _numbered(request_id: str, number: int) -> str:
-    """Return the id of one of several prompts: it ends in its number."""
+    """Return the request id of one of several prompts: it ends in the prompt's number."""
     end = f"-{number}"
     return request_id[: REQUEST_ID_CHARACTERS - len(end)] + end

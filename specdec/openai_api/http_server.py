@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn on a socket, with TLS whose certificate may be replaced."""
+"""The HTTP server: uvicorn on a socket, with TLS and reloadable certificates."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from specdec.openai_api.connections import MAX_HEADER_BYTES, Connection, Connect
 from specdec.serving.watched import Watched
 
 MOST_CONNECTIONS = 1024
-"""Connections at the same time, by default."""
+"""Default limit on concurrent connections."""
 
 KEEP_ALIVE_SECONDS = 75
-"""Seconds after which a connection is closed on which no further request comes, by default. A load balancer that keeps
-it longer sends a request in the moment when it is closed, which fails; most keep it for 60."""
+"""Default seconds after which an idle connection is closed, more than the 60 s of most load balancers. One that kept it
+longer might send a request just as it closes, and lose it."""
 
 HEADER_SECONDS = 10.0
-"""Seconds from a connection, or a request's first byte, until its headers must have come."""
+"""Seconds for headers to arrive, from the connection or a request's first byte."""
 
 UNREAD_SECONDS = 60.0
-"""Seconds for which a caller may read nothing of what is sent, before the system ends the connection."""
+"""Seconds without progress in sending after which the kernel ends the connection (TCP_USER_TIMEOUT)."""
 
 RELOAD_SECONDS = 5.0
-"""Seconds between two looks at whether the files of the certificate have changed."""
+"""Seconds between checks of the certificate files for changes."""
 
 
 class HttpServer:
@@ -50,9 +50,9 @@ class HttpServer:
         header_seconds: float = HEADER_SECONDS,
         unread_seconds: float = UNREAD_SECONDS,
     ) -> None:
-        """Serve at the listener's address. At `most_connections` idle ones give way to new ones; if none is idle, new
-        ones are answered 503 unless they ask for health, and closed."""
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # not what callers do wrong
+        """Serve at the listener's address. At `most_connections`, idle connections are evicted for new ones; without an
+        idle one, a new connection is answered 503, except for a health check, and closed."""
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # not its warnings about callers' mistakes
         self.port: int = listener.getsockname()[1]
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * unread_seconds))  # connections too
         self._listener = listener
@@ -67,7 +67,7 @@ class HttpServer:
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                proxy_headers=False,  # anybody may send them
+                proxy_headers=False,  # anybody may forge them
                 timeout_keep_alive=keep_alive_seconds,
                 timeout_graceful_shutdown=drain_seconds,  # type: ignore[arg-type]  # a fraction is one too
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
@@ -76,17 +76,17 @@ class HttpServer:
         )
 
     async def start(self) -> None:
-        """Listen; OSError if that cannot be."""
+        """Start listening; OSError if that fails."""
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         self._reloading = None if self._tls is None else asyncio.create_task(self._tls.keep_up_to_date())
         up = asyncio.create_task(self._server.up.wait())
         await asyncio.wait({self._serving, up}, return_when=asyncio.FIRST_COMPLETED)
         if not up.done():
             up.cancel()
-            await self._serving  # raises what was in the way
+            await self._serving  # raises the cause
 
     async def stop(self) -> None:
-        """Take no more connections, give running requests their time, and cancel the rest."""
+        """Stop accepting connections, let running requests finish until the deadline, and cancel the rest."""
         self._server.should_exit = True
         if self._reloading is not None:
             self._reloading.cancel()
@@ -94,7 +94,7 @@ class HttpServer:
 
 
 def _protocol(header_seconds: float, connections: Connections) -> type[Connection]:
-    """Return the class of connections: uvicorn makes them by its class."""
+    """Return a connection class with these arguments bound: uvicorn instantiates it."""
 
     class Limited(Connection):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -104,7 +104,7 @@ def _protocol(header_seconds: float, connections: Connections) -> type[Connectio
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to its process, and tells when it is `up`."""
+    """A uvicorn server that leaves signals to its process and sets `up` once it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -120,14 +120,14 @@ class _Server(uvicorn.Server):
 
 
 class ServerTls:
-    """The TLS of the server. Certificate and key are read again when their files change. Authorities are read once: a
-    context can only learn to trust more of them."""
+    """The TLS of the server. Certificate and key are reloaded when their files change. Authorities are read once: an
+    SSL context can add authorities but not remove them."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Read the files; TlsError if they cannot be used."""
+        """Read the files; TlsError if they are unusable."""
         if files.certificate is None:
             raise TlsError("{2} is given, {0} and {1} are missing".format(*files.options))
-        files.read()  # says in a line what is wrong
+        files.read()  # its error is one line
         self._own = replace(files, authorities=None)
         self._watched = Watched(self._own)
         self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -137,11 +137,11 @@ class ServerTls:
             self.context.verify_mode = ssl.CERT_REQUIRED
 
     async def keep_up_to_date(self) -> None:
-        """Look at the files every RELOAD_SECONDS. What they hold counts for new connections."""
+        """Check the files every RELOAD_SECONDS. Changes apply to new connections."""
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
             if self._watched.changed():
-                with contextlib.suppress(OSError):  # replaced once more by now (ssl.SSLError is one)
+                with contextlib.suppress(OSError):  # replaced again meanwhile
                     self._load()
 
     def _load(self) -> None:

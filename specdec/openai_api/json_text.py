@@ -1,4 +1,4 @@
-"""JSON of parts that are JSON already: a long answer is encoded while it comes, not all at once."""
+"""JSON assembled from encoded parts, so that a long answer is encoded as it arrives, not all at once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def encoded(value: object) -> str:
 
 
 def json_object(fields: Mapping[str, object], others: Mapping[str, str]) -> str:
-    """Return an object in JSON: of values, and of `others` that are in JSON."""
+    """Return a JSON object of values to encode and `others` already encoded."""
     parts = {name: encoded(value) for name, value in fields.items()} | dict(others)
     return "{" + ",".join(f"{encoded(name)}:{part}" for name, part in parts.items()) + "}"
 
 
 def json_list(parts: Iterable[str]) -> str:
-    """Return a list in JSON, of parts that are in JSON."""
+    """Return a JSON list of encoded parts."""
     return f"[{','.join(parts)}]"

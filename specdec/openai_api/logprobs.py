@@ -1,4 +1,4 @@
-"""Log-probabilities as chats and as completions have them: of a chunk, or of a whole answer, chunk by chunk."""
+"""Log-probabilities in the formats of chats and completions, per chunk or for a complete answer."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from specdec.client import Logprobs, Piece
 from specdec.openai_api.json_text import Json, encoded, json_list, json_object
 
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have; vLLM's is the same."""
+"""Replaces minus infinity, which JSON lacks; vLLM uses the same value."""
 
 UNTOLD = Piece("", b"")
-"""Stands for what an older orchestrator does not tell of a token."""
+"""Replaces the token text that an older orchestrator does not send."""
 
 
 class TextOffset:
-    """The place in the text at which the next token begins."""
+    """The character offset of the next token in the text."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._length = 0
 
     def before(self, piece: Piece) -> int:
-        """Return where a token begins, and go on behind it."""
+        """Return a token's offset and advance past it."""
         begin = self._length
         self._length += len(self._decoder.decode(piece.bytes))
         return begin
 
 
 def chat_logprobs(found: Iterable[Logprobs]) -> Json:
-    """Return log-probabilities as chats have them."""
+    """Return log-probabilities in the format of chats."""
 
     def one(piece: Piece, logprob: float) -> Json:
         return {"token": piece.text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(piece.bytes)}
@@ -47,13 +47,13 @@ def chat_logprobs(found: Iterable[Logprobs]) -> Json:
 
 
 def completion_logprobs(found: Iterable[Logprobs], offset: TextOffset) -> Json:
-    """Return log-probabilities as completions have them."""
+    """Return log-probabilities in the format of completions."""
     told: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for each in found:
         told["tokens"].append(each.piece.text)
         told["token_logprobs"].append(max(each.chosen, LEAST_LOGPROB))
         top: dict[str, float] = {}
-        for token, logprob in each.top.items():  # best first: of tokens that read alike it stands
+        for token, logprob in each.top.items():  # best first: of tokens with equal text the best is kept
             top.setdefault(each.top_pieces.get(token, UNTOLD).text, max(logprob, LEAST_LOGPROB))
         told["top_logprobs"].append(top)
         told["text_offset"].append(offset.before(each.piece))
@@ -61,16 +61,16 @@ def completion_logprobs(found: Iterable[Logprobs], offset: TextOffset) -> Json:
 
 
 class EncodedLogprobs:
-    """Log-probabilities of one sample, encoded as they come: of thousands of tokens that takes seconds."""
+    """One sample's log-probabilities, encoded as they arrive: encoding those of thousands of tokens takes seconds."""
 
     def __init__(self, tell: Callable[[Iterable[Logprobs]], Json]) -> None:
-        """`tell` returns those of a chunk, in lists by name."""
+        """`tell` converts a chunk's log-probabilities to lists by field name."""
         self._tell = tell
         self._lists: defaultdict[str, list[str]] = defaultdict(list)
         self._others: Json = {}
 
     def add(self, found: Iterable[Logprobs]) -> None:
-        """Enter those of a chunk."""
+        """Add those of a chunk."""
         for name, value in self._tell(found).items():
             if isinstance(value, list):
                 self._lists[name] += map(encoded, value)
@@ -78,5 +78,5 @@ class EncodedLogprobs:
                 self._others[name] = value
 
     def whole(self) -> str:
-        """Return all of them in JSON."""
+        """Return all of them as JSON."""
         return json_object(self._others, {name: json_list(parts) for name, parts in self._lists.items()})

@@ -1,4 +1,4 @@
-"""The metrics of the HTTP server: requests by route and status, and how long they took."""
+"""The metrics of the HTTP server: requests by route and status, and their latency."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from specdec.serving.histogram import Histogram
 from specdec.serving.metrics.families import Families
 
 OTHER = "other"
-"""The route of whatever has none."""
+"""The route label of unknown paths."""
 
 
 class Counted:
-    """An ASGI application whose requests are counted."""
+    """An ASGI middleware that counts requests."""
 
     def __init__(self, app: ASGIApp, routes: Iterable[str]) -> None:
         self._app = app
@@ -30,7 +30,7 @@ class Counted:
         self._first_byte = Histogram()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begin, status, sent = time.monotonic(), 499, False  # 499: the caller left before an answer, as nginx has it
+        begin, status, sent = time.monotonic(), 499, False  # 499: disconnected before an answer (nginx)
 
         async def noting(message: Message) -> None:
             nonlocal status, sent

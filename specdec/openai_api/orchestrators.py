@@ -1,4 +1,4 @@
-"""The orchestrators behind the HTTP server: does one of them take requests, and are connections to them still good?"""
+"""The orchestrators behind the HTTP server: their health, and the channels to them."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from specdec.serving.watched import Watched
 log = structlog.get_logger()
 
 KNOWN_SECONDS = 0.5
-"""Seconds for which an answer is not asked again, however many ask."""
+"""Seconds for which a health result is cached."""
 
 LOOK_SECONDS = 2.0
-"""Seconds between two looks at whether there should be other connections."""
+"""Seconds between checks of whether to renew the channels."""
 
 SILENT_SECONDS = 5.0
-"""Seconds without any answer after which connections to names are made anew: gRPC asks again for a name that had no
-record only after up to two minutes."""
+"""Seconds without any answer after which channels to DNS names are recreated: gRPC may take two minutes to retry a name
+without records."""
 
 
 ANSWER_SECONDS = 1.0
-"""Seconds after which a check that is not answered counts as failed."""
+"""Timeout of a health check in seconds."""
 
 CHECKS = 4
-"""Checks at a time of an address that may stand for several orchestrators, which take turns."""
+"""Concurrent checks of an address that may stand for several orchestrators, reached round-robin."""
 
 OWN_CONNECTIONS = (("grpc.use_local_subchannel_pool", 1),)
-"""Option of channels that share no connection with others of the process. An orchestrator takes a bounded number of
-calls on a connection, and gRPC opens a bounded number of them: completions must not delay control calls."""
+"""Channel options against sharing connections within the process. An orchestrator takes a bounded number of calls per
+connection, and gRPC opens a bounded number of connections: completions must not delay control calls."""
 
 SILENCE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Statuses that no orchestrator gives."""
+"""Statuses that mean no answer from an orchestrator."""
 
 
 class Orchestrators:
-    """The orchestrators that this server asks. Made in its event loop."""
+    """The orchestrators behind this server. Create it on the server's event loop."""
 
     def __init__(self, targets: Sequence[str], tls: TlsFiles | None = None) -> None:
-        """`tls`: the authorities that certificates of orchestrators must be of, and our own certificate; TlsError if
-        they cannot be used. None: without encryption."""
+        """`tls`: the authorities for orchestrators' certificates, and our own certificate; TlsError if they are
+        unusable. None: no encryption."""
         self._targets = targets
         self._tls = None if tls is None else Watched(tls)
         self._several = any(map(may_be_several, targets))
@@ -61,15 +61,15 @@ class Orchestrators:
         self._asking = asyncio.Lock()
 
     def client(self) -> AbstractAsyncContextManager[AsyncClient]:
-        """Lend a completion the client by which it goes."""
+        """Lend a client to a completion."""
         return self._current.client()
 
     def control_client(self) -> AbstractAsyncContextManager[AsyncClient]:
-        """Lend the client of control calls: model lists and key checks."""
+        """Lend a client to a control call: model lists and key checks."""
         return self._current.control_client()
 
     async def serve(self) -> bool:
-        """Return True if one of them takes requests."""
+        """Return whether any orchestrator takes requests."""
         async with self._asking:
             if time.monotonic() > self._known_until:
                 answers = await self._current.answers()
@@ -80,13 +80,13 @@ class Orchestrators:
             return self._serve
 
     async def keep_up_to_date(self) -> None:
-        """Make the connections anew when the files of certificates have changed, and while nobody answers at a name.
-        Running requests end on those that they have."""
+        """Recreate the channels when certificate files have changed, and while no orchestrator behind a DNS name
+        answers. Running requests finish on their old channels."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             try:
                 await self._look()
-            except Exception:  # whoever stops looking never renews anything again
+            except Exception:  # the loop must survive, or nothing is renewed any more
                 log.exception("look_failed")
 
     async def close(self) -> None:
@@ -107,7 +107,7 @@ class Orchestrators:
 
 
 class Channels:
-    """The channels by which requests go, and by which health is asked. Made in their event loop."""
+    """The channels for requests and for health checks. Create them on their event loop."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Channels:
         credentials: grpc.ChannelCredentials | None,
         before: Channels | None = None,
     ) -> None:
-        """`before` are the channels that these replace: an orchestrator that has answered there may come back."""
+        """`before`: the channels to replace. Known orchestrators are carried over, since they may come back."""
         options = (*PEER_OPTIONS, ROUND_ROBIN)
         if before is None:
             self._client = AsyncClient(targets, credentials=credentials)
@@ -142,7 +142,7 @@ class Channels:
 
     @asynccontextmanager
     async def _lent(self, client: AsyncClient) -> AsyncIterator[AsyncClient]:
-        """Lend a client to a request: it is not closed meanwhile, even if other channels replace it."""
+        """Lend a client to a request: it stays open meanwhile, even if the channels are replaced."""
         self._requests += 1
         try:
             yield client
@@ -151,13 +151,13 @@ class Channels:
             await self._close_unused()
 
     async def answers(self) -> list[bool]:
-        """Return what orchestrators that answer say: True of each that takes requests. Empty if none answers."""
+        """Return, for each check answered, whether the orchestrator takes requests; empty if none was answered."""
         often = zip(self._channels, self._checks, strict=True)
         checks = [self._check(channel) for channel, times in often for _ in range(times)]
         return [each for each in await asyncio.gather(*checks) if each is not None]
 
     async def leave(self) -> None:
-        """Close them when the last request is done; there are no further ones."""
+        """Close the channels after the last running request; no new ones may start."""
         self._left = True
         await self._close_unused()
 

@@ -1,4 +1,4 @@
-"""Origins: whose pages may ask from a browser, spelled as browsers send them, or they would never be recognized."""
+"""Origins whose pages may send requests from a browser, in the browsers' spelling: any other would never match."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 import typer
 
 ANY, NULL = "*", "null"
-"""Any origin, and that of pages from files and sandboxes."""
+"""Any origin, and the origin of pages from files and sandboxes."""
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/:@?#\[\]A-Z]+)(:[0-9]{1,5})?")
 
 
 def origin(text: str) -> str:
-    """Return the origin that an option gives; one that no browser sends is refused."""
+    """Parse an origin option; typer.BadParameter for an origin that no browser sends."""
     own_port = (text.startswith("https:") and text.endswith(":443")) or (
         text.startswith("http:") and text.endswith(":80")
     )

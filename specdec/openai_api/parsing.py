@@ -1,4 +1,4 @@
-"""Parsing of bodies, of which a short one takes no time worth a thread, and a long one seconds."""
+"""Parsing of bodies: short ones inline, longer ones, which take up to seconds, in threads."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from specdec.openai_api.requests import Asked, parse
 from specdec.serving.bounded_threads import BoundedThreads
 
 SHORT_BODY = 4 << 10
-"""Bytes of a body that is parsed at once, in a few milliseconds at most."""
+"""Maximum bytes of a body parsed inline, within a few milliseconds."""
 
 LONG_BODY = 64 << 10
-"""Bytes of a body from which on few may wait. Shorter ones do not wait behind it."""
+"""Size in bytes from which a body counts as long. Long bodies have a separate queue and thread and do not delay
+others."""
 
 MOST_WAITING = 1024
 MOST_LONG_WAITING = 16
-"""Bodies of each of the two kinds that may wait for its thread; one caller's take half of the places at most."""
+"""Maximum bodies waiting in each of the two queues; one caller gets at most half of the places."""
 
 WAIT_SECONDS = 10.0
-"""Seconds for which a body waits for its thread."""
+"""Maximum wait for a thread in seconds."""
 
 
 class Parse(Protocol):
-    """A function that makes a request of a body."""
+    """A function that parses a body."""
 
     def __call__(self, body: bytes, *, chat: bool) -> Asked: ...
 
 
 class Parser:
-    """Parses bodies, all but short ones in threads: streams go on meanwhile."""
+    """Parses bodies, all but short ones in threads, so that streams continue meanwhile."""
 
     def __init__(self, parse: Parse = parse) -> None:
         self._parse = parse
@@ -37,7 +38,8 @@ class Parser:
         self._long_bodies = BoundedThreads("long bodies", 1, MOST_LONG_WAITING)
 
     async def parse(self, body: bytes, *, chat: bool, caller: str) -> Asked:
-        """Return what a caller asks for; ApiError if that cannot be honoured, OverloadedError if too many wait."""
+        """Return the parsed request; ApiError if it is invalid or unsupported, OverloadedError if too many bodies
+        wait."""
         work = partial(self._parse, body, chat=chat)
         if len(body) <= SHORT_BODY:
             return work()

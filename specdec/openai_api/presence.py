@@ -1,4 +1,4 @@
-"""Disconnects: work for a caller who has left is cancelled at once."""
+"""Disconnects: cancels the work for a caller that has left."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Result = TypeVar("Result")
 
 
 class CallerLeftError(Exception):
-    """The connection is closed: nobody reads an answer."""
+    """The caller has disconnected."""
 
 
 async def while_present(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Run `work` and return its result; CallerLeftError, and the work is cancelled, once the caller leaves. The body of
-    the request must have been read."""
+    """Run `work` and return its result; once the caller disconnects, cancel it and raise CallerLeftError. The request's
+    body must have been read."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)

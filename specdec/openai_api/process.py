@@ -31,10 +31,10 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Asking:
-    """How orchestrators are reached."""
+    """How to reach the orchestrators."""
 
     targets: Sequence[str]
-    tls: TlsFiles | None  # None: without encryption
+    tls: TlsFiles | None  # None: no encryption
 
 
 async def serve(
@@ -45,7 +45,7 @@ async def serve(
     keep_alive_seconds: int,
     origins: Sequence[str] = (),
 ) -> None:
-    """Run the server until SIGINT, SIGTERM or, if asked for, the end of stdin. Prints one line `ready HOST:PORT`."""
+    """Run the server until SIGINT, SIGTERM or, if configured, the end of stdin. Prints the line `ready HOST:PORT`."""
     logs.configure("openai", settings.log_level)
     stop = stop_asked_for(settings)
     listener = bound(settings.host, settings.port)
@@ -70,12 +70,12 @@ async def serve(
         raise ListenError.of(settings.host, settings.port, error) from error
     watching = asyncio.create_task(orchestrators.keep_up_to_date())
     log_settings()
-    gc.freeze()  # a full garbage collection, as large bodies cause, would hold the event loop for a tenth of a second
+    gc.freeze()  # a full collection, caused by large bodies, would hold the event loop for 0.1 s
     announce(f"{settings.host}:{server.port}")
     log.info("serving", address=f"{settings.host}:{server.port}")
     await stop.wait()
     for number in STOP_SIGNALS:
-        asyncio.get_running_loop().remove_signal_handler(number)  # a second one ends the process at once
+        asyncio.get_running_loop().remove_signal_handler(number)  # a second signal kills the process at once
     log.info("draining", seconds=settings.drain_seconds)
     await server.stop()
     watching.cancel()

@@ -1,8 +1,8 @@
-"""Bodies of requests: each, in OpenAI's shape, becomes messages of the gRPC API, one for each prompt.
+"""Request bodies in OpenAI's format, parsed into gRPC messages, one per prompt.
 
-Nothing is dropped: a field is honoured, has no effect on tokens (`WITHOUT_EFFECT`), or is refused by its name unless it
-asks for what happens anyway (`REFUSED_UNLESS`). Values and their limits are judged by the orchestrator; here only the
-number of values is limited, since messages are built of them.
+No field is ignored silently: it is honoured, has no effect on tokens (`WITHOUT_EFFECT`), or is refused by name unless
+its value asks for the default behaviour (`REFUSED_UNLESS`). Values and limits are validated by the orchestrator; here
+only the number of values is limited, since messages are built from them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ SAME = frozenset(
         "top_p",
     }
 )
-"""Fields that are options of the same name and meaning. Those that OpenAI does not have are as vLLM names them."""
+"""Fields equal to client options in name and meaning. Fields outside of OpenAI's API have vLLM's names."""
 
 RENAMED = {"ignore_eos": "ignore_end_token", "max_completion_tokens": "max_tokens", "stop_token_ids": "stop_tokens"}
-"""Fields that are options of another name."""
+"""Fields equal to client options of another name."""
 
 READ = frozenset(
     {
@@ -60,10 +60,10 @@ READ = frozenset(
         "top_logprobs",
     }
 )
-"""Fields that are read one by one below."""
+"""Fields parsed individually below."""
 
 GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
-"""Fields of `structured_outputs`, to the options that these are."""
+"""Fields of `structured_outputs` to client options."""
 
 OF_CHAT = frozenset(
     {
@@ -80,7 +80,7 @@ OF_CHAT = frozenset(
 OF_COMPLETIONS = frozenset({"prompt"})
 
 LONG = frozenset({"messages", "prompt", "response_format", "specdec", "structured_outputs", "tools"})
-"""Fields that may have more than MAX_ENTRIES values; the whole body has its own limits (`structure.py`)."""
+"""Fields exempt from MAX_ENTRIES; the whole body has its own limits (`structure.py`)."""
 
 OWN = frozenset(
     {
@@ -100,7 +100,7 @@ OWN = frozenset(
         "tenant",
     }
 )
-"""Options of the client that the field `specdec` may hold: what no other server has."""
+"""Client options allowed in the field `specdec`, without counterparts in other servers."""
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -112,11 +112,11 @@ WITHOUT_EFFECT = frozenset(
         "user",
     }
 )
-"""Fields that concern accounts and caches of OpenAI's own."""
+"""Fields about OpenAI's own accounts and caches."""
 
 REFUSED_UNLESS: Mapping[str, tuple[object, ...]] = {
     "audio": (),
-    "best_of": (),  # but for as many as `n`
+    "best_of": (),  # except a value equal to `n`
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
@@ -130,55 +130,55 @@ REFUSED_UNLESS: Mapping[str, tuple[object, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""Fields that are not built, to the values that ask for nothing else than what happens."""
+"""Unsupported fields, to their accepted values: those asking for the default behaviour."""
 
 COMPLETION_TOKENS = 16
-"""Most tokens of a completion that names no number, as OpenAI has it. A chat may fill the context."""
+"""OpenAI's default for max_tokens of a completion. A chat may fill the context."""
 
 TEMPERATURE = 1.0
-"""OpenAI's temperature, where neither the request nor the model's generation_config.json names one."""
+"""OpenAI's default temperature, used if neither the request nor the model's generation_config.json sets one."""
 
 MAX_ENTRIES = 4096
-"""Values in an option that is a list or an object, however nested: as many as there may be logit biases."""
+"""Maximum values in a list or object option, however nested; equal to the limit on logit biases."""
 
 MOST_PROMPTS = 64
-"""Prompts of one request for completions."""
+"""Maximum prompts of a completion request."""
 
 PROMPT_FIELDS = {"text": "prompt", "tokens": "prompt", "tokens.ids": "prompt", "chat": "messages"}
-"""What prompts are called by the gRPC API and by its client, and here."""
+"""Names of prompts in the gRPC API and its client, to their names here."""
 
 _OPTION = re.compile(r"(\w+)((\[\d+\])|(\.\w+))* = ")
-"""How the client's errors begin that are about one option."""
+"""The start of a client error about a single option."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One request, ready to be sent: for a prompt or several, and with options that hold for each."""
+    """One parsed request: one or more prompts, and options common to all of them."""
 
     chat: bool
     model: str
     prompts: list[GenerateRequest]
-    """The prompts, and nothing else. They are built with the body, which may take seconds."""
+    """The prompts without options, built while parsing, which may take seconds."""
     options: GenerateRequest
-    """Options that all prompts have in common. They may be of megabytes, and prompts may be many: a prompt gets them
-    when it is asked (`message`)."""
+    """Options common to all prompts. Kept apart, since they may have megabytes and prompts may be many: they are merged
+    in when a prompt is sent (`message`)."""
     names: Mapping[str, str]
-    """Of options and fields of the gRPC API to what the caller calls them."""
+    """Option and gRPC field names to the caller's names."""
     stream: bool
     usage_in_stream: bool
     schemas: Mapping[str, Mapping[str, Any]]
-    """Schemas of the arguments of functions, by function."""
+    """The functions' argument schemas by name."""
     reasoning: bool = True
-    """True: what the model thinks before it answers is told."""
+    """Whether to include the reasoning in the answer."""
 
     @property
     def samples(self) -> int:
-        """Samples of each prompt."""
+        """Samples per prompt."""
         return max(1, self.options.n)
 
     @property
     def calls_tools(self) -> bool:
-        """True if the text may hold tool calls, which are looked for."""
+        """True if the text may contain tool calls to parse."""
         return len(self.prompts[0].chat.tools) > 0
 
     @property
@@ -186,7 +186,7 @@ class Asked:
         return self.options.HasField("logprobs")
 
     def message(self, number: int) -> GenerateRequest:
-        """Return what an orchestrator is asked for the prompt of this number."""
+        """Return the complete message for the prompt of this number."""
         asked = GenerateRequest()
         asked.CopyFrom(self.prompts[number])
         asked.MergeFrom(self.options)
@@ -194,17 +194,17 @@ class Asked:
 
 
 def parse(body: bytes, *, chat: bool) -> Asked:
-    """Read the body of a request for a chat's next message, or for completions; ApiError if it cannot be honoured."""
+    """Parse the body of a chat or completion request; ApiError if it is invalid or unsupported."""
     given = {name: value for name, value in _object(body).items() if value is not None}
     _check_names(given, chat=chat)
     for name in given.keys() - LONG:
         _check_entries(name, given[name])
-    if isinstance(own := given.get("specdec"), dict):  # all of a vocabulary may be banned
+    if isinstance(own := given.get("specdec"), dict):  # the whole vocabulary may be banned
         _check_entries("specdec", {name: value for name, value in own.items() if name != "banned_tokens"})
     options = {name: value for name, value in given.items() if name in SAME}
     options |= {RENAMED[name]: value for name, value in given.items() if name in RENAMED}
     for name, value in options.items():
-        if isinstance(value, bool) and name != "ignore_end_token":  # a message would take true for 1
+        if isinstance(value, bool) and name != "ignore_end_token":  # protobuf would accept true as 1
             wanted = "text" if name in ("model", "stop") else "a number"
             raise refused(name, f"is {json.dumps(value)}, must be {wanted}")
     if not chat:
@@ -231,7 +231,7 @@ def parse(body: bytes, *, chat: bool) -> Asked:
 
 
 def _check_entries(name: str, value: object) -> None:
-    """Refuse an option of too many values."""
+    """Refuse an option with too many values."""
     number, open_values = 0, [value]
     while open_values:
         found = open_values.pop()
@@ -244,8 +244,8 @@ def _check_entries(name: str, value: object) -> None:
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(body.decode("utf-8-sig"), parse_constant=_no_number)  # `structure.py` counts in UTF-8 alone
-    except (ValueError, RecursionError) as error:  # of it JSONDecodeError and UnicodeDecodeError are kinds
+        found = json.loads(body.decode("utf-8-sig"), parse_constant=_no_number)  # `structure.py` counts UTF-8 only
+    except (ValueError, RecursionError) as error:  # covers JSONDecodeError and UnicodeDecodeError
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(found, dict):
         raise ApiError(400, "the body is not a JSON object", code="invalid_json")
@@ -257,7 +257,7 @@ def _no_number(name: str) -> None:
 
 
 def _check_names(given: Mapping[str, Any], *, chat: bool) -> None:
-    """Refuse what is not built, and what nobody knows."""
+    """Refuse unsupported and unknown fields."""
     known = (SAME | READ | RENAMED.keys()) - (OF_COMPLETIONS if chat else OF_CHAT)
     for name, value in given.items():
         if name == "best_of" and _alike(value, given.get("n", 1)):
@@ -272,17 +272,17 @@ def _check_names(given: Mapping[str, Any], *, chat: bool) -> None:
 
 
 def _alike(value: object, other: object) -> bool:
-    """Return whether two values are the same in JSON, where true is not 1."""
+    """Return whether two values are equal in JSON, where true is not 1."""
     return type(value) is type(other) and value == other
 
 
 def _names(given: Mapping[str, Any], *, chat: bool) -> dict[str, str]:
-    """Return what the caller calls options and fields that have another name by gRPC."""
+    """Return the caller's names of options and fields that are named otherwise in the gRPC API."""
     names = dict(PROMPT_FIELDS) | {"template_arguments": "chat_template_kwargs"}
     names |= {"tool_name": "tool_choice", "tool_required": "tool_choice", "single_tool_call": "parallel_tool_calls"}
     names |= {RENAMED[name]: name for name in given if name in RENAMED}
     own_options = given.get("specdec", {})
-    if "speculation" in own_options:  # a name for values of these
+    if "speculation" in own_options:  # shorthand for values of these
         names |= dict.fromkeys(("off", "drafters", "forced"), "specdec.speculation")
     names |= {name: f"specdec.{name}" for name in own_options}
     own = given.get("structured_outputs")
@@ -293,12 +293,12 @@ def _names(given: Mapping[str, Any], *, chat: bool) -> dict[str, str]:
 
 
 def _built(options: Mapping[str, Any], names: Mapping[str, str]) -> GenerateRequest:
-    """Return options as a message, and refuse what does not fit into one at all, in the client's words."""
+    """Build a message from options; ApiError, in the client's words, for values that do not fit into it."""
     try:
         return build_request(**options)
     except (ValueError, TypeError) as error:
         message = str(error)
-        if (found := _OPTION.match(message)) is None:  # it is about several
+        if (found := _OPTION.match(message)) is None:  # about several options
             raise ApiError(400, message, code="invalid_value") from None
         option = found[1]
         name = names.get(option, option)
@@ -313,7 +313,7 @@ def _flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool
 
 
 def _seed(given: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield the seed. OpenAI's are signed numbers of 64 bits, ours unsigned ones: -1 is the largest."""
+    """Yield the seed. OpenAI's are signed 64-bit numbers, ours unsigned: -1 becomes the largest."""
     if "seed" in given:
         seed = given["seed"]
         if type(seed) is not int or not -(1 << 63) <= seed < 1 << 64:
@@ -322,7 +322,7 @@ def _seed(given: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _top_k(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield how many tokens are kept; -1 keeps all, as vLLM has it, and as 0 does."""
+    """Yield top_k, with vLLM's -1 (keep all) mapped to 0."""
     if "top_k" in given:
         if type(given["top_k"]) is not int:
             raise refused("top_k", "must be a whole number")
@@ -330,7 +330,7 @@ def _top_k(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _logit_bias(given: Mapping[str, Any]) -> Iterator[tuple[str, dict[int, float]]]:
-    """Yield the biases by token id, which are JSON's names."""
+    """Yield the logit biases by token id; JSON has the ids as strings."""
     if "logit_bias" in given:
         bias = given["logit_bias"]
         if not isinstance(bias, dict):
@@ -342,8 +342,7 @@ def _logit_bias(given: Mapping[str, Any]) -> Iterator[tuple[str, dict[int, float
 
 
 def _logprobs(given: Mapping[str, Any], *, chat: bool) -> Iterator[tuple[str, int]]:
-    """Yield how many of the most probable tokens are wanted beside the chosen one. A chat says by a flag whether any
-    are."""
+    """Yield the number of top log-probabilities beside the chosen token's. Chats enable them with a separate flag."""
     name = "top_logprobs" if chat else "logprobs"
     top = given.get(name, 0)
     if type(top) is not int:
@@ -360,7 +359,7 @@ def _logprobs(given: Mapping[str, Any], *, chat: bool) -> Iterator[tuple[str, in
 
 
 def _grammar(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what the text must look like: `response_format` is OpenAI's way to say it, `structured_outputs` vLLM's."""
+    """Yield the grammar option: from `response_format`, OpenAI's field, or `structured_outputs`, vLLM's."""
     wanted = given.get("response_format", {"type": "text"})
     kind = wanted.get("type") if isinstance(wanted, dict) else None
     own = given.get("structured_outputs", {})
@@ -383,7 +382,7 @@ def _grammar(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _schema(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a `response_format`. As servers of open models have it, json_object may name one too."""
+    """Return the schema of a `response_format`. As in servers of open models, json_object may carry one too."""
     if wanted["type"] == "json_object":
         _check_format(wanted, "response_format", "type", "schema")
         schema = wanted.get("schema")
@@ -405,7 +404,7 @@ def _check_format(given: Mapping[str, Any], name: str, *known: str) -> None:
 
 
 def _own(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that only this project has."""
+    """Return the options in the field `specdec`."""
     own = given.get("specdec", {})
     if not isinstance(own, dict):
         raise refused("specdec", "must be an object")
@@ -431,7 +430,7 @@ def _usage_in_stream(given: Mapping[str, Any]) -> bool:
 
 
 def _prompts(given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the prompts: a text, a list of texts, a list of token ids, or a list of such lists."""
+    """Return the prompts: a text, a list of texts, a list of token ids, or a list of lists of token ids."""
     prompt = given.get("prompt")
     wrong = refused("prompt", "must be text, a list of token ids, or a list of texts or of such lists")
     if isinstance(prompt, str):

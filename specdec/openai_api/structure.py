@@ -1,7 +1,7 @@
-"""The structure of a body in JSON, counted while it comes.
+"""Limits on the structure of a JSON body, counted while it arrives.
 
-json.loads holds the GIL until it is done, and many small values take it a hundred times as long as one long text. So a
-body with too many of them is refused before it is parsed.
+json.loads holds the GIL throughout, and many small values take it a hundred times as long as one long text. So a body
+with too many of them is refused before it is parsed.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from itertools import accumulate
 from specdec.openai_api.errors import ApiError
 
 MAX_VALUES = 1 << 18
-"""Values of a body, token ids among them: json.loads takes 15 ms."""
+"""Maximum values of a body, token ids included: json.loads takes 15 ms."""
 
 MAX_NAMES = 1 << 16
-"""Names in objects: 20 ms."""
+"""Maximum names in objects: json.loads takes 20 ms."""
 
 MAX_CONTAINERS = 1 << 15
-"""Lists and objects: 5 ms."""
+"""Maximum lists and objects: json.loads takes 5 ms."""
 
 MAX_DEPTH = 128
-"""Lists and objects in each other."""
+"""Maximum nesting depth of lists and objects."""
 
 PIECE_BYTES = 64 << 10
-"""Bytes that are counted at once, in 4 ms at most."""
+"""Bytes counted at once, in 4 ms at most."""
 
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _STRINGS = re.compile(_STRING, re.DOTALL)
 _COMPLETE = re.compile(rb'[^"]*+(?:' + _STRING + rb'[^"]*+)*+', re.DOTALL)
-"""All up to a string that has no end yet."""
+"""Everything before an unterminated string."""
 
 _OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 
 class Structure:
-    """Counts what a body consists of, outside of its strings. What is no JSON is left to its parser."""
+    """Counts the values, names and containers of a body, outside of its strings. Invalid JSON is left to the parser."""
 
     def __init__(self) -> None:
-        self._begun = b""  # of a string that has no end yet: its quote, and perhaps a backslash that escapes what comes
+        self._begun = b""  # start of an unterminated string: its quote, and an escaping backslash if last
         self._values = 1
         self._names = 0
         self._containers = 0
         self._depth = 0
 
     async def add(self, part: bytes) -> None:
-        """Count what comes next; ApiError if that is too much. Other tasks run between pieces."""
+        """Count the next part; ApiError above a limit. Other tasks run between pieces."""
         for begin in range(0, len(part), PIECE_BYTES):
             if begin:
                 await asyncio.sleep(0)
@@ -55,7 +55,7 @@ class Structure:
 
     def _count(self, piece: bytes) -> None:
         complete = _COMPLETE.match(piece)
-        assert complete is not None  # it may be empty
+        assert complete is not None  # it matches at least the empty string
         plain = _STRINGS.sub(b"", piece[: complete.end()])
         begun = piece[complete.end() :]
         escapes = len(begun) - len(begun.rstrip(b"\\"))
