@@ -1,4 +1,4 @@
-"""Sessions at draft services, kept by a thread with an event loop of its own, so that vLLM's thread never waits for the
+"""Sessions at draft services, on an event loop in a separate thread, so that vLLM's thread never waits for the
 network."""
 
 from __future__ import annotations
@@ -30,45 +30,45 @@ from specdec.vllm.texts import Text
 log = structlog.get_logger()
 
 SILENCE_SECONDS = 1.5
-"""Seconds without a message, not even a heartbeat, after which a draft is given up."""
+"""Seconds without a message, heartbeats included, after which a draft is given up."""
 
 UNSENT = 64
-"""Messages that wait to be sent, after which a draft that does not read is given up."""
+"""Maximum unsent messages of a session: beyond, the draft has stopped reading and is given up."""
 
 TOLD_AT_ONCE = 64
-"""Tokens that a paused draft is told of together, so that it has little to read when it is wanted again."""
+"""Committed tokens sent to a paused draft in one batch, so that it has little to catch up on when it resumes."""
 
 AGAIN_SECONDS = 0.5
-"""Seconds until a text that has lost its draft is offered to one again."""
+"""Seconds before a text that has lost its draft is offered to one again."""
 
 IDLE_SECONDS = 10.0
-"""Seconds without a step after which a text's session at its draft ends: vLLM does not say that a text is over."""
+"""Seconds without a step after which a text's session at its draft ends: vLLM does not report the end of a text."""
 
 FULL_SECONDS = 5.0
-"""Seconds for which a draft is left alone that had no room for a text: others may have."""
+"""Back-off in seconds from a draft without room for a text; others may have room."""
 
 ROOM = 1024
-"""Tokens by which a text may grow in one session: its draft sets KV memory aside for all of them at once."""
+"""Tokens by which a text may grow in one session: its draft reserves KV memory for all of them at once."""
 
 MOST_TOLD = 32
-"""Reasons of a draft to refuse texts that are logged, each once: some name the numbers of a text."""
+"""Maximum number of distinct refusal reasons logged per draft: some contain numbers specific to the text."""
 
 REFUSED_SECONDS = 60.0
-"""Seconds for which a draft is left alone whose tokenizer or protocol is another."""
+"""Back-off in seconds from a draft with another tokenizer or protocol."""
 
 
 class Target(NamedTuple):
-    """The target that drafts have to fit, and vLLM's number of candidates."""
+    """The target's properties that drafts must match, and vLLM's number of candidates."""
 
     tokenizer_fingerprint: str
     vocabulary: int
     context: int
     end_tokens: frozenset[int]
-    depth: int  # candidates of a text in a step
+    depth: int  # candidates per text and step
 
 
 class UnfitError(Exception):
-    """A draft cannot draft for this target; the message says why."""
+    """A draft cannot draft for this target; the message is the reason."""
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Pod:
     breaker: Breaker
     sessions: int = 0
     left_alone_until: float = 0.0
-    told: set[str] = field(default_factory=set)  # why it refused, as logged
+    told: set[str] = field(default_factory=set)  # logged reasons for refusals
 
     @property
     def in_use(self) -> bool:
@@ -88,15 +88,15 @@ class Pod:
 
 
 class Pods(Replicas[Pod]):
-    """The draft services. Only the event loop touches them."""
+    """The draft services. Belongs to the event loop."""
 
     def __init__(self, tls: TlsFiles | None) -> None:
-        self.names: dict[str, str] = {}  # of those that are found in DNS, for which their certificates are
+        self.names: dict[str, str] = {}  # DNS names by address, for which certificates must be valid
         channel = connect if tls is None else SecureConnections(tls, None, self.names)
         super().__init__(lambda address: Pod(address, channel(address), Breaker(address)))
 
     def choose(self) -> Pod | None:
-        """Return the pod with the fewest sessions of those that are worth asking."""
+        """Return the pod with the fewest sessions among those worth trying; None if there is none."""
         now = time.monotonic()
         able = [pod for pod in self if pod.breaker.state != "open" and now >= pod.left_alone_until]
         return min(able, key=lambda pod: pod.sessions, default=None)
@@ -104,22 +104,22 @@ class Pods(Replicas[Pod]):
 
 @dataclass(eq=False)
 class Session:
-    """A text's session at a draft; without a pod there is none now."""
+    """A text and its session at a draft, if it has one now."""
 
     text: Text
     outgoing: asyncio.Queue[draft_pb2.DraftRequest] = field(default_factory=asyncio.Queue)
     task: asyncio.Task[None] | None = None
-    open: bool = False  # its draft knows the text, but for what is unsent
-    answered: bool = False  # its draft has taken it
-    again_at: float = 0.0  # when it may be offered to a draft, in monotonic time
-    followed_at: float = 0.0  # when the text was last in a step
+    open: bool = False  # the draft knows the text except for `unsent`
+    answered: bool = False  # the draft has accepted it
+    again_at: float = 0.0  # earliest time for the next attempt, in monotonic time
+    followed_at: float = 0.0  # time of the text's last step
     paused: bool = False  # the draft proposes nothing
-    unsent: list[int] = field(default_factory=list)  # tokens that the draft has not been told of
-    end: int = 0  # tokens of the text that its draft has room for
+    unsent: list[int] = field(default_factory=list)  # tokens not sent to the draft yet
+    end: int = 0  # text length up to which the draft has room
 
 
 class Drafts:
-    """The sessions of all texts, each with room for so many more tokens. vLLM's thread calls `follow`, `wait` and
+    """The sessions of all texts, each with room for `room` more tokens. vLLM's thread calls `follow`, `wait` and
     `forget`; `lock` guards the texts."""
 
     def __init__(self, settings: Settings, target: Target, room: int = ROOM) -> None:
@@ -133,11 +133,11 @@ class Drafts:
         threading.Thread(target=self._run, name="remote-draft", daemon=True).start()
 
     def follow(self, text: Text, tokens: list[int], *, proposing: bool) -> None:
-        """Tell a text's draft the tokens that the target has added to the text, and whether it is to propose some; find
-        a draft for a text that has none. With the lock held."""
+        """Send a text's draft the tokens that the target has committed, and whether to propose; find a draft for a text
+        without one. Call with the lock held."""
         session, now = self._sessions.setdefault(text, Session(text)), time.monotonic()
         session.followed_at = now
-        if session.open and self._may_outgrow(session):  # its next one has room again
+        if session.open and self._may_outgrow(session):  # the next session has room again
             session.open = False
             self._soon(self._end, session)
         if session.open:
@@ -156,7 +156,8 @@ class Drafts:
             self._soon(self._begin, session)
 
     def wait(self, texts: Iterable[Text]) -> None:
-        """Wait until every text that is worth a wait has candidates, no longer than a step may. With the lock held."""
+        """Wait until every text worth waiting for has candidates, within the configured wait of a step. Call with the
+        lock held."""
 
         def missing() -> list[Text]:
             return [text for text in texts if self._sessions[text].open and text.worth_a_wait]
@@ -166,7 +167,7 @@ class Drafts:
                 text.waited_in_vain()
 
     def forget(self, texts: Iterable[Text]) -> None:
-        """End the sessions of texts that are over."""
+        """End the sessions of texts that have ended."""
         for text in texts:
             session = self._sessions.pop(text, None)
             if session is not None:
@@ -185,7 +186,7 @@ class Drafts:
             try:
                 self._loop.run_until_complete(self._find_pods())
                 break
-            except Exception as error:  # certificates that are being replaced, say
+            except Exception as error:  # for example while certificates are being replaced
                 if told != str(error):
                     told = str(error)
                     log.error("drafts_not_found", why=told)
@@ -197,7 +198,7 @@ class Drafts:
         await self._discovery.start()
 
     def _end_idle(self) -> None:
-        """End the sessions of texts that no step has had for long."""
+        """End the sessions of texts without a step for IDLE_SECONDS."""
         self._loop.call_later(IDLE_SECONDS / 2, self._end_idle)
         with self.lock:
             sessions = list(self._sessions.values())
@@ -221,7 +222,7 @@ class Drafts:
             session.task.cancel()
 
     async def _serve(self, session: Session) -> None:
-        """Have a draft draft for a text until either ends."""
+        """Run a draft for a text until either ends."""
         pod = self._pods.choose()
         try:
             if pod is not None:
@@ -235,7 +236,7 @@ class Drafts:
             assert pod is not None
             pod.left_alone_until = time.monotonic() + REFUSED_SECONDS
             self._tell(pod, str(error))
-        except ValueError as error:  # no message can hold the text
+        except ValueError as error:  # the text does not fit into a message
             log.debug("text_not_drafted", why=str(error))
             session.again_at = math.inf
         except (grpc.aio.AioRpcError, TimeoutError) as error:
@@ -249,15 +250,15 @@ class Drafts:
                 self.lock.notify_all()
 
     def _failed(self, session: Session, pod: Pod, error: grpc.aio.AioRpcError | TimeoutError) -> None:
-        """Learn from a session that its draft has ended, or lets wait."""
+        """Update the pod's back-off and breaker after an error or timeout of its session."""
         if isinstance(error, TimeoutError):
             self._tell(pod, f"sent nothing for {SILENCE_SECONDS} seconds")
             pod.breaker.failed(conclusive=True)
             return
         code = error.code()
-        details, *_ = (error.details() or "").partition(" (request ")  # without the id, which is another each time
+        details, *_ = (error.details() or "").partition(" (request ")  # without the request id, which always differs
         self._tell(pod, f"{code.name}: {details}")
-        if code is grpc.StatusCode.INVALID_ARGUMENT:  # it is longer than drafts take, say
+        if code is grpc.StatusCode.INVALID_ARGUMENT:  # for example longer than the draft accepts
             session.again_at = math.inf
         elif code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             pod.left_alone_until = time.monotonic() + FULL_SECONDS
@@ -265,7 +266,7 @@ class Drafts:
             pod.breaker.failed(conclusive=code is grpc.StatusCode.UNAVAILABLE)
 
     def _tell(self, pod: Pod, why: str) -> None:
-        """Log why a draft does not draft for a text, unless that is known."""
+        """Log a draft's refusal, once per reason."""
         if why not in pod.told and len(pod.told) < MOST_TOLD:
             pod.told.add(why)
             log.warning("draft_refused", pod=pod.address, why=why)
@@ -275,10 +276,10 @@ class Drafts:
         stream = stub.Draft()
         sending: asyncio.Task[None] | None = None
         try:
-            with self.lock:  # what is committed from here on is sent on
+            with self.lock:  # tokens committed from here on are sent later
                 opening = self._opening(session.text)
                 session.open, session.end = True, len(session.text) + opening.max_tokens
-            with contextlib.suppress(asyncio.InvalidStateError):  # it is over, and the reader is told why
+            with contextlib.suppress(asyncio.InvalidStateError):  # it has ended; the reader gets the error
                 await stream.write(draft_pb2.DraftRequest(open=opening))
             opened = await self._read(stream)
             self._check(opened.opened.identity)
@@ -297,20 +298,20 @@ class Drafts:
 
     async def _feed(self, session: Session, stream: Any) -> None:
         outgoing = session.outgoing
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader is told why it ended
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader gets the error
             while True:
                 await stream.write(await outgoing.get())
 
     async def _read(self, stream: Any) -> draft_pb2.DraftResponse:
         async with asyncio.timeout(SILENCE_SECONDS):
             response = await stream.read()
-        if not isinstance(response, draft_pb2.DraftResponse):  # it ended without an error, which no draft should
+        if not isinstance(response, draft_pb2.DraftResponse):  # ended without an error, a protocol violation
             none = grpc.aio.Metadata()
             raise grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, none, none, "it ended the session")
         return response
 
     def _insert(self, text: Text, extend: model_pb2.Extend) -> None:
-        """Add a draft's candidates; what is wrong with them costs a guess."""
+        """Add a draft's candidates. Invalid ones are dropped: the only loss is a guess."""
         with self.lock:
             try:
                 text.insert(extend.base, paths_from(extend))
@@ -319,14 +320,14 @@ class Drafts:
             self.lock.notify_all()
 
     def _check(self, identity: model_pb2.ModelIdentity) -> None:
-        """Raise UnfitError unless a draft can draft for this target."""
+        """Raise UnfitError unless the draft fits this target."""
         if (mismatch := protocol_mismatch(identity)) is not None:
             raise UnfitError(mismatch)
         if identity.tokenizer_fingerprint != self._target.tokenizer_fingerprint:
             raise UnfitError(f"serves {identity.model!r} with another tokenizer than the target has")
 
     def _opening(self, text: Text) -> draft_pb2.DraftOpen:
-        """Return the message that opens a session: argmax guesses, as far ahead as two steps take."""
+        """Return a session's opening: argmax candidates, as far ahead as two steps can accept."""
         target = self._target
         return draft_pb2.DraftOpen(
             prompt_tokens=text.tree.committed,
@@ -338,8 +339,8 @@ class Drafts:
         )
 
     def _may_outgrow(self, session: Session) -> bool:
-        """Return whether the next step may bring a text beyond its draft's room. At the end of the context, the text
-        ends too."""
+        """Return whether the next step may exceed the draft's room. Not at the end of the context: the text ends there
+        as well."""
         return session.end < self._target.context and len(session.text) + self._target.depth >= session.end
 
     def _policy(self, *, paused: bool) -> draft_pb2.DraftPolicy:

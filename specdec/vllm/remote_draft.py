@@ -1,12 +1,12 @@
-"""A proposer for vLLM (`method` "custom_class" of its speculative configuration): candidates come from draft services.
+"""A proposer for vLLM (`method` "custom_class" of its speculative configuration) with candidates from draft services.
 
-vLLM asks it after each step, and verifies what it returns with the next one. Drafts work while the target computes, so
-candidates are mostly there when they are asked for; a step waits for them no longer than it is told to. What drafts do
-costs speed at most: vLLM accepts what its own rejection sampler accepts. Where proposals make texts slower, as is
-measured all the time (`worth.py`), none are made.
+vLLM calls it after each step and verifies its candidates in the next one. Drafts work while the target computes, so
+candidates are usually there in time; a step waits for them for a bounded time (`settings.py`). Drafts can affect
+nothing but speed: acceptance is up to vLLM's own rejection sampler. Where proposals slow texts down, by continuous
+measurement (`worth.py`), none are made.
 
-A proposer of this kind returns tokens and no probabilities. With temperature 0 a candidate is accepted if it is the
-target's choice; with sampling, with the probability that the target gives it: so drafts send their likeliest tokens.
+A proposer of this kind returns tokens without probabilities. With temperature 0 a candidate is accepted if it is the
+target's choice; with sampling, with the target's probability of it. So drafts send their likeliest tokens.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from specdec.vllm.worth import Worth
 log = structlog.get_logger()
 
 MOST_MISTAKES = 8
-"""Steps in which proposing may fail by a mistake of ours: then nothing is proposed any more."""
+"""Steps in which proposing may fail by a bug here before it is turned off."""
 
 REMEMBERED_STEPS = 64
-"""Steps after which a text that is not in the batch any more is over."""
+"""Steps out of the batch after which a text counts as ended."""
 
 
 class RemoteDraft:
-    """Drafts of vLLM's texts, at services. One thread of vLLM's worker uses it."""
+    """Drafts for vLLM's texts at draft services. Used by one thread of vLLM's worker."""
 
     def __init__(self, vllm_config: Any, worth: Worth | None = None) -> None:
-        """`vllm_config` is vLLM's, `worth` decides when to propose. ValueError if the environment does not say where
-        drafts are (`settings.py`)."""
+        """`vllm_config` is vLLM's, `worth` decides when to propose. ValueError if the environment lacks the addresses
+        of drafts (`settings.py`)."""
         settings = Settings.of()
         model = vllm_config.model_config
         self._depth: int = vllm_config.speculative_config.num_speculative_tokens
-        # Only one part of the model is listened to, so only that one asks.
+        # vLLM uses the proposals of one tensor-parallel rank only, so only that one asks drafts.
         self._asks = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size == 0
         directory = ModelDirectory(_local(model.model, model.revision))
         context = int(model.max_model_len)
@@ -57,7 +57,7 @@ class RemoteDraft:
         self._mistakes = 0
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the model is elsewhere."""
+        """Do nothing: the model is at the draft services."""
 
     def propose(
         self,
@@ -67,11 +67,13 @@ class RemoteDraft:
         *_: Any,
         **__: Any,
     ) -> list[list[int]]:
-        """Return candidates for each row of vLLM's batch: none where nothing was sampled, or nothing came in time.
+        """Return candidates for each row of vLLM's batch; none for rows without sampled tokens, or if none arrived in
+        time.
 
-        `token_ids_cpu` [rows, context] holds the texts, of num_tokens_no_spec [rows] tokens each, what was sampled
-        included. An exception here would end vLLM's engine with all its requests: whatever goes wrong, nothing is
-        proposed, and after some times nothing any more."""
+        `token_ids_cpu` [rows, context] holds the texts, num_tokens_no_spec [rows] their lengths, sampled tokens
+        included. An exception here would end vLLM's engine with all its requests: on any error nothing is proposed, and
+        after MOST_MISTAKES of them proposing is turned off.
+        """
         if self._drafts is not None:
             try:
                 return self._candidates(self._drafts, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
@@ -90,7 +92,7 @@ class RemoteDraft:
         num_tokens_no_spec: NDArray[np.int32],
         token_ids_cpu: NDArray[np.int32],
     ) -> list[list[int]]:
-        """Return what `propose` does, of these drafts."""
+        """Return the result of `propose` from these drafts."""
         proposed: list[list[int]] = [[] for _ in sampled_token_ids]
         self._step += 1
         rows = {
@@ -114,9 +116,9 @@ class RemoteDraft:
 
 
 def _local(model: str, revision: str | None) -> Path:
-    """Return the directory of a model that vLLM has loaded, by its path or by its name on a hub."""
+    """Return the directory of a model that vLLM has loaded, by its path or hub name."""
     if Path(model).is_dir():
         return Path(model)
-    from huggingface_hub import snapshot_download  # vLLM brings it
+    from huggingface_hub import snapshot_download  # installed with vLLM
 
     return Path(snapshot_download(model, revision=revision, local_files_only=True))

@@ -1,4 +1,4 @@
-"""Settings of the remote drafter, from the environment: what vLLM passes on to it has no place for them."""
+"""Settings of the remote drafter, read from the environment: vLLM's configuration has no place for them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ LONGEST_WAIT_MS = 1000.0
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings: where drafts are, and how long a step of vLLM may wait for them."""
+    """Addresses of drafts, and how long a step of vLLM may wait for them."""
 
     drafts: tuple[Address, ...]
     wait: float = 0.005  # seconds
-    tls: TlsFiles | None = None  # None: connections are not encrypted
+    tls: TlsFiles | None = None  # None: no encryption
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Settings:
-        """Read the settings; ValueError names a variable that is missing or wrong."""
+        """Read the settings; ValueError names a missing or invalid variable."""
         given = environment.get(DRAFTS, "")
         if not given:
             raise ValueError(f"{DRAFTS} is not set: addresses of draft services, joined by commas")

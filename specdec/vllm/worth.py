@@ -1,8 +1,8 @@
-"""Is it worth proposing? Tokens a second are measured with proposals and without, as they come out, and what brings
-more is used; the other is tried again from time to time, more rarely each time that it brings less, and at once where
-what is used comes to bring less than the other did.
+"""Decides whether proposing pays, by measuring throughput with and without proposals. The better alternative is used;
+the other is tried again from time to time, with a back-off that doubles with every defeat, and at once when the one in
+use falls below the other's last result.
 
-Whether candidates pay depends on how many texts share a step, so batches are told apart by size.
+Whether candidates pay depends on the number of texts in a step, so batches are measured by size.
 """
 
 from __future__ import annotations
@@ -10,38 +10,37 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 WINDOW_SECONDS = 1.0
-"""Seconds of steps in a measurement."""
+"""Length of a measurement in seconds of steps."""
 
 WARM_UP_SECONDS = 0.2
-"""Seconds after a change that are not measured: drafts catch up, or finish."""
+"""Seconds left out after a change: drafts catch up, or finish."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 160.0
-"""Seconds of steps until what brought less is tried again: the first time, and at most."""
+"""Back-off before retrying the worse alternative, in seconds of steps: the first time, and at most."""
 
 CLEARLY = 1.05
-"""How many times as much it must bring to be used from then on."""
+"""Factor by which the alternative must be faster to replace the one in use."""
 
 NOTICED = 2
-"""Measurements in a row in which what is used must bring less than the other did for that to be tried at once: a single
-one may be noise."""
+"""Consecutive measurements below the other's last result that trigger a trial at once: a single one may be noise."""
 
 IDLE_SECONDS = 1.0
-"""Seconds between two steps from which on nothing was to be done between them."""
+"""Gap in seconds between two steps above which the engine counts as idle."""
 
 
 @dataclass
 class _Size:
-    """The measurements of batches of about one size."""
+    """The measurements for batches of about one size."""
 
-    best: bool = True  # with proposals
-    trial: bool = False  # the other is being tried
+    best: bool = True  # the better alternative: with proposals
+    trial: bool = False  # the other alternative is on trial
     rates: dict[bool, float] = field(default_factory=dict)  # tokens a second
     clock: float = 0.0  # seconds of steps
     next_trial: float = 0.0
     pause: float = FIRST_PAUSE
-    behind: int = 0  # measurements in a row in which what is used brought less than the other did
+    behind: int = 0  # consecutive measurements below the other's last result
     warm_up: float = WARM_UP_SECONDS
-    tokens: int = 0  # of the measurement under way
+    tokens: int = 0  # of the current measurement
     seconds: float = 0.0
 
     @property
@@ -83,8 +82,8 @@ class Worth:
         self._last: tuple[int, float] | None = None  # texts and time of the last step
 
     def after_step(self, texts: int, tokens: int, now: float) -> bool:
-        """Count a step that has just given `tokens` tokens to so many texts; return whether to propose candidates for
-        the next one. A step that began after a pause, or with other texts, is not measured."""
+        """Record a step with `tokens` tokens for `texts` texts; return whether to propose candidates for the next one.
+        A step after an idle gap, or after one with another number of texts, is not measured."""
         size = self._sizes.setdefault((texts - 1).bit_length(), _Size())
         if self._last is not None:
             before, then = self._last
