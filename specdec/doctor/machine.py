@@ -1,4 +1,4 @@
-"""The machine: cores and memory that this process is given, and devices."""
+"""The machine: cores and memory available to this process, and devices."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ MEMINFO = Path("/proc/meminfo")
 
 
 class Machine(NamedTuple):
-    """The cores, memory and devices of this machine. Memory is in bytes, None where it cannot be known."""
+    """The cores, memory and devices of this machine. Memory is in bytes, None if unknown."""
 
     system: str
     cores_given: int
-    """Cores that affinity and cgroups leave to this process."""
+    """Cores available to this process under its affinity and cgroups."""
     cores: int
     memory_free: int | None
-    """Memory that this process can still take, within the limits of its cgroups."""
+    """Memory still available to this process within the limits of its cgroups."""
     memory: int | None
     bfloat16: bool
     """Whether the processor has bfloat16 arithmetic."""
     torch: str
-    """What torch is built for: "CPUs", "CUDA 13.0", "ROCm 7.1"; empty without torch."""
+    """Target of the torch build: "CPUs", "CUDA 13.0", "ROCm 7.1"; "" without torch."""
     cuda: int | str
-    """How many CUDA devices the driver sees, or why it sees none."""
+    """Number of CUDA devices seen by the driver, or the reason for none."""
 
     @property
     def advice(self) -> str:
-        """A remedy for a GPU that torch cannot use; empty if all is well."""
+        """The remedy for a GPU unusable by torch; "" if all is well."""
         if isinstance(self.cuda, int) and self.cuda and self.torch == "CPUs":
             return "torch is built for CPUs and cannot use it: install a CUDA build of torch"
         return ""
 
     @classmethod
     def here(cls) -> Machine:
-        """Look at this machine."""
+        """Inspect this machine."""
         return cls(
             system=f"{platform.system()} {platform.machine()}",
             cores_given=cores_given(),

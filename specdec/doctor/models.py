@@ -1,4 +1,4 @@
-"""Models that are to be served here: the checks that services make before a start."""
+"""Models to be served here: the checks that services make before a start."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Found(NamedTuple):
     context: int  # tokens
     dtype: str
     device: str
-    memory: int  # bytes, with the KV cache that it makes and the most sessions that it serves
-    memory_at_least: int  # bytes that a start takes
+    memory: int  # bytes, with the full KV cache and the maximum number of sessions
+    memory_at_least: int  # bytes needed to start
 
 
 class Models(NamedTuple):
-    """The models that were asked for, if all can be served together; else why not."""
+    """The requested models, if all can be served together, else the problem."""
 
     found: list[Found]
     problem: str
 
 
 def models(target: Path | None, draft: Path | None, placement: Placement) -> Models:
-    """Check a target as a verifier would that places it so, and a draft as a draft service would by default."""
+    """Check a target as a verifier with this placement would, and a draft as a draft service would by default."""
     wanted = {}
     if target is not None:
         wanted["target"] = Wanted(target, placement)
@@ -45,7 +45,7 @@ def models(target: Path | None, draft: Path | None, placement: Placement) -> Mod
     try:
         directories = check(*wanted.values())
         if target is not None:
-            from specdec.text.check import check_text  # wants packages that may be missing
+            from specdec.text.check import check_text  # imports packages that may be missing
 
             check_text(directories[0])
         return Models(

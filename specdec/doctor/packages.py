@@ -1,6 +1,6 @@
-"""Packages: which are installed, whether they are in the tested range, and what is missing of each extra.
+"""Packages: installed versions against the tested ranges, and missing packages by extra.
 
-Ranges and extras are read from the metadata of this distribution, so that they are those of pyproject.toml.
+Ranges and extras are read from this distribution's metadata, and so equal those in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from specdec.extras import DISTRIBUTION, install_command
 EXTRAS = (
     "cli", "orchestrator", "draft", "draft-gpu", "verifier", "cuda", "parallel", "export", "evaluate", "otel", "openai",
 )  # fmt: skip
-"""Extras that a person installs. Others are for development, or hold several of these."""
+"""Extras for users. Others are for development, or combine several of these."""
 
 
 class Package(NamedTuple):
-    """A package that some part of specdec wants."""
+    """A package required by some part of specdec."""
 
     name: str
     installed: str | None
-    """Its version; None: it is not installed."""
+    """Its version; None if it is not installed."""
     wanted: SpecifierSet
 
     @property
     def fits(self) -> bool:
-        """True if its version is in the range that was tested, or if it is not installed."""
+        """True if its version is in the tested range, or if it is not installed."""
         return self.installed is None or self.wanted.contains(self.installed, prereleases=True)
 
     @property
     def range(self) -> str:
-        """Its range, from the least version to the one that is too late: of several bounds those that decide."""
+        """Its version range with redundant bounds removed, lower bound first."""
         lower = [each for each in self.wanted if each.operator in (">", ">=")]
         upper = [each for each in self.wanted if each.operator in ("<", "<=")]
         others = sorted(str(each) for each in self.wanted if each not in (*lower, *upper))
@@ -51,7 +51,7 @@ class Extra(NamedTuple):
 
     name: str
     missing: list[str]
-    """Packages of it that are not installed."""
+    """Its packages that are not installed."""
 
     @property
     def command(self) -> str:
@@ -59,7 +59,7 @@ class Extra(NamedTuple):
 
 
 def requirements() -> list[Requirement]:
-    """Return what this distribution requires, with and without extras; nothing if it is not installed as one."""
+    """Return this distribution's requirements, with and without extras; empty if it is not installed as one."""
     try:
         return [Requirement(line) for line in requires(DISTRIBUTION) or ()]
     except PackageNotFoundError:
@@ -67,8 +67,8 @@ def requirements() -> list[Requirement]:
 
 
 def packages(required: list[Requirement]) -> list[Package]:
-    """Return the packages that specdec or one of EXTRAS requires, each once, with all of its ranges; and vLLM if it is
-    installed, which no extra brings."""
+    """Return the packages required by specdec or any of EXTRAS, once each with all ranges intersected, and vLLM if it
+    is installed: no extra brings it."""
     ranges: dict[str, SpecifierSet] = {}
     for each in (*_without_extras(required), *(each for extra in EXTRAS for each in _of(extra, required))):
         ranges[each.name] = ranges.get(each.name, SpecifierSet()) & each.specifier
@@ -78,7 +78,7 @@ def packages(required: list[Requirement]) -> list[Package]:
 
 
 def extras(required: list[Requirement]) -> list[Extra]:
-    """Return what is missing of each of EXTRAS."""
+    """Return the missing packages of each of EXTRAS."""
     return [
         Extra(name, sorted({each.name for each in _of(name, required) if installed_version(each.name) is None}))
         for name in EXTRAS
@@ -86,7 +86,7 @@ def extras(required: list[Requirement]) -> list[Extra]:
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of an installed distribution."""
+    """Return the installed version of a distribution, or None."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -98,7 +98,7 @@ def _without_extras(required: list[Requirement]) -> Iterator[Requirement]:
 
 
 def _of(extra: str, required: list[Requirement]) -> Iterator[Requirement]:
-    """Yield what an extra requires here, extras that it holds included."""
+    """Yield the requirements of an extra on this platform, nested extras included."""
     for each in required:
         if each.marker is None or each.marker.evaluate({"extra": ""}) or not each.marker.evaluate({"extra": extra}):
             continue

@@ -1,4 +1,4 @@
-"""Ports and the cache folder: where services want to listen, and what they want to keep."""
+"""Ports and the cache folder of the services."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class Cache(NamedTuple):
     """The cache folder."""
 
     folder: Path | None
-    """None: it is turned off."""
+    """None if it is turned off, or no service is installed."""
     unusable: str
-    """Why it is not used, nothing if it is."""
+    """Why it is not used; "" if it is."""
     entries: int = 0
     size: int = 0
     """Bytes of all entries."""
 
 
 def taken_ports(host: str = "127.0.0.1") -> dict[str, str]:
-    """Return why a service cannot listen at its default port, nothing if it can, by its role."""
+    """Return, by role, why a service cannot listen at its default port; "" if it can."""
     found = {}
     for role, port in LISTENING.items():
         try:
@@ -37,7 +37,7 @@ def taken_ports(host: str = "127.0.0.1") -> dict[str, str]:
 
 
 def cache() -> Cache:
-    """Look at the cache folder; it is made if it is missing. ModuleNotFoundError where no service is installed."""
+    """Inspect the cache folder, creating it if it is missing. ModuleNotFoundError if no service is installed."""
     from specdec.engine import cache_folder
 
     folder = cache_folder.place()

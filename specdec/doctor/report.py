@@ -1,4 +1,4 @@
-"""The report of `specdec doctor`: each part is looked at when it is first asked for."""
+"""The report of `specdec doctor`; every part is computed on first access."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from specdec.extras import hint
 
 @dataclass(frozen=True)
 class Asked:
-    """The models that should run here: a target as `specdec verifier` takes it, and a draft for `specdec draft`."""
+    """The models to check: a target as `specdec verifier` takes it, and a draft as `specdec draft` does."""
 
     model: Path | None = None
     draft: Path | None = None
@@ -34,7 +34,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found on this machine."""
+    """The findings on this machine."""
 
     asked: Asked
 
@@ -52,7 +52,7 @@ class Report:
 
     @cached_property
     def ports(self) -> dict[str, str]:
-        """Why a service cannot listen at its default port, nothing if it can, by its role."""
+        """By role, why a service cannot listen at its default port; "" if it can."""
         return places.taken_ports()
 
     @cached_property
@@ -64,7 +64,7 @@ class Report:
 
     @cached_property
     def models(self) -> Models | None:
-        """The models that were asked for; None if there were none."""
+        """The requested models; None if there were none."""
         asked = self.asked
         if asked.model is None and asked.draft is None:
             return None
@@ -73,18 +73,17 @@ class Report:
 
     @cached_property
     def fast_paths(self) -> dict[str, FastPathOff | None] | str:
-        """Each fast path of the engine for CPUs by name, None if it is on; or why nothing can be said of them. This
-        loads torch."""
+        """The fast paths of the CPU engine by name, None for those in use; or why they are unknown. Imports torch."""
         try:
             return fast_paths.of_this_machine()
         except ModuleNotFoundError as error:
             return hint(error, "verifier") or str(error)
-        except Exception as error:  # whatever a broken installation raises
+        except Exception as error:  # a broken installation may raise anything
             return f"the engine cannot be loaded: {type(error).__name__}: {error}".partition("\n")[0]
 
     @property
     def problem(self) -> str:
-        """Why what was asked for cannot run here; nothing if it can, or nothing was asked for."""
+        """Why the requested models cannot run here; "" if they can, or there are none."""
         return "" if self.models is None else self.models.problem
 
     def as_json(self) -> dict[str, Any]:

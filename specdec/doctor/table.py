@@ -1,4 +1,4 @@
-"""The report of `specdec doctor` for people: a line for each thing, its name in front."""
+"""The report of `specdec doctor` as text: one named line per item."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from specdec.doctor.places import LISTENING
 from specdec.doctor.report import Report
 
 WIDTH = 24
-"""Characters of the column of names."""
+"""Width of the name column in characters."""
 
 BESIDE = 16
-"""Characters of the column after it."""
+"""Width of the next column in characters."""
 
 
 def lines(report: Report) -> Iterator[str]:
-    """Yield the report for people. What needs a look is marked by `!`."""
+    """Yield the lines of the report. `!` marks items that need attention."""
     machine = report.machine
     yield f"specdec {__version__}, Python {platform.python_version()}, {machine.system}"
     yield from _packages(report)

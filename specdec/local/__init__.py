@@ -1,4 +1,4 @@
-"""All three services as processes of this machine, for `specdec up`, the demo and benchmarks."""
+"""All three services as local processes, for `specdec up`, the demo and benchmarks."""
 
 from specdec.local.child import LocalError
 from specdec.local.models import DEMO, Models

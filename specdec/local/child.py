@@ -1,4 +1,4 @@
-"""A service as a child process, which ends when its stdin closes: none is left behind however the parent dies."""
+"""A service as a child process. It ends when its stdin closes, so none outlives the parent, however that dies."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from specdec.exit_status import how_it_ended
 from specdec.roles import environment
 
 DRAIN_SECONDS = 2.0
-"""Seconds that running requests get when the services are told to stop, unless their options say otherwise."""
+"""Default drain deadline in seconds for running requests."""
 
 END_SECONDS = 8.0
-"""Seconds that a service gets beyond those to end."""
+"""Seconds after the drain deadline before a service is killed."""
 
 
 class LocalError(Exception):
-    """The services do not run; the message says why, in one line for a person."""
+    """The services do not run; the message is the reason, in one line for the user."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Child:
             stdout=subprocess.PIPE,
             text=True,
             env={"TOKENIZERS_PARALLELISM": "false", **environment(), ON_STDOUT: "1"},
-            start_new_session=True,  # Ctrl-C is for the parent, which ends its children in order
+            start_new_session=True,  # Ctrl-C goes to the parent, which ends its children in order
         )
         child = cls(name, command, process)
 
@@ -60,14 +60,14 @@ class Child:
         return child
 
     def again(self, address: str) -> Child:
-        """Start the same service once more, at this address."""
+        """Restart the service at the same address."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         return Child.start(self.name, *self.command, "--port", address.rpartition(":")[2])
 
     def ready_at(self, phase_begins: Callable[[str], None] = lambda name: None) -> str | None:
-        """Return the address at which the service says that it is ready; None if it has not said so since it was last
-        asked. `phase_begins` hears of the phases of its start."""
+        """Return the address from the service's `ready` line; None if there is no new one since the last call.
+        `phase_begins` is called with the names of its start phases."""
         with contextlib.suppress(queue.Empty):
             while (line := self.lines.get_nowait()) is not None:
                 what, _, name = line.strip().partition(" ")
@@ -78,21 +78,21 @@ class Child:
         return None
 
     def ending(self) -> str | None:
-        """Return how the process ended; None while it runs."""
+        """Return how the process ended, for the user; None while it runs."""
         status = self.process.poll()
         return None if status is None else how_it_ended(status)
 
     @property
     def told_why(self) -> bool:
-        """Whether the process has ended by itself: then it has said why on stderr."""
+        """Whether the process exited with an error: then its stderr has the reason."""
         return (self.process.poll() or 0) > 0
 
 
 def stop(
     children: Collection[Child], drain_seconds: float = DRAIN_SECONDS, forced: Callable[[], bool] = lambda: False
 ) -> None:
-    """End all services at the same time. Each drains its running requests, for so many seconds at most; one that does
-    not end then, or as soon as it is `forced` to, is killed."""
+    """Stop all services at the same time. Each drains running requests for `drain_seconds` at most; one that is still
+    alive END_SECONDS later, or when `forced` returns True, is killed."""
     alive = [child for child in children if child.process.poll() is None]
     for child in alive:
         child.process.terminate()

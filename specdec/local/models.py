@@ -1,4 +1,4 @@
-"""Which models run on this machine: those that were named, or the demo pair."""
+"""The models to run on this machine: the given ones, or the demo pair."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEMO = Path(__file__).parents[2] / "demo"
 
 
 class Models(NamedTuple):
-    """Directories of the models of a stack."""
+    """Model directories of a stack."""
 
     target: Path
     draft: Path | None  # of a draft service
@@ -19,8 +19,8 @@ class Models(NamedTuple):
 
     @classmethod
     def chosen(cls, target: Path | None = None, draft: str | None = None, local_draft: Path | None = None) -> Models:
-        """Return what to serve. `draft` may be "none"; that is the default if `target` or `local_draft` is given, since
-        the demo's draft fits no other target than the demo's."""
+        """Return the models to serve; LocalError if the demo pair is needed and missing. `draft` may be "none", the
+        default if `target` or `local_draft` is given, since the demo's draft fits only the demo's target."""
         if target is None and not (DEMO / "target" / "config.json").is_file():
             raise LocalError("this installation has no demo pair: give --target, such as demo/target of a checkout")
         default = None if target or local_draft else DEMO / "draft"

@@ -1,7 +1,8 @@
-"""Starts all three services as processes on this machine, and ends them.
+"""Starts all three services as local processes, and stops them.
 
-The target uses all CPU cores, and leaves one to its draft while that works: with a thread on every core, all threads
-would wait at every layer for the one whose core the draft uses (docs/decisions/2026-11-21-cores-and-messages.md).
+The target uses all CPU cores, but leaves one to its draft while the draft works: with a thread on every core, all
+threads would wait at every layer for the one sharing its core with the draft
+(docs/decisions/2026-11-21-cores-and-messages.md).
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from specdec.local.child import DRAIN_SECONDS, Child, LocalError, stop
 from specdec.local.models import Models
 
 START_SECONDS = 1800.0
-"""Seconds that all services may take to start: large weights on slow disks."""
+"""Start-up timeout of all services in seconds: for large weights on slow disks."""
 
 LEAST_FAILOVER_SECONDS = 30.0
-"""Seconds that requests wait for a verifier at least. Here they wait for twice the time that its first start took, if
-that is longer: only one can come back, and it must load first."""
+"""Minimum seconds that requests wait for a verifier. They wait for twice the time of its first start if that is longer:
+the only verifier must be restarted and load its model."""
 
 PROGRAMS = {
     "verifier": ("verifier_service",),
@@ -41,7 +42,7 @@ PROGRAMS = {
 
 @dataclass
 class Stack:
-    """A verifier, an orchestrator and, if wanted, a draft service and OpenAI's HTTP API, all running."""
+    """A running stack: verifier, orchestrator and, if wanted, draft service and OpenAI's HTTP API."""
 
     address: str  # of the orchestrator
     children: dict[str, Child]
@@ -70,14 +71,14 @@ class Stack:
         programs: Mapping[str, tuple[str, ...]] = PROGRAMS,
         route: Callable[[str], str] = lambda address: address,
     ) -> Iterator[Stack]:
-        """Start the services, wait until they are ready, and end them on leaving; `Models.chosen` says which models
-        they serve, `dtype` and `device` are the target's. LocalError if one does not start.
+        """Start the services, wait until they are ready, and stop them on exit of the context. LocalError if one does
+        not start. `Models.chosen` selects the models; `dtype` and `device` are the target's.
 
-        With `openai_options` OpenAI's HTTP API is served as well. Verifier, draft and that one take free ports unless
-        their options name one. `drain_seconds` is the longest that a service drains, `forced` says that it must end
-        at once. `say` takes a line for a person when a service starts and when it is ready. `programs` holds what to
-        run in each role; `route` turns the address of a service into the one that the orchestrator is given. With
-        these, benchmarks run variants of a service, and put a proxy between two.
+        With `openai_options`, OpenAI's HTTP API is served as well. All services but the orchestrator take free ports
+        unless their options set one. `drain_seconds` bounds the drain, and `forced` cuts it short once it returns True.
+        `say` gets a line for the user when a service starts and when it is ready. `programs` are the modules to run by
+        role; `route` maps a service's address to the one given to the orchestrator. With these two, benchmarks run
+        variants of a service, or put a proxy in between.
         """
         models = Models.chosen(target, draft, local_draft)
         children: dict[str, Child] = {}
@@ -86,7 +87,7 @@ class Stack:
 
         def spawn(role: str, model: Path | None, *options: str) -> None:
             say(f"{role} starts" if model is None else f"{role} starts: {model}")
-            # Of an option given twice the last one counts.
+            # The last one wins if an option is given twice.
             common = ("--port", "0", "--log-level", log_level, "--stop-with-stdin")
             draining = ("--drain-seconds", f"{DRAIN_SECONDS:g}")
             served = () if model is None else ("--model", str(model))
@@ -140,7 +141,7 @@ class Stack:
 
 
 def _memory_of(wanted: Wanted) -> str:
-    """Return what a model takes at least, and what is free, as the end of a message."""
+    """Return the end of an error message: the model's minimum memory, and the free memory."""
     path, placement = wanted
     with contextlib.suppress(ModelDirectoryError, UnsupportedModelError, OSError):
         needed, free = memory_needed(ModelDirectory(path), placement), free_bytes(placement.device)
@@ -152,7 +153,7 @@ def _memory_of(wanted: Wanted) -> str:
 
 
 def _threads(device: str, *, drafted: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the options of target and draft that share the cores among them; a target on a GPU leaves them to its
+    """Return the thread options of target and draft that divide the cores; a target on a GPU leaves all cores to its
     draft."""
     if device != "cpu":
         return (), ()

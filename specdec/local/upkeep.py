@@ -1,6 +1,6 @@
-"""Upkeep of a running stack: a service that dies is started again, at its old address, so that clients see a pause.
+"""Upkeep of a running stack: restarts dead services at their old addresses, so that clients see only a pause.
 
-It is looked at now and then by whoever owns the stack, and has no thread of its own.
+It has no thread: the owner of the stack calls `look` periodically.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from specdec.serving.process.restarts import Restarts
 
 @dataclass
 class _Life:
-    """What is known of one service."""
+    """The state of one service."""
 
     restarts: Restarts = field(default_factory=Restarts)
-    died_at: float | None = None  # until it is ready again
-    start_at: float | None = None  # while it is not even starting
+    died_at: float | None = None  # set until it is ready again
+    start_at: float | None = None  # set until its restart
 
 
 class Upkeep:
-    """Restarts the services of a stack. `say` takes a line for a person about each death and each return."""
+    """Restarts the services of a stack. `say` gets a line for the user about each death and each return."""
 
     def __init__(self, stack: Stack, say: Callable[[str], None]) -> None:
         self._stack = stack
@@ -34,7 +34,7 @@ class Upkeep:
             life.restarts.ready()
 
     def look(self) -> None:
-        """Do what is to be done now; LocalError if a service died so often that it is not started again."""
+        """Restart the services that are due; LocalError if a service died too often."""
         for name, life in self._lives.items():
             self._look_at(name, life)
 
