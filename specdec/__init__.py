@@ -19,7 +19,7 @@ _CLIENTS = ("AsyncClient", "Client")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a client when it is first asked for (PEP 562)."""
+    """Import a client on first access (PEP 562)."""
     if name in _CLIENTS:
         from specdec import client
 

@@ -1,4 +1,4 @@
-"""API keys: long random texts, of which servers keep hashes alone."""
+"""API keys: long random texts. Servers store only their hashes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ KEY_BYTES = 32
 
 
 def new() -> str:
-    """Return a key that nobody can guess: a plain hash of it cannot be turned back, and needs no salt."""
+    """Return a new random key of KEY_BYTES bytes: at this entropy an unsalted hash cannot be reversed."""
     return f"specdec-{secrets.token_urlsafe(KEY_BYTES)}"
 
 
 def hash_of(key: str) -> str:
-    """Return the hash of a key, as files of tenants have it."""
+    """Return a key's hash in the format of tenant files."""
     return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"

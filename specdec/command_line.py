@@ -1,6 +1,6 @@
-"""Command lines: how a function becomes a command, and the options that several commands share.
+"""Command lines: running a function as a command, and options shared by several commands.
 
-Help and errors are plain text: in 80 columns rich's tables would cut long names of options.
+Help and errors are plain text: rich's tables would truncate long option names at 80 columns.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import typer
 from specdec.client.address import Address, parse_addresses
 
 DAY = 86_400.0
-"""Seconds."""
+"""Seconds in a day, the default maximum of a duration."""
 
 
 def duration(help: str, *, min: float = 0.0, max: float = DAY) -> Any:
-    """Return an option for a duration, in seconds."""
+    """Return an option for a duration in seconds."""
     return number(help, min=min, max=max)
 
 
 def number(help: str, *, min: float, max: float) -> Any:
-    """Return an option for a number. A value that does not fit is refused with the option, the value and the limits;
-    "nan" never fits."""
+    """Return an option for a number. A value out of range is refused with the option, the value and the limits; "nan"
+    is always out of range."""
 
     def check(value: float | None) -> float | None:
         if value is not None and math.isnan(value):
@@ -35,7 +35,7 @@ def number(help: str, *, min: float, max: float) -> Any:
 
 
 def address(text: str) -> Address:
-    """Parse the address that an option gives; a wrong one is refused by option and value, with what is accepted."""
+    """Parse an address option; typer.BadParameter, with the accepted forms, if it is invalid."""
     try:
         return Address.parse(text)
     except ValueError as error:
@@ -43,7 +43,7 @@ def address(text: str) -> Address:
 
 
 def addresses(text: str) -> str:
-    """Return the addresses that an option gives, joined by commas, as they are; refuse them as `address` does."""
+    """Return comma-separated addresses unchanged after validation; typer.BadParameter as in `address`."""
     try:
         parse_addresses(text)
     except ValueError as error:
@@ -66,11 +66,11 @@ def run_command(
 ) -> None:
     """Run a function as a command, with its docstring and options as the help, and end the process.
 
-    By default the arguments are this process's, and usage lines call the command by the program that was started. The
-    options of a `service` may stand in the environment and in a file as well (`settings.py`).
+    By default the arguments are this process's, and usage lines show the name of the running program. The options of a
+    `service` can also be set in the environment and in a file (`settings.py`).
     """
     if service is not None:
-        from specdec.settings import configurable  # brings YAML, which the client's commands need not have
+        from specdec.settings import configurable  # imports YAML, absent in client-only installations
 
         command = configurable(service, command)
     app = typer.Typer(add_completion=False, rich_markup_mode=None)

@@ -1,4 +1,4 @@
-"""The exit statuses of commands and services: what a script can tell apart. Those from 64 on are sysexits.h's."""
+"""Exit statuses of commands and services, for scripts. Those from 64 to 78 are from sysexits.h."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ class ExitStatus(IntEnum):
     FAILED = 1
     """It cannot run here: a package is missing, a port is taken, a model cannot be served."""
     USAGE = 2
-    """A wrong option, value or file of prompts; nothing was asked."""
+    """An invalid option, value or file of prompts; no request was sent."""
     REFUSED = 65
-    """The server refused the request: the request is wrong, or names what the server does not have."""
+    """The server refused the request: it is invalid, or names something the server does not have."""
     UNREACHABLE = 69
-    """No server answers at the address, or none that it needs."""
+    """No server answers at the address, or the server lacks one that it needs."""
     INTERNAL = 70
-    """A mistake of ours, in this process or at the server."""
+    """A bug of specdec, in this process or at the server."""
     SHORT_OF_MEMORY = 71
-    """A service got no memory, again and again, and ended to be started anew."""
+    """A service repeatedly got no memory, and ended so that it can be restarted."""
     TRY_AGAIN = 75
-    """The server has no room, or the time given did not suffice: the same may succeed later."""
+    """The server has no room, or the deadline has passed: a retry may succeed later."""
     INTERRUPTED = 130
     """Interrupted by SIGINT (Ctrl-C)."""
     BROKEN_PIPE = 141
-    """Whoever read the output has gone, as `head` does."""
+    """The reader of the output has gone, as with `head`."""
     TERMINATED = 143
-    """Told to end by SIGTERM, in the middle of an export."""
+    """Terminated by SIGTERM in the middle of an export."""
 
 
 def how_it_ended(status: int) -> str:
-    """Return how a process ended, for a person, from the status that its parent gets: below zero it is a signal's."""
+    """Describe the end of a process for the user, from the status in its parent: negative for a signal."""
     if status >= 0:
         short = ": memory was short" if status == ExitStatus.SHORT_OF_MEMORY else ""
         return f"exit status {status}{short}"
@@ -49,4 +49,4 @@ SIGNALS = {
     "SIGBUS": ", a file that was cut while it was mapped, or no memory",
     "SIGILL": ", code for another processor",
 }
-"""What ends a process by a signal that it is not sent by hand."""
+"""Usual causes of signals not sent by hand."""

@@ -1,4 +1,4 @@
-"""Which extra of this distribution brings which module, and what to tell where one is missing."""
+"""The extras of this distribution, the modules they install, and the hint for a missing one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ EXTRAS = {
     "uvicorn": "openai",
     "yaml": "service",
 }
-"""Module to the smallest extra that brings it."""
+"""Modules to the smallest extra that installs them."""
 
 HELD = {"cli": frozenset({"cli"}), "service": frozenset({"cli", "service"})}
 HELD["grammar"] = HELD["service"] | {"grammar"}
@@ -57,7 +57,7 @@ HELD["openai"] = HELD["service"] | {"openai"}
 HELD["evaluate"] = HELD["draft"] | HELD["orchestrator"] | HELD["verifier"] | {"evaluate"}
 HELD["all"] = HELD["evaluate"] | HELD["export"] | HELD["openai"]
 HELD["dev"] = HELD["all"] | {"bench", "cuda", "parallel", "otel"}
-"""Extras to those that they hold, themselves included."""
+"""Extras to the extras they include, themselves among them."""
 
 NEEDED = {
     "draft": "draft",
@@ -70,11 +70,11 @@ NEEDED = {
     "export": "export",
     "bench": "dev",
 }
-"""Commands of `specdec` to the extra that suffices for them; for all others it is `cli`."""
+"""Commands of `specdec` to the extra sufficient for them; for all others it is `cli`."""
 
 
 def needed_extra(arguments: Sequence[str]) -> str:
-    """Return the extra that suffices for a command line of `specdec`."""
+    """Return the extra sufficient for a command line of `specdec`."""
     command = next((each for each in arguments if not each.startswith("-")), "")
     return NEEDED.get(command, "cli")
 
@@ -84,16 +84,17 @@ def install_command(extra: str) -> str:
 
 
 def check_installed(*modules: str) -> None:
-    """Raise ModuleNotFoundError for the first module that is not installed; nothing is imported."""
+    """Raise ModuleNotFoundError for the first missing module, without importing any."""
     for name in modules:
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def hint(error: ModuleNotFoundError, needed: str | None = None) -> str | None:
-    """Return the line that names a missing module and the command which installs it; None if no extra brings it.
+    """Return the line with a missing module and the command to install it; None if no extra installs it.
 
-    `needed` is the extra of what runs: it is named where it brings the module, since it brings what else is missing.
+    `needed` is the extra of the running program: it is named if it includes the module, since it installs everything
+    else missing as well.
     """
     name = error.name or ""
     extra = EXTRAS.get(name) or EXTRAS.get(".".join(name.split(".")[:2])) or EXTRAS.get(name.partition(".")[0])
@@ -106,8 +107,8 @@ def hint(error: ModuleNotFoundError, needed: str | None = None) -> str | None:
 
 @contextmanager
 def needed_by(program: str, needed: str | None = None) -> Iterator[None]:
-    """Run what imports. If a module is missing that an extra brings, end the process with the hint on stderr;
-    an interruption ends it without a word. `needed` is the extra of the program."""
+    """Run imports. If a module of an extra is missing, end the process with the hint on stderr; an interruption ends it
+    silently. `needed` is the extra of the program."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Default ports: where each service listens, and where whoever looks for one looks first.
+"""Default ports of the services, and the first places to look for them.
 
 The services, `specdec up` and `specdec generate` take them from here, so that their defaults agree.
 """

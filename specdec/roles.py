@@ -1,7 +1,6 @@
-"""The place of the three services' code: folders beside this package in a checkout, inside it in a wheel.
+"""The location of the three services' code: folders beside this package in a checkout, inside it in a wheel.
 
-Whoever installs specdec for its client gets one top-level package. Code of a service is put on the path of its own
-process only.
+An installation for the client has one top-level package. A service's code is only on the path of its own process.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ from types import ModuleType
 
 _INSTALLED = Path(__file__).parent / "roles"
 FOLDER = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parent.parent
-"""The folder that holds `draft_service`, `verifier_service` and `orchestrator`."""
+"""The parent folder of `draft_service`, `verifier_service` and `orchestrator`."""
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a process that runs a service by `python -m`."""
+    """Return the environment for running a service by `python -m`."""
     path = os.pathsep.join(filter(None, (str(FOLDER), os.environ.get("PYTHONPATH"))))
     return os.environ | {"PYTHONPATH": path}
 
 
 def load(module: str) -> ModuleType:
-    """Import a module from the folder into this process, which becomes that service's: from now on the folder is on
-    its path and on its children's."""
+    """Import a module from the folder into this process, which becomes that service's: the folder stays on its path and
+    its children's."""
     sys.path.insert(0, str(FOLDER))
     os.environ.update(environment())
     return importlib.import_module(module)

@@ -1,8 +1,8 @@
-"""The settings of a service: its options, given on the command line, else in the environment, else in a YAML file.
+"""The settings of a service: its options, from the command line, else the environment, else a YAML file.
 
 `--kv-tokens 4096` of the verifier is `SPECDEC_VERIFIER_KV_TOKENS=4096` in the environment, and `kv-tokens: 4096` in the
-file that `--config` or `SPECDEC_VERIFIER_CONFIG` names. Each is checked as on the command line. No option holds a
-secret: what is secret lies in a file that an option names.
+file named by `--config` or `SPECDEC_VERIFIER_CONFIG`. All are validated as on the command line. No option holds a
+secret: secrets are in files named by options.
 """
 
 from __future__ import annotations
@@ -21,35 +21,34 @@ import typer
 from specdec import strict_yaml
 
 SERVICE_LINK = re.compile(r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)")
-"""The variables that Kubernetes sets in all containers beside a Service, behind the Service's name. There is one more,
-..._PORT, whose values begin with SCHEME."""
+"""Variables that Kubernetes sets in all containers for a Service, after the Service's name. There is one more,
+..._PORT, with values beginning with SCHEME."""
 
 SCHEME = re.compile(r"(tcp|udp|sctp)://")
 
 
 class Settings(NamedTuple):
-    """The settings that a service runs with."""
+    """The settings of a running service."""
 
     values: dict[str, Any]
-    sources: dict[str, str]  # of each that is no default: "command line", "environment" or the file
-    unknown: list[str]  # variables of the environment that are named like settings, and are none
+    sources: dict[str, str]  # for non-defaults: "command line", "environment" or the file
+    unknown: list[str]  # environment variables with the service's prefix that are no settings
 
 
 _settings: ContextVar[Settings | None] = ContextVar("settings", default=None)
 
 
 def settings() -> Settings | None:
-    """Return the settings of the service that runs here; None if no command has started it."""
+    """Return the settings of the service in this process; None if no command has started it."""
     return _settings.get()
 
 
 def configurable(service: str, command: Callable[..., None]) -> Callable[..., None]:
-    """Return a service's command that also takes `--config`, and its options from that file and from the
-    environment."""
+    """Extend a service's command by `--config`, and by options from that file and from the environment."""
     prefix = f"SPECDEC_{service.upper()}_"
 
     def read(context: typer.Context, path: Path | None) -> Path | None:
-        """Have the environment and the file give the defaults of the options that follow."""
+        """Take the defaults of the options that follow from the environment and the file."""
         options = {
             each.name: each
             for each in context.command.params
@@ -81,7 +80,7 @@ def configurable(service: str, command: Callable[..., None]) -> Callable[..., No
 
     option = typer.Option(
         callback=read,
-        is_eager=True,  # before the options whose defaults it gives
+        is_eager=True,  # before the options whose defaults it sets
         exists=True,
         dir_okay=False,
         envvar=f"{prefix}CONFIG",
@@ -107,7 +106,7 @@ def configurable(service: str, command: Callable[..., None]) -> Callable[..., No
 
 
 def _environment(prefix: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of options in the environment, and the variables with this prefix that are no options."""
+    """Return the option values in the environment, and the variables with this prefix that are no options."""
     values: dict[str, Any] = {}
     unknown = []
     for variable, text in os.environ.items():
@@ -124,7 +123,7 @@ def _environment(prefix: str, options: Mapping[str, Any]) -> tuple[dict[str, Any
 
 
 def _file(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of options in a YAML file; typer.BadParameter if it has anything else."""
+    """Return the option values in a YAML file; typer.BadParameter for anything else in it."""
     hint = f"'--config' {path}"
     try:
         content = strict_yaml.load(path)

@@ -1,4 +1,4 @@
-"""YAML files, read strictly: a key that is given twice is refused, of which YAML would take the last."""
+"""YAML files, read strictly: duplicate keys are refused, where YAML would take the last."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ MERGE = "tag:yaml.org,2002:merge"
 
 
 class YamlFileError(Exception):
-    """A file cannot be read, or is no YAML; the message is one line that does not name the file."""
+    """A file cannot be read, or is invalid YAML; the message is one line without the file's name."""
 
 
 def load(path: Path) -> Any:
-    """Return what a YAML file holds; YamlFileError if it cannot be read."""
+    """Return the contents of a YAML file; YamlFileError if it is unreadable or invalid."""
     try:
         return yaml.load(path.read_text(), _Loader)
     except OSError as error:
         raise YamlFileError(error.strerror or str(error)) from None
-    except (ValueError, yaml.YAMLError) as error:  # a date that there is not is a ValueError
+    except (ValueError, yaml.YAMLError) as error:  # an impossible date is a ValueError
         raise YamlFileError(" ".join(str(error).split())) from None
 
 
 class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Refuse keys that stand twice in the text; those that a merge (`<<`) brings may be replaced."""
+        """Refuse duplicate keys in the text; keys from a merge (`<<`) may be overridden."""
         node = super().compose_mapping_node(anchor)
         keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != MERGE]
         if len(set(keys)) < len(keys):
