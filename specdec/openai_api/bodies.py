@@ -107,6 +107,7 @@ class Bodies:
         caller may hold as much as it leaves free, so a single one gets half of the room, each of n callers 1 / (n + 1),
         and another caller always finds some."""
         own = self._held[caller]
+        # After the reservation the caller must hold no more than is left free.
         if own + size > self._free - size:
             if own:
                 raise too_many(f"{own} bytes of bodies of your requests are being received: there is no room for more")

@@ -36,7 +36,7 @@ CHECK_SECONDS = 15.0
 """Timeout of a check in seconds: longer than the client waits for a restarting orchestrator."""
 
 UNKNOWN_RATE, UNKNOWN_BURST = 5.0, 20.0
-"""Rate and burst of unknown keys per network that are refused. Each costs a call."""
+"""Rate and burst of refused unknown keys allowed per network. Each costs a call."""
 
 MAX_CHECKS = 64
 """Maximum number of concurrent key checks."""

@@ -160,8 +160,8 @@ class Asked:
     prompts: list[GenerateRequest]
     """The prompts without options, built while parsing, which may take seconds."""
     options: GenerateRequest
-    """Options common to all prompts. Kept apart, since they may have megabytes and prompts may be many: they are merged
-    in when a prompt is sent (`message`)."""
+    """Options common to all prompts, merged in when a prompt is sent (`message`): they may be megabytes in size, and
+    prompts may be many."""
     names: Mapping[str, str]
     """Option and gRPC field names to the caller's names."""
     stream: bool

@@ -64,6 +64,7 @@ def trace_context_of(metadata: Mapping[str, Any]) -> Metadata:
     `tracestate` (W3C Trace Context)."""
     parent, state = metadata.get(TRACEPARENT), metadata.get(TRACESTATE)
     found = _TRACEPARENT.fullmatch(parent) if isinstance(parent, str) else None
+    # Version ff is invalid; version 00 has no further fields; ids of zeros are invalid.
     if found is None or found[1] == "ff" or (found[1] == "00" and found[4]):
         return ()
     if not int(found[2], 16) or not int(found[3], 16):

@@ -142,6 +142,7 @@ class Drafts:
             self._soon(self._end, session)
         if session.open:
             session.unsent += tokens
+            # Until the draft has accepted the session, `unsent` collects the tokens.
             if not session.answered:
                 return
             if session.paused is proposing:

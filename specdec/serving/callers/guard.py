@@ -85,7 +85,7 @@ class Connection:
     calls: dict[Call, None] = field(default_factory=dict)  # running calls, oldest first
 
     def is_trusted(self, now: float) -> bool:
-        """Return True while a call runs longer than EARLY_SECONDS, or if one was served recently."""
+        """Return True while a call has run for EARLY_SECONDS, or if one was served recently."""
         oldest = next(iter(self.calls), None)
         if oldest is not None and now - oldest.begun_at >= EARLY_SECONDS:
             return True
@@ -130,7 +130,7 @@ class ConnectionGuard:
         return len(self._connections), len(self._addresses)
 
     def refuse(self, peer: str, why: str) -> None:
-        """Charge a refused call to its connection and address."""
+        """Count a refused call, and charge it to its connection and address."""
         self._count(peer, why)
         self._waste(peer, self._addresses)
 
@@ -173,6 +173,7 @@ class ConnectionGuard:
         connection.wasted += 1
         address_has = addresses.of(_network(connection.peer[0])).spend()
         connection_has = connection.budget.spend()
+        # Beyond the address's budget, closing would only bring back the caller with a fresh connection budget: mute.
         if not address_has and connection.wasted > MIN_WASTED:
             self._end(connection, self._muting if mutes else self._closing)
         elif not connection_has or connection.closed:

@@ -78,6 +78,7 @@ def close_connections(closed: Collection[Peer], muted: Collection[Peer] = ()) ->
                 found[connection.fileno()] = connection
             else:
                 connection.close()
+    # Only now are all listening ports known: descriptors come in any order.
     done = 0
     for connection in found.values():
         with connection, contextlib.suppress(OSError):

@@ -282,6 +282,7 @@ class Call(Stream):
 
     def _abandon(self, code: grpc.StatusCode, why: str) -> None:
         end = mux_pb2.End(code=code.value[0], message=why)
+        # If `begin` was still queued, the service does not know the stream and needs no end.
         if not self.closed and not self._sending.drop(self.number):
             self.send_frame(mux_pb2.Frame(end=end))
         self.end(end, at_once=True)

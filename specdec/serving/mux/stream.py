@@ -84,6 +84,7 @@ class Stream:
             return item
         self._waiting -= len(item) + OVERHEAD
         self._untold += len(item) + OVERHEAD
+        # Grant credit in quarters of the window: enough to keep the sender going, at few frames.
         if self._untold >= WINDOW // 4 and not self.closed:
             self.send_frame(mux_pb2.Frame(credit=self._untold))
             self._untold = 0
