@@ -24,8 +24,8 @@ with needed_by("evaluate", "evaluate"):
     from evaluation.pair import LoadedModel, Pair, Place
     from evaluation.pools import VERIFIERS, smallest
     from evaluation.report import ROWS, Distance, Report, fastest
-    from orchestrator.request import parse
-    from orchestrator.sample import Sample
+    from orchestrator.requests.parsing import parse
+    from orchestrator.requests.sample import Sample
     from specdec.cli.failure import fail
     from specdec.cli.prompt_file import PromptFile, PromptFileError
     from specdec.client.request import build_request

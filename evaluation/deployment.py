@@ -18,12 +18,12 @@ from evaluation.pair import Pair
 from evaluation.timed_engine import TimedEngine
 from evaluation.virtual_time import VirtualLoop
 from evaluation.workers import Inbox, SpendingInbox, VirtualDraftLoop, VirtualStepLoop, sleep, unspent_seconds
-from orchestrator.generation import Generation
-from orchestrator.peers import Peers
-from orchestrator.pods import Pods
-from orchestrator.request_timeline import SampleTimeline
-from orchestrator.revision import Revision
-from orchestrator.sample import Sample
+from orchestrator.generation.generation import Generation
+from orchestrator.models.revision import Revision
+from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import Pods
+from orchestrator.requests.sample import Sample
+from orchestrator.text.request_timeline import SampleTimeline
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.serving.identity import identity_of
 from specdec.serving.timeline import Timeline

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from evaluation import virtual_time
 from evaluation.deployment import Deployment, Layout
 from evaluation.pair import Pair
-from orchestrator.sample import Sample
+from orchestrator.requests.sample import Sample
 from specdec.decoding.sampling import Rule
 from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS, Drafter, Speculation
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from draft_service import expansion_width
 from draft_service.request import ExpansionPolicy
-from orchestrator.model import Model
+from orchestrator.requests.model import Model
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.model_directory import GRAPH, ModelDirectory
 from specdec.engine.placement import Kind, Placement, WantedDtype

@@ -14,14 +14,14 @@ with needed_by("orchestrator", "orchestrator"):
     import structlog
     import typer
 
-    from orchestrator.catalog import Catalog
-    from orchestrator.followed_catalog import FollowedCatalog
-    from orchestrator.model import Model
-    from orchestrator.models_file import LoadedRevision, ModelsFile, ModelsFileError, RevisionEntry, check_name
-    from orchestrator.peer_finder import PeerSettings
-    from orchestrator.peers import Peers
-    from orchestrator.pods import Pods
-    from orchestrator.revision import Revision
+    from orchestrator.models.catalog import Catalog
+    from orchestrator.models.file import LoadedRevision, ModelsFile, ModelsFileError, RevisionEntry, check_name
+    from orchestrator.models.followed_catalog import FollowedCatalog
+    from orchestrator.models.revision import Revision
+    from orchestrator.pods.peer_finder import PeerSettings
+    from orchestrator.pods.peers import Peers
+    from orchestrator.pods.pods import Pods
+    from orchestrator.requests.model import Model
     from orchestrator.servicer import GenerationServicer
     from orchestrator.siblings import Siblings
     from orchestrator.tenants.accounts import Accounts

@@ -12,22 +12,22 @@ from typing import Any
 import grpc
 from prometheus_client.metrics_core import Metric
 
-from orchestrator.catalog import Catalog, largest
-from orchestrator.coalesce import Responses, coalesced
-from orchestrator.generation import Generation
+from orchestrator.generation.generation import Generation
 from orchestrator.metrics import metrics
-from orchestrator.peers import Peers
-from orchestrator.pods import Pod
-from orchestrator.readiness import VERIFIER
-from orchestrator.request import MOST_SAMPLES, grammar_field, parse
-from orchestrator.request_timeline import SampleTimeline, operation, record_parsed
-from orchestrator.revision import Revision
-from orchestrator.sample import Request
+from orchestrator.models.catalog import Catalog, largest
+from orchestrator.models.revision import Revision
+from orchestrator.models.stats import OrchestratorStats
+from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import Pod
+from orchestrator.pods.readiness import VERIFIER
+from orchestrator.requests.parsing import MOST_SAMPLES, grammar_field, parse
+from orchestrator.requests.sample import Request
+from orchestrator.requests.tokenization import tokenize
 from orchestrator.siblings import Siblings
-from orchestrator.stats import OrchestratorStats
 from orchestrator.tenants.account import Account
 from orchestrator.tenants.accounts import Accounts
-from orchestrator.tokenization import tokenize
+from orchestrator.text.coalesce import Responses, coalesced
+from orchestrator.text.request_timeline import SampleTimeline, operation, record_parsed
 from orchestrator.trace import OrchestratorTraceServicer
 from orchestrator.views import pod_view, revision_view
 from specdec.serving.bounded_threads import BoundedThreads

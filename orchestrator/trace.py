@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from orchestrator.pod_errors import LostError
-from orchestrator.pods import Pod
+from orchestrator.pods.errors import LostError
+from orchestrator.pods.pods import Pod
+from orchestrator.pods.unary import answer_of
 from orchestrator.siblings import Siblings
-from orchestrator.unary import answer_of
 from specdec.serving.errors import UnknownRequestError
 from specdec.serving.timeline import Timelines
 from specdec.serving.tracing.servicer import TraceServicer

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from orchestrator.pods import Pod
-from orchestrator.revision import Revision
+from orchestrator.models.revision import Revision
+from orchestrator.pods.pods import Pod
 from specdec.v2 import generation_pb2
 
 BREAKER_STATES = {

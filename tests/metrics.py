@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from draft_service.metrics import metrics as of_draft
 from orchestrator.metrics import metrics as of_orchestrator
-from orchestrator.stats import OrchestratorStats
+from orchestrator.models.stats import OrchestratorStats
 from specdec.openai_api.metrics import Counted
 from specdec.serving.metrics.families import Families
 from specdec.serving.mux.stream import Traffic

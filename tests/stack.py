@@ -22,11 +22,11 @@ from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
-from orchestrator.catalog import Catalog
-from orchestrator.grammar_check import GrammarCheck
-from orchestrator.model import Model
-from orchestrator.peers import Peers
-from orchestrator.pods import Pods
+from orchestrator.models.catalog import Catalog
+from orchestrator.models.grammar_check import GrammarCheck
+from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import Pods
+from orchestrator.requests.model import Model
 from orchestrator.servicer import GenerationServicer
 from specdec.client.tls_files import TlsFiles
 from specdec.engine.batch import PackedBatch, Packer

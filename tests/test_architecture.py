@@ -149,15 +149,38 @@ def _reached(module: str) -> set[str]:
     return found
 
 
+PACKAGES = {
+    "tenants": set[str](),
+    "requests": {"tenants"},
+    "text": {"requests"},
+    "pods": {"requests"},
+    "models": {"requests", "text", "pods"},
+    "generation": {"requests", "text", "pods", "models"},
+}
+"""Packages of the orchestrator, lowest first, and which others each may import. The modules beside them may import all,
+and are imported by none."""
+
+
+def test_packages_of_the_orchestrator_import_only_lower_ones() -> None:
+    folder = ROOT / "orchestrator"
+    assert PACKAGES.keys() == {path.parent.name for path in folder.glob("*/__init__.py")}
+    for package, lower in PACKAGES.items():
+        for path in (folder / package).glob("*.py"):
+            parts = {tuple(name.split(".")) for name in _imports(path)}
+            imported = {name[1] if len(name) > 1 else "" for name in parts if name[0] == "orchestrator"}
+            assert imported <= lower | {package}, f"{path} imports {imported}"
+
+
 def test_verification_and_drafting_know_nothing_of_each_other() -> None:
     """Only `generation.py` knows both."""
-    verification, drafting = _reached("orchestrator.verification"), _reached("orchestrator.drafting")
-    assert "orchestrator.verifier_stream" in verification
-    assert not [name for name in verification if name.startswith("orchestrator.draft")]
-    assert "orchestrator.draft_stream" in drafting
-    assert not [name for name in drafting if name.startswith("orchestrator.verif")]
-    both = {"orchestrator.verification", "orchestrator.drafting"}
-    assert [path.stem for path in (ROOT / "orchestrator").glob("*.py") if both <= _imports(path)] == ["generation"]
+    home = "orchestrator.generation"
+    verification, drafting = _reached(f"{home}.verification"), _reached(f"{home}.drafting")
+    assert f"{home}.verifier_stream" in verification
+    assert not [name for name in verification if name.startswith(f"{home}.draft")]
+    assert f"{home}.draft_stream" in drafting
+    assert not [name for name in drafting if name.startswith(f"{home}.verif")]
+    both = {f"{home}.verification", f"{home}.drafting"}
+    assert [path.stem for path in (ROOT / "orchestrator").rglob("*.py") if both <= _imports(path)] == ["generation"]
 
 
 @pytest.mark.parametrize(

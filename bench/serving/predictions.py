@@ -36,8 +36,8 @@ from evaluation import measurements as evaluated
 from evaluation.hop import hop_seconds
 from evaluation.measurements import ABSENT, LOCAL, PLAIN, REMOTE_DRAFT, Way, speed
 from evaluation.pair import Pair, Place
-from orchestrator.request import parse
-from orchestrator.sample import Sample
+from orchestrator.requests.parsing import parse
+from orchestrator.requests.sample import Sample
 from specdec.client.request import build_request
 from specdec.local import DEMO, PROGRAMS
 from testing.padded_model import pad_model

@@ -22,13 +22,13 @@ from draft_service.servicer import Limits as DraftLimits
 from evaluation import virtual_time
 from evaluation.channel import Channel
 from evaluation.workers import VirtualDraftLoop, VirtualStepLoop, sleep
-from orchestrator.generation import Generation
-from orchestrator.model import Model
-from orchestrator.peers import Peers
-from orchestrator.pods import Pods
-from orchestrator.request_timeline import SampleTimeline
-from orchestrator.revision import Revision
-from orchestrator.sample import Sample
+from orchestrator.generation.generation import Generation
+from orchestrator.models.revision import Revision
+from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import Pods
+from orchestrator.requests.model import Model
+from orchestrator.requests.sample import Sample
+from orchestrator.text.request_timeline import SampleTimeline
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import NO_DRAFTERS, Drafter, Speculation
 from specdec.serving.identity import PROTOCOL_VERSION

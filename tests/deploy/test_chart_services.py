@@ -12,7 +12,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from orchestrator.models_file import ModelsFile
+from orchestrator.models.file import ModelsFile
 from specdec.cli.prompt_file import PromptFile
 from specdec.settings import configurable
 from tests.deploy.chart import (

@@ -27,8 +27,8 @@ from evaluation.measurements import (
 )
 from evaluation.pair import Pair, Place
 from evaluation.workers import OnVirtualTime, SpendingInbox, host_seconds, sleep, unspent_seconds
-from orchestrator.request import parse
-from orchestrator.sample import Sample
+from orchestrator.requests.parsing import parse
+from orchestrator.requests.sample import Sample
 from specdec.client.request import build_request
 from specdec.decoding.sampling import Rule
 from specdec.engine.model_directory import ModelDirectoryError

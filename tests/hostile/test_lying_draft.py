@@ -13,9 +13,9 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from orchestrator.catalog import Catalog
-from orchestrator.peers import Peers
-from orchestrator.pods import Pods
+from orchestrator.models.catalog import Catalog
+from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import Pods
 from orchestrator.servicer import GenerationServicer
 from specdec.serving.pods.connections import SecureConnections, connect
 from specdec.v2 import generation_pb2_grpc, model_pb2

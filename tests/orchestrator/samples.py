@@ -5,15 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from orchestrator.committed_text import CommittedText
-from orchestrator.failover_events import FailoverEvents
-from orchestrator.granted import GrantedLimits
-from orchestrator.model import Model
-from orchestrator.peers import Peers
-from orchestrator.pods import Pods
-from orchestrator.request_timeline import SampleTimeline
-from orchestrator.sample import Sample
-from orchestrator.sample_context import SampleContext
+from orchestrator.generation.granted import GrantedLimits
+from orchestrator.generation.sample_context import SampleContext
+from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import Pods
+from orchestrator.requests.model import Model
+from orchestrator.requests.sample import Sample
+from orchestrator.text.committed_text import CommittedText
+from orchestrator.text.failover_events import FailoverEvents
+from orchestrator.text.request_timeline import SampleTimeline
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import Speculation
 from specdec.serving.timeline import Timeline

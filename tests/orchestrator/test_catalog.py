@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.catalog import Catalog
-from orchestrator.peers import Peers
-from orchestrator.pods import Pods
-from orchestrator.revision import Revision
+from orchestrator.models.catalog import Catalog
+from orchestrator.models.revision import Revision
+from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import Pods
 from specdec.serving.errors import InvalidRequestError, PeerLostError, UnknownModelError
 from specdec.v2 import generation_pb2
 from tests.orchestrator.samples import MODEL

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.coalesce import Responses, coalesced
+from orchestrator.text.coalesce import Responses, coalesced
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
 
 Response = generation_pb2.GenerateResponse

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.commit_check import CommitCheck
+from orchestrator.text.commit_check import CommitCheck
 from specdec.v2 import model_pb2, verifier_pb2
 from tests.orchestrator.samples import CONTEXT, END, MODEL, PROMPT, VOCABULARY, sample
 

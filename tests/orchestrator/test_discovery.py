@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from orchestrator.__main__ import main
-from orchestrator.pods import Pods
+from orchestrator.pods.pods import Pods
 from specdec.client.address import Address
 from specdec.serving.pods.discovery import Discovery
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.draft_control import (
+from orchestrator.generation.draft_control import (
     FIRST_MIN_PROBABILITY,
     PAUSED_COMMIT_TOKENS,
     PRICE_SHARE,

@@ -8,13 +8,19 @@ from typing import Any, cast
 
 import pytest
 
-from orchestrator.candidate_flow import MESSAGES_A_COMMIT
-from orchestrator.draft_session import USELESS_AFTER_STEPS, DraftSession, FloodError, LaggingError, UselessError
-from orchestrator.draft_stream import DraftStream
-from orchestrator.drafting import Drafting
-from orchestrator.peers import Peers
-from orchestrator.pods import Pod, Pods
-from orchestrator.speculation_state import SpeculationState
+from orchestrator.generation.candidate_flow import MESSAGES_A_COMMIT
+from orchestrator.generation.draft_session import (
+    USELESS_AFTER_STEPS,
+    DraftSession,
+    FloodError,
+    LaggingError,
+    UselessError,
+)
+from orchestrator.generation.draft_stream import DraftStream
+from orchestrator.generation.drafting import Drafting
+from orchestrator.generation.speculation_state import SpeculationState
+from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import Pod, Pods
 from specdec.decoding.sampling import Rule
 from specdec.serving.pods.breaker import FAILURES
 from specdec.v2 import draft_pb2, model_pb2, verifier_pb2

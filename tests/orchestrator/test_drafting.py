@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
-from orchestrator.drafting import Drafting
-from orchestrator.peers import Peers
-from orchestrator.pods import Pods
+from orchestrator.generation.drafting import Drafting
+from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import Pods
 from specdec.decoding.sampling import Rule
 from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, OWN_DRAFTERS, Drafter, Speculation
 from specdec.serving.errors import OverloadedError, PeerLostError, ServiceError, to_status

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.model import Model
-from orchestrator.request import parse
-from orchestrator.resolved import resolved
-from orchestrator.sample import Sample
+from orchestrator.requests.model import Model
+from orchestrator.requests.parsing import parse
+from orchestrator.requests.resolved import resolved
+from orchestrator.requests.sample import Sample
 from specdec.decoding.sampling import Sampling
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.serving.errors import InvalidRequestError

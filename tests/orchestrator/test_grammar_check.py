@@ -11,13 +11,13 @@ from typing import Any
 import grpc
 import pytest
 
-from orchestrator import grammar_check
-from orchestrator.grammar_check import AMONG_OTHERS, MAX_BLAME, MAX_DEATHS, GrammarCheck, GrammarWatch
-from orchestrator.peers import Peers
-from orchestrator.pod_errors import LostError
-from orchestrator.pods import Pod, Pods
-from orchestrator.sample_context import SampleContext
-from orchestrator.verification import Verification
+from orchestrator.generation.sample_context import SampleContext
+from orchestrator.generation.verification import Verification
+from orchestrator.models import grammar_check
+from orchestrator.models.grammar_check import AMONG_OTHERS, MAX_BLAME, MAX_DEATHS, GrammarCheck, GrammarWatch
+from orchestrator.pods.errors import LostError
+from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import Pod, Pods
 from specdec.grammar.grammar import Grammar, Kind
 from specdec.local import DEMO
 from specdec.serving.errors import (

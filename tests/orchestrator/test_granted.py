@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.granted import GrantedLimits
+from orchestrator.generation.granted import GrantedLimits
 from specdec.decoding.speculation import Speculation
 from specdec.v2 import draft_pb2, generation_pb2, verifier_pb2
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.model import Model
+from orchestrator.requests.model import Model
 from specdec.engine.model_directory import ModelDirectory
 from tests.models import make
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrator.models_file import ModelsFile, ModelsFileError, RevisionEntry
+from orchestrator.models.file import ModelsFile, ModelsFileError, RevisionEntry
 from specdec.client.address import Address
 from specdec.serving.watched import Watched, refused
 from tests.captured_logs import captured_logs

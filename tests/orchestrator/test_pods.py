@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from orchestrator.backoff import Backoff
-from orchestrator.pod_capacity import STALE_SECONDS, PodCapacity
-from orchestrator.pods import UNFIT_SECONDS, Pod, Pods
+from orchestrator.pods.backoff import Backoff
+from orchestrator.pods.capacity import STALE_SECONDS, PodCapacity
+from orchestrator.pods.pods import UNFIT_SECONDS, Pod, Pods
 from specdec.v2 import model_pb2
 
 

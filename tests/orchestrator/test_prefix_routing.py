@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
-from orchestrator import prefix_routing
-from orchestrator.pods import Pod, Pods
-from orchestrator.prefix_routing import LOAD_FACTOR, SPARE_SESSIONS, cached_tokens, preferred
+from orchestrator.pods import prefix_routing
+from orchestrator.pods.pods import Pod, Pods
+from orchestrator.pods.prefix_routing import LOAD_FACTOR, SPARE_SESSIONS, cached_tokens, preferred
 from specdec.decoding.block_hashes import HASHED_TOKENS, block_hashes
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.orchestrator.servers import addresses

@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 
-from orchestrator.peers import Peers
-from orchestrator.pods import Pods
-from orchestrator.readiness import MOST_FINGERPRINTS, VERIFIER, Readiness
+from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import Pods
+from orchestrator.pods.readiness import MOST_FINGERPRINTS, VERIFIER, Readiness
 from specdec.serving.process.health import NOT_SERVING, SERVING
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.captured_logs import captured_logs

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.model import Model
-from orchestrator.reasoning import Reasoning
-from orchestrator.request import parse
+from orchestrator.requests.model import Model
+from orchestrator.requests.parsing import parse
+from orchestrator.requests.reasoning import Reasoning
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.errors import InvalidRequestError
 from specdec.v2 import generation_pb2, model_pb2

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.model import Model
-from orchestrator.request import MOST_STOP_STRINGS, MOST_STOP_TOKENS, parse
+from orchestrator.requests.model import Model
+from orchestrator.requests.parsing import MOST_STOP_STRINGS, MOST_STOP_TOKENS, parse
 from orchestrator.tenants.file import Tenant
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.model import Model
-from orchestrator.reasoning import Reasoning
-from orchestrator.request import parse
-from orchestrator.sample import Sample
-from orchestrator.sample_text import MAX_SPACE_BEFORE_MARK
-from orchestrator.transcript import Transcript
+from orchestrator.requests.model import Model
+from orchestrator.requests.parsing import parse
+from orchestrator.requests.reasoning import Reasoning
+from orchestrator.requests.sample import Sample
+from orchestrator.text.sample_text import MAX_SPACE_BEFORE_MARK
+from orchestrator.text.transcript import Transcript
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.bounded_threads import BoundedThreads
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2

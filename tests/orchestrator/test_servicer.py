@@ -9,10 +9,10 @@ from typing import Any
 import grpc
 import pytest
 
-from orchestrator.catalog import Catalog
-from orchestrator.model import Model
-from orchestrator.peers import Peers
-from orchestrator.pods import Pods
+from orchestrator.models.catalog import Catalog
+from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import Pods
+from orchestrator.requests.model import Model
 from orchestrator.servicer import LONG_BYTES, MAX_WAITING_LONG, GenerationServicer
 from specdec.text.tokenizer import Tokenizer, TooManyTokensError
 from specdec.v2 import generation_pb2, generation_pb2_grpc

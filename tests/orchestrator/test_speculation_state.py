@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.draft_control import FIRST_MIN_PROBABILITY
-from orchestrator.speculation_state import SpeculationState
+from orchestrator.generation.draft_control import FIRST_MIN_PROBABILITY
+from orchestrator.generation.speculation_state import SpeculationState
 from specdec.decoding.sampling import Rule
 from specdec.decoding.speculation import ALL_DRAFTERS, OWN_DRAFTERS, Speculation, drafters_of
 from specdec.v2 import verifier_pb2

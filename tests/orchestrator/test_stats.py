@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.stats import OrchestratorStats
-from orchestrator.transcript import Statistics
+from orchestrator.models.stats import OrchestratorStats
+from orchestrator.text.transcript import Statistics
 from specdec.serving.errors import DeadlineError
 from specdec.v2 import generation_pb2, model_pb2
 

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 
 from demo.train import HOME
-from orchestrator.catalog import Catalog
-from orchestrator.model import Model
-from orchestrator.peers import Peers
-from orchestrator.pods import Pods
+from orchestrator.models.catalog import Catalog
+from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import Pods
+from orchestrator.requests.model import Model
 from orchestrator.servicer import GenerationServicer
 from specdec.client import AsyncClient, InvalidRequest, NotFound, Piece
 from specdec.engine.model_directory import ModelDirectory

@@ -11,9 +11,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from orchestrator.model import Model
-from orchestrator.tool_grammar import tool_grammar
-from orchestrator.tools import tool_violations
+from orchestrator.requests.model import Model
+from orchestrator.requests.tool_grammar import tool_grammar
+from orchestrator.requests.tools import tool_violations
 from specdec.client.tool_calls import ToolCall, ToolCallReader
 from specdec.client.tool_formats import FORMATS, MISTRAL_ARGS, QWEN_CODER, TaggedCall, ToolFormat, written
 from specdec.engine.model_directory import ModelDirectory

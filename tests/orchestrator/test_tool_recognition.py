@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.model import Model
+from orchestrator.requests.model import Model
 from specdec.client.tool_formats import GRANITE, HERMES, LLAMA, MISTRAL_ARGS, ToolFormat
 from tests.models import make
 from tests.text.conversations import model_with

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from orchestrator.peers import Peers
-from orchestrator.pods import Pods
+from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import Pods
 from orchestrator.siblings import Siblings
 from orchestrator.trace import LONGEST_US, OrchestratorTraceServicer
 from specdec.serving.propagation import bind_metadata

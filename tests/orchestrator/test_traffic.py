@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from orchestrator.traffic import PART, choose, point_of
+from orchestrator.models.traffic import PART, choose, point_of
 from specdec.v2 import generation_pb2
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from orchestrator.model import Model
-from orchestrator.request import parse
-from orchestrator.transcript import Transcript
+from orchestrator.requests.model import Model
+from orchestrator.requests.parsing import parse
+from orchestrator.text.transcript import Transcript
 from specdec.engine.model_directory import ModelDirectory
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
 from tests.models import make

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from orchestrator.peers import Peers
-from orchestrator.pods import Pods
-from orchestrator.prefix_routing import cached_tokens
-from orchestrator.readiness import VERIFIER, Readiness
+from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import Pods
+from orchestrator.pods.prefix_routing import cached_tokens
+from orchestrator.pods.readiness import VERIFIER, Readiness
 from orchestrator.trace import OrchestratorTraceServicer
 from specdec.serving.timeline import Timelines
 from specdec.v2 import trace_pb2

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given as for_all
 from hypothesis import strategies as st
 
-from orchestrator.peer_stream import MAX_HEARTBEATS, PeerStream
-from orchestrator.peers import Peers
-from orchestrator.pod_errors import LostError
-from orchestrator.pods import Pods
-from orchestrator.verification import Verification
+from orchestrator.generation.peer_stream import MAX_HEARTBEATS, PeerStream
+from orchestrator.generation.verification import Verification
+from orchestrator.pods.errors import LostError
+from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import Pods
 from specdec.serving.errors import GrammarPendingError, PeerLostError, PromptTooLongError, ProtocolError, to_status
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.captured_logs import captured_logs

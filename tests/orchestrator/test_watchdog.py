@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from orchestrator.watchdog import Watchdog
+from orchestrator.pods.watchdog import Watchdog
 
 
 class Listener:

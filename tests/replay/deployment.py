@@ -25,7 +25,7 @@ from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
-from orchestrator.draft_control import DraftControl, first_min_probability
+from orchestrator.generation.draft_control import DraftControl, first_min_probability
 from specdec.engine.engine import Engine
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline

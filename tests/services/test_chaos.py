@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from orchestrator.catalog import Catalog
+from orchestrator.models.catalog import Catalog
 from orchestrator.servicer import GenerationServicer
 from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2
 from tests.services.conftest import Directories

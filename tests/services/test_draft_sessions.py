@@ -13,8 +13,8 @@ import transformers
 
 from draft_service.servicer import DraftServicer
 from draft_service.session import Session
-from orchestrator.catalog import Catalog
-from orchestrator.pods import Pods
+from orchestrator.models.catalog import Catalog
+from orchestrator.pods.pods import Pods
 from orchestrator.servicer import GenerationServicer
 from specdec.v2 import draft_pb2, generation_pb2, generation_pb2_grpc, model_pb2
 from tests.models import PAD, VOCABULARY, make, save

@@ -14,7 +14,7 @@ from draft_service.draft_loop import DraftLoop
 from draft_service.drafter import Drafter, ExpansionError
 from draft_service.servicer import DraftServicer, Limits
 from draft_service.session import Session, add_children
-from orchestrator.catalog import Catalog
+from orchestrator.models.catalog import Catalog
 from orchestrator.servicer import GenerationServicer
 from specdec.serving.engine_worker import CHECK_SECONDS
 from specdec.serving.errors import EngineLostError, ModelFailureError

@@ -13,9 +13,9 @@ from typing import Any
 import grpc
 import pytest
 
-from orchestrator.catalog import Catalog
-from orchestrator.failover_events import EXPECTED
+from orchestrator.models.catalog import Catalog
 from orchestrator.servicer import GenerationServicer
+from orchestrator.text.failover_events import EXPECTED
 from specdec.client.errors import from_rpc
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.query import RequestSampler

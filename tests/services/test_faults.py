@@ -11,7 +11,7 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection
 
-from orchestrator.catalog import Catalog
+from orchestrator.models.catalog import Catalog
 from orchestrator.servicer import GenerationServicer
 from specdec.client.errors import from_rpc
 from specdec.decoding.noise import sample_seed

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from orchestrator.request import parse
+from orchestrator.requests.parsing import parse
 from specdec.decoding.logprobs import log_softmax
 from specdec.v2 import generation_pb2, model_pb2
 from specdec.v2.generation_pb2 import Speculation

@@ -14,9 +14,9 @@ import pytest
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from orchestrator.catalog import Catalog
-from orchestrator.peers import Peers
-from orchestrator.pods import Pods
+from orchestrator.models.catalog import Catalog
+from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import Pods
 from orchestrator.servicer import GenerationServicer
 from specdec.client.errors import InvalidRequest, from_rpc
 from specdec.decoding.noise import sample_seed

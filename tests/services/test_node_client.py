@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.catalog import Catalog
+from orchestrator.models.catalog import Catalog
 from orchestrator.servicer import GenerationServicer
 from specdec.client import AsyncClient
 from specdec.v2 import generation_pb2

@@ -16,10 +16,10 @@ from typing import Any
 import grpc
 import pytest
 
-from orchestrator.catalog import Catalog
-from orchestrator.model import Model
-from orchestrator.peers import Peers
-from orchestrator.pods import Pods
+from orchestrator.models.catalog import Catalog
+from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import Pods
+from orchestrator.requests.model import Model
 from orchestrator.servicer import GenerationServicer
 from specdec.engine.distributed.ranks import LOST, PLACE
 from specdec.engine.model_directory import ModelDirectory

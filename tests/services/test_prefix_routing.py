@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from orchestrator import prefix_routing
+from orchestrator.pods import prefix_routing
 from specdec.decoding.block_hashes import HASHED_TOKENS
 from tests.services.conftest import Directories
 from tests.stack import Stack, stack

@@ -16,12 +16,12 @@ import grpc
 import pytest
 import yaml
 
-from orchestrator.followed_catalog import FollowedCatalog
-from orchestrator.models_file import ModelsFile
-from orchestrator.peer_finder import PeerSettings
-from orchestrator.peers import Peers
-from orchestrator.pods import Pods
-from orchestrator.revision import Revision
+from orchestrator.models.file import ModelsFile
+from orchestrator.models.followed_catalog import FollowedCatalog
+from orchestrator.models.revision import Revision
+from orchestrator.pods.peer_finder import PeerSettings
+from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import Pods
 from orchestrator.servicer import GenerationServicer
 from specdec.client import AsyncClient, InvalidRequest, NotFound
 from tests.services.conftest import Directories

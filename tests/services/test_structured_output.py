@@ -17,7 +17,7 @@ import jsonschema
 import pytest
 
 from demo.prompts import held_out
-from orchestrator.stats import OrchestratorStats
+from orchestrator.models.stats import OrchestratorStats
 from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar, Kind

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from orchestrator.catalog import Catalog
-from orchestrator.pods import Pods
+from orchestrator.models.catalog import Catalog
+from orchestrator.pods.pods import Pods
 from orchestrator.servicer import GenerationServicer
 from specdec.client import AsyncClient, Unimplemented
 from specdec.serving.identity import PROTOCOL_VERSION

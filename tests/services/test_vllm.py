@@ -16,11 +16,11 @@ import grpc
 import pytest
 
 from demo.prompts import held_out
-from orchestrator.catalog import Catalog
-from orchestrator.grammar_check import GrammarCheck
-from orchestrator.model import Model
-from orchestrator.peers import Peers
-from orchestrator.pods import Pods
+from orchestrator.models.catalog import Catalog
+from orchestrator.models.grammar_check import GrammarCheck
+from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import Pods
+from orchestrator.requests.model import Model
 from orchestrator.servicer import GenerationServicer
 from specdec.client import AsyncClient, Completion, Finish, InvalidRequest
 from specdec.engine.model_directory import ModelDirectory

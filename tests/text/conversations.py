@@ -13,8 +13,8 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from orchestrator.model import Model
-from orchestrator.tools import tool_violations, tools_for_template, turns_for_template
+from orchestrator.requests.model import Model
+from orchestrator.requests.tools import tool_violations, tools_for_template, turns_for_template
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.text.tokenizer import ChatTemplateError
 from specdec.v2 import generation_pb2

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from orchestrator.model import Model
+from orchestrator.requests.model import Model
 from specdec.engine.model_directory import ModelDirectory
 from specdec.text.special_tokens import OF_ARCHITECTURE, OF_CLASS, STANDARD
 from specdec.text.tokenizer import ChatTemplateError, Tokenizer

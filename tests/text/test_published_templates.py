@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
-from orchestrator.model import Model
+from orchestrator.requests.model import Model
 from tests.models import make
 from tests.text.conversations import CONVERSATIONS, Refused, RefusedByRule, by_transformers, by_us, model_with
 

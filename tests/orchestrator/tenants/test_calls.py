@@ -14,10 +14,10 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from demo.train import HOME
-from orchestrator.catalog import Catalog
-from orchestrator.model import Model
-from orchestrator.peers import Peers
-from orchestrator.pods import Pods
+from orchestrator.models.catalog import Catalog
+from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import Pods
+from orchestrator.requests.model import Model
 from orchestrator.servicer import GenerationServicer
 from orchestrator.tenants.accounts import Accounts
 from orchestrator.tenants.file import TenantsFile

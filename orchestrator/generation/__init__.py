@@ -1,0 +1,1 @@
+"""The run of one sample: its sessions at a verifier and at a draft."""

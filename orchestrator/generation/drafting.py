@@ -1,0 +1,298 @@
+"""Drafting: keeps one draft at a time working for a text, and replaces it when it fails.
+
+A draft that is missing, unfit, useless or lost costs speed, nothing else: another replica takes over, and until one
+does, the text continues without a draft. Only the CONTRASTIVE rule cannot do without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from dataclasses import replace
+from types import TracebackType
+from typing import Protocol, Self
+
+import structlog
+
+from orchestrator.generation.draft_session import DraftSession, FloodError, LaggingError, UselessError
+from orchestrator.generation.draft_stream import DraftStream
+from orchestrator.generation.sample_context import SampleContext
+from orchestrator.generation.speculation_state import SpeculationState
+from orchestrator.pods.backoff import Backoff
+from orchestrator.pods.errors import ForeignPodError, LostError, UnfitError
+from orchestrator.pods.pods import Pod, Pods
+from orchestrator.text.failover_events import FailoverReason
+from specdec.serving.errors import (
+    InvalidRequestError,
+    ModelFailureError,
+    OverloadedError,
+    PeerLostError,
+    ServiceError,
+)
+from specdec.v2 import model_pb2, verifier_pb2
+
+log = structlog.get_logger()
+
+USELESS_SECONDS = 60.0
+"""Seconds before a text retries a useless draft. A retry prefills the whole text again, and can only pay once the text
+has changed."""
+
+MAX_FULL_SECONDS = 10.0
+"""Longest time in seconds for which a text avoids a full draft: sessions end, and another pod may take over its
+address."""
+
+MAX_ROUND_PAUSE_SECONDS = 1.0
+"""Longest pause in seconds between two rounds over all drafts. It may exceed the pause between verifiers, since the
+text continues meanwhile."""
+
+
+class CandidateSink(Protocol):
+    """Takes the output of drafting, for the verifier that has the text at the moment."""
+
+    async def extend(self, extend: model_pb2.Extend) -> None:
+        """Send candidates."""
+
+    async def set_policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
+        """Set the policy by which the verifier speculates."""
+
+    def abort(self, error: ServiceError) -> None:
+        """End the request with this error: it needs a draft, and none is available."""
+
+
+class Drafting:
+    """The drafting of one sample. Used as a context manager: leaving it ends the draft's session."""
+
+    def __init__(self, context: SampleContext, sink: CandidateSink) -> None:
+        peers, remote = context.peers, context.sample.speculation.remote
+        self._context = context
+        self._sink = sink
+        self._pods = peers.drafts if remote else None
+        self._backoff = Backoff(peers.failover_seconds, longest=MAX_ROUND_PAUSE_SECONDS)
+        self._working: asyncio.Task[None] | None = None
+        self._state = SpeculationState(drafted=self._pods is not None and bool(self._pods.willing))
+        self._wanted = asyncio.Event()  # set while it pays to ask a draft
+        self._session: DraftSession | None = None
+        self._useless_until: dict[Pod, float] = {}  # monotonic times; for this text only
+        self._last_failure = "no_draft", "no pod can be asked"  # (reason, why) of the last draft that failed
+        self._undrafted = False  # the text continues without a draft
+        self._last_commit: float | None = None  # its arrival, monotonic; None: no commit yet from the current verifier
+        self._given_up: ServiceError | None = None  # the text needs a draft, and none is available
+        if self._pods is None and context.sample.needs_draft:
+            self._given_up = _draft_required("there is no draft service")
+        self._why_undrafted = "" if self._pods is not None else "no_draft" if remote else "off"
+        self._late = False  # candidates of the draft have missed a step
+        self.undrafted_tokens = 0  # of steps that wanted candidates of a draft and had none
+
+    @property
+    def undrafted_reason(self) -> str:
+        """Why tokens were chosen without candidates of a draft. Empty if none were, or if the request leaves the choice
+        of drafted steps to the verifier."""
+        late = self.undrafted_tokens and self._context.sample.insists_on_draft
+        return self._why_undrafted or ("late" if late else "")
+
+    @property
+    def policy(self) -> verifier_pb2.VerifyPolicy:
+        """The policy the verifier should have now: a new message."""
+        return self._state.verify_policy(self._context.sample.speculation, self._context.peers.patience_seconds)
+
+    async def __aenter__(self) -> Self:
+        if self._pods is not None:
+            self._working = asyncio.create_task(self._work(self._pods))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._working is not None:
+            self._working.cancel()
+            await asyncio.wait([self._working])  # a plain await could not tell its cancellation from ours
+
+    def on_opened(self, opened: verifier_pb2.VerifyOpened) -> None:
+        """Draft for a verifier that has just taken the text."""
+        self._last_commit = None
+        self._update(self._state.after_opened(opened))
+        if self._given_up is not None:
+            self._sink.abort(self._given_up)
+        elif self._session is not None:
+            self._session.on_opened(self._state)
+
+    def on_commit(self, commit: verifier_pb2.Commit) -> None:
+        """Pass the target's decisions to the draft, and count undrafted tokens and fallback time."""
+        sample = self._context.sample
+        if sample.speculation.remote and not sample.needs_draft:
+            # A verifier counts no undrafted tokens for a session it believes to have no draft.
+            tokens = commit.undrafted_tokens if self._state.drafted else len(commit.committed.tokens)
+            if tokens and self._state.drafted and not self._late:
+                self._late = True
+                self._context.timeline.event("draft_late")
+            self.undrafted_tokens += tokens
+        now = time.monotonic()
+        if self._last_commit is not None and (reason := self._fallback_reason(commit)):
+            self._context.fallback_seconds[reason] += now - self._last_commit
+        self._last_commit = now
+        self._update(self._state.after_commit(commit))
+        if self._session is not None and self._session.on_commit(commit):
+            self._backoff.progressed()
+
+    def _fallback_reason(self, commit: verifier_pb2.Commit) -> str:
+        """Return why the steps of a commit had no draft although the text wanted one. Empty if they had one, or if the
+        text waits for its draft."""
+        if self._pods is None or self._context.sample.needs_draft:
+            return ""
+        if not self._state.drafted:
+            return self._last_failure[0]
+        return "late" if commit.undrafted_tokens else ""
+
+    def on_awaited(self) -> None:
+        """Note that the verifier can choose no token until the draft has sent its distribution. A draft that never
+        sends one is given up; until then the time counts against the back-off budget, as time without a draft does."""
+        self._backoff.failed()
+        if self._session is not None:
+            self._session.on_awaited()
+
+    def _update(self, state: SpeculationState) -> None:
+        self._state = state
+        if state.worth_a_draft(self._context.sample):
+            self._wanted.set()
+        else:
+            self._wanted.clear()
+
+    async def _set_drafted(self, drafted: bool) -> None:
+        self._state = replace(self._state, drafted=drafted)
+        await self._sink.set_policy(self.policy)
+
+    async def _work(self, pods: Pods) -> None:
+        """Run one draft after another, each started only when it may pay: even a paused session costs its opening and a
+        prefill at the draft. No failure here ends the request, unless the request needs a draft."""
+        tried: set[Pod] = set()  # since the last working draft or the last pause
+        while self._given_up is None:
+            if not self._wanted.is_set():
+                await self._wanted.wait()
+                tried.clear()
+            now = time.monotonic()
+            useless = {pod for pod, until in self._useless_until.items() if until > now}
+            pod = pods.choose(but=tried | useless | self._full(pods))
+            if self._context.sample.needs_draft and self._backoff.exhausted:  # drafts take turns at being of no use
+                self._give_up()
+            elif pod is not None:
+                was_at_work = await self._draft_at(pod)
+                tried = {pod} if was_at_work else {*tried, pod}
+            else:
+                await self._go_without(pods)
+                await asyncio.sleep(self._backoff.pause())
+                tried.clear()
+
+    def _full(self, pods: Pods) -> set[Pod]:
+        """Return the pods with a recent report, to any text here, of no room for sessions. A text that needs a draft
+        asks them all the same."""
+        if self._context.sample.needs_draft:
+            return set()
+        return {pod for pod in pods if (told := pod.load.reported) is not None and not told.room}
+
+    async def _draft_at(self, pod: Pod) -> bool:
+        """Draft at this pod until the session ends; return True if it ever sent candidates."""
+        if self._context.grammar_watch is not None:
+            try:
+                await self._context.grammar_watch.clear()
+            except ServiceError as error:
+                if isinstance(error, OverloadedError) and not self._context.sample.needs_draft:
+                    self._last_failure = "no_draft", str(error)
+                    return False
+                self._given_up = error
+                self._sink.abort(error)
+                return False
+        pod.breaker.attempt()
+        async with DraftStream(pod, self._context) as stream:
+            try:
+                with pod.load.session():
+                    await self._relay(stream)
+            except Exception as error:
+                self._note_end(stream, error)
+            finally:
+                self._session = None
+        return stream.at_work
+
+    async def _relay(self, stream: DraftStream) -> None:
+        """Open a session, and forward its candidates to the verifier."""
+        # The session opens with the text as it is when `open` sends it. Set `_session` first: later commits are queued.
+        session = self._session = DraftSession(stream, self._context, self._state)
+        await session.open()
+        self._context.timeline.event("draft_opened", pod=str(stream.pod))
+        await self._set_drafted(True)
+        async for extend in stream.candidates():
+            session.check(extend)
+            if self._undrafted:
+                self._undrafted = False
+                self._context.events.record("draft_back", stream.pod)
+            await self._sink.extend(extend)
+
+    def _note_end(self, stream: DraftStream, error: Exception) -> None:
+        """Note why a draft's session has ended, and avoid its pod for a time: for this text only, or for all."""
+        pod = stream.pod
+        reason: FailoverReason | None = None  # of an event, unless the session was never open
+        match error:
+            case ForeignPodError():
+                pod.found_unfit(error.reason, error)
+                return
+            case UselessError():  # for this text only: the pod serves others
+                self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
+                reason = "draft_useless"
+            case LaggingError():
+                if pod.candidates_at < error.waiting_since:  # no text has had candidates since: its device may be stuck
+                    pod.breaker.failed()
+                if not (stream.at_work and self._context.sample.needs_draft):
+                    # It may be late for this text alone, or busy with a long prefill: an immediate retry would restart
+                    # that.
+                    self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
+                reason = "draft_useless"
+            case FloodError():
+                pod.found_unfit("draft_lost", error)
+                reason = "draft_lost"
+            case LostError():
+                pod.breaker.failed(conclusive=error.conclusive)
+                if error.died and self._pods is not None:
+                    self._pods.died(pod)
+                if self._context.grammar_watch is not None:
+                    self._context.grammar_watch.lost(pod, error)
+                reason = "draft_lost"
+            case ModelFailureError() | InvalidRequestError():
+                self._useless_until[pod] = math.inf
+            case OverloadedError() if not self._context.sample.needs_draft:
+                # A retry sends the whole text, and makes a verifier expect a draft. Shorter texts may still fit.
+                self._useless_until[pod] = time.monotonic() + min(error.retry_after, MAX_FULL_SECONDS)
+            case UnfitError() | ServiceError():  # the pod refuses the session
+                pass
+            case _:  # a bug in this service
+                log.error("drafting_failed", exc_info=error)
+        if reason is None or not stream.opened:
+            self._last_failure = "no_draft", f"{pod}: {error}"
+        else:
+            self._last_failure = reason, f"{pod}: {error}"
+            self._context.events.record(reason, pod, str(error))
+
+    def _give_up(self) -> None:
+        """End the request: it needs a draft."""
+        reason, why = self._last_failure
+        log.warning("no_draft", reason=reason, why=why)
+        self._given_up = _draft_required("none is available")
+        self._sink.abort(self._given_up)
+
+    async def _go_without(self, pods: Pods) -> None:
+        """Continue without a draft, since none is available now, unless the text needs one."""
+        if pods and all(pod.unfit for pod in pods):
+            self._last_failure = next(iter(pods)).unfit_reason, "; ".join(f"{pod}: {pod.unfit}" for pod in pods)
+        reason, why = self._last_failure
+        self._backoff.failed()
+        if self._context.sample.needs_draft:
+            return
+        if not self._undrafted:
+            self._undrafted = True
+            self._why_undrafted = reason
+            log.info("undrafted", reason=reason, why=why)
+            self._context.timeline.event("undrafted", reason=reason)
+        await self._set_drafted(False)
+
+
+def _draft_required(why: str) -> ServiceError:
+    return PeerLostError(f"the CONTRASTIVE rule needs a draft: {why}", "DRAFT_REQUIRED")

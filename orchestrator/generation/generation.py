@@ -1,0 +1,134 @@
+"""The run of one sample: commits come in, the draft receives them, the client gets the text.
+
+Only `Generation` knows both sides: `Verification` has the session at a verifier, `Drafting` the session at a draft, and
+neither knows of the other. `Transcript` turns commits into responses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+
+from orchestrator.generation.drafting import Drafting
+from orchestrator.generation.granted import GrantedLimits
+from orchestrator.generation.sample_context import SampleContext
+from orchestrator.generation.verification import Verification
+from orchestrator.models.revision import Revision
+from orchestrator.pods.peers import Peers
+from orchestrator.requests.resolved import resolved
+from orchestrator.requests.sample import Sample
+from orchestrator.text.committed_text import CommittedText
+from orchestrator.text.failover_events import FailoverEvents
+from orchestrator.text.request_timeline import SampleTimeline
+from orchestrator.text.transcript import Transcript
+from specdec.decoding.sampling import Rule
+from specdec.serving.errors import ServiceError
+from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
+
+
+class Generation:
+    """Runs one sample. As the `CandidateSink` of its drafting, it passes candidates and policies to verification."""
+
+    def __init__(
+        self,
+        sample: Sample,
+        revision: Revision,
+        peers: Peers,
+        deadline: float | None,
+        timeline: SampleTimeline,
+    ) -> None:
+        """Prepare to run a sample of a request, with the revision and the peers chosen when the request came."""
+        stats = revision.stats
+        granted, events = GrantedLimits(sample.speculation), FailoverEvents(timeline, stats.failover_events)
+        self._asked_as = revision.asked_as
+        self._readiness = revision.readiness
+        self._resuming = revision.resuming
+        self._stats = stats
+        text = CommittedText(sample)
+        self._context = SampleContext(
+            sample,
+            revision.model,
+            peers,
+            deadline,
+            text,
+            events,
+            granted,
+            timeline,
+            grammar_watch=None if revision.grammars is None else revision.grammars.watch(sample, text, peers),
+            fallback_seconds=stats.fallback_seconds,
+        )
+        self._transcript = Transcript(sample, revision.model, timeline.began)
+        self._drafting = Drafting(self._context, sink=self)
+        self._verification = Verification(self._context, self._drafting.policy)
+
+    async def run(self) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+        """Yield the responses of this sample; the last one carries `finish`. A consumer that asks for the next response
+        has read this one, or will read both together."""
+        first = True
+        await self._transcript.resume(self._resuming)
+        timeline = self._context.timeline
+        with self._stats.sample(self._transcript) as came, timeline.figures(self._transcript), self._leaving():
+            async with self._drafting, aclosing(self._verification.messages()) as messages:
+                async for message in messages:
+                    if isinstance(message, verifier_pb2.VerifyOpened):
+                        self._drafting.on_opened(message)
+                        continue
+                    if isinstance(message, model_pb2.Heartbeat):
+                        self._drafting.on_awaited()
+                        continue
+                    self._drafting.on_commit(message)
+                    response = self._transcript.take(message)
+                    if response is None:
+                        await self._verification.consumed(len(self._context.text.generated))
+                        continue
+                    came(len(response.tokens))
+                    if first:
+                        response.model_fingerprint = self._verification.revision
+                        self._readiness.served(response.model_fingerprint)
+                        response.resolved.CopyFrom(resolved(self._context.sample, self._asked_as))
+                        first = False
+                        timeline.first_commit()
+                    if response.HasField("finish"):
+                        self._sign(response.finish)
+                        timeline.finish(response.finish)
+                        yield response
+                        return
+                    yield response
+                    await self._verification.consumed(len(self._context.text.generated))
+
+    @contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """Note if the caller cancels meanwhile."""
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            self._verification.cancelled()
+            raise
+
+    # --- what drafting has for the verifier (`CandidateSink`) ---------------------------------------
+
+    async def extend(self, extend: model_pb2.Extend) -> None:
+        await self._verification.extend(extend)
+
+    async def set_policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
+        await self._verification.set_policy(policy)
+
+    def abort(self, error: ServiceError) -> None:
+        self._verification.abort(error)
+
+    # --- the end ------------------------------------------------------------------------------------
+
+    def _sign(self, finish: generation_pb2.Finish) -> None:
+        """Enter into `finish` the numerics of the text, and the events of its sessions."""
+        verification = self._verification
+        finish.numerics_fingerprint = verification.identity.numerics_fingerprint
+        finish.numerics_mode = verification.identity.numerics_mode
+        finish.reproducible = self._context.sample.rule is Rule.COUPLED and not verification.numerics_changed
+        finish.preemptions = verification.preemptions
+        speculation = finish.speculation
+        speculation.undrafted_reason = self._drafting.undrafted_reason
+        # Count only tokens before a stop string.
+        speculation.undrafted_tokens = min(self._drafting.undrafted_tokens, sum(speculation.sources.values()))
+        speculation.granted.CopyFrom(self._context.granted.message())
+        speculation.failover_events.update(self._context.events.counts)

@@ -1,0 +1,165 @@
+"""The orchestrator's end of a session at a verifier or a draft: how it opens, is read and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import structlog
+
+from orchestrator.generation.sample_context import SampleContext
+from orchestrator.pods.errors import LostError, UnfitError
+from orchestrator.pods.pods import Pod
+from orchestrator.pods.watchdog import Watchdog
+from specdec.serving.echo import cut
+from specdec.serving.errors import DeadlineError, NotBuiltError, PeerLostError, ProtocolError, from_rpc, said_by_pod
+from specdec.serving.propagation import carried
+
+DEADLINE_SLACK_SECONDS = 0.1
+"""Seconds before the caller's deadline within which a peer's DEADLINE_EXCEEDED is taken for that deadline. The two
+machines start their clocks as far apart as a message takes."""
+
+MAX_LOGGED_BYTES = 1024
+"""Limit in bytes on a peer's reason for ending a session, as logged: no service of ours gives a longer one."""
+
+MAX_OPENED_BYTES = 1 << 14
+"""Size limit of `opened`. A sub-message is kept for the session and pins the whole buffer; real ones have a few hundred
+bytes."""
+
+MAX_HEARTBEATS = 64
+HEARTBEATS_A_SECOND = 16
+"""Token bucket for heartbeats: burst and rate, four times the rate a peer should have."""
+
+log = structlog.get_logger()
+
+Call = grpc.aio.StreamStreamCall[Any, Any]
+
+STREAM_IS_OVER = (asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.AioRpcError)
+"""Raised by writes to a stream that has ended."""
+
+
+class PeerStream:
+    """The stream of a session at a pod. Used as a context manager: leaving it ends the session."""
+
+    peer = "peer"
+
+    def __init__(self, pod: Pod, context: SampleContext, clock: Callable[[], float] | None = None) -> None:
+        self.pod = pod
+        self._context = context
+        self._watchdog = Watchdog(context.peers.silence_seconds, self._on_silence)
+        self.opened = False
+        self._call: Call | None = None
+        self._aborted_by: Exception | None = None
+        self._clock = clock or (lambda: time.monotonic())  # looked up at each call: `evaluation` replaces it
+        # Heartbeats left in the token bucket, as of the last one.
+        self._heartbeats, self._last_heartbeat = float(MAX_HEARTBEATS), self._clock()
+        self._writing = asyncio.Lock()  # gRPC takes one write at a time; waiters go in order
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watchdog.stop()
+        self.abort(LostError("the session was closed"))
+
+    def abort(self, error: Exception) -> None:
+        """End the session: reads raise this error, writes do nothing."""
+        if self._aborted_by is None:
+            self._aborted_by = error
+            if self._call is not None:
+                self._call.cancel()
+
+    async def _begin(self, method: Any, request: Any) -> Any:
+        """Start the stream, and return the answer to its first request."""
+        self._call = method(timeout=self._context.timeout, metadata=carried())
+        self._watchdog.start()
+        with self._watchdog.listening():  # a connection that never comes up is silence too
+            await self._write(request)
+        response = await self._read()
+        if response.WhichOneof("message") != "opened":
+            raise LostError("its first message is not `opened`")
+        if (size := response.ByteSize()) > MAX_OPENED_BYTES:
+            raise LostError(f"its answer to an opening has {size} bytes")
+        return response.opened
+
+    async def _write(self, request: Any) -> None:
+        """Write a request. Do nothing if the stream is over: the next read raises the reason."""
+        assert self._call is not None  # nothing is sent before `open`
+        async with self._writing:
+            try:
+                await self._call.write(request)
+            except STREAM_IS_OVER:
+                pass
+            except asyncio.CancelledError:
+                if _being_cancelled():
+                    raise
+
+    async def _read(self) -> Any:
+        """Return the next message. Raise LostError if there is none, UnfitError if the pod does not implement the call,
+        and a ServiceError if the peer refuses."""
+        assert self._call is not None
+        try:
+            with self._watchdog.listening():
+                response = await self._call.read()
+        except asyncio.CancelledError:
+            if _being_cancelled():
+                raise
+            raise self._aborted_by or LostError("its channel was closed", conclusive=True) from None
+        except grpc.aio.AioRpcError as error:
+            seen, said = (
+                from_rpc(error, self.peer),
+                f"{error.code().name}: {cut(error.details() or '', MAX_LOGGED_BYTES)}",
+            )
+            match seen:
+                case PeerLostError() | ProtocolError():  # ProtocolError: a message may have been corrupted in transit
+                    gone = error.code() is grpc.StatusCode.UNAVAILABLE
+                    died = gone and self._reached and not said_by_pod(error)
+                    raise LostError(said, conclusive=gone, died=died) from error
+                case NotBuiltError():
+                    raise UnfitError(seen) from error
+                case DeadlineError() if not self._over:  # a deadline of the peer, or of a proxy
+                    raise LostError(said) from error
+            log.info("peer_refused", pod=str(self.pod), said=said)
+            raise seen from error
+        if response is grpc.aio.EOF or response is None:  # None: gRPC could not decode the message
+            raise LostError("the stream ended before the text was complete")
+        return response
+
+    @property
+    def _reached(self) -> bool:
+        """True if the pod was up: a failed connect is no death of a pod."""
+        return self.opened or getattr(self._call, "reached", False)
+
+    @property
+    def _over(self) -> bool:
+        """True if the caller's deadline has passed, within `DEADLINE_SLACK_SECONDS`."""
+        assert self._call is not None
+        left = self._call.time_remaining()
+        return left is not None and left < DEADLINE_SLACK_SECONDS
+
+    def _count_heartbeat(self) -> None:
+        """Count a heartbeat; LostError if they come faster than any peer sends them. They cost the peer nothing, and
+        nothing else bounds them."""
+        now = self._clock()
+        # A token bucket with one exception: heartbeats queued while nobody read the stream arrive at once, so credit
+        # of that pause (`since`) is kept even above the burst.
+        since = HEARTBEATS_A_SECOND * (now - self._last_heartbeat)
+        self._heartbeats = max(self._heartbeats, since, min(MAX_HEARTBEATS, self._heartbeats + since)) - 1
+        self._last_heartbeat = now
+        if self._heartbeats < 0:
+            raise LostError("it sends too many heartbeats")
+
+    def _on_silence(self) -> None:
+        self.abort(LostError(f"silent for {self._context.peers.silence_seconds:g} s", conclusive=True))
+
+
+def _being_cancelled() -> bool:
+    """Return True if this task is being cancelled, not the stream it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,160 @@
+"""The orchestrator's end of a session at a verifier."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+
+from orchestrator.generation.peer_stream import PeerStream
+from orchestrator.generation.sample_context import SampleContext
+from orchestrator.pods.errors import LostError, UnfitError
+from orchestrator.pods.fitness import check_verifier
+from orchestrator.pods.pods import Pod
+from specdec.serving import checksum
+from specdec.serving.errors import NotBuiltError, PeerLostError
+from specdec.serving.messages import rule_message, sampling_message
+from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
+
+STUCK_STEPS = 20
+"""Multiple of the expected step latency beyond which a step counts as stuck. Load or a busy machine makes a step a few
+times as long."""
+
+MAX_GRANTED_NODES = 1 << 16
+"""Largest `max_nodes` to accept from a verifier: far above any real grant, but low enough to bound what a draft may
+send (`CandidateFlow`)."""
+
+CONSUMED_EVERY = 64
+"""Tokens between two reports to the verifier of the client's progress: a quarter of the lead it allows a session
+(`max_unread_tokens`), so that a steady reader is not throttled."""
+
+UNREPORTED_CAPACITY = model_pb2.PodCapacity(room=2**16)
+"""Capacity assumed for a pod that reports none: it is asked without limit, and refuses what it cannot take."""
+
+
+class VerifierStream(PeerStream):
+    """The stream of a session at a verifier."""
+
+    peer = "verifier"
+
+    def __init__(self, pod: Pod, context: SampleContext, longest_step: Callable[[], float]) -> None:
+        """Prepare a stream. `longest_step` returns the seconds a step may always take."""
+        super().__init__(pod, context)
+        self._longest_step = longest_step
+        self._checksum = 0  # over all tokens sent and received
+        self._policy = verifier_pb2.VerifyPolicy()  # as last sent
+        self._consumed = len(context.text.generated)  # tokens read by the client, as last reported
+
+    async def open(
+        self, policy: verifier_pb2.VerifyPolicy, *, attempt: int, revision: str
+    ) -> verifier_pb2.VerifyOpened:
+        """Open the session with the text as it is now, and return the verifier's answer; UnfitError if the pod serves
+        something else, such as another `revision` of the model (empty: any)."""
+        self._policy = policy
+        sample = self._context.sample
+        message = verifier_pb2.VerifyOpen(
+            prompt_tokens=sample.prompt,
+            generated_tokens=self._context.text.generated,
+            sampling=sampling_message(sample.sampling),
+            rule=rule_message(sample.rule),
+            contrast=sample.contrast,
+            max_tokens=sample.max_tokens,
+            end_tokens=sorted(sample.end_tokens),
+            min_tokens=sample.min_tokens,
+            grammar=sample.grammar,
+            top_logprobs=sample.top_logprobs,
+            policy=policy,
+            tenant=sample.tenant,
+            tenant_weight=sample.weight,
+            priority=sample.priority,
+            attempt=attempt,
+            coalesce_commits=sample.coalesce_commits,
+        )
+        message.checksum = self._checksum = checksum.of_opening(message)
+        stub = verifier_pb2_grpc.VerifierServiceStub(self.pod.channel)
+        opened: verifier_pb2.VerifyOpened = await self._begin(stub.Verify, verifier_pb2.VerifyRequest(open=message))
+        self._check_opened(opened, revision)
+        self._context.granted.by_verifier(opened)
+        self.pod.numerics = opened.identity.numerics_fingerprint
+        self.pod.context_tokens = opened.identity.context_tokens
+        self.pod.load.report(opened.capacity if opened.HasField("capacity") else UNREPORTED_CAPACITY)
+        self.opened = True
+        return opened
+
+    def _check_opened(self, opened: verifier_pb2.VerifyOpened, revision: str) -> None:
+        """Raise UnfitError if the verifier serves something else, LostError if its grants are out of range or if its
+        answer was corrupted in transit."""
+        if opened.HasField("checksum") and opened.checksum != checksum.of_opening(opened):
+            raise LostError("the checksum of the answer to an opening is wrong: it was changed on its way")
+        identity = opened.identity
+        check_verifier(identity, self._context.model)
+        if not 0 <= opened.min_candidate_probability <= 1 or opened.max_nodes > MAX_GRANTED_NODES:
+            raise LostError(
+                f"it grants {opened.max_nodes} candidates, with a min_candidate_probability of "
+                f"{opened.min_candidate_probability}"
+            )
+        if self._context.sample.grammar is not None and not opened.follows_grammar:
+            raise UnfitError(NotBuiltError("verifier: does not follow a grammar"))
+        if revision and identity.model_fingerprint != revision:
+            raise UnfitError(
+                PeerLostError(
+                    f"verifier: serves revision {identity.model_fingerprint[:16]} of {identity.model!r}, the "
+                    f"text was begun with {revision[:16]}",
+                    "MODEL_CHANGED",
+                )
+            )
+
+    async def messages(self) -> AsyncGenerator[verifier_pb2.Commit | model_pb2.Heartbeat, None]:
+        """Yield commits until the last one, and heartbeats while the text waits for its draft."""
+        while True:
+            response = await self._read()
+            match response.WhichOneof("message"):
+                case "commit":
+                    self._heard(response.commit)
+                    yield response.commit
+                    if response.commit.finish_reason:
+                        return
+                case "heartbeat":
+                    self._count_heartbeat()
+                    self._look_at(response.heartbeat)
+                    if response.heartbeat.awaits_draft and self._context.sample.needs_draft:
+                        yield response.heartbeat
+                case _:  # a newer verifier may send unknown messages now and then
+                    self._count_heartbeat()
+
+    def _heard(self, commit: verifier_pb2.Commit) -> None:
+        self._checksum = checksum.extended(self._checksum, commit.committed.tokens, commit.finish_reason)
+        if commit.checksum != self._checksum:
+            raise LostError("the checksum of a commit is wrong: a message was lost or changed on its way")
+
+    def _look_at(self, heartbeat: model_pb2.Heartbeat) -> None:
+        """Take the capacity from a heartbeat; LostError if the verifier's step is stuck. Only steps prove a worker
+        alive, answers do not. It need not step for this session, which may be waiting for memory, for its draft or for
+        its reader."""
+        if heartbeat.HasField("capacity"):
+            self.pod.load.report(heartbeat.capacity)
+        age, expected = heartbeat.step_age_us / 1e6, heartbeat.step_expected_us / 1e6
+        if age > STUCK_STEPS * expected and age > self._longest_step():
+            raise LostError(f"a step has lasted {age:.1f} s, {expected:.3f} s is usual", conclusive=True)
+
+    async def extend(self, extend: model_pb2.Extend) -> None:
+        """Send candidates."""
+        await self._write(verifier_pb2.VerifyRequest(extend=extend))
+
+    async def set_policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
+        """Set the policy by which the session speculates."""
+        if policy != self._policy:
+            self._policy = policy
+            await self._write(verifier_pb2.VerifyRequest(policy=policy))
+
+    async def set_first_policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
+        """Send the policy before reading on, with the watchdog armed: a pod that stops reading must count as silent."""
+        with self._watchdog.listening():
+            await self.set_policy(policy)
+
+    async def consumed(self, tokens: int) -> None:
+        """Report every `CONSUMED_EVERY` tokens how many generated tokens the client has read. The stream is not read
+        meanwhile, so the watchdog limits the write."""
+        if tokens - self._consumed < CONSUMED_EVERY:
+            return
+        self._consumed = tokens
+        with self._watchdog.listening():
+            await self._write(verifier_pb2.VerifyRequest(consumed=verifier_pb2.Consumed(tokens=tokens)))

@@ -1,0 +1,165 @@
+"""The catalog: the models and revisions served now, and the choice of a revision for each request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+from orchestrator.models.file import SEPARATOR
+from orchestrator.models.grammar_check import GrammarCheck
+from orchestrator.models.revision import Revision
+from orchestrator.models.stats import OrchestratorStats
+from orchestrator.models.traffic import choose, point_of
+from orchestrator.pods.peers import Peers
+from orchestrator.requests.model import Model
+from specdec.serving.echo import echo
+from specdec.serving.errors import InvalidRequestError, PeerLostError, UnknownModelError
+from specdec.v2 import generation_pb2
+
+NAMED = 8
+"""Most models listed in an error message."""
+
+NOWHERE = ("", "")
+"""Key for the counts of requests for unknown models."""
+
+
+class Catalog:
+    """The served revisions. The catalog owns them, and the counts of all revisions there have ever been."""
+
+    def __init__(self, revisions: Iterable[Revision] = ()) -> None:
+        self._models: dict[str, list[Revision]] = {}
+        self.missing: Collection[tuple[str, str]] = ()
+        """Names of configured models and revisions unreadable here."""
+        self._leaving: dict[Revision, asyncio.Task[None]] = {}
+        self.refused = OrchestratorStats()
+        """Counts of requests for unknown models."""
+        self._counts: dict[tuple[str, str], list[OrchestratorStats]] = defaultdict(list)
+        self._counts[NOWHERE].append(self.refused)
+        self.become(revisions)
+
+    @classmethod
+    def of(cls, model: Model, peers: Peers, grammars: GrammarCheck | None = None) -> Catalog:
+        """Return the catalog of one model with these pods."""
+        return Catalog([Revision(model, peers, grammars=grammars)])
+
+    def __iter__(self) -> Iterator[Revision]:
+        return (each for revisions in self._models.values() for each in revisions)
+
+    @property
+    def models(self) -> Mapping[str, list[Revision]]:
+        """The revisions of each model by its name."""
+        return self._models
+
+    @property
+    def leaving(self) -> Iterable[Revision]:
+        """Revisions no longer served, while their last requests run."""
+        return self._leaving.keys()
+
+    @property
+    def all(self) -> Iterable[Revision]:
+        """Served revisions, and leaving ones."""
+        return (*self, *self._leaving)
+
+    @property
+    def max_request_bytes(self) -> int:
+        """Bytes of the longest valid request."""
+        return max(each.model.most_request for each in self)
+
+    def counts(self) -> dict[tuple[str, str], OrchestratorStats]:
+        """Return the counts of all requests, by the names of model and revision. Former revisions are included: a
+        counter must never decrease."""
+        return {key: OrchestratorStats.summed(counts) for key, counts in self._counts.items()}
+
+    async def start(self) -> None:
+        """Start looking for verifiers."""
+        await asyncio.gather(*(each.start() for each in self))
+
+    async def close(self) -> None:
+        """Free all resources; called after the last session."""
+        for task in self._leaving.values():
+            task.cancel()
+        await asyncio.gather(*self._leaving.values(), return_exceptions=True)
+        await asyncio.gather(*(each.close() for each in self.all))
+
+    def become(self, revisions: Iterable[Revision]) -> None:
+        """Replace the served revisions. Running requests of removed revisions continue."""
+        before = set(self)
+        self._models = {}
+        for each in revisions:
+            self._models.setdefault(each.model.name, []).append(each)
+            if each not in before:
+                self._counts[each.key].append(each.stats)
+        for gone in before - set(self):
+            self._leaving[gone] = asyncio.create_task(self._leave(gone))
+
+    def choose(self, request: generation_pb2.GenerateRequest) -> Revision:
+        """Pick the revision for a request: the one named, or the one that started a resumed text, or one drawn by
+        share.
+
+        UnknownModelError if the name is unknown, InvalidRequestError if there are several models and no name.
+        """
+        if (named := self._named(request.model)) is not None:
+            return named
+        revisions = self._of_model(request.model)
+        if len(revisions) == 1:
+            return revisions[0]
+        begun = [each for each in revisions if request.model_fingerprint and each.serves(request.model_fingerprint)]
+        return begun[0] if begun else choose(revisions, point_of(request))
+
+    def main(self, model: str) -> Revision:
+        """Return the revision of a model with the largest share, for calls that generate nothing. Errors are those of
+        `choose`."""
+        return self._named(model) or largest(self._of_model(model))
+
+    def _named(self, asked: str) -> Revision | None:
+        """Return the revision requested by its own name; None if a model is requested."""
+        name, _, revision = asked.rpartition(SEPARATOR)
+        if asked in self._models or name not in self._models:
+            return None
+        for each in self._models[name]:
+            if each.name == revision:
+                return each
+        if (name, revision) in self.missing:
+            raise _cannot_be_read(asked)
+        raise UnknownModelError(
+            f"model: is {echo(asked)}, served here is {_listed(each.asked_as or name for each in self._models[name])}"
+        )
+
+    def _of_model(self, asked: str) -> list[Revision]:
+        """Return the revisions of the requested model; an empty name means the only one there is."""
+        missing = {name for name, _ in self.missing}
+        models = self._models.keys() | missing
+        if not asked and len(models) > 1:
+            raise InvalidRequestError([("model", f"is empty, must be one of {_listed(sorted(models))}")])
+        found = self._models.get(asked, []) if asked else next(iter(self._models.values()))
+        without_share = asked in missing and not any(each.share for each in found)
+        if without_share or (not found and asked in map(SEPARATOR.join, self.missing)):
+            raise _cannot_be_read(asked)
+        if not found:
+            raise UnknownModelError(f"model: is {echo(asked)}, served here is {_listed(self._models)}")
+        return found
+
+    async def _leave(self, revision: Revision) -> None:
+        """Close a revision after its last request."""
+        await revision.until_idle()
+        try:
+            await revision.close()
+        finally:
+            del self._leaving[revision]
+
+
+def _cannot_be_read(asked: str) -> PeerLostError:
+    """Return the error for a configured model unreadable here: another orchestrator may serve it."""
+    return PeerLostError(f"model: {echo(asked)} cannot be read here", "VERIFIER_LOST")
+
+
+def largest(revisions: Iterable[Revision]) -> Revision:
+    """Return the revision with the largest share."""
+    return max(revisions, key=lambda each: each.share)
+
+
+def _listed(names: Iterable[str]) -> str:
+    all = list(names)
+    shown = ", ".join(map(repr, all[:NAMED]))
+    return shown if len(all) <= NAMED else f"{shown} and {len(all) - NAMED} more"

@@ -1,0 +1,92 @@
+"""A catalog that follows the file of models: changes take effect within seconds, without a restart.
+
+So a rollout is a series of changes to the file: a revision is added with a small share, gets a larger one, and the
+previous revision gets none. A rollback restores the previous value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import structlog
+
+from orchestrator.models.catalog import Catalog
+from orchestrator.models.file import LoadedRevision, ModelsFile
+from orchestrator.models.revision import Revision
+from orchestrator.pods.peer_finder import PeerSettings
+from specdec.serving.watched import Watched
+
+log = structlog.get_logger()
+
+RELOAD_SECONDS = 1.0
+"""Interval in seconds between checks of the file."""
+
+
+class FollowedCatalog(Catalog):
+    """The revisions named in the file."""
+
+    def __init__(self, file: ModelsFile, settings: PeerSettings) -> None:
+        """Read the file; ModelsFileError if it cannot be used."""
+        super().__init__()
+        self._file = file
+        self._watched: Watched[tuple[LoadedRevision, ...]] = Watched(file)
+        self._settings = settings
+        self._following: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start looking for verifiers, and watching the file for changes."""
+        await self._take(self._watched.contents)
+        self._following = asyncio.create_task(self._follow())
+
+    async def close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._following
+        await super().close()
+
+    async def _follow(self) -> None:
+        taken = True
+        while True:
+            await asyncio.sleep(RELOAD_SECONDS)
+            try:
+                if await asyncio.to_thread(self._watched.changed):
+                    taken = False
+                if not taken:
+                    await self._take(self._watched.contents)
+                    taken = True
+            except Exception:  # keep serving the previous revisions, and retry
+                log.exception("models_not_taken")
+
+    async def _take(self, loaded: tuple[LoadedRevision, ...]) -> None:
+        """Serve these revisions. A revision keeps its pods if its model is unchanged; with a new model it counts as a
+        new one."""
+        before = {each.key: each for each in self}
+        served: list[tuple[Revision, LoadedRevision]] = []
+        new: list[tuple[Revision, LoadedRevision]] = []
+        for each in loaded:
+            revision = before.get((each.entry.model, each.entry.revision))
+            if revision is None or revision.model is not each.model:
+                revision = Revision.of(each, self._settings)
+                new.append((revision, each))
+            served.append((revision, each))
+        try:
+            async with asyncio.TaskGroup() as beginning:  # waits for all of them, even if one fails
+                for revision, each in new:
+                    beginning.create_task(_begin(revision, each))
+        except BaseException:
+            await asyncio.gather(*(revision.close() for revision, _ in new))
+            raise
+        # Without an await in between, so that every request sees either the old shares or the new ones.
+        for revision, each in served:
+            revision.share = each.entry.share
+        self.missing = [(each.model, each.revision) for each in self._file.missing]
+        self.become(revision for revision, _ in served)
+        log.info("models_served", shares={revision.asked_as: revision.share for revision, _ in served})
+        await asyncio.gather(*(revision.look(each.entry) for revision, each in served if (revision, each) not in new))
+
+
+async def _begin(revision: Revision, loaded: LoadedRevision) -> None:
+    await revision.look(loaded.entry)
+    await revision.start()

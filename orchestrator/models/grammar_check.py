@@ -1,0 +1,202 @@
+"""Grammar checks: a grammar is tried before any pod gets it, and again after a pod has died under it.
+
+A dead pod leaves no reason. So every grammar it had open is tried again in isolation, along the text it was open for,
+before that text goes to another pod. A grammar with repeated deaths is quarantined although its trials pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+
+from orchestrator.pods.errors import LostError
+from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import SAME_DEATH_SECONDS, Pod, PodDeath
+from orchestrator.requests.sample import Sample
+from orchestrator.text.committed_text import CommittedText
+from specdec.grammar.grammar import Grammar
+from specdec.serving.errors import InternalError, InvalidRequestError, OverloadedError
+from specdec.serving.grammar_trials import PATIENCE, SECONDS, GrammarTrials, Key, key_of
+from specdec.serving.messages import grammar_from
+
+log = structlog.get_logger()
+
+MAX_DEATHS = 3
+"""Consecutive deaths of pods under one text, without growth in between, after which its grammar is refused."""
+
+MAX_BLAME = 6.0
+"""Blame within DEATH_SECONDS after which a grammar is refused, over all its texts. The blame of a death is 1 / (1 +
+`crowd` of the pod), since a widespread grammar is open at every death, whatever the cause. Unrelated kills count too,
+several a minute while nodes are drained, so the limit is twice MAX_DEATHS."""
+
+AMONG_OTHERS = 2
+"""Factor on both limits while pods die without the grammar as well: something else kills them. The factor is finite:
+two grammars killing pods by turns would otherwise excuse each other forever."""
+
+DEATH_SECONDS = 60.0
+"""Seconds for which a death is remembered."""
+
+QUARANTINE_SECONDS = 60.0
+"""Seconds of a grammar's quarantine."""
+
+MAX_SUSPECTS = 1024
+"""Grammars with remembered deaths; the one with the oldest last death is dropped first."""
+
+
+class Death(NamedTuple):
+    """The death of a pod, and the grammar's part in it."""
+
+    at: float
+    """Monotonic time."""
+    pod: str
+    blame: float
+
+    def is_of(self, pod: str, at: float) -> bool:
+        """Return True if a session lost by this pod at this time was lost by the same death."""
+        return self.pod == pod and abs(self.at - at) < SAME_DEATH_SECONDS
+
+
+class GrammarCheck:
+    """Checks the grammars of requests for the model of a directory. Each may take `seconds` of processor time, and
+    `patience` seconds in all."""
+
+    def __init__(self, model: Path, seconds: float = SECONDS, patience: float = PATIENCE) -> None:
+        self.trials = GrammarTrials(model, seconds, patience)
+        self._deaths: OrderedDict[Key, deque[Death]] = OrderedDict()
+        self._refused_until: dict[Key, float] = {}  # grammars in quarantine
+
+    async def check(self, grammar: Grammar, field: str, tenant: str = "") -> None:
+        """Check a grammar from this field of a tenant's request. Raise InvalidRequestError if it cannot be used,
+        OverloadedError if it is in quarantine, and what `GrammarTrials.verdict` raises."""
+        self.check_quarantine(grammar, field, tenant)
+        verdict = await self.trials.verdict(grammar, tenant)
+        if verdict.problem:
+            raise InvalidRequestError([(field, verdict.problem)])
+
+    def check_quarantine(self, grammar: Grammar, field: str, tenant: str) -> None:
+        """Raise OverloadedError if a grammar is in quarantine."""
+        key = key_of(grammar, tenant)
+        left = self._refused_until.get(key, 0.0) - time.monotonic()
+        if left > 0:
+            raise OverloadedError(
+                f"{field}: pods have ended again and again under this grammar, it is refused now", left
+            )
+        self._refused_until.pop(key, None)
+
+    def watch(self, sample: Sample, text: CommittedText, peers: Peers) -> GrammarWatch | None:
+        """Return the watch over a sample's grammar; None if it has none."""
+        grammar = None if sample.grammar is None else grammar_from(sample.grammar)
+        return None if grammar is None else GrammarWatch(self, grammar, sample, text, peers)
+
+    def died(self, grammar: Grammar, tenant: str, pod: Pod, in_a_row: int, of_all: Iterable[PodDeath]) -> None:
+        """Count a pod's death under a grammar. `in_a_row`: consecutive deaths under one text without growth; 0: this
+        death is counted already for the text. `of_all`: the deaths of all pods, with the grammar or without."""
+        key, now = key_of(grammar, tenant), time.monotonic()
+        deaths = self._deaths.setdefault(key, deque())
+        self._deaths.move_to_end(key)
+        if len(self._deaths) > MAX_SUSPECTS:
+            self._deaths.popitem(last=False)
+        while deaths and deaths[0].at < now - DEATH_SECONDS:
+            deaths.popleft()
+        blame = 1 / (1 + pod.load.crowd) if in_a_row else 0.0
+        same = [death for death in deaths if death.is_of(str(pod), now)]
+        for death in same:
+            deaths.remove(death)
+            blame = max(blame, death.blame)
+        deaths.append(Death(now, str(pod), blame))
+        # True if a pod has died without this grammar: something else may be killing pods.
+        others_die = any(
+            at > now - DEATH_SECONDS and not any(death.is_of(address, at) for death in deaths) for at, address in of_all
+        )
+        total, most = sum(death.blame for death in deaths), AMONG_OTHERS if others_die else 1
+        if in_a_row >= most * MAX_DEATHS or total >= most * MAX_BLAME:
+            self._refused_until[key] = now + QUARANTINE_SECONDS
+            for other, until in list(self._refused_until.items()):
+                if until < now:
+                    del self._refused_until[other]
+            log.warning(
+                "grammar_quarantined",
+                tenant=tenant,
+                kind=grammar.kind.value,
+                sha256=key[1].hex(),
+                in_a_row=in_a_row,
+                blame=total,
+            )
+
+    async def close(self) -> None:
+        """End the trial processes."""
+        await self.trials.close()
+
+
+class GrammarWatch:
+    """Watches the pods with the grammar of one text."""
+
+    def __init__(
+        self, check: GrammarCheck, grammar: Grammar, sample: Sample, text: CommittedText, peers: Peers
+    ) -> None:
+        self._check = check
+        self._peers = peers
+        self._grammar = grammar
+        self._sample = sample
+        self._text = text
+        self._field = f"grammar.{grammar.kind.value}"
+        self._suspect = False  # a pod has died since the last trial
+        self._counted = False  # a death counts since a pod last got the text: draft and verifier may die together
+        self._died_at: dict[Pod, float] = {}  # monotonic times
+        self._in_a_row = 0  # deaths since the text last grew
+        self._length = -1  # of the text at the last death
+        self._trying = asyncio.Lock()
+
+    def lost(self, pod: Pod, lost: LostError) -> None:
+        """Note the loss of a session with the grammar, and whether the pod died."""
+        if not lost.died:
+            return
+        self._suspect = True
+        now = time.monotonic()
+        # A session opened on a broken connection, before the break is noticed, is lost by the same death.
+        same_death = self._died_at.get(pod, -math.inf) > now - SAME_DEATH_SECONDS
+        if self._counted or same_death:
+            in_a_row = 0
+        else:
+            in_a_row, length = 1, len(self._text.generated)
+            if length == self._length:
+                in_a_row += self._in_a_row
+            self._counted, self._in_a_row, self._length = True, in_a_row, length
+            self._died_at[pod] = now
+        of_all = (*self._peers.verifiers.deaths, *(self._peers.drafts.deaths if self._peers.drafts is not None else ()))
+        self._check.died(self._grammar, self._sample.tenant, pod, in_a_row, of_all)
+
+    async def clear(self) -> None:
+        """Try the grammar again if a pod has died under it, before another pod gets it. InvalidRequestError if it
+        fails, OverloadedError if it is in quarantine."""
+        if not self._suspect:
+            return
+        async with self._trying:
+            self._check.check_quarantine(self._grammar, self._field, self._sample.tenant)
+            if not self._suspect:
+                return
+            try:
+                verdict = await self._check.trials.replay(
+                    self._grammar,
+                    self._sample.tenant,
+                    self._text.generated,
+                    self._sample.end_tokens,
+                    insistent=self._in_a_row > 1,
+                )
+            except (OverloadedError, InternalError) as error:
+                # Continue the text: most likely it is as innocent as the others lost with the pod. Deaths still count.
+                log.warning("grammar_not_tried_again", why=str(error))
+                return
+            finally:
+                self._counted = False
+            log.info("grammar_tried_again", tokens=len(self._text.generated), problem=verdict.problem)
+            if verdict.problem:
+                raise InvalidRequestError([(self._field, verdict.problem)])
+            self._suspect = False

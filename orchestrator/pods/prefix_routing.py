@@ -1,0 +1,69 @@
+"""Prefix-aware routing: finds verifiers with a text in their prefix cache, and free enough to be preferred.
+
+Verifiers are queried for every text: orchestrators share no state, and only a verifier knows its cache. A verifier much
+busier than the others is not preferred, as in consistent hashing with bounded loads (Mirrokni, Thorup and
+Zadimoghaddam, 2018).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import grpc
+
+from orchestrator.pods.errors import LostError
+from orchestrator.pods.pods import Pod
+from orchestrator.pods.unary import answer_of
+from specdec.decoding.block_hashes import block_hashes
+from specdec.v2 import verifier_pb2, verifier_pb2_grpc
+
+ASK_SECONDS = 0.25
+"""Timeout in seconds for a verifier's answer: a millisecond is usual, unless it is very busy. After a timeout, nothing
+counts as cached."""
+
+LEAST_SHARE = 0.5
+"""Smallest cached share of a text to count. A short shared prefix, such as a system prompt, must not route every text
+to the verifier that saw it first."""
+
+LOAD_FACTOR = 1.25
+SPARE_SESSIONS = 2
+"""Bounded load: a preferred verifier has fewer than LOAD_FACTOR x mean + SPARE_SESSIONS sessions. With few sessions,
+one more makes no step much longer."""
+
+
+async def cached_tokens(
+    pods: Collection[Pod], tokens: Sequence[int], tenant: str, most_seconds: float = math.inf
+) -> dict[Pod, int]:
+    """Ask verifiers how many leading tokens of a text they have cached, and take the capacity from their answers."""
+    hashes = block_hashes(tokens, tenant)
+    if not hashes:
+        return {}
+    request = verifier_pb2.FindPrefixRequest(block_hashes=hashes)
+    answers = await asyncio.gather(*(_ask(pod, request, min(most_seconds, ASK_SECONDS)) for pod in pods))
+    return {pod: min(cached, len(tokens)) for pod, cached in zip(pods, answers, strict=True)}
+
+
+async def _ask(pod: Pod, request: verifier_pb2.FindPrefixRequest, seconds: float) -> int:
+    stub: Any = verifier_pb2_grpc.VerifierServiceStub(pod.channel)
+    try:
+        found = await answer_of(stub.FindPrefix, request, seconds)
+    except (grpc.aio.AioRpcError, LostError):  # the session opened next finds out why
+        return 0
+    if found.HasField("capacity"):
+        pod.load.report(found.capacity)
+    return int(found.cached_tokens)
+
+
+def preferred(cached: Mapping[Pod, int], tokens: int, tenant: str, pods: Collection[Pod]) -> dict[Pod, int]:
+    """Return the verifiers preferred for a tenant's text of `tokens` tokens, with their cached tokens: enough of them,
+    room for the tenant, and bounded load relative to the mean over `pods`."""
+    sessions = 1 + sum(pod.load.sessions for pod in pods)
+    most = LOAD_FACTOR * sessions / max(1, len(pods)) + SPARE_SESSIONS
+    return {
+        pod: known
+        for pod, known in cached.items()
+        if known >= LEAST_SHARE * tokens and pod.load.sessions < most and pod.admission.refusal(tenant) is None
+    }

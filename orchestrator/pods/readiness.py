@@ -1,0 +1,160 @@
+"""Readiness: whether requests can be served here, with a reachable verifier.
+
+Sessions report on their pods while they run. Otherwise one verifier is polled every second: the last one to answer, and
+all others only if it fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from orchestrator.pods.errors import LostError, UnfitError
+from orchestrator.pods.fitness import check_verifier
+from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import Pod
+from orchestrator.pods.unary import answer_of
+from orchestrator.requests.model import Model
+from specdec.v2 import verifier_pb2, verifier_pb2_grpc
+
+log = structlog.get_logger()
+
+LOOK_SECONDS = 1.0
+"""Interval in seconds between polls: soon enough for waiting clients, at a negligible cost to the verifier."""
+
+MOST_FINGERPRINTS = 64
+"""Number of remembered fingerprints: the verifiers of a revision have one, and another after an update."""
+
+VERIFIER = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
+
+
+class Readiness:
+    """The readiness of one orchestrator: true from the first reachable verifier until none has been reachable for
+    `failover_seconds`. In a shorter outage requests wait, and are served afterwards."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        model: Model,
+        *,
+        look_seconds: float = LOOK_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._peers = peers
+        self._model = model
+        self._look_seconds = look_seconds
+        self._clock = clock
+        self._reached: Pod | None = None  # by the last poll
+        self._lost_at: float | None = None  # time of the first poll without one
+        self._fit: set[Pod] = set()  # serve our model, as of their last answer
+        self._fingerprints: OrderedDict[str, None] = OrderedDict()  # of models recently seen at verifiers
+        self._tried: dict[str, str] | None = None  # problem of each verifier, as last logged
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """True while requests can be served, or soon will be."""
+        if self._reached is not None:
+            return True
+        return self._lost_at is not None and self._clock() - self._lost_at < self._peers.failover_seconds
+
+    @property
+    def reaches_verifier(self) -> bool:
+        """True if the last poll found a verifier."""
+        return self._reached is not None
+
+    def served(self, fingerprint: str) -> None:
+        """Note that a verifier serves a model with this fingerprint."""
+        self._fingerprints[fingerprint] = None
+        self._fingerprints.move_to_end(fingerprint)
+        if len(self._fingerprints) > MOST_FINGERPRINTS:
+            self._fingerprints.popitem(last=False)
+
+    def knows(self, fingerprint: str) -> bool:
+        """Return True if a verifier has recently served a model with this fingerprint."""
+        return fingerprint in self._fingerprints
+
+    async def start(self) -> None:
+        """Poll once, then start polling in the background."""
+        await self._look()
+        self._watching = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._look_seconds)
+            try:
+                await self._look()
+            except Exception:  # a dead task would never find a verifier again
+                log.exception("look_failed")
+
+    async def _look(self) -> None:
+        """Poll for a reachable verifier; log changes."""
+        before, tried = self._reached, dict[str, str]()
+        self._reached = await self._reachable(tried)
+        self._fit &= set(self._peers.verifiers)
+        if self._reached is not None:
+            if before is None:
+                log.info("verifier_reached", pod=str(self._reached))
+            self._tried = None
+            return
+        if before is not None:
+            self._lost_at = self._clock()
+        if tried != self._tried:
+            self._tried = tried
+            log.warning("no_verifier_reached", tried=tried)
+
+    async def _reachable(self, tried: dict[str, str]) -> Pod | None:
+        """Return a reachable verifier; if there is none, put the problem of each into `tried`."""
+        pods = list(self._peers.verifiers)
+        for pod in pods:
+            if pod.load.reported is not None:  # a session has just heard from it
+                return pod
+        last = [pod for pod in pods if pod is self._reached]
+        for asked in (last, [pod for pod in pods if pod not in last]):
+            refusals = await asyncio.gather(*map(self._refusal, asked))
+            for pod, refusal in zip(asked, refusals, strict=True):
+                if refusal is None:
+                    return pod
+                tried[str(pod)] = refusal
+        return None
+
+    async def _refusal(self, pod: Pod) -> str | None:
+        """Ask a verifier whether it is serving, and after an outage also whether it serves our model. Return what is
+        wrong; None if nothing is."""
+        try:
+            await self._check(pod)
+        except grpc.aio.AioRpcError as error:
+            no_verifier = error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED)
+            why = f"is no verifier of {VERIFIER.rpartition('.')[0]}" if no_verifier else error.code().name
+        except (LostError, UnfitError) as error:
+            why = str(error)
+        else:
+            return None
+        self._fit.discard(pod)
+        return why
+
+    async def _check(self, pod: Pod) -> None:
+        seconds = self._peers.silence_seconds
+        asked = health_pb2.HealthCheckRequest(service=VERIFIER)
+        answer = await answer_of(health_pb2_grpc.HealthStub(pod.channel).Check, asked, seconds)
+        if answer.status != health_pb2.HealthCheckResponse.SERVING:
+            raise LostError("is NOT_SERVING")
+        if pod not in self._fit:
+            stub: Any = verifier_pb2_grpc.VerifierServiceStub(pod.channel)
+            told = await answer_of(stub.GetStats, verifier_pb2.GetStatsRequest(), seconds)
+            check_verifier(told.identity, self._model)
+            self._fit.add(pod)
+            pod.context_tokens = told.identity.context_tokens
+            self.served(told.identity.model_fingerprint)

@@ -1,0 +1,1 @@
+"""The requests: parsed, validated, and turned into samples with tokens."""

@@ -1,0 +1,87 @@
+"""The model of an orchestrator, as far as requests depend on it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
+
+from orchestrator.requests.reasoning import Reasoning, marks_of
+from orchestrator.requests.tool_recognition import format_of
+from specdec.client.tool_formats import ToolFormat
+from specdec.engine.model_directory import ModelDirectory
+from specdec.text.generation_defaults import NEUTRAL, GenerationDefaults
+from specdec.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model served by this orchestrator."""
+
+    name: str
+    tokenizer: Tokenizer
+    tokenizer_fingerprint: str
+    context: int
+    vocabulary: int
+    end_tokens: frozenset[int]
+    defaults: GenerationDefaults = NEUTRAL
+
+    @classmethod
+    def of(cls, directory: ModelDirectory, name: str = "") -> Self:
+        """Read a model directory; ModelDirectoryError if its tokenizer, chat template or generation defaults cannot be
+        used. The name defaults to the directory's."""
+        model = cls(
+            name=name or directory.name,
+            tokenizer=Tokenizer(directory),
+            tokenizer_fingerprint=directory.tokenizer_fingerprint,
+            context=directory.context,
+            vocabulary=directory.vocabulary,
+            end_tokens=directory.end_tokens,
+            defaults=GenerationDefaults.of(directory),
+        )
+        _ = model.tool_format  # computed before requests come: rendering templates takes tens of milliseconds
+        return model
+
+    @cached_property
+    def text_fingerprint(self) -> str:
+        """SHA-256, in hex, over everything that decides how a request becomes tokens: orchestrators with equal ones
+        treat requests the same."""
+        decides = [self.tokenizer.fingerprint, sorted(self.end_tokens), self.defaults.told]
+        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """True if the model's chat template takes tools."""
+        templates = self.tokenizer.chat_templates
+        return templates is not None and templates.takes_tools
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes tool calls; None if its chat template writes none, or none in a known format."""
+        return format_of(self.tokenizer)
+
+    @cached_property
+    def tool_tokens(self) -> Mapping[str, int]:
+        """Special tokens among the marks of the tool format, to be shown in texts with calls."""
+        marks = () if self.tool_format is None else self.tool_format.marks
+        found = {mark: self.tokenizer.special_token(mark) for mark in marks}
+        return {mark: token for mark, token in found.items() if token is not None}
+
+    @cached_property
+    def reasoning_marks(self) -> Reasoning | None:
+        """The tokens around the model's reasoning; None if it does not reason, or uses unknown marks."""
+        return marks_of(self.tokenizer)
+
+    @property
+    def most_text(self) -> int:
+        """Upper bound in bytes on a text within the context: a longer one is refused without tokenising it."""
+        return self.context * self.tokenizer.longest_token
+
+    @property
+    def most_request(self) -> int:
+        """Upper bound in bytes on a valid request: text, or tokens of 5 bytes each and as many to resume, turns of a
+        chat with some 10 bytes around each, a ban of every token, and 256 KiB for the rest."""
+        return self.most_text + 20 * self.context + 5 * self.vocabulary + (256 << 10)

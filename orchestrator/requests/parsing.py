@@ -1,0 +1,346 @@
+"""Parsing of requests: turns a GenerateRequest into valid samples. Later code does not check them again."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from orchestrator.requests.model import Model
+from orchestrator.requests.prompt import prompt_tokens, time_of
+from orchestrator.requests.reasoning import Reasoning, reasoning_after, reasoning_from
+from orchestrator.requests.resolved import digest
+from orchestrator.requests.sample import Request, Sample
+from orchestrator.requests.tool_grammar import tool_grammar
+from orchestrator.tenants.file import Tenant
+from specdec.decoding.noise import sample_seed
+from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.sampling_limits import sampling_violations
+from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, Drafter, Speculation, drafters_of
+from specdec.serving.echo import echo
+from specdec.serving.errors import (
+    InvalidRequestError,
+    PermissionDeniedError,
+    PromptChangedError,
+    PromptTooLongError,
+)
+from specdec.serving.messages import lookahead_from, rule_of
+from specdec.serving.validation import (
+    LONGEST_NAME,
+    drafter_violations,
+    grammar_violations,
+    lookahead_violations,
+    rule_violations,
+    size_violations,
+    speculation_limit_violations,
+    token_violations,
+    too_many,
+)
+from specdec.text.generation_defaults import NEUTRAL, GenerationDefaults
+from specdec.v2 import generation_pb2, model_pb2
+
+MOST_SAMPLES = 16
+"""Samples of one request; each has sessions of its own."""
+
+MOST_STOP_STRINGS = 16
+LONGEST_STOP_STRING = 256
+"""Number of stop strings, and characters of each: all are searched for in every piece of text."""
+
+MOST_STOP_TOKENS = 1024
+"""Number of stop tokens: models have a handful. The services take four times as many end tokens (`MAX_END_TOKENS`)."""
+
+LONGEST_FINGERPRINT = 128
+"""Characters of a model's fingerprint: a SHA-256 takes 64."""
+
+MOST_LOGPROBS = 20
+"""Top log-probabilities per token, as in the OpenAI API."""
+
+
+def parse(
+    message: generation_pb2.GenerateRequest,
+    model: Model,
+    *,
+    owner: Tenant | None = None,
+    untrusted_drafts: bool = False,
+    streamed: bool = True,
+    arrived: datetime | None = None,
+) -> Request:
+    """Parse a message into a request, or raise an error that names every wrong field; a prompt over the limit is
+    reported first, and alone.
+
+    `owner` is the tenant of the caller's key; without one, the message names the tenant. `untrusted_drafts` refuses
+    rules that let a draft service influence tokens. Commits may be coalesced unless the request is `streamed` or a stop
+    string may end the text. `arrived`, in UTC, is the present time for a chat template unless the request gives one; it
+    defaults to now.
+    """
+    if violations := _prompt_sizes(message, model):
+        raise PromptTooLongError(violations)
+    if violations := _sizes(message, model):
+        raise InvalidRequestError(violations)
+    if owner is not None and message.tenant not in ("", owner.name):
+        problem = f"tenant: is {echo(message.tenant)}, the API key is of {echo(owner.name)}"
+        raise PermissionDeniedError(problem, "WRONG_TENANT")
+    time = time_of(message, arrived or datetime.now(UTC), violations)
+    prompt = prompt_tokens(message, model, time, violations)
+    if (
+        not violations and (unknown := max(prompt, default=0)) >= model.vocabulary
+    ):  # the tokenizer has more than the model
+        problem = f"has the token {unknown}, the model has token ids below {model.vocabulary}"
+        violations.append((message.WhichOneof("prompt") or "prompt", problem))
+    generated = list(message.generated_tokens)
+    violations += token_violations("generated_tokens", generated, model.vocabulary)
+
+    seed = message.sampling.seed if message.sampling.HasField("seed") else secrets.randbits(64)
+    defaults = _defaults(message, model)
+    sampling = _sampling(message.sampling, _with_fallback(defaults, message))
+    reasoning = _reasoning(message, model, prompt, violations)
+    end_tokens = frozenset(message.stop_tokens) | _unshown_stops(message, model, reasoning)
+    end_tokens |= frozenset() if message.ignore_end_token else model.end_tokens
+    if len(end_tokens) > MOST_STOP_TOKENS:  # a resumed text has all of them as stop tokens
+        problem = f"makes {len(end_tokens)} end tokens with the model's own, may make at most {MOST_STOP_TOKENS}"
+        violations.append(("stop_tokens", problem))
+    violations += sampling_violations(sampling, model.vocabulary, end_tokens if message.min_tokens else frozenset())
+    violations += rule_violations(message.rule, message.contrast, sampling)
+
+    room = model.context - len(prompt)
+    most = max(1, room) + 1
+    unasked = most if defaults.max_new_tokens is None else min(most, defaults.max_new_tokens)
+    max_tokens = message.max_tokens if message.HasField("max_tokens") else unasked
+    violations += _length_violations(message, max_tokens, room)
+    top_logprobs = message.logprobs if message.HasField("logprobs") else None
+    if message.logprobs > MOST_LOGPROBS:
+        violations.append(("logprobs", f"is {message.logprobs}, must be at most {MOST_LOGPROBS}"))
+    _check_stops(message, model, violations)
+    grammar = _grammar(message, model, violations)
+    if grammar is not None and reasoning is not None:
+        grammar = reasoning.before(grammar)
+    if grammar is not None:
+        violations += grammar_violations(grammar, end_tokens, model.vocabulary, grammar_field(message))
+    speculation = _speculation(message, violations)
+    if violations:
+        raise InvalidRequestError(violations)
+    rule = rule_of(message.rule, sampling)
+    if untrusted_drafts and speculation.remote and rule is not Rule.COUPLED:
+        problem = f"is {rule.name}, lets drafts influence tokens, and those here are not trusted (--trust-drafts)"
+        raise InvalidRequestError([("rule", problem)])
+    if message.prompt_digest and message.prompt_digest != digest(prompt):
+        raise PromptChangedError("prompt: becomes other tokens here than those that the text was begun with")
+
+    sample = Sample(
+        index=0,
+        prompt=prompt,
+        generated=generated,
+        sampling=sampling,
+        max_tokens=max_tokens,
+        min_tokens=message.min_tokens,
+        end_tokens=end_tokens,
+        stop=tuple(message.stop),
+        top_logprobs=top_logprobs,
+        speculation=speculation,
+        tenant=message.tenant if owner is None else owner.name,
+        weight=1.0 if owner is None else owner.weight,
+        priority=message.priority,
+        rule=rule,
+        contrast=message.contrast,
+        revision=message.model_fingerprint,
+        coalesce_commits=not streamed and not message.stop,
+        grammar=grammar,
+        shown_tokens=frozenset(model.tool_tokens.values()) if message.chat.tools else frozenset(),
+        reasoning=reasoning,
+        time=time if message.WhichOneof("prompt") == "chat" else None,
+    )
+    return Request(
+        seed,
+        [
+            replace(sample, index=i, sampling=replace(sampling, seed=sample_seed(seed, i)))
+            for i in range(max(1, message.n))
+        ],
+    )
+
+
+def _defaults(message: generation_pb2.GenerateRequest, model: Model) -> GenerationDefaults:
+    """Return the defaults for fields the request leaves open."""
+    if message.ignore_generation_config:
+        return NEUTRAL
+    contrastive = message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE
+    return model.defaults.for_contrast() if contrastive else model.defaults
+
+
+def _with_fallback(defaults: GenerationDefaults, message: generation_pb2.GenerateRequest) -> Sampling:
+    """Return the defaults, with the request's fallback temperature if the model has none. CONTRASTIVE does not
+    sample."""
+    default, contrastive = defaults.sampling, message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE
+    named = defaults.greedy or default.temperature
+    if named or contrastive or not message.HasField("fallback_temperature"):
+        return default
+    return replace(default, temperature=message.fallback_temperature)
+
+
+def _sampling(asked: generation_pb2.SamplingParameters, default: Sampling) -> Sampling:
+    """Return the sampling parameters of a request, all but the seed."""
+
+    def of(field: str) -> Any:
+        return getattr(asked if asked.HasField(field) else default, field)  # type: ignore[arg-type]
+
+    return Sampling(
+        repetition_penalty=of("repetition_penalty"),
+        frequency_penalty=of("frequency_penalty"),
+        presence_penalty=of("presence_penalty"),
+        logit_bias=dict(asked.logit_bias),
+        banned_tokens=frozenset(asked.banned_tokens),
+        temperature=of("temperature"),
+        top_k=of("top_k"),
+        top_p=of("top_p"),
+        min_p=of("min_p"),
+    )
+
+
+def _length_violations(message: generation_pb2.GenerateRequest, max_tokens: int, room: int) -> list[tuple[str, str]]:
+    """Return what is wrong with the length and limits of the text, where the context has `room` after the prompt, and
+    with its resumption."""
+    found: list[tuple[str, str]] = []
+    generated = len(message.generated_tokens)
+    if max_tokens < 1:
+        found.append(("max_tokens", "is 0, must be at least 1"))
+    elif generated >= max_tokens or (generated and generated >= room):
+        found.append(("generated_tokens", f"has {generated} tokens, must have fewer than {min(max_tokens, room)}"))
+    if message.min_tokens > max_tokens:
+        found.append(("min_tokens", f"is {message.min_tokens}, must be at most max_tokens ({max_tokens})"))
+    if generated and not message.sampling.HasField("seed"):
+        found.append(("sampling.seed", "is not set, must be given with generated_tokens"))
+    if generated and message.n > 1:
+        found.append(("n", f"is {message.n}, must be 1 with generated_tokens"))
+    return found
+
+
+def _prompt_sizes(message: generation_pb2.GenerateRequest, model: Model) -> list[tuple[str, str]]:
+    """Find prompts too long to be parsed. Cheap for any length."""
+    chat, context = message.chat.messages, model.context
+    found = [
+        too_many("text", len(message.text.encode()), model.most_text, "bytes"),
+        too_many("tokens.ids", len(message.tokens.ids), context, "tokens"),
+        too_many("chat.messages", len(chat), context, "messages"),
+    ]
+    if len(chat) <= context:
+        calls = sum(len(turn.tool_calls) for turn in chat)
+        found.append(too_many("chat.messages.tool_calls", calls, context, "calls"))
+        length = sum(turn.ByteSize() for turn in chat) + sum(tool.ByteSize() for tool in message.chat.tools)
+        found.append(too_many("chat", length, model.most_text, "bytes"))
+    return [violation for violation in found if violation is not None]
+
+
+def _sizes(message: generation_pb2.GenerateRequest, model: Model) -> list[tuple[str, str]]:
+    """Find other fields too long to be parsed. Cheap as well."""
+    found: list[tuple[str, str] | None] = [
+        too_many("generated_tokens", len(message.generated_tokens), model.context, "tokens"),
+        too_many("stop", len(message.stop), MOST_STOP_STRINGS, "strings"),
+        too_many("stop_tokens", len(message.stop_tokens), MOST_STOP_TOKENS, "tokens"),
+        too_many("tenant", len(message.tenant), LONGEST_NAME, "characters"),
+        too_many("model_fingerprint", len(message.model_fingerprint), LONGEST_FINGERPRINT, "characters"),
+        too_many("prompt_digest", len(message.prompt_digest), LONGEST_FINGERPRINT, "characters"),
+        *size_violations(message.sampling, model.vocabulary),
+    ]
+    if message.n > MOST_SAMPLES:
+        found.append(("n", f"is {message.n}, must be at most {MOST_SAMPLES}"))
+    return [violation for violation in found if violation is not None]
+
+
+def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple[str, str]]) -> Speculation:
+    """Return how to speculate; faults are appended to `violations`."""
+    wanted = message.speculation
+    violations += speculation_limit_violations("speculation", wanted)
+    wrong = drafter_violations("speculation.drafters", wanted.drafters)
+    if wrong:
+        violations += wrong
+        return Speculation()
+    if wanted.off:
+        for field, is_set in (("drafters", wanted.drafters), ("forced", wanted.forced)):
+            if is_set:
+                violations.append((f"speculation.{field}", "is set, must not be set with `off`"))
+        drafters = NO_DRAFTERS
+    else:
+        drafters = drafters_of(wanted.drafters) or ALL_DRAFTERS
+    if message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE and Drafter.REMOTE not in drafters:
+        field = "off" if wanted.off else "drafters"
+        violations.append((f"speculation.{field}", "leaves out REMOTE, which the CONTRASTIVE rule needs"))
+    lookahead = None
+    if wanted.HasField("lookahead"):
+        wrong = lookahead_violations("speculation.lookahead", wanted.lookahead)
+        if Drafter.LOOKAHEAD not in drafters or message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE:
+            wrong.append(
+                ("speculation.lookahead", "is set, needs the drafter LOOKAHEAD and a rule other than CONTRASTIVE")
+            )
+        violations += wrong
+        lookahead = lookahead_from(wanted.lookahead)
+    return Speculation(
+        drafters=drafters,
+        forced=wanted.forced,
+        max_candidates=wanted.max_candidates,
+        max_depth=wanted.max_depth,
+        max_branches=wanted.max_branches,
+        lookahead=lookahead,
+    )
+
+
+def _reasoning(
+    message: generation_pb2.GenerateRequest, model: Model, prompt: list[int], violations: list[tuple[str, str]]
+) -> Reasoning | None:
+    """Return the reasoning of the text; faults are appended to `violations`."""
+    if message.HasField("reasoning"):
+        violations += [
+            (f"reasoning.{name}", f"is {token}, must be a token id below {model.vocabulary}")
+            for name in ("opening_token", "closing_token")
+            if (token := getattr(message.reasoning, name)) >= model.vocabulary
+        ]
+        return reasoning_from(message.reasoning)
+    marks = model.reasoning_marks if message.WhichOneof("prompt") == "chat" else None
+    return None if marks is None else reasoning_after(prompt, marks, model.tokenizer)
+
+
+def _grammar(
+    message: generation_pb2.GenerateRequest, model: Model, violations: list[tuple[str, str]]
+) -> model_pb2.Grammar | None:
+    """Return the grammar of the text; None if it is free. At most one field may set it."""
+    said = {
+        "grammar": message.grammar if message.HasField("grammar") else None,
+        "json_schema": model_pb2.Grammar(json_schema=message.json_schema) if message.json_schema else None,
+        "chat.tools": None if violations else tool_grammar(message.chat, model),
+    }
+    found = {field: grammar for field, grammar in said.items() if grammar is not None}
+    if len(found) > 1:
+        violations.append(
+            (next(iter(found)), f"is set beside {list(found)[1]}, which says what the text looks like too")
+        )
+    return next(iter(found.values()), None)
+
+
+def grammar_field(message: generation_pb2.GenerateRequest) -> str:
+    """Return the field that sets the grammar of a valid request."""
+    if message.HasField("grammar"):
+        return f"grammar.{message.grammar.WhichOneof('kind')}"
+    return "json_schema" if message.json_schema else "chat.tools"
+
+
+def _unshown_stops(
+    message: generation_pb2.GenerateRequest, model: Model, reasoning: Reasoning | None
+) -> frozenset[int]:
+    """Return the tokens for stop strings equal to the text of a hidden token (a special token or a mark of reasoning).
+    They end the text like end tokens. If a string merely contains such a text, detokenisation searches for it
+    (`StopStrings`)."""
+    marks = () if reasoning is None else (reasoning.opening, reasoning.closing)
+    found = {
+        token
+        for stop in message.stop
+        if (token := model.tokenizer.added_token(stop)) is not None
+        and (token in marks or token == model.tokenizer.special_token(stop))
+    }
+    return frozenset(token for token in found if token < model.vocabulary)  # others are never chosen
+
+
+def _check_stops(message: generation_pb2.GenerateRequest, model: Model, violations: list[tuple[str, str]]) -> None:
+    for index, stop in enumerate(message.stop):
+        if not 0 < len(stop) <= LONGEST_STOP_STRING:
+            violations.append((f"stop[{index}]", f"has {len(stop)} characters, must have 1 to {LONGEST_STOP_STRING}"))
+            break
+    violations += token_violations("stop_tokens", list(message.stop_tokens), model.vocabulary)

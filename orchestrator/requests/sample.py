@@ -1,0 +1,70 @@
+"""A valid request and its samples, made from a message by `parsing.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from orchestrator.requests.reasoning import Reasoning
+from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.speculation import Speculation
+from specdec.v2 import model_pb2
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One of the n completions of a request."""
+
+    index: int
+    prompt: list[int]
+    generated: list[int]
+    sampling: Sampling
+    max_tokens: int
+    min_tokens: int
+    end_tokens: frozenset[int]
+    stop: tuple[str, ...]
+    top_logprobs: int | None  # number of top tokens with logprobs; None: no logprobs, not even the chosen token's
+    speculation: Speculation
+    tenant: str
+    rule: Rule
+    contrast: model_pb2.Contrast
+    weight: float = 1.0  # of the tenant, relative to its competitors for a verifier
+    priority: int = 0  # within the tenant: lower goes first
+    revision: str = ""  # of the model at the start of the text; empty: any
+    coalesce_commits: bool = False  # nobody reads while the text is generated
+    grammar: model_pb2.Grammar | None = None  # what the text must look like
+    shown_tokens: frozenset[int] = frozenset()  # special tokens to be shown nevertheless
+    reasoning: Reasoning | None = None  # at the start of the text, if any
+    time: datetime | None = None  # seen by the chat template
+
+    @property
+    def needs_draft(self) -> bool:
+        """True if no token can be chosen without a draft."""
+        return self.rule is Rule.CONTRASTIVE
+
+    @property
+    def insists_on_draft(self) -> bool:
+        """True if every step after the prompt should have candidates of a draft."""
+        return self.speculation.remote and (self.forces_drafting or self.rule is Rule.REJECTION)
+
+    @property
+    def forces_drafting(self) -> bool:
+        """True if a draft is used whether or not it pays."""
+        return self.needs_draft or self.speculation.forced
+
+
+@dataclass(frozen=True)
+class Request:
+    """A valid request: its seed, and its samples."""
+
+    seed: int
+    samples: list[Sample]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.samples[0].prompt)
+
+    @property
+    def given_tokens(self) -> int:
+        """Tokens for a verifier to prefill before it chooses the first one."""
+        return self.prompt_tokens + len(self.samples[0].generated)

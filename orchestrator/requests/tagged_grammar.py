@@ -1,0 +1,175 @@
+"""The grammar of tool calls with arguments between tags, and the schemas it can enforce.
+
+Strings stand there verbatim, out of reach of JSON's own grammar: only their length or a list of values can be enforced,
+and a schema with further constraints is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from orchestrator.requests.lark_source import Marks, json_rule
+from specdec.client.tool_arguments import is_text, property_schemas, resolved, types_of
+from specdec.client.tool_formats import TaggedCall
+from specdec.grammar.grammar import lark_string
+
+DEFINITIONS = ("$defs", "definitions")
+
+OF_OBJECT = frozenset(
+    [
+        "$comment",
+        "$defs",
+        "$id",
+        "$schema",
+        "additionalProperties",
+        "default",
+        "definitions",
+        "description",
+        "examples",
+        "properties",
+        "required",
+        "strict",
+        "title",
+        "type",
+        "x-guidance",
+    ]
+)
+"""Keywords of an object schema that calls between tags enforce, or that constrain nothing."""
+
+OF_STRING = frozenset(
+    [
+        "$comment",
+        "anyOf",
+        "const",
+        "contentEncoding",
+        "contentMediaType",
+        "default",
+        "deprecated",
+        "description",
+        "enum",
+        "examples",
+        "maxLength",
+        "minLength",
+        "oneOf",
+        "readOnly",
+        "title",
+        "type",
+        "writeOnly",
+    ]
+)
+"""The same for a string schema."""
+
+KEY = re.compile(r"[^<>\"\s]+")
+
+
+def tagged_problem(schema: Mapping[str, Any], style: TaggedCall) -> str:
+    """Return why a schema cannot be enforced; empty if it can."""
+    if others := sorted(set(schema) - OF_OBJECT):
+        return f"has {others[0]}, to which calls in the model's format cannot be held"
+    if '"$ref": "#"' in json.dumps(schema):
+        return "refers to itself as a whole, to which calls in the model's format cannot be held"
+    properties = property_schemas(schema)
+    for name, inner in properties.items():
+        if not KEY.fullmatch(name):
+            return f"has a property {json.dumps(name)[:80]}, which the model's format cannot name"
+        if is_text(types_of(inner, schema)) and (problem := _string_problem(inner, schema, style)):
+            return f"has a property {name} {problem}"
+    missing = [name for name in _required(schema) if name not in properties]
+    return f"requires {json.dumps(missing[0])[:80]}, which is none of its properties" if missing else ""
+
+
+def _required(schema: Mapping[str, Any]) -> list[str]:
+    found = schema.get("required")
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+
+
+def _string_problem(inner: Mapping[str, Any], root: Mapping[str, Any], style: TaggedCall) -> str:
+    schema = resolved(inner, root)
+    beside = set(inner) - {"$ref", "default", "description", "title"} if "$ref" in inner else set()
+    if others := sorted((set(schema) - OF_STRING) | beside):
+        return f"with {others[0]}, to which a string in the model's format cannot be held"
+    if any(isinstance(schema.get(key), list) and not all(map(_is_plain, schema[key])) for key in ("anyOf", "oneOf")):
+        return "with alternatives, to which a string in the model's format cannot be held"
+    if any(type(schema[key]) is not int or schema[key] < 0 for key in ("minLength", "maxLength") if key in schema):
+        return "with a length that is no whole number"
+    held = not any(style.value[1] in value for value in _values(schema) or [])
+    return "" if held else "with a value that the model's format cannot hold"
+
+
+def _is_plain(schema: object) -> bool:
+    return isinstance(schema, dict) and set(schema) <= {"type", "title", "description"}
+
+
+def tagged_call(
+    rule: str, name: str, schema: Mapping[str, Any], style: TaggedCall, marker: str, marks: Marks
+) -> Iterator[str]:
+    """Yield the rules for a call of one function, with arguments in the order of the schema."""
+    line = marks.spelt(style.line)
+    parts = [marks.spelt(style.name[0]), marks.spelt(name), marks.spelt(style.name[1])]
+    required, properties = _required(schema), property_schemas(schema)
+    separator = style.line if style.value[0] else ""
+    close = [marks.spelt(style.key[1]), marks.spelt(separator), marks.spelt(style.value[0]), marks.spelt(style.pad)]
+    for number, (key, inner) in enumerate(properties.items()):
+        argument = f"{rule}_{number}"
+        parts.append(f"({line} {argument}){'' if key in required else '?'}")
+        opening = [marks.spelt(style.key[0]), marks.spelt(key), *close]
+        yield f"{argument}: {' '.join(filter(None, opening))} {argument}_value"
+        yield from _value(f"{argument}_value", inner, schema, style, marker, marks)
+    if not properties and schema.get("additionalProperties", True) is True:
+        parts.append(f"({line} {rule}_any)*")
+        opening = [marks.spelt(style.key[0]), "/[a-zA-Z0-9_]+/", *close]
+        yield f"{rule}_any: {' '.join(filter(None, opening))} {rule}_any_value"
+        yield from _text(f"{rule}_any_value", "(.|\\n)*", style, marker, marks)
+    if style.end:
+        parts += [line, marks.spelt(style.end)]
+    yield f"{rule}: {' '.join(filter(None, parts))}"
+
+
+def _value(
+    rule: str, schema: Mapping[str, Any], root: Mapping[str, Any], style: TaggedCall, marker: str, marks: Marks
+) -> Iterator[str]:
+    """Yield the rules for a value and its closing tag."""
+    types = types_of(schema, root)
+    closing = f"{marks.spelt(style.pad)} {marks.spelt(style.value[1])}"
+    if not is_text(types):
+        shared = {key: root[key] for key in DEFINITIONS if key in root}
+        yield f"{rule}: {rule}_json {closing}"
+        yield json_rule(f"{rule}_json", {**shared, **schema})
+        return
+    found = resolved(schema, root)
+    if (values := _values(found)) is not None:
+        yield f"{rule}: ({' | '.join(lark_string(value) for value in values)}) {closing}"
+        return
+    least, most = found.get("minLength", 0), found.get("maxLength", "")
+    yield from _text(
+        rule, "(.|\\n)*" if (least, most) == (0, "") else f"(.|\\n){{{least},{most}}}", style, marker, marks
+    )
+
+
+def _text(rule: str, pattern: str, style: TaggedCall, marker: str, marks: Marks) -> Iterator[str]:
+    """Yield the rules for a string and its closing tag. The string must contain neither the closing tag nor a marker: a
+    parser would take them for the real ones."""
+    ends = "|".join(_escaped(text) for text in (style.value[1], marker) if text not in marks.tokens)
+    excluded = f" & ~/(.|\\n)*({ends})(.|\\n)*/" if ends else ""
+    terminal = rule.upper()
+    lazy = "" if style.value[1] in marks.tokens else "[lazy]"  # a special token cannot occur in text
+    yield f"{rule}{lazy}: {terminal} {marks.spelt(style.pad + style.value[1])}"
+    yield f"{terminal}: /{pattern}/{excluded}"
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"[^a-zA-Z0-9_]", lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def _values(schema: Mapping[str, Any]) -> list[str] | None:
+    """Return the allowed texts of a string; None if any is allowed."""
+    if "const" in schema:
+        return [_spelt(schema["const"])]
+    return [_spelt(value) for value in schema["enum"]] if isinstance(schema.get("enum"), list) else None
+
+
+def _spelt(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,117 @@
+"""Checks a verifier's commit against the request.
+
+The choice of tokens is the verifier's: no message shows whether it is right, and the checksum shows only that it
+arrived as sent. Everything else about a commit follows from the request and the text so far. A mismatch means that the
+pod is broken or the message corrupted: the session is lost, as if its stream had ended.
+"""
+
+from __future__ import annotations
+
+from orchestrator.requests.model import Model
+from orchestrator.requests.sample import Sample
+from specdec.client.sources import ACCEPTED
+from specdec.v2 import model_pb2, verifier_pb2
+
+SOURCES = frozenset(model_pb2.TokenSource.values()) - {model_pb2.TOKEN_SOURCE_UNSPECIFIED}
+
+MAX_CANDIDATES_A_STEP = 1024
+"""Candidates of one session in one step: four times the limit of any of our steps for all sessions together."""
+
+ROUNDING = 1e-3
+"""Amount by which the logarithm of a probability may exceed 0: float32 sums over a vocabulary have smaller errors."""
+
+MAX_PREEMPTIONS = 1 << 20
+MAX_QUEUED_US = 1 << 50
+"""Limits on reported preemptions and microseconds: far above those of any pod, but low enough for sums of them to fit
+the fields of a response."""
+
+
+class CommitCheck:
+    """Checks the commits of one session. `context_tokens`: the longest text its verifier has room for."""
+
+    def __init__(self, sample: Sample, model: Model, context_tokens: int) -> None:
+        self._sample = sample
+        self._model = model
+        self._end = min(len(sample.prompt) + sample.max_tokens, context_tokens)
+
+    def violation(self, commit: verifier_pb2.Commit, generated: int) -> str:
+        """Return what is wrong with a commit to a text of `generated` tokens; empty if nothing is."""
+        checks = (self._wrong_tokens, self._wrong_counts, self._wrong_end, self._wrong_logprobs, self._wrong_figures)
+        return next((problem for check in checks if (problem := check(commit, generated))), "")
+
+    def _wrong_tokens(self, commit: verifier_pb2.Commit, generated: int) -> str:
+        """Check that there are tokens, directly after the text, within its limit and in the vocabulary."""
+        base, tokens = len(self._sample.prompt) + generated, commit.committed.tokens
+        if commit.committed.base != base:
+            return f"its base is {commit.committed.base}, the text has {base} tokens"
+        if not tokens:
+            return "it has no tokens"
+        if base + len(tokens) > self._end:
+            return f"it makes the text {base + len(tokens)} tokens long, the limit is {self._end}"
+        if max(tokens) >= self._model.vocabulary:
+            return f"it has token {max(tokens)}, the vocabulary has {self._model.vocabulary} tokens"
+        return ""
+
+    def _wrong_counts(self, commit: verifier_pb2.Commit, _: int) -> str:
+        """Check steps, sources and candidates: every step ends with a token of the target's own, or with the end of the
+        text."""
+        tokens, sources = len(commit.committed.tokens), commit.sources
+        if len(sources) != tokens or not SOURCES.issuperset(sources):
+            return f"it has sources {list(sources[:8])} for {tokens} tokens"
+        accepted = sum(source in ACCEPTED for source in sources)
+        if commit.accepted != accepted:
+            return f"it reports {commit.accepted} accepted candidates, its sources show {accepted}"
+        ends_with_candidate = bool(commit.finish_reason) and sources[-1] in ACCEPTED
+        if commit.steps != tokens - accepted + ends_with_candidate:
+            return f"it has {tokens} tokens, which do not fit {commit.steps} steps with {accepted} accepted candidates"
+        if not accepted <= commit.offered <= commit.steps * MAX_CANDIDATES_A_STEP:
+            return f"it reports {commit.offered} verified candidates in {commit.steps} steps"
+        return ""
+
+    def _wrong_end(self, commit: verifier_pb2.Commit, generated: int) -> str:
+        """Check that the text ends at an end token or a limit, and nowhere else."""
+        sample, tokens = self._sample, commit.committed.tokens
+        ends = [index for index, token in enumerate(tokens) if token in sample.end_tokens]
+        if ends and generated + ends[0] < sample.min_tokens and sample.grammar is None:  # a grammar may end earlier
+            return f"it has an end token before the minimum of {sample.min_tokens} tokens"
+        if ends and ends[0] < len(tokens) - 1:
+            return "it continues after an end token"
+        if ends:
+            wanted = model_pb2.FINISH_REASON_STOP
+        elif len(sample.prompt) + generated + len(tokens) < self._end:
+            wanted = model_pb2.FINISH_REASON_UNSPECIFIED
+        elif self._end == len(sample.prompt) + sample.max_tokens:
+            wanted = model_pb2.FINISH_REASON_LENGTH
+        else:
+            wanted = model_pb2.FINISH_REASON_CONTEXT
+        if commit.finish_reason != wanted:
+            return f"its finish reason is {commit.finish_reason}, must be {wanted}"
+        return ""
+
+    def _wrong_logprobs(self, commit: verifier_pb2.Commit, _: int) -> str:
+        """Check that each token has log-probabilities if requested, with the requested number of top tokens."""
+        wanted, vocabulary = self._sample.top_logprobs, self._model.vocabulary
+        if len(commit.logprobs) != (0 if wanted is None else len(commit.committed.tokens)):
+            return (
+                f"it has log-probabilities of {len(commit.logprobs)} tokens for {len(commit.committed.tokens)} tokens"
+            )
+        best = min(wanted or 0, vocabulary)
+        for each in commit.logprobs:
+            if len(each.top_tokens) != best or len(each.top_logprobs) != best:
+                return f"it has log-probabilities of {len(each.top_tokens)} top tokens, {best} were asked for"
+            numbers = (each.chosen, *each.top_logprobs)
+            if max(each.top_tokens, default=0) >= vocabulary or not all(number <= ROUNDING for number in numbers):
+                return f"it has log-probabilities {numbers} of tokens {list(each.top_tokens)}"
+        return ""
+
+    def _wrong_figures(self, commit: verifier_pb2.Commit, _: int) -> str:
+        """Check the ranges of the pod's figures."""
+        if not 0.0 <= commit.min_candidate_probability <= 1.0:
+            return f"its min_candidate_probability is {commit.min_candidate_probability}"
+        if commit.preemptions > MAX_PREEMPTIONS or commit.queued_us > MAX_QUEUED_US:
+            return f"it reports {commit.preemptions} preemptions and {commit.queued_us} us in a queue"
+        if commit.undrafted_tokens > len(commit.committed.tokens):
+            return f"it reports {commit.undrafted_tokens} undrafted tokens of {len(commit.committed.tokens)}"
+        if commit.cached_tokens > self._end:
+            return f"it reports {commit.cached_tokens} cached tokens"
+        return ""

@@ -1,0 +1,84 @@
+"""The timeline of a request: its parameters, and the events of each sample."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from orchestrator.requests.sample import Request, Sample
+from orchestrator.text.transcript import Transcript
+from specdec.serving.messages import finish_name
+from specdec.serving.timeline import Timeline, Value
+from specdec.v2 import generation_pb2
+
+
+def operation(request: generation_pb2.GenerateRequest) -> str:
+    """Return the operation of a request in OpenTelemetry's words (`gen_ai.operation.name`)."""
+    return "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"
+
+
+def record_parsed(timeline: Timeline, request: Request) -> None:
+    """Record the parameters of a parsed request."""
+    sample = request.samples[0]  # samples differ in their seeds alone
+    timeline.set(
+        max_tokens=sample.max_tokens,
+        temperature=sample.sampling.temperature,
+        samples=len(request.samples),
+        prompt_tokens=len(sample.prompt),
+        rule=sample.rule.name.lower(),
+    )
+    timeline.event("parsed")
+
+
+class SampleTimeline:
+    """The part of one sample in the timeline of its request."""
+
+    def __init__(self, timeline: Timeline, sample: Sample | None = None) -> None:
+        """With `sample`, events name it: one of several."""
+        self._timeline = timeline
+        self._which: dict[str, Value] = {} if sample is None else {"sample": sample.index}
+
+    @property
+    def began(self) -> float:
+        """When the request came: time.monotonic."""
+        return self._timeline.began
+
+    def event(self, name: str, **attributes: Value) -> None:
+        self._timeline.event(name, **self._which, **attributes)
+
+    def first_commit(self) -> None:
+        """Record the first tokens of the sample. The first sample to get any sets the request's time to first token."""
+        self.event("first_commit")
+        self._timeline.attributes.setdefault("time_to_first_token", time.monotonic() - self._timeline.began)
+
+    def failover(self, reason: str, pod: str) -> None:
+        """Record a failover event at a pod."""
+        self.event("failover", reason=reason, pod=pod)
+        self._timeline.add(**{f"failovers.{reason}": 1})
+
+    def finish(self, finish: generation_pb2.Finish) -> None:
+        """Record that the text is complete."""
+        reason, speculation = finish_name(finish.reason), finish.speculation
+        self.event("finish", reason=reason)
+        reasons = self._timeline.attributes.setdefault("finish_reasons", [])
+        assert isinstance(reasons, list)
+        reasons.append(reason)
+        if speculation.undrafted_tokens:
+            why = speculation.undrafted_reason or "late"
+            self._timeline.add(**{f"undrafted_tokens.{why}": speculation.undrafted_tokens})
+
+    @contextmanager
+    def figures(self, transcript: Transcript) -> Iterator[None]:
+        """Add the sample's figures to the timeline at its end, however it ends."""
+        try:
+            yield
+        finally:
+            usage, statistics = transcript.usage, transcript.statistics
+            self._timeline.add(
+                cached_tokens=usage.cached_tokens,
+                generated_tokens=usage.completion_tokens - transcript.resumed_tokens,
+                steps=statistics.steps,
+                offered=statistics.offered,
+                accepted=statistics.accepted,
+            )

@@ -1,0 +1,183 @@
+"""The transcript of one sample: turns its commits into responses with text, cut where the text ends, and counts
+tokens."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from orchestrator.requests.model import Model
+from orchestrator.requests.sample import Sample
+from orchestrator.text.sample_text import SampleText
+from specdec.client.sources import accepted_candidates, accepted_histogram, histogram_entries, source_name
+from specdec.serving.bounded_threads import BoundedThreads
+from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
+
+SOON_SPELT = 512
+"""Tokens detokenised on the event loop without a noticeable delay to other streams: each takes some 20 microseconds."""
+
+
+ADDED = ("steps", "offered", "accepted", "queued_us")
+"""Fields summed when two commits are joined; lists are joined, and other fields are the later commit's."""
+
+
+@dataclass
+class Statistics:
+    """Counts of speculation. Tokens past a stop string count as overrun only."""
+
+    steps: int = 0
+    offered: int = 0
+    accepted: int = 0
+    overrun: int = 0
+    histogram: Counter[int] = field(default_factory=Counter)
+    sources: Counter[str] = field(default_factory=Counter)
+
+    def message(self) -> generation_pb2.SpeculationStatistics:
+        return generation_pb2.SpeculationStatistics(
+            steps=self.steps,
+            offered=self.offered,
+            accepted=self.accepted,
+            overrun=self.overrun,
+            accepted_histogram=histogram_entries(self.histogram),
+            sources=self.sources,
+        )
+
+
+class Transcript:
+    """Turns the commits of one sample into responses."""
+
+    def __init__(self, sample: Sample, model: Model, arrived: float) -> None:
+        """`arrived`: arrival of the sample's request, time.monotonic."""
+        self._sample = sample
+        self._arrived = arrived
+        self.statistics = Statistics()
+        self._text = SampleText(sample, model.tokenizer)
+        self._piece = model.tokenizer.piece
+        self._found: int | None = None  # cached tokens of the prompt at the first verifier
+        self._undecided: verifier_pb2.Commit | None = None  # has had no response yet
+        self._completion_tokens = len(sample.generated)
+        self.finish_reason: model_pb2.FinishReason.ValueType = model_pb2.FINISH_REASON_UNSPECIFIED
+        """Why the text is complete; unspecified while it is not."""
+
+    @property
+    def usage(self) -> generation_pb2.Usage:
+        """The token counts so far."""
+        return generation_pb2.Usage(
+            prompt_tokens=len(self._sample.prompt),
+            completion_tokens=self._completion_tokens,
+            cached_tokens=self._found or 0,
+            reasoning_tokens=self._text.reasoning_tokens,
+        )
+
+    @property
+    def resumed_tokens(self) -> int:
+        """Number of generated tokens in the request."""
+        return len(self._sample.generated)
+
+    async def resume(self, threads: BoundedThreads) -> None:
+        """Detokenise what the client has already, in a thread unless it is short; called before the first commit."""
+        if len(self._sample.generated) > SOON_SPELT:
+            await threads.run(self._spell_generated, self._sample.tenant)
+        else:
+            self._spell_generated()
+
+    def _spell_generated(self) -> None:
+        space = self._text.take_space(self._sample.generated) or 0
+        for token in self._sample.generated[space:]:
+            self._text.push(token)
+
+    def take(self, commit: verifier_pb2.Commit) -> generation_pb2.GenerateResponse | None:
+        """Add a commit to the text, cut at a stop string, and return its response; the last one has `finish`. Return
+        None if only the next token decides between reasoning and answer: these tokens come with the next response."""
+        commit = self._with_undecided(commit)
+        tokens = list(commit.committed.tokens)
+        reason = commit.finish_reason
+        before = self._text.reasoning_tokens
+        space = self._text.take_space(tokens)
+        if space is None and not reason:
+            self._undecided = commit
+            return None
+        pieces = [""] * (space or 0)
+        stop, kept = "", len(tokens)
+        for index, token in enumerate(tokens[len(pieces) :], len(pieces)):
+            is_end = reason == model_pb2.FINISH_REASON_STOP and index == len(tokens) - 1
+            spelt = self._text.end(token) if is_end else self._text.push(token)
+            pieces.append(spelt.text)
+            if spelt.stop:
+                stop, kept = spelt.stop, index + 1
+                reason = model_pb2.FINISH_REASON_STOP
+                break
+        if reason and not stop:
+            spelt = self._text.finish()
+            pieces[-1] += spelt.text
+            if spelt.stop:
+                stop, reason = spelt.stop, model_pb2.FINISH_REASON_STOP
+        reasoning = self._text.reasoning_tokens - before
+        self._completion_tokens += kept
+        self._count(commit, kept)
+        if commit.logprobs:
+            self._spell_logprobs(tokens, commit.logprobs)
+        response = generation_pb2.GenerateResponse(
+            index=self._sample.index,
+            reasoning="".join(pieces[:reasoning]),
+            reasoning_tokens=reasoning,
+            text="".join(pieces[reasoning:]),
+            token_texts=pieces,
+            tokens=tokens[:kept],
+            sources=commit.sources[:kept],
+            logprobs=commit.logprobs[:kept],
+            timings=generation_pb2.ChunkTimings(
+                elapsed_us=int(1e6 * (time.monotonic() - self._arrived)),
+                forward_us=commit.forward_us,
+                step_us=commit.step_us,
+                queued_us=commit.queued_us,
+            ),
+            steps=commit.steps,
+            offered=commit.offered,
+        )
+        if reason:
+            self.finish_reason = reason
+            response.finish.CopyFrom(self._finish(reason, stop))
+        return response
+
+    def _with_undecided(self, commit: verifier_pb2.Commit) -> verifier_pb2.Commit:
+        """Return a commit joined with the previous one, if that has had no response."""
+        held, self._undecided = self._undecided, None
+        if held is None:
+            return commit
+        joined = verifier_pb2.Commit()
+        joined.CopyFrom(held)
+        joined.MergeFrom(commit)
+        joined.committed.base = held.committed.base
+        for name in ADDED:
+            setattr(joined, name, getattr(held, name) + getattr(commit, name))
+        return joined
+
+    def _spell_logprobs(self, tokens: list[int], logprobs: Iterable[verifier_pb2.TokenLogprobs]) -> None:
+        """Enter the bytes of the tokens into their log-probabilities."""
+        for token, each in zip(tokens, logprobs, strict=True):
+            each.chosen_bytes = self._piece(token)
+            each.top_bytes[:] = [self._piece(best) for best in each.top_tokens]
+
+    def _count(self, commit: verifier_pb2.Commit, kept: int) -> None:
+        statistics = self.statistics
+        histogram = accepted_histogram(commit.sources[:kept], commit.steps)
+        statistics.steps += commit.steps
+        statistics.offered += commit.offered
+        statistics.accepted += accepted_candidates(histogram)
+        statistics.histogram += histogram
+        statistics.overrun += len(commit.committed.tokens) - kept
+        statistics.sources.update(source_name(source) for source in commit.sources[:kept])
+        if self._found is None:  # after a failover, `cached_tokens` would be those of the resumption
+            self._found = commit.cached_tokens
+
+    def _finish(self, reason: model_pb2.FinishReason.ValueType, stop: str) -> generation_pb2.Finish:
+        """Return `finish`, with the fields known to the transcript."""
+        return generation_pb2.Finish(
+            reason=reason,
+            stop=stop,
+            usage=self.usage,
+            speculation=self.statistics.message(),
+        )
