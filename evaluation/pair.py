@@ -8,7 +8,7 @@ from pathlib import Path
 
 from draft_service import expansion_width
 from draft_service.request import ExpansionPolicy
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.model_directory import GRAPH, ModelDirectory
 from specdec.engine.placement import Kind, Placement, WantedDtype
@@ -67,7 +67,7 @@ class Pair:
         if self.has_local_draft:
             wanted.append(Wanted(draft, target_place.placement(kv_tokens)))
         directory, small, *_ = check(*wanted)
-        self.model = Model.of(directory)
+        self.model = ServedModel.of(directory)
         self.target = LoadedModel(directory, target_place, kv_tokens, exact=True)
         self.draft = LoadedModel(small, draft_place, of_draft)
         self._target_place, self._kv_tokens = target_place, kv_tokens

@@ -21,7 +21,7 @@ with needed_by("orchestrator", "orchestrator"):
     from orchestrator.pods.peer_finder import PeerSettings
     from orchestrator.pods.peers import Peers
     from orchestrator.pods.pods import Pods
-    from orchestrator.requests.model import Model
+    from orchestrator.requests.model import ServedModel
     from orchestrator.servicer import GenerationServicer
     from orchestrator.siblings import Siblings
     from orchestrator.tenants.accounts import Accounts
@@ -197,7 +197,7 @@ def main(
                 catalog = FollowedCatalog(ModelsFile(models), peers)
             else:
                 assert model is not None
-                served = Model.of(ModelDirectory(model), served_model_name or "")
+                served = ServedModel.of(ModelDirectory(model), served_model_name or "")
                 entry = RevisionEntry(served.name, "", model, tuple(verifier or ()), tuple(draft or ()))
                 revision = Revision.of(LoadedRevision(entry, served), peers)
                 await revision.look(entry)

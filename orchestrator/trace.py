@@ -25,7 +25,7 @@ LONGEST_US = 1 << 62
 """Limit on ages from pods, in microseconds: they may report anything."""
 
 
-class Part(NamedTuple):
+class TracePart(NamedTuple):
     """The answer of one process about a request."""
 
     told: trace_pb2.GetTraceResponse
@@ -52,25 +52,25 @@ class OrchestratorTraceServicer(TraceServicer):
         used = dict.fromkeys(pods_of(own))
         return merged([own, *await asyncio.gather(*(self._of_pod(address, request) for address in used))])
 
-    async def _recorded(self, request: trace_pb2.GetTraceRequest) -> Part:
+    async def _recorded(self, request: trace_pb2.GetTraceRequest) -> TracePart:
         """Return the timelines of all workers, oldest first; UnknownRequestError if there are none."""
-        parts = list[Part]()
+        parts = list[TracePart]()
         unknown: UnknownRequestError | None = None
         try:
-            parts.append(Part(self.told(self.find(request.request_id)), time.monotonic()))
+            parts.append(TracePart(self.told(self.find(request.request_id)), time.monotonic()))
         except UnknownRequestError as error:
             unknown = error
         if self._siblings is not None:
             asked = (_ask(channel, request) for channel in self._siblings.channels())
             answers = await asyncio.gather(*asked, return_exceptions=True)
-            parts += [each for each in answers if isinstance(each, Part)]  # one that has none answers NOT_FOUND
+            parts += [each for each in answers if isinstance(each, TracePart)]  # one that has none answers NOT_FOUND
         if unknown is not None and not parts:
             raise unknown
         told = merged(parts)
         told.timelines.sort(key=lambda timeline: -timeline.age_us)
-        return Part(told, time.monotonic())
+        return TracePart(told, time.monotonic())
 
-    async def _of_pod(self, address: str, request: trace_pb2.GetTraceRequest) -> Part:
+    async def _of_pod(self, address: str, request: trace_pb2.GetTraceRequest) -> TracePart:
         """Return a pod's part, or the reason why it is missing."""
         why = "its address is known no more"
         if (pod := self._pod(address)) is not None:
@@ -85,13 +85,13 @@ class OrchestratorTraceServicer(TraceServicer):
                     timeline.pod = address
                 return part
         missing = trace_pb2.MissingPart(pod=address, reason=why)
-        return Part(trace_pb2.GetTraceResponse(missing=[missing]), time.monotonic())
+        return TracePart(trace_pb2.GetTraceResponse(missing=[missing]), time.monotonic())
 
     def _pod(self, address: str) -> Pod | None:
         return next((pod for pod in self._pods() if pod.address == address), None)
 
 
-async def _ask(channel: grpc.aio.Channel, request: trace_pb2.GetTraceRequest) -> Part:
+async def _ask(channel: grpc.aio.Channel, request: trace_pb2.GetTraceRequest) -> TracePart:
     """Ask a process for its part. Its ages are taken to be as of halfway between question and answer."""
     begin = time.monotonic()
     stub: Any = trace_pb2_grpc.TraceServiceStub(channel)
@@ -99,10 +99,10 @@ async def _ask(channel: grpc.aio.Channel, request: trace_pb2.GetTraceRequest) ->
     half = (time.monotonic() - begin) / 2
     for timeline in told.timelines:
         timeline.clock_error_us = round(1e6 * half)
-    return Part(told, begin + half)
+    return TracePart(told, begin + half)
 
 
-def merged(parts: Iterable[Part]) -> trace_pb2.GetTraceResponse:
+def merged(parts: Iterable[TracePart]) -> trace_pb2.GetTraceResponse:
     """Merge parts into one answer, with all ages as of now."""
     whole, now = trace_pb2.GetTraceResponse(), time.monotonic()
     for told, at in parts:
@@ -112,7 +112,7 @@ def merged(parts: Iterable[Part]) -> trace_pb2.GetTraceResponse:
     return whole
 
 
-def pods_of(own: Part) -> list[str]:
+def pods_of(own: TracePart) -> list[str]:
     """Return the addresses of the pods named in events."""
     return [
         event.attributes["pod"]

@@ -26,7 +26,7 @@ from orchestrator.models.catalog import Catalog
 from orchestrator.models.grammar_check import GrammarCheck
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.servicer import GenerationServicer
 from specdec.client.tls_files import TlsFiles
 from specdec.engine.batch import PackedBatch, Packer
@@ -157,7 +157,7 @@ class Stack:
     orchestrator: GenerationServicer
     verifiers: list[VerifierPod]
     drafts: list[DraftPod]
-    model: Model
+    model: ServedModel
     peers: Peers
     catalog: Catalog
 
@@ -320,7 +320,7 @@ async def stack(
             failover_seconds=failover_seconds,
             drafts_are_trusted=True,
         )
-        model = Model.of(ModelDirectory(target))
+        model = ServedModel.of(ModelDirectory(target))
         catalog = Catalog.of(model, peers, GrammarCheck(target))
         orchestrator = GenerationServicer(catalog)
         address, _ = await exits.enter_async_context(served(orchestrator))

@@ -26,7 +26,7 @@ from orchestrator.generation.generation import Generation
 from orchestrator.models.revision import Revision
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.requests.sample import Sample
 from orchestrator.text.request_timeline import SampleTimeline
 from specdec.decoding.sampling import Rule, Sampling
@@ -102,7 +102,7 @@ class Deployment:
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
         self._context = PROMPT + MOST_A_STEP * (scenario.warm_up + scenario.measured + 10)
-        self._model = Model(
+        self._model = ServedModel(
             name="simulated",
             tokenizer=cast("Tokenizer", Spelling()),
             tokenizer_fingerprint=FINGERPRINT,

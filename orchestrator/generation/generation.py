@@ -1,7 +1,7 @@
 """The run of one sample: commits come in, the draft receives them, the client gets the text.
 
 Only `Generation` knows both sides: `Verification` has the session at a verifier, `Drafting` the session at a draft, and
-neither knows of the other. `Transcript` turns commits into responses.
+neither knows of the other. `SampleTranscript` turns commits into responses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from orchestrator.requests.sample import Sample
 from orchestrator.text.committed_text import CommittedText
 from orchestrator.text.failover_events import FailoverEvents
 from orchestrator.text.request_timeline import SampleTimeline
-from orchestrator.text.transcript import Transcript
+from orchestrator.text.transcript import SampleTranscript
 from specdec.decoding.sampling import Rule
 from specdec.serving.errors import ServiceError
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
@@ -58,7 +58,7 @@ class Generation:
             grammar_watch=None if revision.grammars is None else revision.grammars.watch(sample, text, peers),
             fallback_seconds=stats.fallback_seconds,
         )
-        self._transcript = Transcript(sample, revision.model, timeline.began)
+        self._transcript = SampleTranscript(sample, revision.model, timeline.began)
         self._drafting = Drafting(self._context, sink=self)
         self._verification = Verification(self._context, self._drafting.policy)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from orchestrator.generation.granted import GrantedLimits
 from orchestrator.models.grammar_check import GrammarWatch
 from orchestrator.pods.peers import Peers
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.requests.sample import Sample
 from orchestrator.text.committed_text import CommittedText
 from orchestrator.text.failover_events import FailoverEvents
@@ -21,7 +21,7 @@ class SampleContext:
     """A sample, its model and peers, its text, and the records of its events."""
 
     sample: Sample
-    model: Model
+    model: ServedModel
     peers: Peers
     deadline: float | None  # the caller's, in monotonic time
     text: CommittedText

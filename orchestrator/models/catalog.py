@@ -12,7 +12,7 @@ from orchestrator.models.revision import Revision
 from orchestrator.models.stats import OrchestratorStats
 from orchestrator.models.traffic import choose, point_of
 from orchestrator.pods.peers import Peers
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from specdec.serving.echo import echo
 from specdec.serving.errors import InvalidRequestError, PeerLostError, UnknownModelError
 from specdec.v2 import generation_pb2
@@ -39,7 +39,7 @@ class Catalog:
         self.become(revisions)
 
     @classmethod
-    def of(cls, model: Model, peers: Peers, grammars: GrammarCheck | None = None) -> Catalog:
+    def of(cls, model: ServedModel, peers: Peers, grammars: GrammarCheck | None = None) -> Catalog:
         """Return the catalog of one model with these pods."""
         return Catalog([Revision(model, peers, grammars=grammars)])
 

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 import structlog
 
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from specdec import strict_yaml
 from specdec.client.address import Address
 from specdec.client.file_version import Version, version_of
@@ -80,7 +80,7 @@ class LoadedRevision:
     """The entry of a revision, and the model read from its directory."""
 
     entry: RevisionEntry
-    model: Model
+    model: ServedModel
 
 
 @dataclass
@@ -99,7 +99,7 @@ class ModelsFile:
     """The reasons, in words; empty if none was skipped."""
     what: ClassVar[str] = "models"
     unusable: ClassVar[type[Exception]] = ModelsFileError
-    _loaded: dict[tuple[str, Path, Version], Model] = field(default_factory=dict)
+    _loaded: dict[tuple[str, Path, Version], ServedModel] = field(default_factory=dict)
 
     @property
     def all(self) -> tuple[Path]:
@@ -118,12 +118,12 @@ class ModelsFile:
         (on the first call: if no directory can)."""
         entries, first = self.entries(), not self._loaded
         loaded: list[LoadedRevision] = []
-        used: dict[tuple[str, Path, Version], Model] = {}
+        used: dict[tuple[str, Path, Version], ServedModel] = {}
         problems: dict[RevisionEntry, ModelsFileError] = {}
         for entry in entries:
             key = entry.model, entry.directory, _directory_version(entry.directory)
             try:
-                model = self._loaded.get(key) or Model.of(ModelDirectory(entry.directory), entry.model)
+                model = self._loaded.get(key) or ServedModel.of(ModelDirectory(entry.directory), entry.model)
             except ModelDirectoryError as error:
                 problem = ModelsFileError(f"--models {self.path}: {entry.label}: directory: {error}")
                 if not first:

@@ -15,7 +15,7 @@ from orchestrator.models.stats import OrchestratorStats
 from orchestrator.pods.peer_finder import PeerFinder, PeerSettings
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.readiness import Readiness
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from specdec.serving.bounded_threads import BoundedThreads
 
 log = structlog.get_logger()
@@ -29,7 +29,7 @@ class Revision:
 
     def __init__(
         self,
-        model: Model,
+        model: ServedModel,
         peers: Peers,
         *,
         name: str = "",

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Self
 
-from orchestrator.text.transcript import Transcript
+from orchestrator.text.transcript import SampleTranscript
 from specdec.serving.errors import as_service_error
 from specdec.serving.histogram import Histogram
 from specdec.v2 import model_pb2
@@ -90,7 +90,7 @@ class OrchestratorStats:
             self.running_requests -= 1
 
     @contextmanager
-    def sample(self, transcript: Transcript) -> Iterator[Callable[[int], None]]:
+    def sample(self, transcript: SampleTranscript) -> Iterator[Callable[[int], None]]:
         """Count a sample, and add its transcript's figures at its end. Yield a function to be called with the number of
         new tokens as they come."""
         self.running_samples += 1

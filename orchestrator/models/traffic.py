@@ -21,7 +21,7 @@ TURNS = 16
 seeded request."""
 
 
-class Choice(Protocol):
+class TrafficTarget(Protocol):
     """Something with a share of the traffic."""
 
     @property
@@ -33,7 +33,7 @@ class Choice(Protocol):
         """Whether it can serve requests now."""
 
 
-Chosen = TypeVar("Chosen", bound=Choice)
+Chosen = TypeVar("Chosen", bound=TrafficTarget)
 
 
 def point_of(request: generation_pb2.GenerateRequest) -> float:

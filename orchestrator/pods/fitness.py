@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.pods.errors import ForeignPodError, LostError
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from specdec.serving.errors import ProtocolError
 from specdec.serving.identity import protocol_mismatch
 from specdec.v2 import model_pb2
@@ -13,7 +13,7 @@ MAX_IDENTITY_BYTES = 4096
 hundred."""
 
 
-def check_fit(identity: model_pb2.ModelIdentity, model: Model, peer: str) -> None:
+def check_fit(identity: model_pb2.ModelIdentity, model: ServedModel, peer: str) -> None:
     """Raise ForeignPodError unless the pod, called `peer` in messages, has our protocol and tokenizer; LostError if its
     identity is malformed."""
     if identity.ByteSize() > MAX_IDENTITY_BYTES or not identity.context_tokens:
@@ -29,7 +29,7 @@ def check_fit(identity: model_pb2.ModelIdentity, model: Model, peer: str) -> Non
         )
 
 
-def check_verifier(identity: model_pb2.ModelIdentity, model: Model) -> None:
+def check_verifier(identity: model_pb2.ModelIdentity, model: ServedModel) -> None:
     """Check a verifier as `check_fit` does, and that its context is no longer than the model's."""
     check_fit(identity, model, "verifier")
     if identity.context_tokens > model.context:

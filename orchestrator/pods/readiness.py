@@ -21,7 +21,7 @@ from orchestrator.pods.fitness import check_verifier
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pod
 from orchestrator.pods.unary import answer_of
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from specdec.v2 import verifier_pb2, verifier_pb2_grpc
 
 log = structlog.get_logger()
@@ -42,7 +42,7 @@ class Readiness:
     def __init__(
         self,
         peers: Peers,
-        model: Model,
+        model: ServedModel,
         *,
         look_seconds: float = LOOK_SECONDS,
         clock: Callable[[], float] = time.monotonic,

@@ -18,7 +18,7 @@ from specdec.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Model:
+class ServedModel:
     """The model served by this orchestrator."""
 
     name: str

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.requests.prompt import prompt_tokens, time_of
 from orchestrator.requests.reasoning import Reasoning, reasoning_after, reasoning_from
 from orchestrator.requests.resolved import digest
@@ -59,7 +59,7 @@ MOST_LOGPROBS = 20
 
 def parse(
     message: generation_pb2.GenerateRequest,
-    model: Model,
+    model: ServedModel,
     *,
     owner: Tenant | None = None,
     untrusted_drafts: bool = False,
@@ -159,7 +159,7 @@ def parse(
     )
 
 
-def _defaults(message: generation_pb2.GenerateRequest, model: Model) -> GenerationDefaults:
+def _defaults(message: generation_pb2.GenerateRequest, model: ServedModel) -> GenerationDefaults:
     """Return the defaults for fields the request leaves open."""
     if message.ignore_generation_config:
         return NEUTRAL
@@ -214,7 +214,7 @@ def _length_violations(message: generation_pb2.GenerateRequest, max_tokens: int,
     return found
 
 
-def _prompt_sizes(message: generation_pb2.GenerateRequest, model: Model) -> list[tuple[str, str]]:
+def _prompt_sizes(message: generation_pb2.GenerateRequest, model: ServedModel) -> list[tuple[str, str]]:
     """Find prompts too long to be parsed. Cheap for any length."""
     chat, context = message.chat.messages, model.context
     found = [
@@ -230,7 +230,7 @@ def _prompt_sizes(message: generation_pb2.GenerateRequest, model: Model) -> list
     return [violation for violation in found if violation is not None]
 
 
-def _sizes(message: generation_pb2.GenerateRequest, model: Model) -> list[tuple[str, str]]:
+def _sizes(message: generation_pb2.GenerateRequest, model: ServedModel) -> list[tuple[str, str]]:
     """Find other fields too long to be parsed. Cheap as well."""
     found: list[tuple[str, str] | None] = [
         too_many("generated_tokens", len(message.generated_tokens), model.context, "tokens"),
@@ -284,7 +284,7 @@ def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple
 
 
 def _reasoning(
-    message: generation_pb2.GenerateRequest, model: Model, prompt: list[int], violations: list[tuple[str, str]]
+    message: generation_pb2.GenerateRequest, model: ServedModel, prompt: list[int], violations: list[tuple[str, str]]
 ) -> Reasoning | None:
     """Return the reasoning of the text; faults are appended to `violations`."""
     if message.HasField("reasoning"):
@@ -299,7 +299,7 @@ def _reasoning(
 
 
 def _grammar(
-    message: generation_pb2.GenerateRequest, model: Model, violations: list[tuple[str, str]]
+    message: generation_pb2.GenerateRequest, model: ServedModel, violations: list[tuple[str, str]]
 ) -> model_pb2.Grammar | None:
     """Return the grammar of the text; None if it is free. At most one field may set it."""
     said = {
@@ -323,7 +323,7 @@ def grammar_field(message: generation_pb2.GenerateRequest) -> str:
 
 
 def _unshown_stops(
-    message: generation_pb2.GenerateRequest, model: Model, reasoning: Reasoning | None
+    message: generation_pb2.GenerateRequest, model: ServedModel, reasoning: Reasoning | None
 ) -> frozenset[int]:
     """Return the tokens for stop strings equal to the text of a hidden token (a special token or a mark of reasoning).
     They end the text like end tokens. If a string merely contains such a text, detokenisation searches for it
@@ -338,7 +338,9 @@ def _unshown_stops(
     return frozenset(token for token in found if token < model.vocabulary)  # others are never chosen
 
 
-def _check_stops(message: generation_pb2.GenerateRequest, model: Model, violations: list[tuple[str, str]]) -> None:
+def _check_stops(
+    message: generation_pb2.GenerateRequest, model: ServedModel, violations: list[tuple[str, str]]
+) -> None:
     for index, stop in enumerate(message.stop):
         if not 0 < len(stop) <= LONGEST_STOP_STRING:
             violations.append((f"stop[{index}]", f"has {len(stop)} characters, must have 1 to {LONGEST_STOP_STRING}"))

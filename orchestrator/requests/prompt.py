@@ -7,7 +7,7 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.requests.tools import tool_violations, tools_for_template, turns_for_template
 from specdec.serving.errors import PromptTooLongError
 from specdec.serving.validation import token_violations, too_many
@@ -19,7 +19,7 @@ MOST_ARGUMENTS = 16 << 10
 
 
 def prompt_tokens(
-    message: generation_pb2.GenerateRequest, model: Model, time: datetime, violations: list[tuple[str, str]]
+    message: generation_pb2.GenerateRequest, model: ServedModel, time: datetime, violations: list[tuple[str, str]]
 ) -> list[int]:
     """Return the prompt's tokens; a chat template sees `time`. Faults are appended to `violations`; PromptTooLongError
     if there is no room for one more token."""
@@ -69,7 +69,7 @@ def time_of(message: generation_pb2.GenerateRequest, arrived: datetime, violatio
     return arrived.replace(microsecond=0)
 
 
-def _rendered(chat: generation_pb2.ChatPrompt, model: Model, time: datetime) -> str:
+def _rendered(chat: generation_pb2.ChatPrompt, model: ServedModel, time: datetime) -> str:
     """Render a conversation with the model's chat template; ChatTemplateError if the template fails, PromptTooLongError
     if the result is too long."""
     try:

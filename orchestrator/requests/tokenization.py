@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.requests.parsing import parse
 from specdec.serving.errors import InvalidRequestError
 from specdec.v2 import generation_pb2
 
 
-def tokenize(message: generation_pb2.TokenizeRequest, model: Model) -> generation_pb2.TokenizeResponse:
+def tokenize(message: generation_pb2.TokenizeRequest, model: ServedModel) -> generation_pb2.TokenizeResponse:
     """Return the tokens of a prompt. It is parsed like a request for a completion, so both calls give the same tokens
     and refuse the same prompts."""
     asked = generation_pb2.GenerateRequest(model=message.model)

@@ -6,14 +6,14 @@ import json
 from collections.abc import Iterator, Sequence
 
 from orchestrator.requests.lark_source import Marks, json_rule
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.requests.tagged_grammar import tagged_call
 from orchestrator.requests.tools import parameters_of
 from specdec.client.tool_formats import JsonCall, NamedCall, TaggedCall, ToolFormat
 from specdec.v2 import generation_pb2, model_pb2
 
 
-def tool_grammar(chat: generation_pb2.ChatPrompt, model: Model) -> model_pb2.Grammar | None:
+def tool_grammar(chat: generation_pb2.ChatPrompt, model: ServedModel) -> model_pb2.Grammar | None:
     """Return the grammar of a text that may or must hold calls of these tools; None if it is free."""
     if not chat.tools:
         return None

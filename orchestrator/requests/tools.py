@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.requests.tagged_grammar import tagged_problem
 from specdec.client.tool_formats import TaggedCall
 from specdec.v2 import generation_pb2
@@ -20,7 +20,7 @@ NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 """Schema of the arguments of a function without parameters."""
 
 
-def tool_violations(chat: generation_pb2.ChatPrompt, model: Model) -> list[tuple[str, str]]:
+def tool_violations(chat: generation_pb2.ChatPrompt, model: ServedModel) -> list[tuple[str, str]]:
     """Return what is wrong with the tools of a conversation, and with the calls in it."""
     found: list[tuple[str, str]] = []
     names = [tool.name for tool in chat.tools]
@@ -50,7 +50,7 @@ def tool_violations(chat: generation_pb2.ChatPrompt, model: Model) -> list[tuple
     return found
 
 
-def _forced_violations(chat: generation_pb2.ChatPrompt, model: Model) -> list[tuple[str, str]]:
+def _forced_violations(chat: generation_pb2.ChatPrompt, model: ServedModel) -> list[tuple[str, str]]:
     """Return what is wrong with a conversation with forced calls: their format must be known, and able to express the
     arguments."""
     strict = {f"chat.tools[{index}].strict": tool.strict for index, tool in enumerate(chat.tools)}

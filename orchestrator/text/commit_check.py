@@ -7,7 +7,7 @@ pod is broken or the message corrupted: the session is lost, as if its stream ha
 
 from __future__ import annotations
 
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.requests.sample import Sample
 from specdec.client.sources import ACCEPTED
 from specdec.v2 import model_pb2, verifier_pb2
@@ -29,7 +29,7 @@ the fields of a response."""
 class CommitCheck:
     """Checks the commits of one session. `context_tokens`: the longest text its verifier has room for."""
 
-    def __init__(self, sample: Sample, model: Model, context_tokens: int) -> None:
+    def __init__(self, sample: Sample, model: ServedModel, context_tokens: int) -> None:
         self._sample = sample
         self._model = model
         self._end = min(len(sample.prompt) + sample.max_tokens, context_tokens)

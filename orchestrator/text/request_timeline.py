@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from orchestrator.requests.sample import Request, Sample
-from orchestrator.text.transcript import Transcript
+from orchestrator.text.transcript import SampleTranscript
 from specdec.serving.messages import finish_name
 from specdec.serving.timeline import Timeline, Value
 from specdec.v2 import generation_pb2
@@ -69,7 +69,7 @@ class SampleTimeline:
             self._timeline.add(**{f"undrafted_tokens.{why}": speculation.undrafted_tokens})
 
     @contextmanager
-    def figures(self, transcript: Transcript) -> Iterator[None]:
+    def figures(self, transcript: SampleTranscript) -> Iterator[None]:
         """Add the sample's figures to the timeline at its end, however it ends."""
         try:
             yield

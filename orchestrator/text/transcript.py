@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.requests.sample import Sample
 from orchestrator.text.sample_text import SampleText
 from specdec.client.sources import accepted_candidates, accepted_histogram, histogram_entries, source_name
@@ -45,10 +45,10 @@ class Statistics:
         )
 
 
-class Transcript:
+class SampleTranscript:
     """Turns the commits of one sample into responses."""
 
-    def __init__(self, sample: Sample, model: Model, arrived: float) -> None:
+    def __init__(self, sample: Sample, model: ServedModel, arrived: float) -> None:
         """`arrived`: arrival of the sample's request, time.monotonic."""
         self._sample = sample
         self._arrived = arrived

@@ -14,7 +14,7 @@ from demo.train import HOME
 from orchestrator.models.catalog import Catalog
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.servicer import GenerationServicer
 from orchestrator.tenants.accounts import Accounts
 from orchestrator.tenants.file import TenantsFile
@@ -54,7 +54,7 @@ async def test_a_key_is_made_with_its_hash(tmp_path: Path) -> None:
 async def test_commands_bring_a_key(tmp_path: Path) -> None:
     (tmp_path / "tenants.yaml").write_text(f"tenants:\n  acme: {{api_keys: ['{api_keys.hash_of(KEY)}']}}\n")
     (tmp_path / "key").write_text(KEY)
-    model = Model.of(ModelDirectory(HOME / "target"))
+    model = ServedModel.of(ModelDirectory(HOME / "target"))
     accounts = Accounts(TenantsFile(tmp_path / "tenants.yaml"))
     async with served(GenerationServicer(Catalog.of(model, Peers(Pods())), accounts=accounts)) as (address, _):
         ask = ("tokenize", "def main(", "--count", "--address", address)

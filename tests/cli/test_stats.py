@@ -24,7 +24,7 @@ from draft_service.servicer import Limits as DraftLimits
 from orchestrator.models.catalog import Catalog
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.servicer import GenerationServicer
 from specdec.cli.pod_stats import PodStats, Stats
 from specdec.cli.stats_table import percent, span, table
@@ -66,7 +66,7 @@ async def services() -> AsyncIterator[dict[str, str]]:
     backend.start()
     drafting.start()
     async with AsyncExitStack() as exits:
-        model = Model.of(ModelDirectory(DEMO / "target"))
+        model = ServedModel.of(ModelDirectory(DEMO / "target"))
         servicers: dict[str, Servicer] = {
             "orchestrator": GenerationServicer(Catalog.of(model, Peers(Pods(["127.0.0.1:1"]), Pods(["127.0.0.1:2"])))),
             "verifier": VerifierServicer(backend, IDENTITY, Limits()),

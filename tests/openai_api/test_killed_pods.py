@@ -12,7 +12,7 @@ import pytest
 from orchestrator.models.catalog import Catalog
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.servicer import GenerationServicer
 from specdec.engine.model_directory import ModelDirectory
 from tests.faults.cluster import Models
@@ -54,7 +54,7 @@ def another_orchestrator(services: Stack, target: Path) -> Pod:
     """One that knows the same pods."""
     verifiers, drafts = (Pods(pod.address for pod in pods) for pods in (services.verifiers, services.drafts))
     peers = Peers(verifiers, drafts, drafts_are_trusted=True)
-    return Pod(GenerationServicer(Catalog.of(Model.of(ModelDirectory(target)), peers)))
+    return Pod(GenerationServicer(Catalog.of(ServedModel.of(ModelDirectory(target)), peers)))
 
 
 def works(pod: Pod) -> bool:

@@ -9,7 +9,7 @@ from orchestrator.generation.granted import GrantedLimits
 from orchestrator.generation.sample_context import SampleContext
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.requests.sample import Sample
 from orchestrator.text.committed_text import CommittedText
 from orchestrator.text.failover_events import FailoverEvents
@@ -22,7 +22,7 @@ from specdec.v2 import model_pb2
 VOCABULARY, CONTEXT, END = 50, 40, 7
 PROMPT = [1, 2, 3]
 
-MODEL: Model = Model("m", SimpleNamespace(), "", CONTEXT, VOCABULARY, frozenset({END}))  # type: ignore[arg-type]
+MODEL = ServedModel("m", SimpleNamespace(), "", CONTEXT, VOCABULARY, frozenset({END}))  # type: ignore[arg-type]
 
 
 def sample(**fields: Any) -> Sample:

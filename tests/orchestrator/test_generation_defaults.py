@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.requests.parsing import parse
 from orchestrator.requests.resolved import resolved
 from orchestrator.requests.sample import Sample
@@ -34,8 +34,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(directory: Path) -> Model:
-    return Model.of(ModelDirectory(directory))
+def model(directory: Path) -> ServedModel:
+    return ServedModel.of(ModelDirectory(directory))
 
 
 def with_config(directory: Path, to: Path, **fields: Any) -> ModelDirectory:
@@ -49,7 +49,7 @@ def on_the_wire(number: float) -> float:
     return float(np.float32(number))
 
 
-def sample_of(model: Model, **fields: Any) -> Sample:
+def sample_of(model: ServedModel, **fields: Any) -> Sample:
     prompt = generation_pb2.TokenPrompt(ids=[5, 6])
     return parse(generation_pb2.GenerateRequest(tokens=prompt, **fields), model).samples[0]
 
@@ -102,7 +102,7 @@ def test_a_value_that_no_request_could_have_fails_the_start(
 ) -> None:
     broken = with_config(directory, tmp_path / "m", **{field: value})
     with pytest.raises(ModelDirectoryError, match=rf"m/generation_config.json: {field} {said}"):
-        Model.of(broken)
+        ServedModel.of(broken)
 
 
 def test_what_is_not_built_is_told_and_what_changes_nothing_is_not(directory: Path, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ SOME = GenerationDefaults(Sampling(temperature=0.5, top_p=0.75, top_k=9, min_p=0
     ignored=st.booleans(),
 )
 def test_what_is_asked_for_holds_even_if_it_is_neutral(
-    model: Model, asked: dict[str, float], max_tokens: int | None, ignored: bool
+    model: ServedModel, asked: dict[str, float], max_tokens: int | None, ignored: bool
 ) -> None:
     parameters: Any = generation_pb2.SamplingParameters(**asked)  # type: ignore[arg-type]
     fields: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
@@ -141,7 +141,7 @@ def test_what_is_asked_for_holds_even_if_it_is_neutral(
     assert found.max_tokens == (silent if max_tokens is None else max_tokens)
 
 
-def test_a_resumed_text_carries_what_the_first_orchestrator_took(model: Model) -> None:
+def test_a_resumed_text_carries_what_the_first_orchestrator_took(model: ServedModel) -> None:
     first = sample_of(replace(model, defaults=SOME))
     said = resolved(first, "")
     other = replace(model, defaults=GenerationDefaults(Sampling(temperature=2.0, top_k=1, repetition_penalty=3.0), 2))
@@ -151,14 +151,14 @@ def test_a_resumed_text_carries_what_the_first_orchestrator_took(model: Model) -
         assert again.max_tokens == first.max_tokens
 
 
-def test_contrastive_decoding_takes_what_it_can_use(model: Model) -> None:
+def test_contrastive_decoding_takes_what_it_can_use(model: ServedModel) -> None:
     found = sample_of(replace(model, defaults=SOME), rule=model_pb2.ACCEPTANCE_RULE_CONTRASTIVE)
     assert replace(found.sampling, seed=0) == Sampling(repetition_penalty=1.5)
     assert found.max_tokens == 11
 
 
-def test_a_fallback_temperature_holds_where_nobody_names_one(model: Model) -> None:
-    def temperature(model: Model, **fields: Any) -> float:
+def test_a_fallback_temperature_holds_where_nobody_names_one(model: ServedModel) -> None:
+    def temperature(model: ServedModel, **fields: Any) -> float:
         return sample_of(model, fallback_temperature=0.5, **fields).sampling.temperature
 
     sampled = replace(model, defaults=SOME)
@@ -186,17 +186,17 @@ def test_a_fallback_temperature_holds_where_nobody_names_one(model: Model) -> No
 def test_a_file_that_asks_for_greedy_decoding_is_not_silent(
     directory: Path, tmp_path: Path, fields: dict[str, Any], temperature: float
 ) -> None:
-    model = Model.of(with_config(directory, tmp_path / "m", **fields))
+    model = ServedModel.of(with_config(directory, tmp_path / "m", **fields))
     assert sample_of(model, fallback_temperature=0.5).sampling.temperature == temperature
     assert sample_of(model).sampling.temperature == 0.0
     assert sample_of(model, fallback_temperature=0.5, ignore_generation_config=True).sampling.temperature == 0.5
     assert model.defaults.told.get("temperature", 0.5) == temperature
 
 
-def test_the_context_bounds_the_default(model: Model) -> None:
+def test_the_context_bounds_the_default(model: ServedModel) -> None:
     found = sample_of(replace(model, defaults=GenerationDefaults(max_new_tokens=10**6)))
     assert found.max_tokens == sample_of(model).max_tokens
 
 
-def test_orchestrators_with_other_defaults_tell_another_text_fingerprint(model: Model) -> None:
+def test_orchestrators_with_other_defaults_tell_another_text_fingerprint(model: ServedModel) -> None:
     assert replace(model, defaults=SOME).text_fingerprint != model.text_fingerprint

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from specdec.engine.model_directory import ModelDirectory
 from tests.models import make
 
@@ -44,7 +44,9 @@ def another_end(directory: Path) -> None:
 
 def test_a_copy_has_the_same_fingerprint(source: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(source, tmp_path / "another-name")
-    assert Model.of(ModelDirectory(source)).text_fingerprint == Model.of(ModelDirectory(copy)).text_fingerprint
+    assert (
+        ServedModel.of(ModelDirectory(source)).text_fingerprint == ServedModel.of(ModelDirectory(copy)).text_fingerprint
+    )
 
 
 @pytest.mark.parametrize("change", [normalised, another_begin, another_template, another_end])
@@ -52,6 +54,6 @@ def test_what_else_a_request_depends_on_shows(source: Path, tmp_path: Path, chan
     """Ids and texts are the same in all of them: draft and target may be paired."""
     copy = shutil.copytree(source, tmp_path / "m")
     change(copy)
-    before, after = Model.of(ModelDirectory(source)), Model.of(ModelDirectory(copy))
+    before, after = ServedModel.of(ModelDirectory(source)), ServedModel.of(ModelDirectory(copy))
     assert before.tokenizer_fingerprint == after.tokenizer_fingerprint
     assert before.text_fingerprint != after.text_fingerprint

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.requests.parsing import parse
 from orchestrator.requests.reasoning import Reasoning
 from specdec.engine.model_directory import ModelDirectory
@@ -19,9 +19,9 @@ from tests.reasoning import CLOSE, OPEN, TEMPLATE, reasoning_model
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     root = tmp_path_factory.mktemp("model")
-    return Model.of(ModelDirectory(reasoning_model(make("llama", root / "plain"), root / "reasons")))
+    return ServedModel.of(ModelDirectory(reasoning_model(make("llama", root / "plain"), root / "reasons")))
 
 
 def request_of(turns: Any, arguments: dict[str, Any], **fields: Any) -> generation_pb2.GenerateRequest:
@@ -37,19 +37,19 @@ ASKED = [{"role": "user", "content": "what is </think> or <think>?"}]
     ("arguments", "begun"), [({}, False), ({"opened": True}, True), ({"enable_thinking": False}, None)]
 )
 def test_the_end_of_the_prompt_says_how_an_answer_begins(
-    model: Model, arguments: dict[str, Any], begun: bool | None
+    model: ServedModel, arguments: dict[str, Any], begun: bool | None
 ) -> None:
     """Marks in what others say are no marks."""
     reasoning = parse(request_of(ASKED, arguments), model).samples[0].reasoning
     assert (None if reasoning is None else reasoning.begun) == begun
 
 
-def test_only_chats_are_split(model: Model) -> None:
+def test_only_chats_are_split(model: ServedModel) -> None:
     (sample,) = parse(generation_pb2.GenerateRequest(text="<think>\n"), model).samples
     assert sample.reasoning is None
 
 
-def test_a_grammar_is_about_the_answer(model: Model) -> None:
+def test_a_grammar_is_about_the_answer(model: ServedModel) -> None:
     """Unless the request itself says where it begins."""
     grammar = model_pb2.Grammar(regex="a+")
     for arguments, expected in (
@@ -64,7 +64,7 @@ def test_a_grammar_is_about_the_answer(model: Model) -> None:
         parse(request_of(ASKED, {}, grammar=model_pb2.Grammar(regex="a+", opening_token=5)), model)
 
 
-def test_a_request_may_say_where_its_reasoning_is(model: Model) -> None:
+def test_a_request_may_say_where_its_reasoning_is(model: ServedModel) -> None:
     """Which holds for any prompt, and for its grammar."""
     said = generation_pb2.Reasoning(opening_token=70, closing_token=71, begun=True)
     request = generation_pb2.GenerateRequest(text="abc", reasoning=said, grammar=model_pb2.Grammar(regex="a+"))
@@ -78,7 +78,7 @@ def test_a_request_may_say_where_its_reasoning_is(model: Model) -> None:
         parse(generation_pb2.GenerateRequest(text="abc", reasoning=said), model)
 
 
-def test_the_template_sees_the_reasoning_of_earlier_turns(model: Model) -> None:
+def test_the_template_sees_the_reasoning_of_earlier_turns(model: ServedModel) -> None:
     turns = [*ASKED, {"role": "assistant", "content": "a mark", "reasoning": "hm"}, *ASKED]
     text = model.tokenizer.decode(parse(request_of(turns, {}), model).samples[0].prompt)
     assert "assistant: (hm) a mark" in text
@@ -95,6 +95,6 @@ def test_other_models_have_no_reasoning(tmp_path: Path, without: str) -> None:
     else:
         file = directory / "tokenizer.json"
         file.write_text(file.read_text().replace("</think>", "</thought>"))
-    model = Model.of(ModelDirectory(directory))
+    model = ServedModel.of(ModelDirectory(directory))
     assert model.reasoning_marks is None
     assert parse(request_of(ASKED, {}), model).samples[0].reasoning is None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.requests.parsing import MOST_STOP_STRINGS, MOST_STOP_TOKENS, parse
 from orchestrator.tenants.file import Tenant
 from specdec.engine.model_directory import ModelDirectory
@@ -24,11 +24,11 @@ from tests.text.tokenizers import directory, word_level
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model.of(ModelDirectory(make("llama", tmp_path_factory.mktemp("models") / "m")))
+def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    return ServedModel.of(ModelDirectory(make("llama", tmp_path_factory.mktemp("models") / "m")))
 
 
-def violations(model: Model, **fields: Any) -> list[tuple[str, str]]:
+def violations(model: ServedModel, **fields: Any) -> list[tuple[str, str]]:
     request = generation_pb2.GenerateRequest(**({"tokens": generation_pb2.TokenPrompt(ids=[5])} | fields))
     with pytest.raises(InvalidRequestError) as refused:
         parse(request, model)
@@ -89,14 +89,14 @@ def with_argument(value: str | float) -> generation_pb2.ChatPrompt:
 )
 def test_what_cannot_fit_is_refused_unread(field: str, fields: dict[str, Any]) -> None:
     """By its size, which is told; nothing of it is encoded, rendered or compared."""
-    model = Model("m", Untouched(), "", CONTEXT, VOCABULARY, frozenset())
+    model = ServedModel("m", Untouched(), "", CONTEXT, VOCABULARY, frozenset())
     ((found, problem),) = violations(model, **fields)
     assert found == field
     assert "at most" in problem
     assert len(problem) < 100
 
 
-def test_the_first_of_many_wrong_values_is_named(model: Model) -> None:
+def test_the_first_of_many_wrong_values_is_named(model: ServedModel) -> None:
     """300 of them made an error that gRPC would not carry, and 1 MB of them 13 MB of log."""
     biases = dict.fromkeys(range(300), math.nan)
     ((field, problem),) = violations(model, sampling=sampling(logit_bias=biases))
@@ -109,13 +109,13 @@ def test_the_first_of_many_wrong_values_is_named(model: Model) -> None:
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_an_argument_that_json_does_not_have(model: Model, number: float) -> None:
+def test_an_argument_that_json_does_not_have(model: ServedModel, number: float) -> None:
     ((field, problem),) = violations(model, chat=with_argument(number))
     assert field == "chat"
     assert "template_arguments" in problem
 
 
-def test_whole_numbers_stay_whole(model: Model) -> None:
+def test_whole_numbers_stay_whole(model: ServedModel) -> None:
     """On the wire they are floats; a template would print the point."""
     seen: list[Any] = []
 
@@ -129,27 +129,27 @@ def test_whole_numbers_stay_whole(model: Model) -> None:
 
     chat = turns(1, "x")
     chat.template_arguments.update({"a": 2, "b": [1.5, {"c": 3}], "d": None})
-    own = Model("m", Recording(), "", CONTEXT, VOCABULARY, frozenset())
+    own = ServedModel("m", Recording(), "", CONTEXT, VOCABULARY, frozenset())
     assert parse(generation_pb2.GenerateRequest(chat=chat), own).samples
     assert str(seen[0]["a"]) + str(seen[0]["b"]) == "2[1.5, {'c': 3}]"
 
 
 @pytest.mark.parametrize("penalty", [1e-30, 0.0, -1.0, 0.009, 101.0, math.inf, math.nan])
-def test_a_penalty_that_leaves_nothing_to_choose(model: Model, penalty: float) -> None:
+def test_a_penalty_that_leaves_nothing_to_choose(model: ServedModel, penalty: float) -> None:
     ((field, problem),) = violations(model, sampling=sampling(repetition_penalty=penalty))
     assert field == "sampling.repetition_penalty"
     assert problem.endswith("must be in [0.01, 100]")
 
 
 @pytest.mark.parametrize("penalty", [0.01, 1.0, 100.0])
-def test_a_penalty_at_its_limits(model: Model, penalty: float) -> None:
+def test_a_penalty_at_its_limits(model: ServedModel, penalty: float) -> None:
     request = generation_pb2.GenerateRequest(
         tokens=generation_pb2.TokenPrompt(ids=[5]), sampling=sampling(repetition_penalty=penalty)
     )
     assert parse(request, model).samples
 
 
-def test_as_many_biases_as_may_be(model: Model) -> None:
+def test_as_many_biases_as_may_be(model: ServedModel) -> None:
     assert MAX_BIASES > VOCABULARY
     biases = dict.fromkeys(range(VOCABULARY), 1.0)
     request = generation_pb2.GenerateRequest(
@@ -159,19 +159,19 @@ def test_as_many_biases_as_may_be(model: Model) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"text": "x" * CONTEXT}, {"tokens": generation_pb2.TokenPrompt(ids=[5] * CONTEXT)}])
-def test_a_prompt_that_leaves_no_room(model: Model, fields: dict[str, Any]) -> None:
+def test_a_prompt_that_leaves_no_room(model: ServedModel, fields: dict[str, Any]) -> None:
     ((field, problem),) = violations(model, **fields)
     assert field == "prompt"
     assert problem.endswith(f"tokens, the context of {CONTEXT} leaves no room")
 
 
 @pytest.mark.parametrize("text", ["", "a", "hello world\n" * 20, "é∞😀" * 10, " " * 100])
-def test_no_text_that_fits_is_longer_than_the_longest_tokens(model: Model, text: str) -> None:
+def test_no_text_that_fits_is_longer_than_the_longest_tokens(model: ServedModel, text: str) -> None:
     tokens = model.tokenizer.encode(text)
     assert len(text.encode()) <= len(tokens) * model.tokenizer.longest_token
 
 
-def test_a_text_that_is_far_too_long_is_not_tokenised_as_a_whole(model: Model) -> None:
+def test_a_text_that_is_far_too_long_is_not_tokenised_as_a_whole(model: ServedModel) -> None:
     """As one of 5 million tokens was, which took 2 GB and left most of it taken."""
     tokenizer = Tokenizer(ModelDirectory(Path(DEMO / "target")))
     text = "def main(x): return 1\n" * 100_000
@@ -217,7 +217,7 @@ def test_a_long_text_leaves_the_interpreter_to_others() -> None:
 
 
 @pytest.mark.parametrize(("field", "most"), [("max_candidates", 128), ("max_depth", 128), ("max_branches", 16)])
-def test_more_speculation_than_any_pod_grants_is_refused(model: Model, field: str, most: int) -> None:
+def test_more_speculation_than_any_pod_grants_is_refused(model: ServedModel, field: str, most: int) -> None:
     asked = generation_pb2.Speculation()
     setattr(asked, field, most)
     parse(generation_pb2.GenerateRequest(text="a", speculation=asked), model)
@@ -240,7 +240,7 @@ def test_more_speculation_than_any_pod_grants_is_refused(model: Model, field: st
     ],
 )
 def test_drafts_that_are_not_trusted_influence_no_token(
-    model: Model, rule: Any, fields: dict[str, Any], refused: bool
+    model: ServedModel, rule: Any, fields: dict[str, Any], refused: bool
 ) -> None:
     tokens = generation_pb2.TokenPrompt(ids=[5])
     request = generation_pb2.GenerateRequest(tokens=tokens, rule=f"ACCEPTANCE_RULE_{rule}", **fields)  # type: ignore[arg-type]
@@ -252,7 +252,7 @@ def test_drafts_that_are_not_trusted_influence_no_token(
         parse(request, model, untrusted_drafts=True)
 
 
-def test_the_owner_of_the_key_is_the_tenant(model: Model) -> None:
+def test_the_owner_of_the_key_is_the_tenant(model: ServedModel) -> None:
     owner = Tenant("acme", weight=2.0)
     request = generation_pb2.GenerateRequest(tokens=generation_pb2.TokenPrompt(ids=[5]))
     for named in ("", "acme"):
@@ -270,7 +270,7 @@ def test_a_token_that_the_tokenizer_has_and_the_model_has_not(tmp_path: Path) ->
     """A padding token, say, that was added without a row in the model."""
     added = directory(word_level(), tmp_path / "model", pad_token="[PAD]")
     assert added.tokens["[PAD]"] == added.vocabulary
-    model = Model.of(added)
+    model = ServedModel.of(added)
     assert parse(generation_pb2.GenerateRequest(text="hello world"), model).prompt_tokens == 2
     with pytest.raises(
         InvalidRequestError, match=f"text: has the token {added.vocabulary}, the model has token ids below"

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.requests.parsing import parse
 from orchestrator.requests.reasoning import Reasoning
 from orchestrator.requests.sample import Sample
 from orchestrator.text.sample_text import MAX_SPACE_BEFORE_MARK
-from orchestrator.text.transcript import Transcript
+from orchestrator.text.transcript import SampleTranscript
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.bounded_threads import BoundedThreads
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
@@ -29,18 +29,18 @@ PARTS = st.lists(st.integers(3, VOCABULARY - 1), max_size=30)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     directory: Path = make("llama", tmp_path_factory.mktemp("model") / "m")
-    return Model.of(ModelDirectory(directory))
+    return ServedModel.of(ModelDirectory(directory))
 
 
 @pytest.fixture(scope="module")
-def reasoning(tmp_path_factory: pytest.TempPathFactory) -> Model:
+def reasoning(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     root = tmp_path_factory.mktemp("reasoning")
-    return Model.of(ModelDirectory(reasoning_model(make("llama", root / "plain"), root / "reasons")))
+    return ServedModel.of(ModelDirectory(reasoning_model(make("llama", root / "plain"), root / "reasons")))
 
 
-def sample_of(model: Model, *, begun: bool, **fields: Any) -> Sample:
+def sample_of(model: ServedModel, *, begun: bool, **fields: Any) -> Sample:
     (sample,) = parse(generation_pb2.GenerateRequest(text="abc"), model).samples
     return replace(sample, **{"reasoning": Reasoning(OPEN, CLOSE, begun), **fields})
 
@@ -55,9 +55,9 @@ def commit_of(tokens: list[int], *, last: bool) -> verifier_pb2.Commit:
     )
 
 
-def told(model: Model, sample: Sample, tokens: list[int]) -> generation_pb2.GenerateResponse:
+def told(model: ServedModel, sample: Sample, tokens: list[int]) -> generation_pb2.GenerateResponse:
     """What a client is told of a text whose tokens all come with one commit."""
-    response = Transcript(sample, model, 0.0).take(commit_of(tokens, last=True))
+    response = SampleTranscript(sample, model, 0.0).take(commit_of(tokens, last=True))
     assert response is not None
     assert "".join(response.token_texts) == response.reasoning + response.text
     assert response.reasoning_tokens == response.finish.usage.reasoning_tokens
@@ -65,7 +65,7 @@ def told(model: Model, sample: Sample, tokens: list[int]) -> generation_pb2.Gene
 
 
 @given(begun=st.booleans(), reasoning=PARTS, answer=PARTS)
-def test_it_is_split_at_the_marks(model: Model, begun: bool, reasoning: list[int], answer: list[int]) -> None:
+def test_it_is_split_at_the_marks(model: ServedModel, begun: bool, reasoning: list[int], answer: list[int]) -> None:
     decode = model.tokenizer.decode
     tokens = [*([] if begun else [OPEN]), *reasoning, CLOSE]
     found = told(model, sample_of(model, begun=begun), [*tokens, *answer])
@@ -74,7 +74,7 @@ def test_it_is_split_at_the_marks(model: Model, begun: bool, reasoning: list[int
 
 
 @given(answer=PARTS)
-def test_an_answer_that_a_grammar_is_about_loses_nothing(model: Model, answer: list[int]) -> None:
+def test_an_answer_that_a_grammar_is_about_loses_nothing(model: ServedModel, answer: list[int]) -> None:
     """White space at its beginning may be what the grammar asks for."""
     sample = sample_of(model, begun=True, grammar=model_pb2.Grammar(regex=" yes"))
     space = model.tokenizer.encode(" ", special=False)
@@ -83,7 +83,7 @@ def test_an_answer_that_a_grammar_is_about_loses_nothing(model: Model, answer: l
 
 
 @given(answer=PARTS)
-def test_a_text_that_does_not_begin_with_the_mark_has_no_reasoning(model: Model, answer: list[int]) -> None:
+def test_a_text_that_does_not_begin_with_the_mark_has_no_reasoning(model: ServedModel, answer: list[int]) -> None:
     """Wherever a mark stands in it later."""
     tokens = [70, *answer, OPEN, *answer, CLOSE, 70]
     marked = told(model, sample_of(model, begun=False), tokens)
@@ -91,7 +91,7 @@ def test_a_text_that_does_not_begin_with_the_mark_has_no_reasoning(model: Model,
     assert marked.reasoning_tokens == 0
 
 
-def test_stop_strings_end_the_answer_alone(model: Model) -> None:
+def test_stop_strings_end_the_answer_alone(model: ServedModel) -> None:
     b, c = model.tokenizer.encode("bc", special=False)
     found = told(model, sample_of(model, begun=True, stop=("bc",)), [b, c, CLOSE, c, b, c, b])
     assert (found.reasoning, found.text, found.finish.stop) == ("bc", "c", "bc")
@@ -99,7 +99,7 @@ def test_stop_strings_end_the_answer_alone(model: Model) -> None:
 
 
 @pytest.mark.parametrize("last", [END, 70])
-def test_reasoning_that_never_ends_is_no_answer(model: Model, last: int) -> None:
+def test_reasoning_that_never_ends_is_no_answer(model: ServedModel, last: int) -> None:
     """What is held back at the end, and the end token, belong to it as well."""
     thought = model.tokenizer.encode("so be it", special=False)
     half = model.tokenizer.encode("\U0001f600", special=False)[:1]
@@ -109,13 +109,13 @@ def test_reasoning_that_never_ends_is_no_answer(model: Model, last: int) -> None
     assert found.reasoning_tokens == len(tokens)
 
 
-def test_a_resumed_text_is_split_where_it_would_have_been(model: Model) -> None:
+def test_a_resumed_text_is_split_where_it_would_have_been(model: ServedModel) -> None:
     thought, answer = (model.tokenizer.encode(text, special=False) for text in ("hm, well", "yes or no"))
     tokens = [OPEN, *thought, CLOSE, *answer]
     whole = told(model, sample_of(model, begun=False), tokens)
     for cut in range(1, len(tokens)):
-        first = Transcript(sample_of(model, begun=False), model, 0.0).take(commit_of(tokens[:cut], last=False))
-        resumed = Transcript(sample_of(model, begun=False, generated=tokens[:cut]), model, 0.0)
+        first = SampleTranscript(sample_of(model, begun=False), model, 0.0).take(commit_of(tokens[:cut], last=False))
+        resumed = SampleTranscript(sample_of(model, begun=False, generated=tokens[:cut]), model, 0.0)
         asyncio.run(resumed.resume(BoundedThreads("resumed texts", 1, 1)))
         rest = resumed.take(commit_of(tokens[cut:], last=True))
         assert first is not None
@@ -125,9 +125,9 @@ def test_a_resumed_text_is_split_where_it_would_have_been(model: Model) -> None:
         assert rest.finish.usage.reasoning_tokens == 2 + len(thought)
 
 
-def in_pieces(model: Model, sample: Sample, tokens: list[int]) -> list[generation_pb2.GenerateResponse]:
+def in_pieces(model: ServedModel, sample: Sample, tokens: list[int]) -> list[generation_pb2.GenerateResponse]:
     """What a client is told of a text whose tokens come one by one, until it ends."""
-    transcript = Transcript(sample, model, 0.0)
+    transcript = SampleTranscript(sample, model, 0.0)
     told = []
     for count, token in enumerate(tokens, 1):
         response = transcript.take(commit_of([token], last=count == len(tokens)))
@@ -140,7 +140,7 @@ def in_pieces(model: Model, sample: Sample, tokens: list[int]) -> list[generatio
 
 @given(space=st.text(" \n", max_size=MAX_SPACE_BEFORE_MARK), reasoning=PARTS, answer=PARTS)
 def test_reasoning_may_begin_after_white_space(
-    model: Model, space: str, reasoning: list[int], answer: list[int]
+    model: ServedModel, space: str, reasoning: list[int], answer: list[int]
 ) -> None:
     """Models write a line break before the mark; it belongs to the reasoning, however its tokens come."""
     before = [token for character in space for token in model.tokenizer.encode(character, special=False)]
@@ -160,7 +160,7 @@ def test_reasoning_may_begin_after_white_space(
 
 
 @pytest.mark.parametrize("tokens", ["  x", "\n" * (MAX_SPACE_BEFORE_MARK + 1) + "x", "\n\n"])
-def test_white_space_that_no_mark_follows_is_the_answers(model: Model, tokens: str) -> None:
+def test_white_space_that_no_mark_follows_is_the_answers(model: ServedModel, tokens: str) -> None:
     """So is a mark after more of it than any model writes."""
     text = [token for character in tokens for token in model.tokenizer.encode(character, special=False)]
     for behind in ([], [OPEN, *text]):
@@ -171,14 +171,14 @@ def test_white_space_that_no_mark_follows_is_the_answers(model: Model, tokens: s
         assert not any(each.reasoning_tokens for each in parts)
 
 
-def test_a_stop_string_of_white_space_ends_the_text_at_its_token(model: Model) -> None:
+def test_a_stop_string_of_white_space_ends_the_text_at_its_token(model: ServedModel) -> None:
     space, x = model.tokenizer.encode(" x", special=False)
     parts = in_pieces(model, sample_of(model, begun=False, stop=(" ",)), [space, x, x])
     assert [list(each.tokens) for each in parts] == [[space]]
     assert parts[0].finish.stop == " "
 
 
-def test_under_a_grammar_the_mark_is_the_first_token(model: Model) -> None:
+def test_under_a_grammar_the_mark_is_the_first_token(model: ServedModel) -> None:
     """The grammar holds from the first token that is not the mark."""
     space, x = model.tokenizer.encode(" x", special=False)
     sample = sample_of(model, begun=False, grammar=model_pb2.Grammar(regex=" x"))
@@ -189,18 +189,18 @@ def test_under_a_grammar_the_mark_is_the_first_token(model: Model) -> None:
 # --- stop strings that are tokens ------------------------------------------------------------------------
 
 
-def asked(model: Model, stop: list[str], **fields: Any) -> Sample:
+def asked(model: ServedModel, stop: list[str], **fields: Any) -> Sample:
     (sample,) = parse(generation_pb2.GenerateRequest(text="abc", stop=stop, **fields), model).samples
     return sample
 
 
-def test_a_stop_string_that_is_a_special_token_is_an_end_token(model: Model) -> None:
+def test_a_stop_string_that_is_a_special_token_is_an_end_token(model: ServedModel) -> None:
     sample = asked(model, ["<s>", "b"], ignore_end_token=True)
     assert sample.end_tokens == {1}
     a, b = model.tokenizer.encode("ab", special=False)
     commit = commit_of([a, a, 1], last=True)
     commit.finish_reason = model_pb2.FINISH_REASON_STOP
-    ended = Transcript(sample, model, 0.0).take(commit)
+    ended = SampleTranscript(sample, model, 0.0).take(commit)
     assert ended is not None
     assert (ended.text, ended.finish.stop, len(ended.tokens)) == ("aa", "<s>", 3)
     found = told(model, sample, [a, b, a])
@@ -208,7 +208,7 @@ def test_a_stop_string_that_is_a_special_token_is_an_end_token(model: Model) -> 
 
 
 @pytest.mark.parametrize("stop", ["<think>", "</think>"])
-def test_a_stop_string_may_be_a_mark_of_reasoning(reasoning: Model, stop: str) -> None:
+def test_a_stop_string_may_be_a_mark_of_reasoning(reasoning: ServedModel, stop: str) -> None:
     """Texts do not show it either; it ends them wherever it stands."""
     chat = generation_pb2.ChatPrompt(messages=[generation_pb2.ChatMessage(role="user", content="what?")])
     (sample,) = parse(generation_pb2.GenerateRequest(chat=chat, stop=[stop]), reasoning).samples
@@ -218,13 +218,13 @@ def test_a_stop_string_may_be_a_mark_of_reasoning(reasoning: Model, stop: str) -
     tokens = [OPEN] if mark == OPEN else [OPEN, *thought, CLOSE]
     commit = commit_of(tokens, last=True)
     commit.finish_reason = model_pb2.FINISH_REASON_STOP
-    found = Transcript(sample, reasoning, 0.0).take(commit)
+    found = SampleTranscript(sample, reasoning, 0.0).take(commit)
     assert found is not None
     assert (found.finish.stop, found.reasoning, found.text) == (stop, "so" if mark == CLOSE else "", "")
     assert found.finish.usage.reasoning_tokens == len(tokens) - (mark == OPEN)
 
 
-def test_a_stop_string_may_contain_the_closing_mark(reasoning: Model) -> None:
+def test_a_stop_string_may_contain_the_closing_mark(reasoning: ServedModel) -> None:
     """From the mark on, the answer is searched as it was written, white space included that it does not show."""
     sample = sample_of(reasoning, begun=True, stop=("</think>\n\nyes",))
     text = reasoning.tokenizer.encode("\n\nyes, sir", special=False)

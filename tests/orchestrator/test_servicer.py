@@ -12,7 +12,7 @@ import pytest
 from orchestrator.models.catalog import Catalog
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.servicer import LONG_BYTES, MAX_WAITING_LONG, GenerationServicer
 from specdec.text.tokenizer import Tokenizer, TooManyTokensError
 from specdec.v2 import generation_pb2, generation_pb2_grpc
@@ -37,7 +37,7 @@ class Blocked(Tokenizer):
 
 async def test_long_prompts_wait_for_each_other_and_only_so_many() -> None:
     tokenizer = Blocked()
-    model = Model("m", tokenizer, "", 256, 320, frozenset())
+    model = ServedModel("m", tokenizer, "", 256, 320, frozenset())
     servicer = GenerationServicer(Catalog.of(model, Peers(Pods())))
     async with (
         served(servicer) as (address, _),

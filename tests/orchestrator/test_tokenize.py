@@ -17,7 +17,7 @@ from demo.train import HOME
 from orchestrator.models.catalog import Catalog
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.servicer import GenerationServicer
 from specdec.client import AsyncClient, InvalidRequest, NotFound, Piece
 from specdec.engine.model_directory import ModelDirectory
@@ -25,7 +25,7 @@ from specdec.text.token_bytes import ALPHABET, TokenBytes
 from specdec.v2 import generation_pb2, generation_pb2_grpc
 from tests.stack import served
 
-MODEL = Model.of(ModelDirectory(HOME / "target"))
+MODEL = ServedModel.of(ModelDirectory(HOME / "target"))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.requests.tool_grammar import tool_grammar
 from orchestrator.requests.tools import tool_violations
 from specdec.client.tool_calls import ToolCall, ToolCallReader
@@ -47,14 +47,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def model_of(source: Path, directory: Path, template: str) -> Model:
+def model_of(source: Path, directory: Path, template: str) -> ServedModel:
     found = model_with(source, directory, {"chat_template.jinja": template})
-    assert isinstance(found, Model), found
+    assert isinstance(found, ServedModel), found
     return found
 
 
 @pytest.fixture(params=list(TEMPLATES), ids=lambda each: each.name)
-def model(request: pytest.FixtureRequest, source: Path, tmp_path: Path) -> Model:
+def model(request: pytest.FixtureRequest, source: Path, tmp_path: Path) -> ServedModel:
     return model_of(source, tmp_path / "m", TEMPLATES[request.param])
 
 
@@ -66,7 +66,7 @@ def chat(schemas: dict[str, dict[str, Any]] = SCHEMAS, **fields: Any) -> generat
 class Follower:
     """Follows the grammar of a conversation, token by token."""
 
-    def __init__(self, model: Model, directory: Path, asked: generation_pb2.ChatPrompt) -> None:
+    def __init__(self, model: ServedModel, directory: Path, asked: generation_pb2.ChatPrompt) -> None:
         assert tool_violations(asked, model) == []
         grammar = tool_grammar(asked, model)
         assert grammar is not None
@@ -103,7 +103,7 @@ def test_every_format_has_a_template() -> None:
     assert {each.name for each in TEMPLATES} == set(FORMATS)
 
 
-def test_a_forced_call_is_as_the_template_writes_it(model: Model, tmp_path: Path) -> None:
+def test_a_forced_call_is_as_the_template_writes_it(model: ServedModel, tmp_path: Path) -> None:
     tool_format = model.tool_format
     assert tool_format is not None
     follower = Follower(model, tmp_path / "m", chat(tool_required=True))
@@ -118,7 +118,7 @@ def test_a_forced_call_is_as_the_template_writes_it(model: Model, tmp_path: Path
     assert not named.takes(written(tool_format, CALLS))
 
 
-def test_what_the_grammar_allows_is_read_and_fits(model: Model, tmp_path: Path) -> None:
+def test_what_the_grammar_allows_is_read_and_fits(model: ServedModel, tmp_path: Path) -> None:
     assert model.tool_format is not None
     follower = Follower(model, tmp_path / "m", chat(tool_required=True))
     for seed in range(20):
@@ -158,7 +158,7 @@ def test_marks_that_are_special_tokens_are_forced_by_their_ids(source: Path, tmp
     file = tmp_path / "m" / "tokenizer.json"
     text = file.read_text().replace('"<pad>"', '"[TOOL_CALLS]"').replace('"<s>"', '"[ARGS]"')
     file.write_text(text.replace('"</s>"', '"[CALL_ID]"'))
-    model = Model.of(ModelDirectory(tmp_path / "m"))
+    model = ServedModel.of(ModelDirectory(tmp_path / "m"))
     assert model.tool_tokens == {"[TOOL_CALLS]": 0, "[ARGS]": 1, "[CALL_ID]": 2}
     follower = Follower(model, tmp_path / "m", chat(tool_required=True))
     call = "[TOOL_CALLS]time{}[ARGS]{{}}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from specdec.client.tool_formats import GRANITE, HERMES, LLAMA, MISTRAL_ARGS, ToolFormat
 from tests.models import make
 from tests.text.conversations import model_with
@@ -25,7 +25,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def found(source: Path, directory: Path, **templates: str) -> ToolFormat | None:
     model = model_with(source, directory, {}, chat_template=templates)
-    assert isinstance(model, Model), model
+    assert isinstance(model, ServedModel), model
     return model.tool_format
 
 

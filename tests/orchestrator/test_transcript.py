@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.requests.parsing import parse
-from orchestrator.text.transcript import Transcript
+from orchestrator.text.transcript import SampleTranscript
 from specdec.engine.model_directory import ModelDirectory
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
 from tests.models import make
 
 
 def test_tokens_of_logprobs_are_spelt_whatever_the_verifier_says(tmp_path: Path) -> None:
-    model = Model.of(ModelDirectory(make("llama", tmp_path / "m")))
+    model = ServedModel.of(ModelDirectory(make("llama", tmp_path / "m")))
     request = parse(generation_pb2.GenerateRequest(text="abc", logprobs=2), model)
-    transcript = Transcript(replace(request.samples[0]), model, 0.0)
+    transcript = SampleTranscript(replace(request.samples[0]), model, 0.0)
     tokens = model.tokenizer.encode("hey", special=False)
     commit = verifier_pb2.Commit(
         committed=model_pb2.Committed(tokens=tokens),

@@ -19,7 +19,7 @@ import pytest
 from orchestrator.models.catalog import Catalog
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.servicer import GenerationServicer
 from specdec.engine.distributed.ranks import LOST, PLACE
 from specdec.engine.model_directory import ModelDirectory
@@ -51,7 +51,7 @@ async def serving(target: Path, logs: Path) -> AsyncIterator[tuple[Launched, Any
     with launched(2, logs, module, "verifier_service", "--model", str(target), *FEW) as ranks:
         ready = await asyncio.to_thread(ranks.until_said, 0, "ready ")
         peers = Peers(Pods([ready.removeprefix("ready ")]), None, failover_seconds=1.0)
-        service = GenerationServicer(Catalog.of(Model.of(ModelDirectory(target)), peers))
+        service = GenerationServicer(Catalog.of(ServedModel.of(ModelDirectory(target)), peers))
         async with served(service) as (address, _), grpc.aio.insecure_channel(address) as channel:
             yield ranks, generation_pb2_grpc.GenerationServiceStub(channel)
 

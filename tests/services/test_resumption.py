@@ -16,7 +16,7 @@ import pytest
 from orchestrator.models.catalog import Catalog
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.servicer import GenerationServicer
 from specdec.client import AsyncClient, Chunk, PromptChanged
 from specdec.engine.model_directory import ModelDirectory
@@ -34,7 +34,7 @@ OPTIONS: dict[str, Any] = {"max_tokens": 60, "temperature": 0.8, "seed": 3}
 def orchestrator(services: Stack, directory: Path, clock: datetime) -> Pod:
     """An orchestrator of its own for the verifiers of a stack, at which it is always this time."""
     peers = Peers(Pods(pod.address for pod in services.verifiers))
-    return Pod(GenerationServicer(Catalog.of(Model.of(ModelDirectory(directory)), peers), clock=lambda: clock))
+    return Pod(GenerationServicer(Catalog.of(ServedModel.of(ModelDirectory(directory)), peers), clock=lambda: clock))
 
 
 def copy_of(directory: Path, to: Path, template: str, **generation: Any) -> Path:

@@ -20,7 +20,7 @@ from orchestrator.models.catalog import Catalog
 from orchestrator.models.grammar_check import GrammarCheck
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.servicer import GenerationServicer
 from specdec.client import AsyncClient, Completion, Finish, InvalidRequest
 from specdec.engine.model_directory import ModelDirectory
@@ -65,7 +65,7 @@ class Served:
             patience_seconds=0.05,
             failover_seconds=failover_seconds,
         )
-        catalog = Catalog.of(Model.of(ModelDirectory(self.target)), peers, GrammarCheck(self.target))
+        catalog = Catalog.of(ServedModel.of(ModelDirectory(self.target)), peers, GrammarCheck(self.target))
         async with served(GenerationServicer(catalog)) as (address, _), AsyncClient(address, timeout=300) as client:
             yield client
 

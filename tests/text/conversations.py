@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.requests.tools import tool_violations, tools_for_template, turns_for_template
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.text.tokenizer import ChatTemplateError
@@ -113,7 +113,7 @@ def _openai_turn(turn: Turn) -> Turn:
     return others | ({"tool_calls": calls} if calls else {})
 
 
-def model_with(source: Path, directory: Path, files: Mapping[str, str], **settings: Any) -> Model | Refused:
+def model_with(source: Path, directory: Path, files: Mapping[str, str], **settings: Any) -> ServedModel | Refused:
     """Return a model like `source` whose template is in these files, and what its tokenizer_config.json says."""
     shutil.copytree(source, directory, ignore=lambda *_: ["tokenizer_config.json"])
     (directory / "tokenizer_config.json").write_text(json.dumps(SPECIAL | settings))
@@ -121,7 +121,7 @@ def model_with(source: Path, directory: Path, files: Mapping[str, str], **settin
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_text(text, encoding="utf-8")
     try:
-        return Model.of(ModelDirectory(directory))
+        return ServedModel.of(ModelDirectory(directory))
     except ModelDirectoryError as error:
         return Refused(error)
 
@@ -140,7 +140,7 @@ def chat_of(conversation: Conversation) -> generation_pb2.ChatPrompt:
     return chat
 
 
-def by_us(model: Model | Refused, conversation: Conversation) -> str:
+def by_us(model: ServedModel | Refused, conversation: Conversation) -> str:
     """Render as a request's conversation is rendered."""
     if isinstance(model, Refused):
         return model

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from specdec.engine.model_directory import ModelDirectory
 from specdec.text.special_tokens import OF_ARCHITECTURE, OF_CLASS, STANDARD
 from specdec.text.tokenizer import ChatTemplateError, Tokenizer
@@ -81,7 +81,7 @@ def test_a_feature_renders_as_in_transformers(source: Path, tmp_path: Path, name
 def test_reasoning_has_each_name_that_a_template_may_read(source: Path, tmp_path: Path) -> None:
     template = EACH + "{{ m | tojson }}{% endfor %}"
     model = model_with(source, tmp_path / "m", {"chat_template.jinja": template})
-    assert isinstance(model, Model)
+    assert isinstance(model, ServedModel)
     for fields in ({"reasoning": "a"}, {"thinking": "a"}, {"reasoning_content": "a", "thinking": "b"}, {"name": None}):
         turn = said("assistant", "x", **fields)
         own = PreTrainedTokenizerFast(tokenizer_object=library(source), chat_template=template)
@@ -91,7 +91,7 @@ def test_reasoning_has_each_name_that_a_template_may_read(source: Path, tmp_path
 
 def test_the_clock_is_the_requests(source: Path, tmp_path: Path) -> None:
     model = model_with(source, tmp_path / "m", {"chat_template.jinja": "{{ strftime_now('%d %b %Y %H:%M %Z') }}"})
-    assert isinstance(model, Model)
+    assert isinstance(model, ServedModel)
     assert model.tokenizer.render([ASKED], NOON) == "29 Feb 2024 12:00 UTC"
 
 
@@ -115,7 +115,7 @@ def test_templates_are_found_where_transformers_finds_them(source: Path, tmp_pat
     files, template = PLACES[place]
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     model = model_with(source, tmp_path / "m", files, **settings)
-    assert isinstance(model, Model), model
+    assert isinstance(model, ServedModel), model
     own = AutoTokenizer.from_pretrained(tmp_path / "m")
     for tools in (None, TOOLS):
         wanted = own.apply_chat_template([ASKED], tools=tools, tokenize=False, add_generation_prompt=True)
@@ -133,7 +133,7 @@ def test_a_processors_template_comes_last(
     source: Path, tmp_path: Path, files: dict[str, str], field: str | None, rendered: str
 ) -> None:
     model = model_with(source, tmp_path / "m", files, chat_template=field)
-    assert isinstance(model, Model)
+    assert isinstance(model, ServedModel)
     assert model.tokenizer.render([ASKED], NOON) == rendered
 
 
@@ -149,7 +149,7 @@ def test_the_template_that_is_rendered_with_tools_shows_in_the_fingerprint(sourc
     found = [
         model_with(source, tmp_path / name, {}, chat_template={"default": "a", "tool_use": name}) for name in ("b", "c")
     ]
-    first, second = (each.text_fingerprint for each in found if isinstance(each, Model))
+    first, second = (each.text_fingerprint for each in found if isinstance(each, ServedModel))
     assert first != second
 
 
@@ -213,6 +213,6 @@ def test_a_template_for_tools_that_cannot_be_compiled_stops_the_start(source: Pa
 
 def test_what_raise_exception_says_is_told(source: Path, tmp_path: Path) -> None:
     model = model_with(source, tmp_path / "m", {"chat_template.jinja": FEATURES["refusal"]})
-    assert isinstance(model, Model)
+    assert isinstance(model, ServedModel)
     with pytest.raises(ChatTemplateError, match="the model's chat template says: only users"):
         model.tokenizer.render([ASKED], NOON)

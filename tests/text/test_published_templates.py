@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from tests.models import make
 from tests.text.conversations import CONVERSATIONS, Refused, RefusedByRule, by_transformers, by_us, model_with
 
@@ -76,5 +76,5 @@ def test_the_tool_format_of_published_templates(tmp_path: Path, name: str, wante
     source = make("llama", tmp_path / "source")
     template = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     model = model_with(source, tmp_path / "m", {"chat_template.jinja": template})
-    assert isinstance(model, Model)
+    assert isinstance(model, ServedModel)
     assert (model.tool_format and model.tool_format.name) == wanted

@@ -17,7 +17,7 @@ from demo.train import HOME
 from orchestrator.models.catalog import Catalog
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
-from orchestrator.requests.model import Model
+from orchestrator.requests.model import ServedModel
 from orchestrator.servicer import GenerationServicer
 from orchestrator.tenants.accounts import Accounts
 from orchestrator.tenants.file import TenantsFile
@@ -28,7 +28,7 @@ from specdec.v2 import generation_pb2, generation_pb2_grpc, trace_pb2, trace_pb2
 from tests.captured_logs import captured_logs
 from tests.stack import served, until
 
-MODEL = Model.of(ModelDirectory(HOME / "target"))
+MODEL = ServedModel.of(ModelDirectory(HOME / "target"))
 ACME, WATCHER = "acme's key", "watcher's key"
 ASK_SECONDS = 0.02
 """Pause between two tries of a key that may not be known yet: a caller that is refused more often is closed."""
