@@ -44,13 +44,13 @@ def metrics(
     """
     found = Families("orchestrator")
 
-    served = {key: each for key, each in stats.items() if any(key)}  # without requests for unknown models
+    served = {key: counts for key, counts in stats.items() if any(key)}  # without requests for unknown models
 
     def by_model(count: Callable[[OrchestratorStats], float]) -> dict[Key, float]:
-        return {key: count(each) for key, each in served.items()}
+        return {key: count(counts) for key, counts in served.items()}
 
     def by_reason(reasons: Callable[[OrchestratorStats], Mapping[str, float]]) -> dict[Key, float]:
-        return {(*key, reason): count for key, each in served.items() for reason, count in reasons(each).items()}
+        return {(*key, reason): count for key, counts in served.items() for reason, count in reasons(counts).items()}
 
     found.process(told.pod, told.serving)
     found.gauges(
@@ -66,84 +66,86 @@ def metrics(
         _shares(told.revisions),
     )
     found.gauges(
-        "num_requests_running", "Requests that are under way.", MODEL, by_model(lambda each: each.running_requests)
+        "num_requests_running", "Requests that are under way.", MODEL, by_model(lambda counts: counts.running_requests)
     )
     found.gauge("num_prompts_waiting", "Prompts that wait to be tokenised.", told.waiting_prompts)
     found.counters(
         "requests",
         "Requests that came, by the class of their tenants.",
         (*MODEL, "tenant_class"),
-        {(*key, name): count for key, each in stats.items() for name, count in each.by_class.items()},
+        {(*key, name): count for key, counts in stats.items() for name, count in counts.by_class.items()},
     )
     found.counters(
         "failed_requests",
         "Requests that ended with an error, by its reason and the class of their tenants.",
         (*MODEL, "reason", "tenant_class"),
         {
-            (*key, reason, name): each.failed[reason, name]
-            for key, each in stats.items()
-            for name in each.by_class
-            for reason in sorted(ERRORS | {reason for reason, _ in each.failed})
+            (*key, reason, name): counts.failed[reason, name]
+            for key, counts in stats.items()
+            for name in counts.by_class
+            for reason in sorted(ERRORS | {reason for reason, _ in counts.failed})
         },
     )
-    found.counters("cancelled_requests", "Requests whose callers left.", MODEL, by_model(lambda each: each.cancelled))
+    found.counters(
+        "cancelled_requests", "Requests whose callers left.", MODEL, by_model(lambda counts: counts.cancelled)
+    )
     found.gauges(
-        "num_samples_running", "Samples that are under way.", MODEL, by_model(lambda each: each.running_samples)
+        "num_samples_running", "Samples that are under way.", MODEL, by_model(lambda counts: counts.running_samples)
     )
     found.counters(
-        "samples", "Samples that are over, however they ended.", MODEL, by_model(lambda each: each.ended_samples)
+        "samples", "Samples that are over, however they ended.", MODEL, by_model(lambda counts: counts.ended_samples)
     )
-    found.counters("prompt_tokens", "Tokens of their prompts.", MODEL, by_model(lambda each: each.prompt_tokens))
+    found.counters("prompt_tokens", "Tokens of their prompts.", MODEL, by_model(lambda counts: counts.prompt_tokens))
     found.counters(
         "prompt_tokens_cached",
         "Tokens of them that a verifier had in memory already.",
         MODEL,
-        by_model(lambda each: each.cached_tokens),
+        by_model(lambda counts: counts.cached_tokens),
     )
     found.counters(
-        "generation_tokens", "Tokens generated in them.", MODEL, by_model(lambda each: each.generated_tokens)
+        "generation_tokens", "Tokens generated in them.", MODEL, by_model(lambda counts: counts.generated_tokens)
     )
     found.counters(
         "request_success",
         "Samples whose texts became complete, by the reason; not those that were late, failed or were cancelled.",
         (*MODEL, "finished_reason"),
-        by_reason(lambda each: {reason: each.finished[reason] for reason in FINISH_REASONS.values()}),
+        by_reason(lambda counts: {reason: counts.finished[reason] for reason in FINISH_REASONS.values()}),
     )
     found.counters(
         "goodput_tokens",
         "Tokens generated in those. Goodput is the rate of this.",
         MODEL,
-        by_model(lambda each: each.finished_tokens),
+        by_model(lambda counts: counts.finished_tokens),
     )
     found.counters(
         "failover_events",
         "Changes of pods under texts, by reason.",
         (*MODEL, "reason"),
-        by_reason(lambda each: dict.fromkeys(get_args(FailoverReason), 0) | dict(each.failover_events)),
+        by_reason(lambda counts: dict.fromkeys(get_args(FailoverReason), 0) | dict(counts.failover_events)),
     )
     found.counters(
         "fallback_seconds",
         "Seconds for which texts have gone on without a draft that they wanted, by reason; 0 where no draft is set up.",
         (*MODEL, "reason"),
-        by_reason(lambda each: dict.fromkeys(FALLBACKS, 0.0) | each.fallback_seconds),
+        by_reason(lambda counts: dict.fromkeys(FALLBACKS, 0.0) | counts.fallback_seconds),
     )
     found.histograms(
         "time_to_first_token_seconds",
         "Seconds from a tokenised prompt to its first token.",
         MODEL,
-        {key: each.first_token for key, each in served.items()},
+        {key: counts.first_token for key, counts in served.items()},
     )
     found.histograms(
         "inter_token_latency_seconds",
         "Seconds from token to token; tokens that came together share theirs.",
         MODEL,
-        {key: each.between_tokens for key, each in served.items()},
+        {key: counts.between_tokens for key, counts in served.items()},
     )
     found.histograms(
         "e2e_request_latency_seconds",
         "Seconds from a tokenised prompt to the end of a sample.",
         MODEL,
-        {key: each.whole for key, each in served.items()},
+        {key: counts.whole for key, counts in served.items()},
     )
     pods: Counter[Key] = Counter({(role, state): 0 for role in ("verifier", "draft") for state in STATES})
     sessions: Counter[Key] = Counter()
@@ -159,11 +161,13 @@ def metrics(
 
 def _shares(revisions: Iterable[generation_pb2.RevisionView]) -> dict[Key, float]:
     """Return the share of each revision of its model's requests, from 0 to 1."""
-    served = [each for each in revisions if not each.leaving]
+    served = [revision for revision in revisions if not revision.leaving]
     totals: defaultdict[str, float] = defaultdict(float)
-    for each in served:
-        totals[each.model] += each.share
-    return {(each.model, each.revision): each.share / (totals[each.model] or 1.0) for each in served}
+    for revision in served:
+        totals[revision.model] += revision.share
+    return {
+        (revision.model, revision.revision): revision.share / (totals[revision.model] or 1.0) for revision in served
+    }
 
 
 def _state(breaker: generation_pb2.BreakerState.ValueType) -> str:

@@ -95,11 +95,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     @property
     def works(self) -> bool:
         """True while some revision is ready."""
-        return any(each.ready for each in self._catalog)
+        return any(revision.ready for revision in self._catalog)
 
     @property
     def needs(self) -> Mapping[str, bool]:
-        return {VERIFIER: any(each.readiness.reaches_verifier for each in self._catalog)}
+        return {VERIFIER: any(revision.readiness.reaches_verifier for revision in self._catalog)}
 
     def register(self, server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
@@ -191,7 +191,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return self._told()
 
     def metrics(self) -> list[Metric]:
-        reached = {each.key: each.readiness.reaches_verifier for each in self._catalog}
+        reached = {revision.key: revision.readiness.reaches_verifier for revision in self._catalog}
         return metrics(self._told(), self._catalog.counts(), reached)
 
     def _told(self) -> generation_pb2.GenerationServiceGetStatsResponse:
@@ -214,12 +214,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             offered_candidates=stats.offered,
             accepted_candidates=stats.accepted,
             failover_events=stats.failover_events,
-            verifiers=[pod_view(pod, each.asked_as) for each in self._catalog.all for pod in each.peers.verifiers],
-            drafts=[pod_view(pod, each.asked_as) for each in self._catalog.all for pod in each.peers.drafts or ()],
+            verifiers=[
+                pod_view(pod, revision.asked_as) for revision in self._catalog.all for pod in revision.peers.verifiers
+            ],
+            drafts=[
+                pod_view(pod, revision.asked_as)
+                for revision in self._catalog.all
+                for pod in revision.peers.drafts or ()
+            ],
             serving=self.works,
             revisions=[
-                *(revision_view(each) for each in self._catalog),
-                *(revision_view(each, leaving=True) for each in self._catalog.leaving),
+                *(revision_view(revision) for revision in self._catalog),
+                *(revision_view(revision, leaving=True) for revision in self._catalog.leaving),
             ],
         )
 
@@ -235,13 +241,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 text_fingerprint=model.text_fingerprint,
                 tool_format="" if model.tool_format is None else model.tool_format.name,
                 reasons=model.reasoning_marks is not None,
-                revisions=[each.name for each in revisions if each.name],
+                revisions=[revision.name for revision in revisions if revision.name],
             )
 
     def _pods(self) -> Iterator[Pod]:
-        for each in self._catalog.all:
-            yield from each.peers.verifiers
-            yield from each.peers.drafts or ()
+        for revision in self._catalog.all:
+            yield from revision.peers.verifiers
+            yield from revision.peers.drafts or ()
 
     def _check_caller(self, method: str, metadata: Metadata) -> None:
         """Require an operator's API key for statistics and traces, and a tenant's for all other calls of this
@@ -317,7 +323,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         several = len(request.samples) > 1
         recorded = [SampleTimeline(timeline, sample if several else None) for sample in request.samples]
         runs = [
-            coalesced(Generation(sample, revision, peers, deadline, each).run())
-            for sample, each in zip(request.samples, recorded, strict=True)
+            coalesced(Generation(sample, revision, peers, deadline, sample_timeline).run())
+            for sample, sample_timeline in zip(request.samples, recorded, strict=True)
         ]
         return runs[0] if len(runs) == 1 else interleaved(runs)

@@ -41,9 +41,9 @@ class Siblings:
     def channels(self) -> list[grpc.aio.Channel]:
         """Return a channel to every other worker seen so far."""
         with contextlib.suppress(OSError):  # without the folder there are no others
-            for each in self._socket.parent.iterdir():
-                if each != self._socket and each not in self._channels:
-                    self._channels[each] = grpc.aio.insecure_channel(_address(each))
+            for socket in self._socket.parent.iterdir():
+                if socket != self._socket and socket not in self._channels:
+                    self._channels[socket] = grpc.aio.insecure_channel(_address(socket))
         return list(self._channels.values())
 
     async def close(self) -> None:

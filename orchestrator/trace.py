@@ -63,7 +63,8 @@ class OrchestratorTraceServicer(TraceServicer):
         if self._siblings is not None:
             asked = (_ask(channel, request) for channel in self._siblings.channels())
             answers = await asyncio.gather(*asked, return_exceptions=True)
-            parts += [each for each in answers if isinstance(each, TracePart)]  # one that has none answers NOT_FOUND
+            # A worker without the request answers NOT_FOUND.
+            parts += [answer for answer in answers if isinstance(answer, TracePart)]
         if unknown is not None and not parts:
             raise unknown
         told = merged(parts)

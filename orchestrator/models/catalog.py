@@ -44,7 +44,7 @@ class Catalog:
         return Catalog([Revision(model, peers, grammars=grammars)])
 
     def __iter__(self) -> Iterator[Revision]:
-        return (each for revisions in self._models.values() for each in revisions)
+        return (revision for revisions in self._models.values() for revision in revisions)
 
     @property
     def models(self) -> Mapping[str, list[Revision]]:
@@ -64,7 +64,7 @@ class Catalog:
     @property
     def max_request_bytes(self) -> int:
         """Bytes of the longest valid request."""
-        return max(each.model.most_request for each in self)
+        return max(revision.model.most_request for revision in self)
 
     def counts(self) -> dict[tuple[str, str], OrchestratorStats]:
         """Return the counts of all requests, by the names of model and revision. Former revisions are included: a
@@ -73,23 +73,23 @@ class Catalog:
 
     async def start(self) -> None:
         """Start looking for verifiers."""
-        await asyncio.gather(*(each.start() for each in self))
+        await asyncio.gather(*(revision.start() for revision in self))
 
     async def close(self) -> None:
         """Free all resources; called after the last session."""
         for task in self._leaving.values():
             task.cancel()
         await asyncio.gather(*self._leaving.values(), return_exceptions=True)
-        await asyncio.gather(*(each.close() for each in self.all))
+        await asyncio.gather(*(revision.close() for revision in self.all))
 
     def become(self, revisions: Iterable[Revision]) -> None:
         """Replace the served revisions. Running requests of removed revisions continue."""
         before = set(self)
         self._models = {}
-        for each in revisions:
-            self._models.setdefault(each.model.name, []).append(each)
-            if each not in before:
-                self._counts[each.key].append(each.stats)
+        for revision in revisions:
+            self._models.setdefault(revision.model.name, []).append(revision)
+            if revision not in before:
+                self._counts[revision.key].append(revision.stats)
         for gone in before - set(self):
             self._leaving[gone] = asyncio.create_task(self._leave(gone))
 
@@ -104,7 +104,11 @@ class Catalog:
         revisions = self._of_model(request.model)
         if len(revisions) == 1:
             return revisions[0]
-        begun = [each for each in revisions if request.model_fingerprint and each.serves(request.model_fingerprint)]
+        begun = [
+            revision
+            for revision in revisions
+            if request.model_fingerprint and revision.serves(request.model_fingerprint)
+        ]
         return begun[0] if begun else choose(revisions, point_of(request))
 
     def main(self, model: str) -> Revision:
@@ -117,13 +121,13 @@ class Catalog:
         name, _, revision = asked.rpartition(SEPARATOR)
         if asked in self._models or name not in self._models:
             return None
-        for each in self._models[name]:
-            if each.name == revision:
-                return each
+        for known in self._models[name]:
+            if known.name == revision:
+                return known
         if (name, revision) in self.missing:
             raise _cannot_be_read(asked)
         raise UnknownModelError(
-            f"model: is {echo(asked)}, served here is {_listed(each.asked_as or name for each in self._models[name])}"
+            f"model: is {echo(asked)}, served here is {_listed(known.asked_as or name for known in self._models[name])}"
         )
 
     def _of_model(self, asked: str) -> list[Revision]:
@@ -133,7 +137,7 @@ class Catalog:
         if not asked and len(models) > 1:
             raise InvalidRequestError([("model", f"is empty, must be one of {_listed(sorted(models))}")])
         found = self._models.get(asked, []) if asked else next(iter(self._models.values()))
-        without_share = asked in missing and not any(each.share for each in found)
+        without_share = asked in missing and not any(revision.share for revision in found)
         if without_share or (not found and asked in map(SEPARATOR.join, self.missing)):
             raise _cannot_be_read(asked)
         if not found:
@@ -156,7 +160,7 @@ def _cannot_be_read(asked: str) -> PeerLostError:
 
 def largest(revisions: Iterable[Revision]) -> Revision:
     """Return the revision with the largest share."""
-    return max(revisions, key=lambda each: each.share)
+    return max(revisions, key=lambda revision: revision.share)
 
 
 def _listed(names: Iterable[str]) -> str:

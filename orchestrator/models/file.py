@@ -72,7 +72,7 @@ class RevisionEntry:
         return f"{self.model}{SEPARATOR}{self.revision}" if self.revision else self.model
 
 
-KEYS = tuple(each.name for each in fields(RevisionEntry) if each.name not in ("model", "revision"))
+KEYS = tuple(attribute.name for attribute in fields(RevisionEntry) if attribute.name not in ("model", "revision"))
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class ModelsFile:
             named = {entry.directory for entry in self.entries()}
         except ModelsFileError:
             named = set()
-        return sum((_directory_version(each) for each in sorted(named)), version_of(self.path))
+        return sum((_directory_version(directory) for directory in sorted(named)), version_of(self.path))
 
     def read(self) -> tuple[LoadedRevision, ...]:
         """Read the file and its new or changed directories; ModelsFileError if the file or a directory cannot be used
@@ -134,8 +134,8 @@ class ModelsFile:
             loaded.append(LoadedRevision(entry, model))
         if problems and not loaded:
             raise next(iter(problems.values()))
-        for each in problems.values():
-            log.error("revision_left_out", why=str(each))
+        for problem in problems.values():
+            log.error("revision_left_out", why=str(problem))
         self._loaded = used
         self.missing, self.left_out = tuple(problems), "; ".join(map(str, problems.values()))
         return tuple(loaded)
@@ -162,7 +162,7 @@ def _directory_version(directory: Path) -> Version:
     """Return the version of the files an orchestrator reads from a model directory; empty if the directory is
     unreadable."""
     try:
-        return version_of(*sorted(each for each in directory.iterdir() if each.suffix in READ))
+        return version_of(*sorted(file for file in directory.iterdir() if file.suffix in READ))
     except OSError:
         return ()
 
@@ -190,7 +190,7 @@ def _revisions(name: Any, entry: Any) -> Iterator[RevisionEntry]:
             found.append(_revision(name, revision, values, alone=len(revisions) == 1))
         except ValueError as error:
             raise ValueError(f"revisions.{revision}: {error}") from None
-    if not any(each.share for each in found):
+    if not any(revision.share for revision in found):
         raise ValueError("revisions: all have a share of 0, at least one must have more")
     yield from found
 

@@ -62,29 +62,31 @@ class FollowedCatalog(Catalog):
     async def _take(self, loaded: tuple[LoadedRevision, ...]) -> None:
         """Serve these revisions. A revision keeps its pods if its model is unchanged; with a new model it counts as a
         new one."""
-        before = {each.key: each for each in self}
+        before = {revision.key: revision for revision in self}
         served: list[tuple[Revision, LoadedRevision]] = []
         new: list[tuple[Revision, LoadedRevision]] = []
-        for each in loaded:
-            revision = before.get((each.entry.model, each.entry.revision))
-            if revision is None or revision.model is not each.model:
-                revision = Revision.of(each, self._settings)
-                new.append((revision, each))
-            served.append((revision, each))
+        for source in loaded:
+            revision = before.get((source.entry.model, source.entry.revision))
+            if revision is None or revision.model is not source.model:
+                revision = Revision.of(source, self._settings)
+                new.append((revision, source))
+            served.append((revision, source))
         try:
             async with asyncio.TaskGroup() as beginning:  # waits for all of them, even if one fails
-                for revision, each in new:
-                    beginning.create_task(_begin(revision, each))
+                for revision, source in new:
+                    beginning.create_task(_begin(revision, source))
         except BaseException:
             await asyncio.gather(*(revision.close() for revision, _ in new))
             raise
         # Without an await in between, so that every request sees either the old shares or the new ones.
-        for revision, each in served:
-            revision.share = each.entry.share
-        self.missing = [(each.model, each.revision) for each in self._file.missing]
+        for revision, source in served:
+            revision.share = source.entry.share
+        self.missing = [(entry.model, entry.revision) for entry in self._file.missing]
         self.become(revision for revision, _ in served)
         log.info("models_served", shares={revision.asked_as: revision.share for revision, _ in served})
-        await asyncio.gather(*(revision.look(each.entry) for revision, each in served if (revision, each) not in new))
+        await asyncio.gather(
+            *(revision.look(source.entry) for revision, source in served if (revision, source) not in new)
+        )
 
 
 async def _begin(revision: Revision, loaded: LoadedRevision) -> None:

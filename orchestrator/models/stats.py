@@ -54,9 +54,9 @@ class OrchestratorStats:
     def summed(cls, all: Iterable[Self]) -> Self:
         """Return the sums over all of them."""
         found = cls()
-        for each in all:
+        for stats in all:
             for name in (one.name for one in fields(cls)):
-                match getattr(found, name), getattr(each, name):
+                match getattr(found, name), getattr(stats, name):
                     case dict() as sums, more:
                         for key, count in more.items():
                             sums[key] += count

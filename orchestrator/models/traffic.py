@@ -66,7 +66,7 @@ def _ends(request: generation_pb2.GenerateRequest) -> bytes:
 def choose(revisions: Sequence[Chosen], point: float) -> Chosen:
     """Return the revision at a point of [0, 1), divided among them in proportion to their shares. A revision is skipped
     while it is not ready, unless none is; at least one must have a share."""
-    left = [each for each in revisions if each.share > 0]
+    left = [revision for revision in revisions if revision.share > 0]
     first = chosen = _at(left, point)
     while not chosen.ready and len(left) > 1:
         left.remove(chosen)
@@ -75,9 +75,9 @@ def choose(revisions: Sequence[Chosen], point: float) -> Chosen:
 
 
 def _at(revisions: Sequence[Chosen], point: float) -> Chosen:
-    wanted = point * sum(each.share for each in revisions)
-    for each in revisions[:-1]:
-        wanted -= each.share
+    wanted = point * sum(revision.share for revision in revisions)
+    for revision in revisions[:-1]:
+        wanted -= revision.share
         if wanted < 0:
-            return each
+            return revision
     return revisions[-1]

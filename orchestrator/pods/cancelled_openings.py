@@ -72,6 +72,6 @@ class CancelledOpenings:
 
     def _others(self, tenant: str, now: float) -> bool:
         """Return True if other tenants are present."""
-        return any(each != tenant for each in self._sessions) or any(
-            each != tenant and at >= now - PRESENT_SECONDS for each, at in self._seen.items()
+        return any(other != tenant for other in self._sessions) or any(
+            other != tenant and at >= now - PRESENT_SECONDS for other, at in self._seen.items()
         )

@@ -88,9 +88,9 @@ def _whole(value: Any) -> Any:
     """Return a JSON value with integral floats as ints: protobuf's Struct has floats only."""
     match value:
         case dict():
-            return {name: _whole(each) for name, each in value.items()}
+            return {name: _whole(item) for name, item in value.items()}
         case list():
-            return [_whole(each) for each in value]
+            return [_whole(item) for item in value]
         case float() if value.is_integer():
             return int(value)
         case _:

@@ -28,7 +28,7 @@ def tokenize(message: generation_pb2.TokenizeRequest, model: ServedModel) -> gen
     pieces = [model.tokenizer.piece(token) for token in ids] if message.pieces else []
     return generation_pb2.TokenizeResponse(
         ids=ids,
-        pieces=[generation_pb2.TokenPiece(text=each.decode(errors="replace"), bytes=each) for each in pieces],
+        pieces=[generation_pb2.TokenPiece(text=piece.decode(errors="replace"), bytes=piece) for piece in pieces],
         count=len(ids),
         context_tokens=model.context,
     )

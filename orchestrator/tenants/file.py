@@ -49,7 +49,9 @@ class Tenant:
 
 
 LIMITS = ("max_concurrent_requests", "requests_per_minute", "tokens_per_minute")
-SPELLED = {each.name: "class" if each.name == "tenant_class" else each.name for each in fields(Tenant)}
+SPELLED = {
+    attribute.name: "class" if attribute.name == "tenant_class" else attribute.name for attribute in fields(Tenant)
+}
 """Attribute of `Tenant` to entry of the file."""
 
 Tenants = Mapping[str, Tenant]
@@ -109,10 +111,10 @@ def _tenant(name: Any, entry: Any) -> Tenant:
     keys = given.get("api_keys")
     if not isinstance(keys, list) or not keys:
         raise ValueError("api_keys: should be a list of at least one hash")
-    for index, each in enumerate(keys):
-        if not isinstance(each, str) or not HASH.fullmatch(each):  # may be a plain key: do not repeat it in the error
+    for index, key in enumerate(keys):
+        if not isinstance(key, str) or not HASH.fullmatch(key):  # may be a plain key: do not repeat it in the error
             raise ValueError(f"api_keys[{index}]: should be sha256: and 64 hex digits, as `specdec api-key` prints")
-        if each in keys[:index]:
+        if key in keys[:index]:
             raise ValueError(f"api_keys[{index}]: is given twice")
     given["api_keys"] = tuple(keys)
     for limit in LIMITS:

@@ -96,12 +96,12 @@ class CommitCheck:
                 f"it has log-probabilities of {len(commit.logprobs)} tokens for {len(commit.committed.tokens)} tokens"
             )
         best = min(wanted or 0, vocabulary)
-        for each in commit.logprobs:
-            if len(each.top_tokens) != best or len(each.top_logprobs) != best:
-                return f"it has log-probabilities of {len(each.top_tokens)} top tokens, {best} were asked for"
-            numbers = (each.chosen, *each.top_logprobs)
-            if max(each.top_tokens, default=0) >= vocabulary or not all(number <= ROUNDING for number in numbers):
-                return f"it has log-probabilities {numbers} of tokens {list(each.top_tokens)}"
+        for logprobs in commit.logprobs:
+            if len(logprobs.top_tokens) != best or len(logprobs.top_logprobs) != best:
+                return f"it has log-probabilities of {len(logprobs.top_tokens)} top tokens, {best} were asked for"
+            numbers = (logprobs.chosen, *logprobs.top_logprobs)
+            if max(logprobs.top_tokens, default=0) >= vocabulary or not all(number <= ROUNDING for number in numbers):
+                return f"it has log-probabilities {numbers} of tokens {list(logprobs.top_tokens)}"
         return ""
 
     def _wrong_figures(self, commit: verifier_pb2.Commit, _: int) -> str:

@@ -157,9 +157,9 @@ class SampleTranscript:
 
     def _spell_logprobs(self, tokens: list[int], logprobs: Iterable[verifier_pb2.TokenLogprobs]) -> None:
         """Enter the bytes of the tokens into their log-probabilities."""
-        for token, each in zip(tokens, logprobs, strict=True):
-            each.chosen_bytes = self._piece(token)
-            each.top_bytes[:] = [self._piece(best) for best in each.top_tokens]
+        for token, token_logprobs in zip(tokens, logprobs, strict=True):
+            token_logprobs.chosen_bytes = self._piece(token)
+            token_logprobs.top_bytes[:] = [self._piece(best) for best in token_logprobs.top_tokens]
 
     def _count(self, commit: verifier_pb2.Commit, kept: int) -> None:
         statistics = self.statistics
