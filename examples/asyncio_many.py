@@ -1,4 +1,4 @@
-"""Complete many prompts at once; a server that is full says when to come again."""
+"""Complete many prompts concurrently; a full server returns a retry delay."""
 
 import asyncio
 import sys

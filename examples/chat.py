@@ -1,4 +1,4 @@
-"""Ask in the form of a conversation. The model's own chat template turns it into a prompt."""
+"""Ask in chat form. The model's own chat template turns the messages into a prompt."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Take up a text that broke off. With its tokens, its seed and the model's revision it goes on as if it never had."""
+"""Resume an interrupted text. With its tokens, its seed and the model's revision it continues with the same tokens."""
 
 import sys
 
@@ -13,7 +13,7 @@ def main(address: str = "127.0.0.1:50050") -> None:
 
         with client.generate(PROMPT, max_tokens=40, temperature=0.8, seed=SEED) as stream:
             chunk = next(stream)
-        # As if this process had died here. A chunk has as many tokens as were ready: here at most ten are kept.
+        # As if this process had died here. A chunk holds however many tokens were ready: keep at most ten here.
         tokens, revision = chunk.tokens[:10], chunk.model_fingerprint
 
         rest = client.complete(

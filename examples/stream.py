@@ -1,4 +1,4 @@
-"""Stream a completion, and say where its tokens came from."""
+"""Stream a completion, and print which drafter its tokens came from."""
 
 import sys
 
@@ -10,7 +10,7 @@ def main(address: str = "127.0.0.1:50050") -> None:
         with client.generate("def main(", max_tokens=48, temperature=0.7, seed=1) as stream:
             for chunk in stream:
                 print(chunk.text, end="", flush=True)
-        assert chunk.finish is not None  # of the last one
+        assert chunk.finish is not None  # of the last chunk
         speculation = chunk.finish.speculation
         print(f"\n{speculation.mean_tokens_per_step:.2f} tokens a step, from {speculation.sources}")
 

@@ -1,10 +1,10 @@
-"""A delay proxy in a process of its own, so that its work takes no time from those that it delays.
+"""A delay proxy in its own process, so that its work does not slow the services it delays.
 
     with DelayProcess.start() as proxy:
         address = proxy.to("127.0.0.1:50051")
         proxy.delay(0.01)
 
-Its event loop waits with select(2), whose time-outs are in microseconds; epoll's are in milliseconds.
+Its event loop waits with select(2) for time-outs in microseconds; those of epoll are in milliseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from testing.delay_proxy import DelayProxy, Traffic
 
 
 class DelayProcess:
-    """A DelayProxy in a process of its own."""
+    """A DelayProxy in its own process."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -29,17 +29,17 @@ class DelayProcess:
     @classmethod
     @contextlib.contextmanager
     def start(cls) -> Iterator[Self]:
-        """Start the process, without delay at first; it ends on leaving."""
+        """Start the process with zero delay; it ends when the context exits."""
         command = [sys.executable, "-m", "testing.delay_process"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            yield cls(process)  # leaving closes its stdin, at which it ends
+            yield cls(process)  # leaving closes its stdin, which ends it
 
     def to(self, server: str) -> str:
         """Return an address that leads to the server, as `DelayProxy.to` does."""
         return self._query(f"to {server}")
 
     def delay(self, seconds: float) -> None:
-        """Set the one-way delay from now on."""
+        """Set the one-way delay in seconds."""
         self._query(f"delay {seconds}")
 
     def traffic(self, server: str) -> Traffic:
@@ -57,7 +57,7 @@ class DelayProcess:
 
 
 async def _obey() -> None:
-    """Execute commands from stdin, with one line of stdout for each, until stdin ends."""
+    """Execute commands from stdin, with one line of stdout per command, until stdin ends."""
     loop = asyncio.get_running_loop()
     lines = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)

@@ -1,10 +1,10 @@
-"""A proxy that adds a network's delay between services on one machine.
+"""A proxy that adds network delay between services on one machine.
 
     async with DelayProxy(0.01) as proxy:
         address = await proxy.to("127.0.0.1:50051")    # like that server, 10 ms away in each direction
 
-It forwards bytes without interpreting them. They leave in order, `delay` seconds after they came, however many are on
-their way: latency grows, bandwidth does not shrink. A slow reader holds up its writer, as on any connection.
+It forwards bytes uninterpreted and in order, `delay` seconds after their arrival, with no limit on bytes in flight:
+latency grows, bandwidth does not shrink. A slow reader blocks its writer, as on any connection.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Self, cast
 HOST = "127.0.0.1"
 
 RESET = struct.pack("ii", 1, 0)
-"""Value of the linger option with which closing a socket sends a reset."""
+"""Linger option (SO_LINGER) that makes closing a socket send a reset."""
 
 
 @dataclass
 class Traffic:
-    """Bytes between a server and its clients, HTTP/2's frames included."""
+    """Bytes between a server and its clients, including HTTP/2 framing."""
 
     to_server: int = 0
     from_server: int = 0
@@ -39,9 +39,9 @@ class Traffic:
 
 
 class DelayProxy:
-    """A proxy that listens on a port of this machine for each server it leads to, until its context is left.
+    """A proxy with one listening port on this machine per server, until its context exits.
 
-    `delay` is in seconds, one way, and may be changed at any time: it applies to bytes that come after.
+    `delay` is one-way, in seconds. It may be changed at any time, for bytes that arrive afterwards.
     """
 
     def __init__(self, delay: float = 0.0) -> None:
@@ -62,7 +62,7 @@ class DelayProxy:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop listening, and break open connections."""
+        """Stop listening, and reset open connections."""
         for server in self._listening:
             server.close()
         for task in self._connecting:
@@ -70,11 +70,11 @@ class DelayProxy:
         self.reset()
 
     def carry(self, data: bytes) -> bytes:
-        """Return the bytes that arrive of those sent: here, all. (Tests override this with worse networks.)"""
+        """Return the bytes to deliver for those received: here, all. (Tests override this with worse networks.)"""
         return data
 
     def reset(self) -> None:
-        """Break open connections."""
+        """Reset open connections."""
         for end in list(self._ends):
             end.abort()
 
@@ -117,12 +117,12 @@ class DelayProxy:
 
 
 class End(asyncio.Protocol):
-    """One of the two transports of a connection. Events at one are repeated at the other, `delay` later."""
+    """One of the two transports of a connection. Its events are repeated at the other end `delay` seconds later."""
 
     def __init__(self, proxy: DelayProxy, ends: set[End], count: Callable[[int], None]) -> None:
         self._proxy = proxy
-        self._count = count  # bytes that came
-        self._ends = ends  # those that are open
+        self._count = count  # adds to the bytes received
+        self._ends = ends  # open ends
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._other: End | None = None
@@ -132,7 +132,7 @@ class End(asyncio.Protocol):
         self._said_all = False
 
     def join(self, other: End) -> None:
-        """Join this end and another as the two ends of one connection."""
+        """Pair this end with another as the two ends of one connection."""
         self._other, other._other = other, self
         self.forward()
         other.forward()
@@ -145,13 +145,13 @@ class End(asyncio.Protocol):
 
     def write_eof(self) -> None:
         if self._transport is not None:
-            with contextlib.suppress(OSError):  # the peer has broken it: `connection_lost` follows
+            with contextlib.suppress(OSError):  # the peer has reset it: `connection_lost` follows
                 self._transport.write_eof()
         self._said_all = True
         self._close_if_over()
 
     def abort(self) -> None:
-        """Break the connection; its peer sees a reset, not an end."""
+        """Reset the connection; the peer sees RST instead of FIN."""
         if self._transport is not None and not self._transport.is_closing():
             connection = self._transport.get_extra_info("socket")
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
@@ -160,7 +160,7 @@ class End(asyncio.Protocol):
     # --- what happens at this one -----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # asyncio has set TCP_NODELAY
+        self._transport = cast("asyncio.Transport", transport)  # asyncio has already set TCP_NODELAY
         self._ends.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -191,12 +191,12 @@ class End(asyncio.Protocol):
 
     def _close_if_over(self) -> None:
         if self._heard_all and self._said_all and self._transport is not None:
-            self._transport.close()  # what it received may still be on its way
+            self._transport.close()  # bytes it received may still be in flight
 
     def _put(self, action: Callable[[End], None]) -> None:
         due = self._loop.time() + self._proxy.delay
         if self._on_the_way:
-            due = max(due, self._on_the_way[-1][0])  # the delay may have been made shorter
+            due = max(due, self._on_the_way[-1][0])  # the delay may have been reduced
         self._on_the_way.append((due, action))
         if self._timer is None:
             self.forward()
@@ -207,10 +207,10 @@ class End(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
         if self._other is None:
-            return  # `join` comes back
+            return  # `join` calls again
         if self._proxy.stalled:
             self._proxy.waiting.add(self)
-            return  # `resume` comes back
+            return  # `resume` calls again
         while self._on_the_way and self._on_the_way[0][0] <= self._loop.time():
             _, action = self._on_the_way.popleft()
             action(self._other)

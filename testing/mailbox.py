@@ -1,4 +1,4 @@
-"""Response queues that are read by hand, between the turns of a loop whose thread was never started."""
+"""Response queues read synchronously, between steps of a loop whose thread is never started."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from verifier_service.backend.result import StepTimes, VerifyResult
 
 
 class _AtOnce:
-    """An event loop that runs callbacks at once, since there is no other thread."""
+    """An event loop that runs callbacks immediately: there is no other thread."""
 
     def call_soon_threadsafe(self, callback: Callable[..., None], *args: Any) -> None:
         callback(*args)
 
 
 class Handed(ResponseQueue[Any]):
-    """A response queue that hands what is put into it to functions, at once. It is full if `takes_more` says no."""
+    """A response queue that passes each item to a function immediately. It is full while `takes_more` returns False."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Handed(ResponseQueue[Any]):
 
 
 class Mailbox(ResponseQueue[tuple[VerifyResult, StepTimes]]):
-    """A response queue that keeps what is put into it. Nothing may follow an end."""
+    """A response queue that keeps its items. Nothing may follow an end."""
 
     def __init__(self) -> None:
         self._loop = _AtOnce()  # type: ignore[assignment]

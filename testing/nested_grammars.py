@@ -1,4 +1,4 @@
-"""Grammars that nest as deep as one likes, each shape by another feature of its language."""
+"""Grammars nested to any depth, one shape per feature of a grammar language."""
 
 from __future__ import annotations
 
@@ -67,5 +67,5 @@ SHAPES: dict[str, Callable[[int], Grammar]] = {
 
 
 def nested(shape: str, depth: int) -> Grammar:
-    """Return a grammar of this shape, with as many levels."""
+    """Return a grammar of this shape with `depth` levels."""
     return SHAPES[shape](depth)

@@ -1,11 +1,10 @@
-"""A padded model: a copy with the same outputs and a higher cost, to stand in for a larger one in measurements.
+"""A padded model: a copy with the same outputs at a higher cost, standing in for a larger model in measurements.
 
-Units are added to every MLP whose input weights are small random numbers and whose output weights are zero. Their
-outputs are multiplied by zero, so the logits stay the same, up to the order of a sum's terms; but each forward pass
-reads and multiplies all of it. A small model is bound by everything but memory; a padded one is bound by memory, as
-real targets are.
+Every MLP gets extra units with small random input weights and zero output weights. Their contribution is multiplied by
+zero, so the logits stay the same up to the summation order, but each forward pass reads and multiplies all of them. A
+small model is bound by everything except memory bandwidth; a padded one is memory-bound, like real targets.
 
-The copy is labelled, in its README.md and in its config.json: it is no better than its source.
+README.md and config.json of the copy label it as padded: it is no better than its source.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 LABEL = "padded"
-"""Key of config.json that marks a padded model, with its source and sizes."""
-MULTIPLE = 64  # of the intermediate size, as real ones are: kernels work in blocks
+"""Key in config.json of a padded model, with its source and sizes."""
+MULTIPLE = 64  # of the intermediate size, as in real models: kernels work in blocks
 SPREAD = 0.01  # of the added input weights
 _INPUTS, _OUTPUT = ("gate_proj", "up_proj"), "down_proj"
 
 
 class PaddingError(Exception):
-    """The model cannot be padded so; the message is one line for a person."""
+    """Raised if the model cannot be padded to this size; the message is one line for a person."""
 
 
 def pad_model(source: Path, out: Path, parameters: int) -> dict[str, Any]:
-    """Write to `out` a copy of about `parameters` parameters, and return its label."""
+    """Write to `out` a copy with about `parameters` parameters, and return its label."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(source.glob("*.safetensors")):

@@ -1,4 +1,4 @@
-"""Processes: services that run while a context lasts, and what /proc says of them."""
+"""Processes: services started for the lifetime of a context, and their children in /proc."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @asynccontextmanager
 async def started(*program: str) -> AsyncIterator[tuple[int, str]]:
-    """Run a service, `python -m PROGRAM`, until the context is left; yield (its process id, its address) once ready."""
+    """Run a service, `python -m PROGRAM`, until the context exits; yield (process id, address) once ready."""
     process = await create_subprocess_exec(
         sys.executable, "-m", *program, "--stop-with-stdin", stdin=PIPE, stdout=PIPE, start_new_session=True
     )

@@ -1,4 +1,4 @@
-"""Random JSON schemas, of the kinds that applications ask for."""
+"""Random JSON schemas of the kinds used by applications."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WORDS = (
 
 
 def random_schema(chance: random.Random, depth: int = 3) -> dict[str, Any]:
-    """Return an object's schema that nests at most so deep."""
+    """Return an object's schema nested at most `depth` levels."""
     names = chance.sample(WORDS, chance.randint(1, 5))
     required = [name for name in names if chance.random() < 0.7]
     return {
