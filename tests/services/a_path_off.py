@@ -1,4 +1,4 @@
-"""`python -m tests.services.a_path_off PACKAGE OPTIONS`: a service whose process has found a fast path to be off."""
+"""`python -m tests.services.a_path_off PACKAGE OPTIONS`: a service with one fast path disabled."""
 
 from __future__ import annotations
 

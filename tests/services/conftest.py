@@ -1,4 +1,4 @@
-"""Model directories that the service tests share: a target, a draft near it, one far from it."""
+"""Model directories shared by the service tests: a target, a draft near it, one far from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Directories:
     target: Path
     near: Path  # often agrees with the target
     other: Path  # another model that sometimes agrees
-    random: Path  # never agrees but by chance
+    random: Path  # agrees only by chance
     foreign: Path  # has another tokenizer
     oracle: Oracle
 

@@ -1,4 +1,4 @@
-"""A tenant that cancels what it asks, again and again, opens few sessions beside a text of another."""
+"""A tenant that keeps cancelling its requests opens few sessions beside another tenant's text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROMPT = [50, 60, 70, 80, 90]
 
 
 async def ask_and_leave(services: Stack) -> None:
-    """Ask for a text, and leave with its first token."""
+    """Request a text, and cancel after its first token."""
     call = services.stub.Generate(request_of(PROMPT, max_tokens=250, ignore_end_token=True, tenant="storm"))
     assert await call.read()
     call.cancel()
@@ -26,7 +26,7 @@ async def test_openings_that_are_cancelled_keep_their_places_for_a_while(directo
         begin = time.monotonic()
         for _ in range(MAX_CANCELLED + 1):
             await ask_and_leave(services)
-        assert time.monotonic() - begin >= CANCELLED_SECONDS  # the last one has waited for the place of the first
+        assert time.monotonic() - begin >= CANCELLED_SECONDS  # the last one waited for the place of the first
         quiet.cancel()
         await until(lambda: services.idle and not pod.admission.cancelled._sessions)
 

@@ -1,4 +1,4 @@
-"""A draft whose messages come late, twice, out of order, or are nonsense costs speed and nothing else."""
+"""A draft with late, duplicated, reordered or nonsensical messages costs speed and nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKENS = 60
 
 @dataclass
 class Chaos(draft_pb2_grpc.DraftServiceServicer):
-    """Stands before a draft and tampers with what it says."""
+    """A proxy before a draft that tampers with its responses."""
 
     draft: Any  # stub
     seed: int
@@ -62,7 +62,7 @@ class Chaos(draft_pb2_grpc.DraftServiceServicer):
             call.cancel()
 
     def change(self, response: draft_pb2.DraftResponse, generator: random.Random) -> list[draft_pb2.DraftResponse]:
-        """What is sent instead."""
+        """Return the responses to send instead."""
         if not response.HasField("extend"):
             return [response]
         self.tampered += 1
@@ -70,7 +70,7 @@ class Chaos(draft_pb2_grpc.DraftServiceServicer):
             case 0:
                 return [response, response]
             case 1:
-                self._held.append(response)  # for some other time
+                self._held.append(response)  # to be sent later
                 return []
             case 2:
                 held, self._held = self._held, []
@@ -133,7 +133,7 @@ async def check(directories: Directories, seeds: range, samplings: list[dict[str
         tampered = chaos.tampered
         await until(lambda: services.verifier_loop.pool.held == 0)
     assert tampered > 10 * len(seeds)
-    assert accepted > TOKENS * len(seeds) * len(samplings) / 20  # a draft that is wrong now and then is still one
+    assert accepted > TOKENS * len(seeds) * len(samplings) / 20  # an occasionally wrong draft is still useful
 
 
 async def test_tokens_survive_a_draft_gone_mad(directories: Directories) -> None:

@@ -1,4 +1,4 @@
-"""A verifier session's checksum follows what is said, however it is cut, and nothing else."""
+"""A verifier session's checksum covers the content of the stream, however it is split, and nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_it_does_not_matter_how_commits_are_cut(tokens: list[int], cuts: list[in
 
 @given(TOKENS, st.data())
 def test_a_flipped_bit_is_seen(tokens: list[int], data: st.DataObject) -> None:
-    """In every case: CRC-32 detects all errors of one bit."""
+    """Always: CRC-32 detects all single-bit errors."""
     where = data.draw(st.integers(0, len(tokens) - 1))
     flipped = [*tokens]
     flipped[where] ^= 1 << data.draw(st.integers(0, 31))

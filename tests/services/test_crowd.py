@@ -1,8 +1,8 @@
-"""A request's tokens do not depend on who shares its steps, its memory or its prefixes.
+"""A request's tokens do not depend on the requests that share its steps, memory or prefixes.
 
-Many requests at once, of mixed lengths and samplings, some with a common beginning, some cancelled, in a memory
-too small for them, so that they queue and are preempted; and each of them alone, plain, in a memory of its own.
-Where numerics are exact not one token may differ, in bfloat16 as in float32.
+Many concurrent requests of mixed lengths and samplings, some with a common prefix, some cancelled, in a memory too
+small for them, so that they queue and are preempted; then each of them alone, plain, in its own memory. With exact
+numerics not one token may differ, in bfloat16 as in float32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Ask:
     prompt: list[int]
     sampling: dict[str, Any]
     tokens: int
-    read: int  # cancelled after so many, if there are more
+    read: int  # cancelled after this number of tokens, if there are more
 
     def request(self, **fields: Any) -> generation_pb2.GenerateRequest:
         return request_of(
@@ -41,7 +41,7 @@ class Ask:
 
 
 def asks(count: int, texts: list[list[int]], longest: int, seed: int) -> list[Ask]:
-    """Half of them begin with one text; a sixth are cancelled."""
+    """Return requests: half begin with one common text, a sixth are cancelled."""
     generator = random.Random(seed)
     made = []
     for index in range(count):
@@ -69,7 +69,7 @@ async def tokens_of(services: Stack, ask: Ask, **fields: Any) -> tuple[list[int]
 
 @dataclass
 class Outcome:
-    """Runs of the same requests, alone and many at once."""
+    """Runs of the same requests, alone and concurrently."""
 
     exact: bool
     preemptions: int
@@ -82,7 +82,7 @@ class Outcome:
         return sum(len(got) for _, _, got in self.pairs)
 
     def check(self, oracle: Oracle) -> None:
-        """Exact: equal. Otherwise: they part at near ties only, each of which is printed."""
+        """With exact numerics: equal. Otherwise they diverge at near ties only, and each is printed."""
         for number, (ask, alone, crowd) in enumerate(self.pairs):
             want, what = alone[: len(crowd)], f"request {number}, {ask.sampling}"
             if self.exact:
@@ -92,7 +92,7 @@ class Outcome:
 
 
 async def run(requests: list[Ask], target: Path, draft: Path, small: int, **options: Any) -> Outcome:
-    """`small` is the memory of those at once, in slots."""
+    """Run all requests both ways; `small` is the memory of the concurrent run, in slots."""
     async with stack(target, None, **options | {"draft_engine": None}) as services:
         alone = [(await tokens_of(services, replace(ask, read=ask.tokens), plain=True))[0] for ask in requests]
     async with stack(target, draft, **options | {"capacity": small}) as services:
@@ -125,8 +125,8 @@ async def test_many_at_once_change_no_token(directories: Directories, dtype: str
 @pytest.mark.verify
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 async def test_64_at_once_change_no_token(directories: Directories, dtype: str) -> None:
-    """Tiny models for their speed, and the demo pair where the processor computes its dtype well, since it would take
-    most of an hour otherwise: 100,000 tokens in all."""
+    """Tiny models for speed, and the demo pair on processors that compute its dtype natively (otherwise it takes most
+    of an hour): 100,000 tokens in all."""
     compared = preemptions = accepted = ties = 0
     exact = True
     slow = dtype == "bfloat16" and not computes_bfloat16()

@@ -1,8 +1,8 @@
 """Sampling through a whole speculative run follows the target's own distribution.
 
 Under COUPLED and REJECTION. A chi-square test of the joint distribution of the first three tokens against the
-probabilities that the model's own forward gives. The false-alarm probability is FALSE_ALARM; the seeds are fixed,
-so the outcome is too.
+probabilities of the model's own forward pass. The false-alarm probability is FALSE_ALARM; the seeds are fixed, so the
+outcome is too.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ TEMPERATURE = 1.5
 REQUESTS, SAMPLES = 30, 16
 LEAST_EXPECTED = 8.0
 LOOKAHEAD = generation_pb2.Speculation(lookahead=model_pb2.Lookahead(window=2, ngram=2, guesses=2))
-"""Whether or not it pays."""
+"""Applied whether or not it pays."""
 
 
 def expected(directories: Directories, prompt: list[int], banned: Sequence[int] = ()) -> dict[tuple[int, ...], float]:
-    """Probability of each sequence of three tokens under temperature and top-k."""
+    """Return the probability of each sequence of three tokens under temperature and top-k."""
     result: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         longer: dict[tuple[int, ...], float] = {}
@@ -55,8 +55,8 @@ def expected(directories: Directories, prompt: list[int], banned: Sequence[int] 
 async def test_sampled_tokens_follow_the_target(directories: Directories, rule: str) -> None:
     async with stack(directories.target, directories.near, target_delay=lambda: time.sleep(0.04)) as services:
         sources = await check(services, expected(directories, PROMPT), PROMPT, rule, ALWAYS)
-    assert sources[model_pb2.TOKEN_SOURCE_REMOTE_DRAFT] > 15  # a part of what is tested was drafted,
-    assert sources[model_pb2.TOKEN_SOURCE_CORRECTION] > 5  # and a part corrected
+    assert sources[model_pb2.TOKEN_SOURCE_REMOTE_DRAFT] > 15  # some of the tested tokens were drafted,
+    assert sources[model_pb2.TOKEN_SOURCE_CORRECTION] > 5  # and some corrected
 
 
 @pytest.mark.parametrize("rule", ["COUPLED", "REJECTION"])
@@ -69,8 +69,8 @@ async def test_they_do_with_a_draft_of_the_verifiers_own(directories: Directorie
 
 
 async def test_guesses_that_nobody_drew_leave_the_distribution_as_it_is(directories: Directories) -> None:
-    """Under REJECTION, without a draft: what followed the last time is offered as if it were certain. Of few words
-    every text repeats itself."""
+    """Under REJECTION, without a draft: n-grams offer what followed last time with probability 1. With a small
+    vocabulary every text repeats itself."""
     words = range(50, 56)
     banned = [token for token in range(VOCABULARY) if token not in words]
     prompt = random.Random(1).choices(words, k=40)
@@ -89,7 +89,7 @@ async def check(
     speculation: generation_pb2.Speculation | None = None,
     **more: Any,
 ) -> Counter[model_pb2.TokenSource.ValueType]:
-    """Ask for many samples; where their tokens came from."""
+    """Test many samples; return the counts of their token sources."""
     counts: dict[tuple[int, ...], int] = dict.fromkeys(want, 0)
     sources: Counter[model_pb2.TokenSource.ValueType] = Counter()
     for seed in range(REQUESTS):

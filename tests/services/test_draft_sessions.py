@@ -1,4 +1,4 @@
-"""A text has a session at a draft from when candidates may pay, unless drafting is insisted on."""
+"""A text opens a draft session once candidates may pay off, or at once if drafting is forced."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DRAFT = generation_pb2.Speculation(drafters=[model_pb2.DRAFTER_REMOTE])
 
 
 class Overheard(DraftServicer):
-    """Notes what it is asked to open."""
+    """Records the openings it receives."""
 
     asked: list[draft_pb2.DraftOpen]
 
@@ -51,7 +51,7 @@ async def test_a_draft_is_asked_where_its_candidates_may_pay(
 
 
 async def test_it_is_asked_in_the_midst_of_a_text(directories: Directories) -> None:
-    """By the first commit that says so: from there on it has the text as it is then."""
+    """The first commit with a worthwhile outlook opens the draft session, with the text as of then."""
     Overheard.asked = []
     controller = Decided(Mode.OFF)
     async with stack(
@@ -82,7 +82,7 @@ async def test_tokens_that_are_contrasted_have_one_in_any_case(directories: Dire
 
 
 async def test_where_there_is_none_to_ask_a_text_says_so(directories: Directories) -> None:
-    """Its verifier, which has no draft, says of none whether it would pay."""
+    """Its verifier, without a draft, reports no break-even probability."""
     async with stack(directories.target, None) as services:
         peers = replace(services.peers, drafts=Pods([]))
         async with (
@@ -100,7 +100,7 @@ async def test_where_there_is_none_to_ask_a_text_says_so(directories: Directorie
 async def test_a_bias_or_ban_beyond_the_drafts_vocabulary_costs_no_draft(
     directories: Directories, tmp_path: Path
 ) -> None:
-    """Models of one family are padded to different widths, and none of the padding is ever chosen. The tokens are those
+    """Models of one family are padded to different vocabulary widths, and padding is never chosen. Tokens equal those
     of plain decoding."""
     wide = make("llama", tmp_path / "wide", vocab_size=VOCABULARY + 32)
     model = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32, local_files_only=True)
@@ -120,12 +120,12 @@ async def test_a_bias_or_ban_beyond_the_drafts_vocabulary_costs_no_draft(
         drafted = await services.generate([5, 6, 7], speculation=ALWAYS, **asked)
         plain = await services.generate([5, 6, 7], speculation=generation_pb2.Speculation(off=True), **asked)
     assert list(drafted.tokens) == list(plain.tokens)
-    assert drafted.finish.speculation.undrafted_reason in ("", "late")  # it has a draft, however quick that is
+    assert drafted.finish.speculation.undrafted_reason in ("", "late")  # it has a draft, however fast that is
     assert drafted.finish.speculation.sources["remote_draft"]
 
 
 async def test_a_stop_string_that_is_a_special_token_ends_the_text(directories: Directories) -> None:
-    """The same with drafts and without: it is an end token to the pods."""
+    """With and without drafts: for the pods it is an end token."""
     asked: dict[str, Any] = {
         "max_tokens": 40,
         "min_tokens": 6,

@@ -1,4 +1,4 @@
-"""A drafter is one new file: the draft service takes it as it is, and its candidates reach the verifier."""
+"""A drafter is one new file: the draft service runs it unchanged, and its candidates reach the verifier."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.stack import ALWAYS, peers_at, request_of, served, stack
 
 
 class RepeatLastToken(Drafter):
-    """Proposes that a text goes on with its last token."""
+    """Proposes the text's last token again."""
 
     def expand(self, sessions: Sequence[Session]) -> Mapping[Session, Exception]:
         nodes = [(each, each.take_best()) for each in sessions]
@@ -61,7 +61,7 @@ async def test_a_drafter_in_a_file_of_its_own_serves_requests(directories: Direc
 
 
 async def test_one_that_cannot_draft_for_a_rule_is_not_used_for_it(directories: Directories) -> None:
-    """It has no distributions: REJECTION goes on without it."""
+    """It has no distributions: REJECTION continues without it."""
     async with front(directories) as stub:
         request = request_of(
             [5, 6, 7],
@@ -78,7 +78,7 @@ async def test_one_that_cannot_draft_for_a_rule_is_not_used_for_it(directories: 
 
 
 class Broken(RepeatLastToken):
-    """Fails, and does not recover until it is mended."""
+    """Fails until it is repaired."""
 
     mended = False
 
@@ -104,7 +104,7 @@ def test_one_that_does_not_recover_serves_nobody_until_it_does() -> None:
 
 
 class Mistaken(RepeatLastToken):
-    """Has a mistake that one session's text reveals."""
+    """Has a bug triggered by one session's text."""
 
     def expand(self, sessions: Sequence[Session]) -> Mapping[Session, Exception]:
         if any(each.tree.root.token == 9 for each in sessions):

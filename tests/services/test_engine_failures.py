@@ -1,4 +1,4 @@
-"""A forward pass that fails, and a verifier that says that its model does: texts go on, here or elsewhere."""
+"""A failing forward pass, and a verifier that reports its model as failed: texts continue, here or elsewhere."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Faults:
             raise RuntimeError("CUDA error: out of memory at /opt/secret")
 
     def put_into(self, loop: Any, passes: float = float("inf")) -> None:
-        """The next so many passes of a loop fail."""
+        """Make the next `passes` passes of a loop fail."""
         self._left[loop._thread] = passes
 
     def take_from(self, loop: Any) -> None:
@@ -48,7 +48,7 @@ def victim(services: Stack) -> VerifierPod:
 
 
 async def test_a_pass_that_fails_is_a_pause(directories: Directories) -> None:
-    """For everybody in its step."""
+    """For all sessions in the step."""
     faults = Faults()
     async with stack(directories.target, directories.near, target_delay=faults) as services:
         want = await services.generate(PROMPT, **dict(FIELDS))
@@ -63,7 +63,7 @@ async def test_a_pass_that_fails_is_a_pause(directories: Directories) -> None:
 
 
 async def test_an_engine_that_does_not_recover_is_left(directories: Directories) -> None:
-    """Until it does: its pod says so, and takes nobody."""
+    """Until it recovers, its pod reports the failure and takes no sessions."""
     faults = Faults()
     async with stack(directories.target, directories.near, verifiers=2, target_delay=faults) as services:
         want = await services.generate(PROMPT, **dict(FIELDS))
@@ -110,7 +110,7 @@ async def test_an_engine_lost_for_good_is_said_in_our_words(directories: Directo
 
 
 async def test_a_drafts_pass_that_fails_costs_no_token(directories: Directories) -> None:
-    """Nor the draft: it goes on, or is back as soon as its engine is."""
+    """The draft continues too, or returns with its engine."""
     faults = Faults()
     async with stack(directories.target, directories.near, target_delay=slow_target, delay=faults) as services:
         want = await services.generate(PROMPT, **dict(FIELDS))
@@ -141,7 +141,7 @@ async def test_a_drafts_pass_that_fails_costs_no_token(directories: Directories)
 async def test_what_one_verifier_says_of_a_text_another_need_not(
     directories: Directories, error: ServiceError, others: int
 ) -> None:
-    """Each that fails on it is asked no more, and the last one's word counts."""
+    """A verifier that fails on the text is not tried again, and the last error is reported."""
 
     def failing(response: verifier_pb2.VerifyResponse) -> verifier_pb2.VerifyResponse:
         if response.HasField("commit"):

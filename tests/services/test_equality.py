@@ -1,7 +1,7 @@
-"""Promise 1: what speculation does never changes a token.
+"""Promise 1: speculation never changes a token.
 
-Each request runs plain and then in every other way there is: drafted well, badly, slowly, by another
-model, alone and among others, resumed from every position. All must give the same tokens.
+Every request runs plain and then in each other way: drafted well, badly, slowly, by another model, alone and batched
+with others, resumed from every position. All must give the same tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SAMPLINGS = [
 
 
 def prompts(count: int, seed: int = 3) -> list[list[int]]:
-    """Of mixed lengths, some longer than a chunk of prefill rows."""
+    """Return prompts of mixed lengths, some longer than a prefill chunk."""
     generator = random.Random(seed)
     return [[generator.randrange(3, VOCABULARY) for _ in range(generator.choice((1, 5, 30, 90)))] for _ in range(count)]
 
@@ -51,19 +51,19 @@ PROMPT_OF_TEXT = list(range(40, 70))
 
 
 def slow_target() -> None:
-    """Longer than a draft takes, and than a row does, so that there is something to verify."""
+    """Make target steps longer than a draft's, so that there is something to verify."""
     time.sleep(0.004)
 
 
 def sampler(sampling: dict[str, Any]) -> RequestSampler:
-    """The choice rule as sample 0 of a request with these fields applies it."""
+    """Return the sampler of sample 0 of a request with these fields."""
     return RequestSampler(Sampling(**(sampling | {"seed": sample_seed(sampling["seed"], 0)})))
 
 
 async def run_all(
     services: Stack, requests: list[tuple[list[int], dict[str, Any]]], tokens: int, *, at_once: int = 8, **fields: Any
 ) -> tuple[list[list[int]], int, int]:
-    """Tokens of each request, `at_once` of them together; candidates offered and accepted over all."""
+    """Return (tokens per request, candidates offered, candidates accepted), with `at_once` requests in flight."""
     completions: list[generation_pb2.Completion] = []
     for start in range(0, len(requests), at_once):
         part = requests[start : start + at_once]
@@ -177,7 +177,7 @@ async def test_a_text_may_fill_the_context(directories: Directories) -> None:
 async def test_a_draft_equal_to_the_target_is_never_corrected(
     directories: Directories, sampling: dict[str, Any]
 ) -> None:
-    """Which holds only if the draft's memory is right after every commit, re-rooting and catching up."""
+    """True only if the draft's KV memory is right after every commit, re-rooting and catching up."""
     async with stack(directories.target, directories.target, target_delay=lambda: time.sleep(0.02)) as services:
         completion = await services.generate(
             PROMPT_OF_TEXT, sampling=sampling, max_tokens=100, ignore_end_token=True, speculation=ALWAYS
@@ -191,7 +191,7 @@ async def test_a_draft_equal_to_the_target_is_never_corrected(
 async def test_a_local_draft_equal_to_the_target_proposes_nearly_all(
     directories: Directories, sampling: dict[str, Any]
 ) -> None:
-    """Which it does only if its memory is right after every step."""
+    """True only if its KV memory is right after every step."""
     options: dict[str, Any] = {"target_delay": lambda: time.sleep(0.05), "controller": Decided(Mode.LOCAL_DRAFT)}
     async with stack(directories.target, None, draft_model=directories.target, **options) as services:
         completion = await services.generate(PROMPT_OF_TEXT, sampling=sampling, max_tokens=100, ignore_end_token=True)

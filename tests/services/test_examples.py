@@ -1,4 +1,4 @@
-"""The examples run, each as its reader would run it, against real services."""
+"""The examples run as a reader would run them, against real services."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Verifiers and drafts that are killed, frozen, drained, restarted or replaced in mid-stream: the client sees a pause
-at most, and exactly the tokens it would have seen."""
+"""Verifiers and drafts killed, frozen, drained, restarted or replaced in mid-stream: the client sees at most a pause,
+and exactly the tokens of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from verifier_service.step_loop import MOST_CANDIDATES
 PROMPT = [50, 60, 70, 80, 90]
 CONTRASTIVE = model_pb2.ACCEPTANCE_RULE_CONTRASTIVE
 GENEROUS = 20.0
-"""Seconds for what takes a moment on any machine that is not busy."""
+"""Seconds for what takes a moment on an idle machine."""
 
 ALWAYS = generation_pb2.Speculation(drafters=[model_pb2.DRAFTER_REMOTE], forced=True)
 WARM = {"temperature": 0.8, "seed": 4}
@@ -47,7 +47,7 @@ PENALISED = {
 
 
 def slow_target() -> None:
-    """So slow that there is time to fail in mid-stream."""
+    """Slow enough to fail in mid-stream."""
     time.sleep(0.01)
 
 
@@ -64,12 +64,12 @@ class Reader:
         self.longest_pause = 0.0
 
     async def read(self, tokens: int) -> None:
-        """Until so many have come."""
+        """Read until this number of tokens has come."""
         while sum(len(r.tokens) for r in self.responses) < tokens:
             await self._one()
 
     async def rest(self) -> generation_pb2.Completion:
-        """The whole completion, once it is there."""
+        """Return the whole completion once it is there."""
         while not self.responses or not self.responses[-1].HasField("finish"):
             await self._one()
         assert await self._call.read() is grpc.aio.EOF
@@ -93,13 +93,13 @@ class Reader:
 
 
 def serving(services: Stack) -> int:
-    """Which verifier has the only session."""
+    """Return the index of the verifier with the only session."""
     (number,) = (i for i, pod in enumerate(services.verifiers) if pod.loop.stats.running)
     return number
 
 
 def drafting(services: Stack) -> int:
-    """Which draft has the only session."""
+    """Return the index of the draft with the only session."""
     (number,) = (i for i, pod in enumerate(services.drafts) if pod.drafter.slots_used)
     return number
 
@@ -114,7 +114,7 @@ def same(
     got: generation_pb2.Completion,
     sampling: dict[str, Any],
 ) -> None:
-    """All that a client sees of a text is what it would have been; ties apart."""
+    """Check that all a client sees of two texts is equal, ties apart."""
     directories.oracle.same(PROMPT, list(want.tokens), list(got.tokens), sampler(sampling))
     if list(want.tokens) != list(got.tokens):
         return  # a tie
@@ -138,7 +138,8 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 
 def changes(speculation: generation_pb2.SpeculationStatistics) -> dict[str, int]:
-    """What befell its pods. Whether a draft is worth its while depends on the machine."""
+    """Return the counts of its pods' failures, without those for a draft that does not pay, which depend on the
+    machine."""
     return {reason: count for reason, count in speculation.failover_events.items() if reason not in EXPECTED}
 
 
@@ -156,13 +157,13 @@ async def test_a_killed_verifier_is_replaced(directories: Directories, name: str
         assert changes(got.finish.speculation) == {"verifier_lost": 1}
         assert got.finish.reproducible
         if fields.get("speculation") == ALWAYS:
-            assert drafted(reader.responses[before + 5 :])  # its draft has come along
+            assert drafted(reader.responses[before + 5 :])  # its draft has moved with it
             assert got.finish.speculation.undrafted_reason in ("", "late")
         await until(lambda: services.idle)
 
 
 async def test_a_stop_string_ends_a_text_that_has_moved(directories: Directories) -> None:
-    """Part of it is spelt before the verifier is lost, and part of it after."""
+    """Part of it is decoded before the verifier is lost, and part after."""
     fields: dict[str, Any] = {"max_tokens": 120, "ignore_end_token": True, "sampling": WARM}
     async with stack(directories.target, directories.near, verifiers=2, target_delay=slow_target) as services:
         whole = await services.generate(PROMPT, **dict(fields))
@@ -179,7 +180,7 @@ async def test_a_stop_string_ends_a_text_that_has_moved(directories: Directories
 
 
 async def test_a_text_survives_every_pod_in_turn(directories: Directories) -> None:
-    """Verifier and draft are killed and started again, one after another, again and again."""
+    """Verifier and draft are killed and restarted in turn, again and again."""
     fields: dict[str, Any] = {"max_tokens": 200, "ignore_end_token": True, "sampling": WARM}
     async with stack(directories.target, directories.near, verifiers=2, drafts=2, target_delay=slow_target) as services:
         want = await services.generate(PROMPT, **dict(fields))
@@ -213,7 +214,7 @@ async def test_a_verifier_that_is_alone_is_waited_for(directories: Directories) 
 
 
 async def test_a_verifier_that_is_drained_hands_over(directories: Directories) -> None:
-    """It ends its sessions when their time is over; meanwhile nobody new comes."""
+    """It ends its sessions at its deadline; meanwhile it takes no new ones."""
     fields: dict[str, Any] = {"max_tokens": 200, "ignore_end_token": True, "sampling": WARM}
     async with stack(directories.target, directories.near, verifiers=2, target_delay=slow_target) as services:
         want = await services.generate(PROMPT, **dict(fields))
@@ -255,7 +256,7 @@ async def test_a_deadline_holds_while_a_verifier_is_looked_for(directories: Dire
 
 async def test_a_cancel_ends_the_search_for_a_verifier(directories: Directories) -> None:
     async with stack(directories.target, directories.near) as services:
-        await services.generate(PROMPT, max_tokens=20, speculation=ALWAYS)  # connected, to all pods
+        await services.generate(PROMPT, max_tokens=20, speculation=ALWAYS)  # connected to all pods
         before = len(asyncio.all_tasks())
         reader = Reader(services, max_tokens=250, ignore_end_token=True)
         await reader.read(1)
@@ -270,7 +271,7 @@ async def test_a_cancel_ends_the_search_for_a_verifier(directories: Directories)
 
 
 class Frozen(VerifierServicer):
-    """Stops answering, all of it at once, like a process that is stopped; or says what the test has it say."""
+    """Stops answering completely, like a stopped process; or sends what the test specifies."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -316,7 +317,7 @@ async def test_a_frozen_verifier_is_left(directories: Directories) -> None:
         got = await reader.rest()
         same(directories, want, got, WARM)
         assert changes(got.finish.speculation) == {"verifier_lost": 1}
-        assert reader.longest_pause < 3 * 3  # 3 s on a machine that is not busy
+        assert reader.longest_pause < 3 * 3  # 3 s on an idle machine
         frozen.thawed.set()
         await until(lambda: services.idle)
 
@@ -330,7 +331,7 @@ async def test_a_frozen_verifier_is_not_waited_for_at_the_beginning(directories:
 
 
 class Gate:
-    """Holds up forward passes while it is closed."""
+    """Blocks forward passes while closed."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -350,7 +351,7 @@ class Gate:
 
 
 class Gates:
-    """One for each verifier's thread."""
+    """One gate per verifier thread."""
 
     def __init__(self) -> None:
         self._gates: dict[threading.Thread, Gate] = {}
@@ -383,7 +384,7 @@ async def test_a_verifier_that_is_alone_may_take_long_over_a_step(directories: D
         reader = Reader(services, max_tokens=60, ignore_end_token=True)
         await reader.read(10)
         with gates.of(services.verifiers[0]).closed():
-            await asyncio.sleep(3.0)  # longer than any other would be given
+            await asyncio.sleep(3.0)  # longer than the time limit of any other pod
         got = await reader.rest()
         assert "verifier_lost" not in got.finish.speculation.failover_events
 
@@ -409,7 +410,7 @@ async def test_a_commit_out_of_place_is_not_taken(directories: Directories) -> N
 
 
 async def test_nobody_leaves_a_verifier_that_has_nothing_to_do_for_it(directories: Directories) -> None:
-    """It waits for a draft that takes its time; the verifier says so by saying nothing of a step."""
+    """It waits for a slow draft, and shows that by reporting no step in progress."""
     async with stack(
         directories.target, directories.near, delay=lambda: time.sleep(0.7), silence_seconds=0.5
     ) as services:
@@ -422,7 +423,7 @@ async def test_nobody_leaves_a_verifier_that_has_nothing_to_do_for_it(directorie
 
 
 def second(field: str) -> Any:
-    """A disguise: the second verifier differs in one field."""
+    """Return a disguise: the second verifier differs in one field."""
 
     def disguise(number: int, identity: model_pb2.ModelIdentity) -> None:
         if number == 1:
@@ -432,7 +433,7 @@ def second(field: str) -> Any:
 
 
 async def begun_elsewhere(services: Stack, number: int, **fields: Any) -> Reader:
-    """A text that is under way at any verifier but this one."""
+    """Begin a text at any verifier but this one."""
     while True:
         reader = Reader(services, **fields)
         await reader.read(10)
@@ -443,7 +444,7 @@ async def begun_elsewhere(services: Stack, number: int, **fields: Any) -> Reader
 
 
 async def lost_to_the_second(services: Stack, **fields: Any) -> Reader:
-    """A text begun at the first of two verifiers, which has then been killed."""
+    """Begin a text at the first of two verifiers, then kill that verifier."""
     reader = await begun_elsewhere(services, 1, **fields)
     await services.verifiers[0].stop()
     return reader
@@ -478,7 +479,7 @@ async def test_a_text_is_taken_up_on_its_revision_only(directories: Directories)
         revision = (await call.read()).model_fingerprint
         assert revision
         call.cancel()
-        for wanted in ("another", revision, "another", revision):  # whichever pod is asked first
+        for wanted in ("another", revision, "another", revision):  # whichever pod is tried first
             answer = services.stub.Generate(request_of(PROMPT, max_tokens=5, model_fingerprint=wanted))
             assert (await answer.read()).model_fingerprint == wanted
             answer.cancel()
@@ -504,7 +505,7 @@ async def test_equal_numerics_are_preferred(directories: Directories) -> None:
     async with stack(
         directories.target, None, verifiers=3, target_delay=slow_target, disguise=second("numerics_fingerprint")
     ) as services:
-        for _ in services.verifiers:  # each has told its own
+        for _ in services.verifiers:  # each has reported its own
             await services.generate(PROMPT, max_tokens=2)
         reader = await begun_elsewhere(services, 1, max_tokens=60, ignore_end_token=True)
         await services.verifiers[serving(services)].stop()
@@ -551,7 +552,7 @@ async def test_a_draft_comes_back_to_a_long_text(directories: Directories) -> No
 
 
 class Wrong(draft_pb2_grpc.DraftServiceServicer):
-    """A draft that answers every commit with one and the same token."""
+    """A draft that answers every commit with the same token."""
 
     name = "specdec.v2.DraftService"
 
@@ -604,7 +605,7 @@ async def test_a_useless_draft_is_left_alone(directories: Directories) -> None:
 
 
 async def test_a_text_that_cannot_be_drafted_says_nothing_of_its_draft(directories: Directories) -> None:
-    """However many there are, one after another: the pod goes on being asked."""
+    """However many such texts follow, the pod stays in use."""
     fields: dict[str, Any] = {"max_tokens": 220, "ignore_end_token": True}
     async with stack(directories.target, None, target_delay=slow_target) as services:
         want = await services.generate(PROMPT, **dict(fields))
@@ -655,7 +656,7 @@ async def test_contrast_waits_for_a_draft_to_return(directories: Directories) ->
 
 
 async def test_rejection_survives_both(directories: Directories) -> None:
-    """Its tokens depend on what was offered; none is lost, none comes twice."""
+    """Its tokens depend on the offered candidates; none is lost, none is repeated."""
     async with stack(directories.target, directories.near, verifiers=2, drafts=2, target_delay=slow_target) as services:
         reader = Reader(
             services,
@@ -674,7 +675,7 @@ async def test_rejection_survives_both(directories: Directories) -> None:
 
 
 async def test_many_texts_move(directories: Directories) -> None:
-    """Every session of a verifier finds a place on the other, whatever may wait there."""
+    """Every session of a verifier finds a place on the other, whatever may be waiting there."""
     fields: dict[str, Any] = {"max_tokens": 120, "ignore_end_token": True, "sampling": WARM}
     async with stack(
         directories.target, directories.near, verifiers=2, drafts=2, target_delay=slow_target, capacity=2048
@@ -693,12 +694,12 @@ async def test_many_texts_move(directories: Directories) -> None:
 
 
 async def test_who_moves_is_not_turned_away(directories: Directories) -> None:
-    """Two texts that have lost their verifier wait at the other, where the only place to wait is taken."""
+    """Two texts that lost their verifier wait at the other, whose only waiting place is taken."""
     limits = VerifierLimits(max_waiting=1)
     text = [3 + i % 200 for i in range(2 * BLOCK + 20)]  # as large as the memory
 
     async def complete(tenant: str) -> generation_pb2.Completion:
-        """Of a tenant of its own, so that no verifier is preferred for having the text."""
+        """Run one as its own tenant, so that no verifier is preferred for its cached prefix."""
         return await services.generate(text, max_tokens=20, ignore_end_token=True, tenant=tenant)
 
     gates = Gates()

@@ -1,4 +1,4 @@
-"""What happens when a client, a draft or a verifier goes away, or there is no room."""
+"""A client, draft or verifier goes away, or there is no room."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROMPT = [50, 60, 70, 80, 90]
 
 
 async def rest_of(call: Any) -> list[generation_pb2.GenerateResponse]:
-    """What is left of a stream that was read by hand."""
+    """Return the rest of a partly read stream."""
     responses = []
     while (response := await call.read()) is not grpc.aio.EOF:
         responses.append(response)
@@ -73,7 +73,7 @@ async def test_a_draft_killed_mid_stream_costs_no_token(directories: Directories
         speculation = responses[-1].finish.speculation
         assert speculation.accepted > 0
         assert speculation.undrafted_reason == "draft_lost"
-        # Forced, it asks for a draft whether that pays or not.
+        # Forced: requests a draft whether or not it pays.
         forced = generation_pb2.Speculation(drafters=[model_pb2.DRAFTER_REMOTE], forced=True)
         after = await services.generate(PROMPT, **fields, speculation=forced)
         assert after.finish.speculation.undrafted_reason == "no_draft"
@@ -110,8 +110,8 @@ async def test_a_small_memory_is_a_small_context(directories: Directories) -> No
         with pytest.raises(grpc.aio.AioRpcError, match=f"the context is {room}") as never:
             await services.generate([5] * room, max_tokens=1)
         assert never.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        ((field, _),) = from_rpc(never.value).violations  # which the verifier found
-        assert field == "prompt"  # as its caller calls it
+        ((field, _),) = from_rpc(never.value).violations  # found by the verifier
+        assert field == "prompt"  # under its name in the client's request
 
 
 async def test_a_client_that_does_not_read_stalls_only_itself(directories: Directories) -> None:
@@ -125,7 +125,7 @@ async def test_a_client_that_does_not_read_stalls_only_itself(directories: Direc
 
 
 async def test_a_draft_that_falls_silent_is_given_up(directories: Directories) -> None:
-    """It goes on accepting what is sent, and says nothing."""
+    """It keeps reading and sends nothing."""
 
     class NoEngine:
         numerics = "none"
@@ -169,7 +169,7 @@ async def test_a_draft_that_falls_silent_is_given_up(directories: Directories) -
 
 async def test_a_cancelled_request_for_several_samples_leaves_nothing(directories: Directories) -> None:
     async with stack(directories.target, directories.near) as services:
-        await services.generate(PROMPT, max_tokens=50, ignore_end_token=True)  # connected, to all pods
+        await services.generate(PROMPT, max_tokens=50, ignore_end_token=True)  # connected to all pods
         before = len(asyncio.all_tasks())
         call = services.stub.Generate(request_of(PROMPT, max_tokens=200, n=4, ignore_end_token=True))
         assert await call.read()
@@ -179,7 +179,7 @@ async def test_a_cancelled_request_for_several_samples_leaves_nothing(directorie
 
 
 async def test_the_services_can_be_listed(directories: Directories) -> None:
-    """Health and reflection, as operators' tools ask for them."""
+    """Health and reflection work with operators' tools."""
     from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
     server = grpc.aio.server(interceptors=[CallInterceptor()])

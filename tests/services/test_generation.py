@@ -1,4 +1,4 @@
-"""What a client may rely on beside the tokens themselves: text, stops, counts, samples, log-probabilities."""
+"""What clients may rely on beside the tokens themselves: text, stops, counts, samples, log-probabilities."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_stream_and_answer_hold_the_same(services: Stack) -> None:
 
 
 async def test_what_is_not_streamed_has_time(services: Stack) -> None:
-    """Unless it may have to stop at a string that the verifier does not know."""
+    """Unless it may have to stop at a string unknown to the verifier."""
     asked = request_of(PROMPT, max_tokens=3)
     assert [parse(asked, services.model, streamed=each).samples[0].coalesce_commits for each in (True, False)] == [
         False,
@@ -81,10 +81,10 @@ async def test_counts_are_exact(services: Stack) -> None:
 
 @pytest.mark.parametrize("cut", range(2, 24, 3))
 async def test_a_stop_string_cuts_exactly(services: Stack, cut: int) -> None:
-    """Wherever it falls, inside an accepted block too: no text from it on, no token past it."""
+    """Anywhere, also inside an accepted block: no text from the stop string on, no token past it."""
     decode = services.model.tokenizer.decode
     partial = [token for token in range(VOCABULARY) if "\ufffd" in decode([token])]
-    warm = WARM | {"banned_tokens": partial}  # whole characters only, so that the cut can be told from outside
+    warm = WARM | {"banned_tokens": partial}  # whole characters only, so that the cut is visible from outside
     whole = await services.generate(PROMPT, sampling=warm, max_tokens=24, ignore_end_token=True)
     stop = decode(whole.tokens[: cut + 1])[-3:]
     at = whole.text.find(stop)
@@ -171,7 +171,7 @@ async def test_logprobs_are_the_targets(services: Stack, directories: Directorie
 
 
 async def test_a_resumed_text_goes_on_in_mid_word(services: Stack) -> None:
-    """Cut anywhere, characters of several tokens and half a stop string included."""
+    """Cut anywhere, including inside a character of several tokens and inside a stop string."""
     fields = {"sampling": WARM, "max_tokens": 24, "ignore_end_token": True, "stop": ["zzzz", "e e"]}
     responses = await stream(services, request_of(PROMPT, **fields))
     text = "".join(r.text for r in responses)

@@ -1,5 +1,5 @@
-"""Pods from the wheels of the last version and of this one work together: in every combination, and while one replaces
-the other."""
+"""Pods from the wheels of the last version and of this one work together: in every combination, and during a rolling
+upgrade."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.faults.pods import free_address
 from tests.services.conftest import Directories
 
 UNRELEASED = "c62de0164d76c40716f1b8ab2af6a05bf0cf6109"
-"""The last version, as long as none has a tag: pods of it do not know `FindPrefix`."""
+"""The last version, until one is tagged: its pods do not know `FindPrefix`."""
 
-START_SECONDS = 300.0  # two that compile all loops, on a busy machine
+START_SECONDS = 300.0  # two processes compiling all loops on a busy machine
 MODULES = {"verifier": "verifier_service", "draft": "draft_service", "orchestrator": "orchestrator"}
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(1200)]
@@ -37,7 +37,7 @@ def git(*words: str) -> bytes:
 
 
 def wheel(commit: str, folder: Path) -> Path:
-    """Make the wheel of a commit, and return the folder with all that is in it."""
+    """Build the wheel of a commit, and return the folder with its unpacked content."""
     sources, made, installed = (folder / name for name in ("sources", "made", "installed"))
     with tarfile.open(fileobj=io.BytesIO(git("archive", commit))) as files:
         files.extractall(sources, filter="data")
@@ -51,7 +51,7 @@ def wheel(commit: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def last(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is in the wheel of the last version."""
+    """The unpacked wheel of the last version."""
     try:
         tags = git("tag", "--list", "v*", "--sort=-version:refname").decode().split()
         commit = git("rev-parse", "--verify", f"{tags[0] if tags else UNRELEASED}^{{commit}}").decode().strip()
@@ -62,12 +62,12 @@ def last(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def this(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is in the wheel of this version, with changes of tracked files that are not committed yet."""
+    """The unpacked wheel of this version, including uncommitted changes of tracked files."""
     return wheel(git("stash", "create").decode().strip() or "HEAD", tmp_path_factory.mktemp("this"))
 
 
 class Pod:
-    """A service of either version, at an address of its own."""
+    """A service of either version, at its own address."""
 
     def __init__(self, role: str, *options: str) -> None:
         self.address = free_address()
@@ -76,9 +76,9 @@ class Pod:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, installed: Path) -> None:
-        """Start the version whose wheel's content is in this folder."""
+        """Start the version unpacked in this folder."""
         services = installed / "specdec" / "roles"
-        # What `-m` runs is looked for in the working directory first.
+        # `-m` looks in the working directory first.
         self._process = subprocess.Popen(
             [sys.executable, *self._command],
             cwd=services,
@@ -115,7 +115,7 @@ class Pod:
 
 
 async def started(exits: ExitStack, *pods: tuple[Pod, Path]) -> None:
-    """Start pods together; they end with `exits`."""
+    """Start pods concurrently; they end with `exits`."""
     for pod, installed in pods:
         exits.callback(pod.end)
         pod.start(installed)
@@ -139,7 +139,7 @@ def front_options(directories: Directories, verifiers: list[Pod], drafts: list[P
 async def tokens(
     client: AsyncClient, seed: int, *, speculation: Literal["always", "auto", "off"] = "always"
 ) -> tuple[list[int], int]:
-    """One text, and how many candidates were accepted for it."""
+    """Return the tokens of one text, and its number of accepted candidates."""
     done = await client.complete(
         tokens=[1 + (seed * 7 + i) % 200 for i in range(70)],
         max_tokens=150,
@@ -176,7 +176,7 @@ async def test_every_combination_gives_the_same_tokens(directories: Directories,
 
 
 async def test_a_rolling_upgrade_fails_no_request(directories: Directories, last: Path, this: Path) -> None:
-    """Two replicas of each role are replaced one after the other, under load, by this version."""
+    """Two replicas of each role are replaced by this version one after the other, under load."""
     with ExitStack() as exits:
         verifiers = [Pod("verifier", *target_options(directories)) for _ in range(2)]
         drafts = [Pod("draft", *draft_options(directories)) for _ in range(2)]
@@ -196,7 +196,11 @@ async def test_a_rolling_upgrade_fails_no_request(directories: Directories, last
             async with asyncio.TaskGroup() as group:
                 for _ in range(4):
                     group.create_task(ask_on())
-                for pod in (*fronts, *verifiers, *drafts):  # so that orchestrators ask for what verifiers do not know
+                for pod in (
+                    *fronts,
+                    *verifiers,
+                    *drafts,
+                ):  # orchestrators first, so that they send requests unknown to old verifiers
                     await pod.replace(this)
                 over = True
             assert len(found) > 20

@@ -1,4 +1,4 @@
-"""What a client sees of the verifier's memory: waiting for it, losing it, sharing it, and how full it is."""
+"""The verifier's memory as a client sees it: waiting for it, preemption, sharing, and its use in statistics."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from verifier_service.servicer import Limits as VerifierLimits
 
 PROMPT = [50 + i % 60 for i in range(2 * BLOCK + 20)]
 NEVER_AT_ONCE = 20.0
-"""Seconds: a condition that holds within milliseconds on any machine, however busy."""
+"""Seconds. The conditions awaited take milliseconds; generous for a busy machine."""
 
 
 def prompts(count: int, length: int) -> list[list[int]]:
-    """None of them begins like another."""
+    """Return prompts without a common prefix."""
     return [[3 + number] + [40 + (7 * i) % 90 for i in range(length - 1)] for number in range(count)]
 
 
@@ -48,7 +48,7 @@ async def load_of(services: Stack) -> verifier_pb2.GetStatsResponse:
 
 
 class Gate:
-    """Holds up the target's forward passes while it is closed."""
+    """Blocks the target's forward passes while closed."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -78,7 +78,7 @@ def begin(services: Stack, prompt: list[int], tokens: int, **fields: Any) -> asy
 
 
 async def test_more_sessions_than_fit_wait_their_turn(directories: Directories) -> None:
-    """And get the tokens they would get alone."""
+    """Waiting sessions get the same tokens as alone."""
     texts = prompts(6, 30)
     async with stack(directories.target, None) as services:
         want = [list((await begin(services, prompt, 90)).tokens) for prompt in texts]
@@ -95,8 +95,7 @@ def check(directories: Directories, texts: list[list[int]], want: list[list[int]
 
 
 async def test_who_waits_too_much_is_refused_at_once(directories: Directories) -> None:
-    """While a step is under way that takes as long as the test likes: no refusal waits for it, nor does anyone
-    who asks for the load. Those who wait are served."""
+    """Refusals and GetStats do not wait for a step in progress; waiting sessions are served afterwards."""
     limits = VerifierLimits(max_waiting=2)
     async with gated(directories, verifier_limits=limits, capacity=256 + 4 * BLOCK) as (services, gate):
         with gate.closed():
@@ -113,16 +112,18 @@ async def test_who_waits_too_much_is_refused_at_once(directories: Directories) -
         for error in refused:
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             said = str(error.details())
-            assert "2 sessions wait for memory, the limit is 2" in said or "no room for more" in said  # who was asked
-            # As the verifier says, or has said with the last session it took: one to three turns of its first guess
-            # at how long one takes.
+            assert (
+                "2 sessions wait for memory, the limit is 2" in said or "no room for more" in said
+            )  # the limit of whichever pod refused
+            # The verifier's own delay, or the one cached from the last session it took: one to three times its first
+            # estimate of a turn.
             assert 1000 <= retry_after(error).ToMilliseconds() <= 3000
         assert [len(r.tokens) for r in results if isinstance(r, generation_pb2.Completion)] == [10, 10]
         assert len((await served_in_the_end(services)).tokens) == 10
 
 
 async def served_in_the_end(services: Stack) -> generation_pb2.Completion:
-    """The answer to one more, asked again while the last refusal stands."""
+    """Return the completion of one more request, retried while refused."""
     async with asyncio.timeout(30):
         while True:
             try:
@@ -142,7 +143,6 @@ def retry_after(error: grpc.aio.AioRpcError) -> duration_pb2.Duration:
 
 
 async def test_a_waiting_session_can_be_cancelled(directories: Directories) -> None:
-    """Before it was given any memory."""
     async with gated(directories, capacity=256 + 4 * BLOCK) as (services, gate):
         loop = services.verifier_loop
         with gate.closed():
@@ -196,7 +196,7 @@ async def test_a_resumed_text_is_found(directories: Directories) -> None:
 
 
 async def test_a_completion_says_how_often_it_lost_its_memory(directories: Directories) -> None:
-    """Three texts fit as they come, one as they grow: the first of them is never preempted."""
+    """Three texts fit at first, but only one fully grown: the oldest is never preempted."""
     texts = prompts(3, BLOCK - 4)
     async with gated(directories, capacity=256 + 4 * BLOCK) as (services, gate):
         loop = services.verifier_loop
@@ -205,7 +205,7 @@ async def test_a_completion_says_how_often_it_lost_its_memory(directories: Direc
             tasks = [begin(services, texts[0], 40)]
             await until(lambda: loop.stats.running == 1, NEVER_AT_ONCE)
             tasks += [begin(services, prompt, 40) for prompt in texts[1:]]
-            await until(lambda: loop._inbox.qsize() >= 2, NEVER_AT_ONCE)  # they will be there before the first grows
+            await until(lambda: loop._inbox.qsize() >= 2, NEVER_AT_ONCE)  # they arrive before the first grows
         completions = await asyncio.gather(*tasks)
         preemptions = [completion.finish.preemptions for completion in completions]
         assert preemptions[0] == 0
@@ -221,7 +221,7 @@ async def test_a_completion_says_how_often_it_lost_its_memory(directories: Direc
 
 @pytest.mark.parametrize("exact", [True, False])
 async def test_the_numerics_mode_is_told(directories: Directories, exact: bool) -> None:
-    """Exact only if it was asked for and the check at start agreed."""
+    """Exact only if requested and confirmed by the reference check at start."""
     async with stack(directories.target, None, exact=exact) as services:
         finish = (await services.generate(PROMPT, max_tokens=3)).finish
     fast = finish.numerics_fingerprint.endswith("/fast")
@@ -257,7 +257,7 @@ async def test_the_stats_count_what_was_served(directories: Directories) -> None
 
 
 STANDING = {"identity", "kv_tokens", "max_sessions", "max_waiting", "pod", "serving", "up_us"}
-"""What is not zero before anything is served."""
+"""Fields that are nonzero before anything is served."""
 
 
 async def test_the_stats_while_it_serves(directories: Directories) -> None:
@@ -272,7 +272,7 @@ async def test_the_stats_while_it_serves(directories: Directories) -> None:
 
 
 async def test_a_prompt_that_no_verifier_has_memory_for_is_told_as_the_clients_own(directories: Directories) -> None:
-    """One with more memory is asked as well, and one that is not there is not waited for."""
+    """A verifier with more memory is tried too; an absent one is not waited for."""
     prompt = list(range(40, 40 + 100))
     async with stack(directories.target, None, capacity=3 * BLOCK) as small, stack(directories.target, None) as large:
         for others in (["127.0.0.1:1"], [large.verifiers[0].address, "127.0.0.1:1"]):

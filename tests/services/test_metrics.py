@@ -1,4 +1,4 @@
-"""Metrics of running services say what `GetStats` says, and what was generated."""
+"""Metrics of running services agree with `GetStats` and with the generated texts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.faults.pods import free_port
 from tests.services.conftest import Directories
 from tests.serving.test_metrics import scraped
 
-pytestmark = pytest.mark.timeout(900)  # several processes start, each as slowly as the machine is busy
+pytestmark = pytest.mark.timeout(900)  # several processes start, slowly on a busy machine
 
 SERVICES = ("verifier", "draft", "orchestrator")
 

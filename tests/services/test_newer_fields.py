@@ -1,4 +1,4 @@
-"""Fields of a newer contract go through pods that do not know them: relayed as they came, and covered by checksums."""
+"""Fields of a newer contract pass through pods that do not know them: relayed unchanged, covered by checksums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEW = "new_field"
 
 
 def newer(name: str) -> Any:
-    """A message in a contract whose messages all have one field more, of the next number, which `buf` lets pass."""
+    """Return a message of a contract where every message has one more field, with the next number (as `buf` allows)."""
     pool = descriptor_pool.DescriptorPool()
 
     def add(file: FileDescriptor) -> None:
@@ -38,8 +38,7 @@ def newer(name: str) -> Any:
 
 
 def test_an_opening_of_a_newer_orchestrator_has_the_checksum_that_it_says() -> None:
-    """New fields at every depth: what is computed here, over the message as it is written anew, is what was computed
-    there."""
+    """New fields at every depth: the checksum over the re-serialized message equals the sender's."""
     opening = newer("VerifyOpen")
     opening.prompt_tokens.extend([3, 70000])
     opening.sampling.logit_bias.update({9: 1.5, 3: -2.0, 700: 0.0})

@@ -1,4 +1,4 @@
-"""The client for Node streams, takes a text up at another orchestrator, and reads errors."""
+"""The Node client streams, resumes a text at another orchestrator, and reads errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def start(addresses: str, text: str = "hi", **options: Any) -> Process:
 
 @asynccontextmanager
 async def relayed(to: int) -> AsyncIterator[tuple[int, asyncio.Event]]:
-    """A port that leads to another one, until the event is set: what is sent is then lost."""
+    """Relay a port to `to` until the event is set; later bytes are dropped."""
     broken = asyncio.Event()
     writers: set[asyncio.StreamWriter] = set()
 
@@ -59,7 +59,7 @@ async def relayed(to: int) -> AsyncIterator[tuple[int, asyncio.Event]]:
 
 
 async def run(addresses: str, text: str = "hi", **options: Any) -> tuple[int | None, str, str]:
-    """Return its exit status, what it wrote, and what it complained of."""
+    """Return exit status, stdout, stderr."""
     process = await start(addresses, text, **options)
     said, complained = await asyncio.wait_for(process.communicate(), 60)
     return process.returncode, said.decode(), complained.decode()
@@ -77,7 +77,7 @@ async def test_it_streams(directories: Directories) -> None:
 
 
 async def test_it_leaves_a_server_that_is_gone_without_a_word() -> None:
-    """Nothing of what it sends arrives, and no connection ends."""
+    """Nothing it sends arrives, and no connection closes."""
     script = """
         import { Client } from "./client.js";
         const usual = new Client(["127.0.0.1:1"]).channelOptions;
@@ -119,7 +119,7 @@ async def test_it_goes_on_in_the_middle_of_a_character() -> None:
 
 
 async def test_a_killed_orchestrator_changes_no_token(directories: Directories) -> None:
-    """Two of them share the pods; the one that was asked ends while it streams."""
+    """Two orchestrators share the pods; the one in use is killed while streaming."""
     async with stack(directories.target, directories.near, target_delay=long_steps) as services:
         async with AsyncClient(services.address) as client:
             want = await client.complete("hello", max_tokens=200, temperature=0.8, seed=5, ignore_end_token=True)

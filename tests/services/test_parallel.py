@@ -1,4 +1,4 @@
-"""A verifier in two processes, as torchrun starts them: nothing else in the system knows the difference."""
+"""A verifier in two processes, as started by torchrun: indistinguishable for the rest of the system."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ pytest.importorskip("accelerate", reason="transformers cuts models with it: spec
 
 TOKENS = 24
 LONG = 200
-"""Tokens: a text that is not at its end when the next thing happens."""
+"""Tokens: a text still running when the next thing happens."""
 
 FEW = ("--port", "0", "--kv-tokens", "8192")
-"""Options of a verifier that takes little and is in nobody's way."""
+"""Options of a small verifier on a free port."""
 
 LOOKING = generation_pb2.Speculation(
     drafters=OWN_DRAFTERS,
     lookahead=model_pb2.Lookahead(window=5, ngram=3, guesses=5),
 )
-"""Trees in every step, whatever a draft would have had the time for."""
+"""Trees in every step, even without a timely draft."""
 
 
 @asynccontextmanager
@@ -57,7 +57,7 @@ async def serving(target: Path, logs: Path) -> AsyncIterator[tuple[Launched, Any
 
 
 async def test_the_tokens_are_those_of_one_process(directories: Directories, tmp_path: Path) -> None:
-    """Plain and with trees, at several temperatures, many at once. Then it drains: what runs is brought to its end."""
+    """Plain and with trees, at several temperatures, concurrently. Then drain: running texts are completed."""
     requests = list(zip(prompts(len(SAMPLINGS)), SAMPLINGS, strict=True))
     async with stack(directories.target, None) as services:
         want = [
@@ -81,7 +81,7 @@ async def test_the_tokens_are_those_of_one_process(directories: Directories, tmp
 
         responses = aiter(stub.Generate(request_of([5, 6, 7], max_tokens=LONG, ignore_end_token=True)))
         received = list((await anext(responses)).tokens)
-        for rank in (1, 0):  # as torchrun tells all
+        for rank in (1, 0):  # torchrun signals all ranks
             ranks.signal(rank, signal.SIGTERM)
         async for response in responses:
             received += response.tokens
@@ -125,7 +125,7 @@ def test_what_goes_by_one_process_only_is_refused(
 
 
 def test_an_environment_that_is_not_torchruns(directories: Directories) -> None:
-    """Schedulers set some of it."""
+    """Job schedulers set some of these variables."""
     environment = {name: value for name, value in os.environ.items() if name not in PLACE} | {"WORLD_SIZE": "2"}
     ended = subprocess.run(
         [sys.executable, "-m", "verifier_service", "--model", str(directories.target), "--port", "0"],

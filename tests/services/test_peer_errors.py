@@ -1,4 +1,4 @@
-"""What a peer's status means: a failure of its own is believed only if its two spellings agree."""
+"""A peer's status: an internal failure is believed only if status message and rich status agree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specdec.serving.errors import (
 
 
 def heard(error: ServiceError, details: str | None = None, rich: bytes | None = None) -> AioRpcError:
-    """The error as a caller gets it, its words or its rich status changed on their way."""
+    """Return the error as its caller receives it, with message or rich status altered in transit."""
     status = to_status(error)
     ((key, value),) = status.trailing_metadata
     return AioRpcError(status.code, Metadata(), Metadata((key, value if rich is None else rich)), details or str(error))
@@ -27,7 +27,7 @@ def heard(error: ServiceError, details: str | None = None, rich: bytes | None = 
 def test_a_failure_of_its_own_is_believed(message: str) -> None:
     found = from_rpc(heard(ModelFailureError(message)), "verifier")
     assert isinstance(found, ModelFailureError)
-    assert message not in str(found)  # its words are for our log
+    assert message not in str(found)  # its message belongs in our log only
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Conversations stay where they are cached, though any verifier could take each of their turns."""
+"""Conversations stay at the verifier that has them cached, though any verifier could take each turn."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ CHATS, TURNS = 12, 3
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All pods share one event loop here, which may be busy for longer than a request would wait for an answer."""
+    """All pods share one event loop here, which may be busy for longer than a request would wait for a response."""
     monkeypatch.setattr(prefix_routing, "ASK_SECONDS", 5.0)
 
 
 async def turn(services: Stack, text: list[int], tenant: str = "") -> int:
-    """Ask for an answer, add it to the text, and return how many tokens of the text were cached."""
+    """Request an answer, append it to the text, and return the text's number of cached tokens."""
     answer = await services.generate(text, max_tokens=20, plain=True, ignore_end_token=True, tenant=tenant)
     text += answer.tokens
     return answer.finish.usage.cached_tokens
@@ -62,7 +62,7 @@ async def test_tenants_do_not_find_one_anothers_prefixes(directories: Directorie
         await turn(services, list(prompt), tenant="one")
         assert await turn(services, list(prompt), tenant="other") == 0
         took = [pod.loop.stats.prompt_tokens for pod in services.verifiers]
-        assert took == [len(prompt)] * 2  # they took turns, as texts do that nobody has
+        assert took == [len(prompt)] * 2  # they alternated, as uncached texts do
 
 
 async def test_a_chat_goes_on_elsewhere_when_its_verifier_is_gone(directories: Directories) -> None:

@@ -1,5 +1,5 @@
-"""Chats with a model that reasons: its answer and its reasoning come apart, whatever speculation does, and grammars and
-calls are about the answer."""
+"""Chats with a reasoning model: answer and reasoning are separated whatever speculation does, and grammars and tool
+calls apply to the answer."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ def pair(directories: Directories, tmp_path: Path) -> tuple[Path, Path]:
 
 
 WANTED = {(False, True, True), (False, False, True), (True, True, True), (None, False, True)}
-"""Kinds of texts that are to be seen: whether reasoning was possible (False), begun or ruled out (None), and whether
-there was reasoning, and an answer."""
+"""Kinds of texts to cover: (reasoning possible (False), begun (True) or ruled out (None); has reasoning; has an
+answer)."""
 
 
 def parts_of(tokens: Sequence[int], *, begun: bool | None) -> tuple[list[int], list[int]]:
-    """The tokens of reasoning and answer, where one is known to have begun, to be possible, or not to be (None)."""
+    """Return the tokens of reasoning and of the answer. `begun`: True if begun by the prompt, False if possible, None
+    if ruled out."""
     if begun is None or (not begun and tokens[0] != OPEN):
         return [], list(tokens)
     end = tokens.index(CLOSE) + 1 if CLOSE in tokens else len(tokens)
@@ -46,7 +47,7 @@ def parts_of(tokens: Sequence[int], *, begun: bool | None) -> tuple[list[int], l
 
 
 def check_split(services: Stack, prompt: list[int], completion: Completion, *, begun: bool | None) -> None:
-    """Reasoning and answer are what their tokens spell, an answer without reasoning behind its prompt."""
+    """Check the text of reasoning and answer; an answer without reasoning is decoded after the prompt."""
     reasoning, answer = parts_of(completion.tokens, begun=begun)
     decode = services.model.tokenizer.decode
     assert completion.reasoning_tokens == completion.finish.reasoning_tokens == len(reasoning)
@@ -58,14 +59,14 @@ def check_split(services: Stack, prompt: list[int], completion: Completion, *, b
 
 
 def asked_of(arguments: dict[str, Any], seed: int, **others: Any) -> dict[str, Any]:
-    """A request: each seed asks something else."""
+    """Return a request that varies with the seed."""
     messages: Any = [{"role": "user", "content": f"how warm is it{chr(33 + seed)}"}]
     fixed: dict[str, Any] = {"temperature": 1.0, "max_tokens": 60, "ignore_end_token": True, "logit_bias": MARKED}
     return fixed | {"messages": messages, "template_arguments": arguments, "seed": seed, **others}
 
 
 async def a_reasoned_text(client: AsyncClient, arguments: dict[str, Any]) -> tuple[dict[str, Any], Completion]:
-    """A request, and its text: the first, by seeds, that has some reasoning and some answer."""
+    """Return the first request, by seeds, whose text has both reasoning and an answer, and that text."""
     for seed in range(100):
         asked = asked_of(arguments, seed, max_tokens=30)
         whole = (await client.complete(**asked)).completions[0]
@@ -132,7 +133,7 @@ async def test_a_text_is_resumed_from_anywhere(pair: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("arguments", [{}, OPENED, CLOSED], ids=["possible", "begun", "none"])
 async def test_a_schema_is_about_the_answer(pair: tuple[Path, Path], arguments: dict[str, Any]) -> None:
-    """Which the model may begin with at once, unless the prompt has opened its reasoning."""
+    """The model may begin its answer at once, unless the prompt has opened its reasoning."""
     with_both = 0
     async with stack(*pair) as services, AsyncClient(services.address) as client:
         for seed in range(8):
@@ -140,7 +141,7 @@ async def test_a_schema_is_about_the_answer(pair: tuple[Path, Path], arguments: 
             plain = (await client.complete(**asked, speculation="off")).completions[0]
             drafted = (await client.complete(**asked, speculation="always")).completions[0]
             assert (drafted.tokens, drafted.text) == (plain.tokens, plain.text)
-            if plain.finish.reason == "length":  # it never stopped thinking: no token that would end it was chosen
+            if plain.finish.reason == "length":  # reasoning never ended: no closing token was chosen
                 assert END not in plain.tokens
                 assert not plain.text
             else:
@@ -153,7 +154,7 @@ async def test_a_schema_is_about_the_answer(pair: tuple[Path, Path], arguments: 
 
 @pytest.mark.parametrize("tokens", [2, 6])
 async def test_a_text_goes_on_at_an_orchestrator_that_knows_no_marks(pair: tuple[Path, Path], tokens: int) -> None:
-    """It is told what the first one has resolved: where the reasoning is, for text and grammar."""
+    """The second orchestrator uses what the first resolved: the reasoning's position, for text and grammar."""
     async with stack(*pair) as services, AsyncClient(services.address) as client:
         for arguments in ({}, OPENED):
             asked, _ = await a_reasoned_text(client, arguments)
@@ -180,7 +181,7 @@ async def test_a_text_need_not_be_split(pair: tuple[Path, Path]) -> None:
 
 
 async def test_the_client_that_blocks_tells_it_too(pair: tuple[Path, Path]) -> None:
-    """A conversation goes on with the answer, and with its reasoning for templates that repeat it."""
+    """A conversation continues with the answer, and with its reasoning for templates that repeat it."""
 
     def converse(address: str, asked: dict[str, Any], whole: Completion) -> None:
         with Client(address) as client:

@@ -1,5 +1,5 @@
-"""A text that is resumed at another orchestrator goes on with exactly its tokens, or is refused: what the first one has
-filled in where the request was silent, the other one is told."""
+"""A text resumed at another orchestrator continues with exactly its tokens, or is refused: the second orchestrator uses
+the values that the first one resolved for fields left unset."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ OPTIONS: dict[str, Any] = {"max_tokens": 60, "temperature": 0.8, "seed": 3}
 
 
 def orchestrator(services: Stack, directory: Path, clock: datetime) -> Pod:
-    """An orchestrator of its own for the verifiers of a stack, at which it is always this time."""
+    """Run another orchestrator for the verifiers of a stack, with a fixed clock."""
     peers = Peers(Pods(pod.address for pod in services.verifiers))
     return Pod(GenerationServicer(Catalog.of(ServedModel.of(ModelDirectory(directory)), peers), clock=lambda: clock))
 
 
 def copy_of(directory: Path, to: Path, template: str, **generation: Any) -> Path:
-    """The same model, with another chat template and other fields in generation_config.json."""
+    """Copy the model with another chat template and other fields in generation_config.json."""
     shutil.copytree(directory, to)
     (to / "chat_template.jinja").write_text(template)
     file = to / "generation_config.json"
@@ -50,7 +50,7 @@ def copy_of(directory: Path, to: Path, template: str, **generation: Any) -> Path
 async def two(
     directories: Directories, first: Path, second: Path, later: timedelta
 ) -> AsyncIterator[tuple[Pod, AsyncClient, AsyncClient]]:
-    """An orchestrator that a test may kill, a client that knows another one as well, and one that knows it alone."""
+    """Yield an orchestrator to kill, a client that also knows a second one, and a client of the second alone."""
     async with (
         stack(directories.target, None, target_delay=slow_target) as services,
         running(orchestrator(services, first, LATE)) as one,
@@ -63,7 +63,7 @@ async def two(
 
 
 async def interrupted(client: AsyncClient, killed: Pod, **options: Any) -> list[Chunk]:
-    """Read a stream whose orchestrator is killed once it has begun."""
+    """Read a stream whose orchestrator is killed after its first tokens."""
     chunks: list[Chunk] = []
     async with client.generate(**options) as stream:
         async for chunk in stream:
@@ -102,11 +102,11 @@ async def test_another_template_is_refused(directories: Directories, tmp_path: P
 
 
 async def test_other_end_tokens_end_no_text_differently(directories: Directories, tmp_path: Path) -> None:
-    """What the first orchestrator takes for the end holds for the second."""
+    """The end tokens of the first orchestrator apply at the second."""
     first = copy_of(directories.target, tmp_path / "one" / "target", DATED)
     async with two(directories, first, first, timedelta()) as (_, _, alone):
         plain = await alone.complete("abc", **OPTIONS, ignore_end_token=True)
-    end = plain.completions[0].tokens[20]  # that the second takes for an end token, and the first does not
+    end = plain.completions[0].tokens[20]  # an end token for the second, but not for the first
     second = copy_of(directories.target, tmp_path / "other" / "target", DATED, eos_token_id=[2, end])
     async with two(directories, first, second, timedelta()) as (one, both, alone):
         want = await alone.complete("abc", **OPTIONS)
@@ -116,7 +116,7 @@ async def test_other_end_tokens_end_no_text_differently(directories: Directories
 
 
 async def test_other_generation_defaults_choose_no_token_differently(directories: Directories, tmp_path: Path) -> None:
-    """What the first orchestrator takes from its generation_config.json holds for the second."""
+    """The defaults in the first orchestrator's generation_config.json apply at the second."""
     defaults = {"do_sample": True, "temperature": 0.8, "top_k": 20, "repetition_penalty": 1.3, "max_new_tokens": 60}
     first = copy_of(directories.target, tmp_path / "one" / "target", DATED, **defaults)
     second = copy_of(directories.target, tmp_path / "other" / "target", DATED, do_sample=True, max_new_tokens=5)

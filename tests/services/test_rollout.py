@@ -30,21 +30,21 @@ from tests.stack import Pod, Stack, long_steps, running, stack, until
 
 OPTIONS: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "ignore_end_token": True, "timeout": 60}
 LONG: dict[str, Any] = OPTIONS | {"max_tokens": 200, "speculation": "off"}
-"""Of a text that is under way for seconds at a slow target."""
+"""A text that takes seconds at a slow target."""
 
 
 class Rollout:
     """The file of models, and orchestrators that follow it."""
 
     def __init__(self, file: Path, stacks: Mapping[str, tuple[Path, Stack]]) -> None:
-        """`stacks` has, by the names of revisions, their directories and pods."""
+        """`stacks`: directory and pods by revision."""
         self.fronts: list[Pod] = []
         self.catalogs: list[FollowedCatalog] = []
         self._file = file
         self._stacks = stacks
 
     def write(self, shares: Mapping[str, float], drafts: Mapping[str, list[str]] | None = None) -> None:
-        """Write what is served: these revisions of the model `m`, with these shares."""
+        """Write the model `m` with these revisions and traffic shares."""
         revisions = {
             name: {
                 "directory": str(self._stacks[name][0]),
@@ -58,7 +58,7 @@ class Rollout:
         os.replace(self._file.with_suffix(".new"), self._file)
 
     async def becomes(self, **shares: float) -> None:
-        """Write what is served, and wait until it is."""
+        """Write new shares, and wait until they apply."""
         self.write(shares)
         await until(lambda: all({each.name: each.share for each in one} == shares for one in self.catalogs))
 
@@ -81,20 +81,21 @@ async def rollout(
 
 
 async def tokens_of(client: AsyncClient, seed: int, **options: Any) -> tuple[str, list[int]]:
-    """A text, and the revision that it says it is by."""
+    """Return (revision, tokens) of one text."""
     done = await client.complete("once upon a time", seed=seed, **{**OPTIONS, **options})
     assert done.resolved is not None
     return done.resolved.model, done.completions[0].tokens
 
 
 def addresses_of(revision: Revision) -> list[str]:
-    """Where the drafts of a revision are."""
+    """Return the addresses of a revision's drafts."""
     return [str(pod) for pod in revision.peers.drafts or ()]
 
 
 async def test_a_rollout_and_the_way_back_under_load(directories: Directories, tmp_path: Path) -> None:
-    """Shares move from a to b and back while two orchestrators are asked: no request fails, each text is the one that
-    its revision alone gives, and once all orchestrators have the last share, so do all texts."""
+    """Shares move from a to b and back while two orchestrators serve requests: no request fails, each text is the one
+    that its revision gives alone, and once all orchestrators have the last shares, all texts follow them.
+    """
     async with (
         stack(directories.target, None) as a,
         stack(directories.near, None) as b,
@@ -110,10 +111,10 @@ async def test_a_rollout_and_the_way_back_under_load(directories: Directories, t
                 texts[seed] = await tokens_of(client, seed, model="m")
 
         async def some_more() -> list[str]:
-            """Texts that are asked for from now on, by their revisions."""
+            """Return the revisions of texts requested from now on."""
             first = next(seeds)
             await until(lambda: len(texts) >= first + 12, 60)
-            return [texts[seed][0] for seed in sorted(texts) if seed > first + 4]  # up to 4 were asked for before
+            return [texts[seed][0] for seed in sorted(texts) if seed > first + 4]  # up to 4 were already in flight
 
         async with asyncio.TaskGroup() as group:
             for _ in range(4):
@@ -133,7 +134,7 @@ async def test_a_rollout_and_the_way_back_under_load(directories: Directories, t
 async def test_a_text_that_is_resumed_elsewhere_stays_with_its_revision(
     directories: Directories, tmp_path: Path
 ) -> None:
-    """Its orchestrator is killed after all requests have come to go to another revision."""
+    """Its orchestrator is killed after the whole share has moved to another revision."""
     async with (
         stack(directories.target, None, target_delay=slow_target) as a,
         stack(directories.near, None) as b,
@@ -179,7 +180,7 @@ async def test_a_revision_that_is_taken_out_finishes_its_texts(directories: Dire
 
 
 async def test_a_revision_without_a_verifier_gets_no_requests(directories: Directories, tmp_path: Path) -> None:
-    """A canary that does not start harms nobody: its share goes to those that are there."""
+    """A canary that does not start is harmless: its share goes to the available revisions."""
     async with (
         stack(directories.target, None) as a,
         stack(directories.near, None) as b,
@@ -198,7 +199,7 @@ async def test_a_revision_without_a_verifier_gets_no_requests(directories: Direc
 
 
 async def test_drafts_are_swapped_live(directories: Directories, tmp_path: Path) -> None:
-    """A text that runs goes on; later ones are drafted for by the new drafts, or by none."""
+    """A running text continues; later ones use the new drafts, or none."""
     async with (
         stack(directories.target, directories.near, target_delay=long_steps) as a,
         stack(directories.target, directories.other) as other,
@@ -259,7 +260,7 @@ async def test_several_models_behind_one_orchestrator(directories: Directories, 
 async def test_while_a_new_revision_is_looked_for_the_shares_of_before_hold(
     directories: Directories, tmp_path: Path
 ) -> None:
-    """All shares change at once: if the old one's went first, requests would have nowhere to go."""
+    """All shares change at once: if the old share were dropped first, requests would have no verifier."""
     async with (
         stack(directories.target, None) as a,
         stack(directories.near, None) as b,
@@ -267,7 +268,7 @@ async def test_while_a_new_revision_is_looked_for_the_shares_of_before_hold(
         AsyncClient(found.fronts[0].address, timeout=60) as client,
     ):
         for pod in b.verifiers:
-            await pod.stop()  # to look for it takes a while
+            await pod.stop()  # finding it takes a while
         over, seen = False, list[str]()
 
         async def ask_on() -> None:

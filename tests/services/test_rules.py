@@ -33,24 +33,25 @@ TOKENS = 24
 
 
 def slow_target() -> None:
-    """So slow that there is something to verify, whatever else the machine is doing."""
+    """Slow enough for candidates to arrive, even on a busy machine."""
     time.sleep(0.02)
 
 
 CONTRAST_MARGIN = 0.01
-"""Logits that differ in their last bits may be rounded to different float16 numbers, whose step is up to 2**-6 for
-log-probabilities of -16 and below; two scores that lie closer than this may change places."""
+"""Logits that differ in their last bits may round to different float16 numbers, up to 2**-6 apart for log-probabilities
+of -16 and below; two scores closer than this may swap.
+"""
 
 
 class Reference:
-    """Contrastive decoding in this process: both models' own forwards, one token at a time."""
+    """Contrastive decoding in this process: both models' own forward passes, one token at a time."""
 
     def __init__(self, target: Oracle, draft: Oracle, contrast: Contrast) -> None:
         self.target, self.draft = target, draft
         self.sampler = RequestSampler(Sampling(), rule=Rule.CONTRASTIVE, contrast=contrast)
 
     def next(self, text: list[int]) -> tuple[int, float]:
-        """The choice after a text, and by how much it is better than the second best."""
+        """Return the next token and its margin over the second best."""
         z = self.target.logits(text)
         row = amateur_distribution(self.draft.logits(text), self.sampler.contrast)
         token = int(choose(z[None], [SamplingQuery(self.sampler, len(text), proposal=Proposal(None, row))])[0])
@@ -59,8 +60,9 @@ class Reference:
         return token, float(scores[-1] - scores[-2]) if len(scores) > 1 else math.inf
 
     def check(self, prompt: list[int], tokens: list[int]) -> int:
-        """AssertionError unless a text is what the rule says, ties apart; how many ties there were. The text is
-        followed, whichever way a tie went."""
+        """Return the number of ties; raise AssertionError if the text breaks the rule other than at a tie. The text is
+        followed, whichever way a tie went.
+        """
         ties = 0
         for at, token in enumerate(tokens):
             want, margin = self.next(prompt + tokens[:at])
@@ -133,7 +135,7 @@ async def test_contrast_needs_a_draft(directories: Directories, drafted: bool) -
 
 
 async def test_waiting_for_a_draft_holds_up_nobody_else(directories: Directories) -> None:
-    """Sessions that contrast sit out steps while their draft is silent; others go on."""
+    """Contrastive sessions skip steps while their draft is silent; other sessions proceed."""
     async with stack(directories.target, directories.near, delay=lambda: time.sleep(0.2)) as services:
         slow = services.stub.Generate(request_of(PROMPT, max_tokens=100, ignore_end_token=True, rule=CONTRASTIVE))
         assert (await slow.read()).tokens
@@ -174,8 +176,8 @@ async def rejected(services: Stack, **fields: Any) -> generation_pb2.Completion:
 async def rejected_until(
     services: Stack, accepted: int, **sampling: Any
 ) -> tuple[list[generation_pb2.Completion], Counter[str]]:
-    """Ask with one seed after the other until so many candidates were accepted: on a busy machine drafts are late, and
-    there is nothing to accept. Return the completions, and the sum of what they count."""
+    """Send requests with consecutive seeds until `accepted` candidates were accepted: on a busy machine drafts are
+    late, and there is nothing to accept. Return the completions and their summed counts."""
     texts: list[generation_pb2.Completion] = []
     total: Counter[str] = Counter()
     async with asyncio.timeout(120):
@@ -202,7 +204,7 @@ async def test_rejection_accepts_and_rejects(directories: Directories) -> None:
 
 
 async def test_a_draft_equal_to_the_target_is_always_accepted(directories: Directories) -> None:
-    """But for what rounding to float16 costs."""
+    """Except for the loss of rounding to float16."""
     async with stack(directories.target, directories.target, target_delay=slow_target) as services:
         texts, total = await rejected_until(services, 21, top_k=40)
     assert total["corrections"] <= len(texts)

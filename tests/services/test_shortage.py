@@ -1,5 +1,5 @@
-"""A service that gets no memory: no text is blamed, all go on elsewhere, and the process lives or ends with its own
-status."""
+"""Running out of memory in a service: no text is blamed, all continue elsewhere, and the process survives or exits with
+its own status."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [
 
 SOURCE = Path(__file__).with_name("shortage.c")
 PATIENCE = 120.0
-"""Seconds for a start, or for a process to end."""
+"""Seconds for a start, or for a process to exit."""
 
 READERS = 4
 SHORT_SECONDS = 3.0
@@ -38,7 +38,7 @@ LONG_SECONDS = SHORTAGE_SECONDS + 20.0
 
 
 class Shortage:
-    """Switches a shortage of memory in one process on and off."""
+    """Switches an allocation failure in one process on and off."""
 
     def __init__(self, folder: Path) -> None:
         self.library = folder / "shortage.so"
@@ -56,13 +56,13 @@ class Shortage:
 
     @property
     def failed(self) -> int:
-        """Allocations that have failed."""
+        """Number of failed allocations."""
         count: int = struct.unpack("q", self._shared[16:24])[0]
         return count
 
 
 class Pods:
-    """A verifier and a draft, one of which may run out of memory, a second verifier, and an orchestrator."""
+    """A verifier and a draft, one of which may run out of memory; a second verifier; an orchestrator."""
 
     def __init__(self, target: Path, draft: Path, victim: str, shortage: Shortage) -> None:
         self.children: list[Child] = []
@@ -116,7 +116,7 @@ def run(request: pytest.FixtureRequest, pair: tuple[Path, Path], tmp_path: Path)
 
 
 def read_for(pods: Pods, seconds: float, over: threading.Event) -> int:
-    """Have readers read texts for so long; return how many were complete. A text that fails raises its error."""
+    """Read texts concurrently for `seconds`; return the number completed. A failing text raises its error."""
     deadline = time.monotonic() + seconds
 
     def read(reader: int) -> int:
@@ -132,7 +132,7 @@ def read_for(pods: Pods, seconds: float, over: threading.Event) -> int:
 
 @pytest.mark.parametrize("least", [1 << 16, 1 << 20])
 def test_texts_go_on_while_a_pod_gets_no_memory(run: tuple[Pods, Shortage], least: int) -> None:
-    """Those of a model's steps, not the few bytes of a message: where gRPC gets none it aborts."""
+    """Only large allocations (a model's steps) fail, not a few bytes of a message: gRPC aborts on those."""
     pods, shortage = run
     before = [pods.text(number) for number in range(READERS)]
     shortage.begin(least)

@@ -1,5 +1,4 @@
-"""The Python of README and guide does what it says: it runs as it stands on the page, and a strict type checker
-finds nothing."""
+"""The Python of README and guide runs as it stands on the page, and passes a strict type checker."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ PAGES = ["README.md", "docs/client-guide.md", "docs/structured-output.md"]
 
 
 def snippets(page: str) -> str:
-    """Return the Python of a page as one program: later snippets go on from earlier ones."""
+    """Return the Python of a page as one program: later snippets continue earlier ones."""
     return "\n".join(re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE))
 
 
 async def run(program: Path) -> bytes:
-    """Run a program; return what it prints."""
+    """Run a program; return its stdout."""
     process = await asyncio.create_subprocess_exec(sys.executable, program, stdout=-1, stderr=-1, cwd=ROOT)
     said, complained = await asyncio.wait_for(process.communicate(), 60)
     assert (process.returncode, complained.decode()) == (0, "")
@@ -34,7 +33,7 @@ async def run(program: Path) -> bytes:
 
 
 async def test_they_run(directories: Directories, tmp_path: Path) -> None:
-    """On a small model that has the chat template of the bundled one."""
+    """On a small model with the chat template of the bundled one."""
     target, file = tmp_path / "target", tmp_path / "page.py"
     shutil.copytree(directories.target, target)
     settings = json.loads((target / "tokenizer_config.json").read_text())

@@ -1,4 +1,4 @@
-"""OpenTelemetry: a request is one trace across the three services, whose spans say what its client was told."""
+"""OpenTelemetry: a request is one trace across the three services, and its spans agree with the client's view."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METADATA = (("x-request-id", "the-request"), ("traceparent", f"00-{TRACE}-{CALLE
 
 @asynccontextmanager
 async def traced(services: Stack, ratio: float = 1.0) -> AsyncIterator[Collector]:
-    """Have the services send their spans to a collector, which has them all once the context is left."""
+    """Send the services' spans to a collector, complete when the context exits."""
     async with collecting() as (collector, address):
         exporters = []
         roles = [("orchestrator", services.orchestrator)]

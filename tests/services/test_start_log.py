@@ -1,4 +1,4 @@
-"""A service that starts says which fast paths are off, each in one line of its log."""
+"""A starting service logs one line for each disabled fast path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Services whose log goes nowhere: a full disk, or a reader that has left, is no reason not to serve."""
+"""Services that cannot write their log (full disk, closed pipe) keep serving."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def full(pod: Pod) -> Callable[[], None]:
-    """It logs onto a full disk."""
+    """Log to a full disk."""
     pod.log = Path("/dev/full")
     return lambda: None
 
 
 def left(pod: Pod) -> Callable[[], None]:
-    """It logs into a pipe, whose reader leaves when that is called."""
+    """Log to a pipe; the returned function closes its reader."""
     os.mkfifo(pod.log)
     reader = os.open(pod.log, os.O_RDONLY | os.O_NONBLOCK)
     return lambda: os.close(reader)
@@ -42,7 +42,7 @@ def left(pod: Pod) -> Callable[[], None]:
 
 @pytest.fixture(params=[full, left])
 async def cluster(request: pytest.FixtureRequest, models: Models, tmp_path: Path) -> AsyncIterator[Cluster]:
-    """One pod of each role, with as little memory as makes texts lose theirs to one another."""
+    """One pod of each role, with little enough memory to cause preemptions."""
     with Cluster(models, tmp_path) as made:
         verifier, draft = made.verifier("--kv-tokens", "1024"), made.draft()
         made.orchestrator([verifier.address], [draft.address])
@@ -54,7 +54,7 @@ async def cluster(request: pytest.FixtureRequest, models: Models, tmp_path: Path
 
 
 async def broken(address: str, method: str, messages: list[bytes]) -> grpc.StatusCode:
-    """How a session ends that says these things."""
+    """Return the status with which a session ends after these messages."""
     async with grpc.aio.insecure_channel(address) as channel:
         call: Any = channel.stream_stream(f"/specdec.v2.{method}")(iter(messages), timeout=30.0)  # type: ignore[arg-type]
         async for _ in call:
@@ -64,7 +64,7 @@ async def broken(address: str, method: str, messages: list[bytes]) -> grpc.Statu
 
 
 async def test_services_serve_though_nothing_can_be_logged(cluster: Cluster) -> None:
-    """Requests, refusals, sessions that break the protocol, preemptions: each of them logs something."""
+    """Requests, refusals, sessions that break the protocol, preemptions: each logs something."""
     async with AsyncClient(cluster.address, timeout=60.0) as client:
 
         async def generate(number: int) -> list[int]:

@@ -1,5 +1,4 @@
-"""Texts with a grammar: they fit it, and are the same whatever speculation does, however they are resumed, and whoever
-dies."""
+"""Texts with a grammar fit it, and are the same under any speculation, resumption or pod failure."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ LOOKING = generation_pb2.Speculation(drafters=OWN_DRAFTERS, lookahead=model_pb2.
 
 
 def check_fits(directories: Directories, grammar: model_pb2.Grammar, completion: generation_pb2.Completion) -> None:
-    """The whole text fits, or what there is of it when it reached its length."""
+    """Check that the whole text fits, or its prefix if it reached its length limit."""
     field = grammar.WhichOneof("kind")
     assert field is not None
     source = tuple(grammar.choice.texts) if field == "choice" else (getattr(grammar, field),)
@@ -84,7 +83,7 @@ async def compiled(services: Stack, grammar: model_pb2.Grammar) -> None:
 
 
 async def all_of(services: Stack, **fields: Any) -> list[generation_pb2.Completion]:
-    """A completion for each grammar and sampling, those of a grammar at once."""
+    """Return a completion for each grammar and sampling, concurrently per grammar."""
     found: list[generation_pb2.Completion] = []
     for grammar in GRAMMARS.values():
         found += await asyncio.gather(
@@ -127,15 +126,15 @@ async def test_texts_fit_and_are_equal_whoever_proposes(directories: Directories
 
 
 async def test_a_draft_proposes_nothing_that_is_forbidden(directories: Directories) -> None:
-    """A draft that agrees with its target as much as any is right nearly always where little is left to choose, once it
-    has compiled the grammar."""
+    """Once it has compiled the grammar, a draft close to its target is nearly always right where few tokens are
+    allowed."""
     async with stack(directories.target, directories.target, target_delay=long_steps) as services:
         await compiled(services, GRAMMARS["regex"])
         completion = await services.generate(PROMPT, grammar=GRAMMARS["regex"], max_tokens=60, speculation=ALWAYS)
         assert services.draft_loop is not None
         assert completion.finish.speculation.accepted > 0
         stats = services.draft_loop.stats
-        assert stats.committed > 20  # it never hears of the tokens that end a text
+        assert stats.committed > 20  # the text's end tokens never reach it
         assert stats.guessed > 0.8 * stats.committed
 
 
@@ -151,8 +150,8 @@ async def test_a_text_is_resumed_from_anywhere(directories: Directories, name: s
 
 
 async def test_reasoning_may_end_anywhere(directories: Directories) -> None:
-    """The token that ends it is chosen by the model itself: the second different one of its plain text. Before it
-    nothing is ruled out; behind it, in the same step or not, the grammar holds."""
+    """The model itself chooses the closing token: the second distinct one of its plain text. Before it nothing is ruled
+    out; after it, in the same step or not, the grammar holds."""
     async with stack(directories.target, directories.target, target_delay=slow_target) as services:
         fields: dict[str, Any] = {"sampling": SAMPLINGS[1], "max_tokens": 40}
         free = list((await services.generate(PROMPT, plain=True, **fields)).tokens)
@@ -248,7 +247,7 @@ async def test_refusals(directories: Directories, fields: dict[str, Any], proble
 
 
 async def test_a_grammar_that_becomes_too_complex_ends_its_text_alone(directories: Directories) -> None:
-    """At once: another verifier would do no better."""
+    """At once: another verifier would fail too."""
     async with stack(directories.target, directories.near, verifiers=2) as services:
         other = asyncio.create_task(services.generate(PROMPT, max_tokens=100, ignore_end_token=True))
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -270,7 +269,7 @@ async def test_the_short_form_of_a_schema(directories: Directories) -> None:
 
 
 async def test_a_verifier_that_follows_no_grammar_is_not_asked(directories: Directories) -> None:
-    """It would give a text without: one of an older version does not know the field."""
+    """It would ignore the grammar: an older version does not know the field."""
     async with stack(directories.target, directories.near) as services:
         services.verifiers[0].service._grammars = Grammars(None)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -280,8 +279,8 @@ async def test_a_verifier_that_follows_no_grammar_is_not_asked(directories: Dire
 
 @pytest.mark.verify
 async def test_a_thousand_schemas() -> None:
-    """Random schemas and seeds on the demo pair, greedy and sampled: drafted text is plain text, and valid, or the
-    beginning of valid text where it reached its length."""
+    """Random schemas and seeds on the demo pair, greedy and sampled: drafted text equals plain text, and is valid, or a
+    prefix of valid text at its length limit."""
     chance = random.Random(11)
     prompts = held_out(20, tokens=40)
     requests: list[dict[str, Any]] = [
@@ -324,10 +323,10 @@ async def test_a_thousand_schemas() -> None:
 
 @pytest.mark.verify
 async def test_hostile_schemas_hold_up_nobody(directories: Directories) -> None:
-    """Each is answered within two seconds, while a stream goes on."""
+    """Each is answered within two seconds while another stream continues."""
 
     async def stream(services: Stack) -> float:
-        """The longest pause between two pieces of a text."""
+        """Return the longest pause between two pieces of a text."""
         request = request_of(PROMPT, max_tokens=200, ignore_end_token=True)
         longest, last = 0.0, time.monotonic()
         async for _ in services.stub.Generate(request):

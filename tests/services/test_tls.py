@@ -1,5 +1,5 @@
-"""The three services with mutual TLS, as processes: who has no certificate gets nothing, certificates are renewed under
-load, and tokens are what they are without."""
+"""The three services with mutual TLS, as processes: callers without a certificate are refused, certificates are renewed
+under load, and tokens equal those without TLS."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.certificates import Authority
 from tests.faults.pods import free_port
 from tests.services.conftest import Directories
 
-pytestmark = pytest.mark.timeout(900)  # several processes start, each as slowly as the machine is busy
+pytestmark = pytest.mark.timeout(900)  # several processes start, slowly on a busy machine
 
 PROMPT = "def main("
 SERVICES = ("verifier", "draft", "orchestrator")
@@ -30,7 +30,7 @@ FEW = ("--kv-tokens", "4096", "--threads", "1")
 
 
 class Secured:
-    """A stack whose services show certificates, and serve only those who show one."""
+    """A stack whose services present certificates and require them."""
 
     def __init__(self, authority: Authority, stack: Stack, health_ports: dict[str, int]) -> None:
         self.authority = authority
@@ -38,7 +38,7 @@ class Secured:
         self.health_ports = health_ports
 
     def credentials(self, authority: Authority) -> grpc.ChannelCredentials:
-        """Return the credentials of a client with a certificate of this authority."""
+        """Return the credentials of a client with a certificate from this authority."""
         contents = authority.contents("client")
         return channel_credentials(contents._replace(authorities=self.authority.file.read_bytes()))
 
@@ -108,13 +108,13 @@ def test_probes_need_no_certificate_and_reach_nothing_else(secured: Secured, ser
 
 
 async def test_certificates_are_renewed_under_load(secured: Secured) -> None:
-    """Everybody's, several times, while texts run at old connections and new ones are made: no request fails."""
+    """Renew all certificates several times while texts run on old connections and new ones are opened: none fails."""
     over = asyncio.Event()
     texts = 0
 
     async def ask(number: int) -> None:
         nonlocal texts
-        while not over.is_set():  # a client each: a connection each
+        while not over.is_set():  # one client, hence one connection, per request
             credentials = secured.credentials(secured.authority)
             async with AsyncClient(secured.stack.address, credentials=credentials, max_retries=0) as client:
                 result = await client.complete(PROMPT, max_tokens=24, seed=number)
@@ -137,7 +137,7 @@ async def test_certificates_are_renewed_under_load(secured: Secured) -> None:
 
 
 def assert_renewed(secured: Secured) -> None:
-    """Each service now shows the certificate that it was issued last: one for another host is refused by clients."""
+    """Issue a certificate for another host: clients refuse it, so services present their newest certificate."""
     secured.authority.issue("orchestrator", "another.example")
     try:
         credentials = secured.credentials(secured.authority)

@@ -1,4 +1,4 @@
-"""What services record of a request agrees with what its client was told, and is on one axis."""
+"""The trace of a request agrees with the client's view of it, on one time axis."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def trace(services: Stack, request_id: str) -> trace_pb2.GetTraceResponse:
 async def trace_with(
     services: Stack, request_id: str, condition: Callable[[list[trace_pb2.Timeline]], bool]
 ) -> trace_pb2.GetTraceResponse:
-    """The trace of a request once its timelines are so."""
+    """Return the trace of a request once its timelines satisfy `condition`."""
     async with asyncio.timeout(10):
         while not condition(list((found := await trace(services, request_id)).timelines)):
             await asyncio.sleep(0.01)
@@ -37,7 +37,7 @@ async def trace_with(
 
 
 async def ended_trace(services: Stack, request_id: str) -> dict[str, trace_pb2.Timeline]:
-    """Service to timeline of a request with one of each, once all have ended."""
+    """Return the timeline of each service, for a request with one of each, once all have ended."""
     found = await trace_with(services, request_id, lambda told: all(each.HasField("end_age_us") for each in told))
     timelines = {each.service: each for each in found.timelines}
     assert len(timelines) == len(found.timelines)
@@ -83,7 +83,7 @@ async def test_a_drafted_request_is_told_from_its_beginning_to_its_end(directori
     assert figures["accepted"] == speculation.accepted == values(verifier)["accepted"]
     assert figures.get("undrafted_tokens.late", 0) == speculation.undrafted_tokens
     assert values(draft)["candidates"] >= speculation.offered
-    # Times: what causes comes before its effect, but for the error that is told.
+    # Times: causes precede effects, except for the reported error.
     at = {event.name: event.age_us for event in orchestrator.events}
     queued, computed = verifier.events[0].age_us, verifier.events[2].age_us
     assert orchestrator.age_us >= queued - verifier.clock_error_us

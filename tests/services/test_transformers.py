@@ -1,4 +1,4 @@
-"""Greedy tokens of the whole system are those of transformers' own `generate`, for every architecture."""
+"""Greedy tokens of the whole system equal those of transformers' `generate`, for every architecture."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_greedy_tokens_of_every_architecture(name: str, tmp_path: Path) ->
             got = await services.generate(prompt, max_tokens=32, speculation=ALWAYS)
             oracle.same(prompt, want, list(got.tokens), GREEDY, name)
             accepted += got.finish.speculation.accepted
-            if not accepted:  # a draft that has little of the processor was late at each step
+            if not accepted:  # with little CPU time the draft was late at every step
                 step_seconds *= 4
     assert accepted > 0
 
@@ -68,7 +68,7 @@ async def test_greedy_tokens_of_the_demo_pair() -> None:
 
 @pytest.mark.verify
 async def test_tokens_of_the_demo_pair_do_not_depend_on_drafting() -> None:
-    """Drafted, 8 at once, against plain, one by one; every sampling."""
+    """Drafted, 8 concurrent requests, against plain, one by one; every sampling."""
     oracle = Oracle(DEMO / "target")
     requests = list(itertools.product(held_out(8, tokens=64, seed=3), SAMPLINGS))
     async with stack(DEMO / "target", DEMO / "draft", draft_engine=onnx, capacity=16384) as services:

@@ -1,4 +1,4 @@
-"""What a request is told that asks for a draft, or for much of it, and cannot have it."""
+"""The reason reported to a request that wants a draft, or much drafting, and cannot have it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def test_steps_in_which_a_draft_does_not_pay_are_as_asked(directories: Dir
 
 @pytest.mark.parametrize("drafts", [1, 2])
 async def test_contrast_with_a_draft_that_says_nothing_ends(directories: Directories, drafts: int) -> None:
-    """It has sessions, and sends heartbeats: it is not silent, and yet no token can be chosen."""
+    """It has sessions and sends heartbeats: it is not silent, and yet no token can be chosen."""
     async with stack(
         directories.target, directories.near, draft_kind=Mute, drafts=drafts, failover_seconds=1.0
     ) as services:

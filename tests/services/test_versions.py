@@ -1,4 +1,4 @@
-"""A client and services on two sides of a change of protocol refuse each other, and say which protocol was meant."""
+"""A client and services of different protocol versions refuse each other, and name the expected protocol."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SERVICES = {"GenerationService": "Generate", "DraftService": "Draft", "VerifierS
 
 @asynccontextmanager
 async def of_another_version() -> AsyncIterator[str]:
-    """A server with the services of an earlier protocol, which answer nothing; its address."""
+    """Yield the address of a server with an earlier protocol's services, which answer nothing."""
 
     async def answer(requests: Any, context: Any) -> None:
         await context.abort(grpc.StatusCode.INTERNAL, "reached")
@@ -46,7 +46,7 @@ async def of_another_version() -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def before(services: Stack, **peers: Any) -> AsyncIterator[Any]:
-    """A stub of another orchestrator, with other pods."""
+    """Yield a stub of another orchestrator, with other pods."""
     changed = replace(services.peers, failover_seconds=1.0, **peers)
     async with (
         served(GenerationServicer(Catalog.of(services.model, changed))) as (front, _),

@@ -1,4 +1,4 @@
-"""Verifiers whose model vLLM runs (`--engine vllm`): the same promises, in processes of vLLM's own environment."""
+"""Verifiers with `--engine vllm`: the same promises, in processes of vLLM's own environment."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SCHEMA = {
 
 @dataclass
 class Served:
-    """A model whose verifiers are vLLM's."""
+    """A model served by vLLM verifiers."""
 
     target: Path
     near: Path
@@ -57,7 +57,7 @@ class Served:
 
     @asynccontextmanager
     async def client(self, *verifiers: str, failover_seconds: float = 60.0) -> AsyncIterator[AsyncClient]:
-        """Of an orchestrator that knows the drafts and these verifiers."""
+        """Yield a client of an orchestrator with the drafts and these verifiers."""
         peers = Peers(
             Pods(verifiers or [pod.address for pod in self.verifiers]),
             Pods(self.drafts),
@@ -73,13 +73,13 @@ class Served:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Oracle]:
     folder = tmp_path_factory.mktemp("models")
-    target = make("llama", folder / "target", head_dim=32)  # the narrowest that vLLM's attention on CPUs takes
+    target = make("llama", folder / "target", head_dim=32)  # the narrowest supported by vLLM's CPU attention
     return target, near(target, folder / "near", noise=0.04), Oracle(target)
 
 
 @asynccontextmanager
 async def serving(models: tuple[Path, Path, Oracle], logs: Path, verifiers: int = 1) -> AsyncIterator[Served]:
-    """So many verifiers of vLLM's, and a draft service."""
+    """Run this number of vLLM verifiers, and a draft service."""
     target, draft, oracle = models
     async with AsyncExitStack() as exits:
         starting = [exits.enter_async_context(vllm_pod(target, logs / f"{n}.log")) for n in range(verifiers)]
@@ -98,8 +98,8 @@ async def tokens_of(client: AsyncClient, prompt: list[int], **options: Any) -> l
 
 
 async def test_tokens_do_not_depend_on_drafting(tmp_path: Path) -> None:
-    """Plain, one by one; drafted, one by one; drafted and by its own proposers, all at once. Of the demo pair: a target
-    so slow that its draft is in time."""
+    """Plain, one by one; drafted, one by one; drafted and by its own proposers, concurrently. On the demo pair: a
+    target slow enough for its draft to be in time."""
     requests = list(itertools.product(held_out(4, tokens=64, seed=3), SAMPLINGS))
     pair = DEMO / "target", DEMO / "draft", Oracle(DEMO / "target")
     async with serving(pair, tmp_path) as pods, pods.client() as client:
@@ -132,7 +132,7 @@ async def test_greedy_tokens_are_those_of_transformers(models: tuple[Path, Path,
 
 
 async def test_whatever_a_request_asks_for_holds(models: tuple[Path, Path, Oracle], tmp_path: Path) -> None:
-    """Grammars, other rules, log-probabilities, least lengths, resumption; windows are refused by name."""
+    """Grammars, other rules, log-probabilities, minimum lengths, resumption; windows are refused by name."""
     (prompt,) = prompts(1, seed=23)
     async with serving(models, tmp_path) as pods, pods.client() as client:
         written = await complete(
@@ -151,7 +151,7 @@ async def test_whatever_a_request_asks_for_holds(models: tuple[Path, Path, Oracl
             assert len(other.tokens) == TOKENS
             assert other.finish.speculation.accepted > 0
         least = await complete(client, tokens=prompt, max_tokens=30, min_tokens=25, logit_bias={END: 20.0})
-        assert (len(least.tokens), least.finish.reason) == (26, "stop")  # it ends as soon as it may
+        assert (len(least.tokens), least.finish.reason) == (26, "stop")  # it ends as early as allowed
         told = await complete(client, tokens=prompt, max_tokens=8, logprobs=3, ignore_end_token=True)
         assert told.logprobs is not None
         assert len(told.logprobs) == 8
@@ -211,7 +211,7 @@ async def test_a_text_that_moves_to_another_engine_says_so(
 async def broken_off(
     client: AsyncClient, options: dict[str, Any], disturb: Callable[[], Awaitable[None]]
 ) -> tuple[list[int], Finish]:
-    """A text amid which something happens, and how it ended."""
+    """Run a text, call `disturb` in the middle; return its tokens and how it ended."""
     got: list[int] = []
     finish = None
     happened = False
@@ -227,7 +227,7 @@ async def broken_off(
 
 
 async def kill_busy(verifiers: list[VllmPod]) -> None:
-    """Kill the one that has a text."""
+    """Kill the verifier that has a text."""
     for pod in verifiers:
         async with grpc.aio.insecure_channel(pod.address) as channel:
             stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
@@ -275,7 +275,7 @@ async def test_signals_to_all_processes_of_a_verifier_let_it_drain(
 
 
 async def test_parts_of_a_model_end_with_their_verifier(models: tuple[Path, Path, Oracle], tmp_path: Path) -> None:
-    """Each has half of the threads until then."""
+    """Until then each has half of the threads."""
     async with vllm_pod(models[0], tmp_path / "two.log", *TWO, "--threads", "4") as pod:
         assert pod.threads_of_parts() == [2, 2]
         pod.kill()
@@ -283,7 +283,7 @@ async def test_parts_of_a_model_end_with_their_verifier(models: tuple[Path, Path
 
 
 async def test_numerics_tell_which_factors_scale_positions(tmp_path: Path) -> None:
-    """vLLM chooses them by the longest text that there is room for."""
+    """vLLM chooses them by the longest text that fits."""
     scaling = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "factor": 4.0}
     scaling |= {"rope_theta": 10_000.0, "original_max_position_embeddings": 1024}
     model = make("llama", tmp_path / "model", head_dim=32, max_position_embeddings=4096, rope_parameters=scaling)
