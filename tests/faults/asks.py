@@ -1,4 +1,4 @@
-"""What clients ask for in these tests: requests of every kind, from a seed."""
+"""The requests of these tests: all kinds, from a seed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specdec.decoding.sampling import Sampling
 from tests.models import tokenizer
 
 CONTEXT = 1024
-"""Of the models that the pods serve: room for texts that are long enough to be interrupted."""
+"""Context of the served models: room for texts long enough to be interrupted."""
 
 _ITEM = {
     "type": "object",
@@ -48,18 +48,18 @@ class Ask:
 
     @property
     def sampler(self) -> RequestSampler:
-        """How its tokens are chosen."""
+        """Return the sampler for its tokens."""
         sampling = {name: value for name, value in self.options.items() if name in _SAMPLING}
         return RequestSampler(Sampling(**(sampling | {"seed": sample_seed(self.options["seed"], 0)})))
 
 
 def asks(count: int, seed: int, *, tokens: tuple[int, int] = (100, 300), **options: Any) -> list[Ask]:
-    """So many of all kinds, at temperature 0 and 0.8 in turns; `tokens` bounds their lengths."""
+    """Return `count` requests of all kinds, alternating temperatures 0 and 0.8; `tokens` bounds their lengths."""
     generator = random.Random(seed)
     made = []
     for number in range(count):
         letters = "".join(generator.choices(ascii_lowercase, k=generator.choice((1, 8, 30, 90))))
-        prompt = tuple(tokenizer().encode(letters).ids)  # no half character, which would change the text's first
+        prompt = tuple(tokenizer().encode(letters).ids)  # no partial character, which would change the text's first one
         own = {
             "temperature": 0.8 * (number % 2),
             "seed": generator.getrandbits(64),

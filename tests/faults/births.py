@@ -1,8 +1,8 @@
-"""How a pod's process comes to be.
+"""Creates the processes of pods.
 
-Most are forked from a process that has imported and compiled what takes seconds (multiprocessing's fork server); what
-needs the interpreter of another environment is spawned. No pod outlives the tests, frozen or not: the kernel kills
-each with the process that gave birth to it, and the fork server ends with its parent, however that dies.
+Most are forked from a process that has done the slow imports and compilations (multiprocessing's fork server); those
+that need another environment's interpreter are spawned. No pod outlives the tests, frozen or not: the kernel kills it
+with its parent process, and the fork server ends with its own parent, however that dies.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from specdec.roles import environment
 PRELOAD = ["tests.faults.warm"]
 
 ENDS_WITH_ITS_PARENT = ("setpriv", "--pdeathsig", "KILL")
-"""A program that runs another one. (No Python can be run between fork and exec, since gRPC has threads here.)"""
+"""Command prefix to run another program. (A preexec_fn is impossible: gRPC has threads here.)"""
 
 _PR_SET_PDEATHSIG = 1
 
 
 class Process(Protocol):
-    """The process of a pod. Its stdin is open for as long as this object lives."""
+    """The process of a pod. Its stdin stays open as long as this object exists."""
 
     @property
     def pid(self) -> int: ...
@@ -42,11 +42,11 @@ class Process(Protocol):
         """None while it runs."""
 
     def said(self) -> bytes:
-        """What it wrote to stdout since this was asked last; it is not waited for."""
+        """Return its stdout since the last call, without blocking."""
 
 
 Birth = Callable[[str, tuple[str, ...], Path], Process]
-"""Runs `python -m MODULE OPTIONS`, with stderr behind what a file has."""
+"""Runs `python -m MODULE OPTIONS`, with stderr appended to a file."""
 
 
 class Forked:
@@ -78,20 +78,20 @@ class Forked:
 
 
 def _be(module: str, options: tuple[str, ...], log: Path, stdin: Connection, stdout: Connection) -> None:
-    """Become the pod."""
+    """Turn this child process into the pod."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()  # Ctrl-C is for the tests, which end their pods themselves
     os.dup2(stdin.fileno(), 0)
     os.dup2(stdout.fileno(), 1)
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    os.closerange(3, 1024)  # among them the end of a pipe by which it would keep the fork server alive
+    os.closerange(3, 1024)  # among them a pipe end that would keep the fork server alive
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115 - for good
     sys.argv = [module, *options]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 class Spawned:
-    """A process of an interpreter."""
+    """A process of a given interpreter."""
 
     def __init__(self, python: Path, module: str, options: tuple[str, ...], log: Path) -> None:
         with log.open("a") as stderr:

@@ -1,4 +1,4 @@
-"""A small deployment: pods of every role, and who is told of whom."""
+"""A small deployment: pods of every role, and the addresses known to each."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ DRAIN_SECONDS = 10.0
 ONE_THREAD = ("--threads", "1")  # many pods share the cores
 OF_VLLM = ("--engine", "vllm", "--dtype", "float32", "--kv-tokens", "32768")
 FAILOVER_SECONDS = 120.0
-"""Seconds that requests wait for a verifier of vLLM's: one takes a quarter of a minute and more to start."""
+"""Seconds for which requests wait for a vLLM verifier, which takes 15 s or more to start."""
 
 
 @dataclass(frozen=True)
 class Models:
-    """Directories of what the pods serve."""
+    """Directories of the models to serve."""
 
     target: Path
     draft: Path  # often agrees with the target
@@ -35,14 +35,14 @@ class Models:
 
 
 class Cluster:
-    """Pods named by role and number, such as "verifier-1". `make_whole` starts them; they are gone when it is left."""
+    """Pods named by role and number, such as "verifier-1". `make_whole` starts them; they end with the context."""
 
     def __init__(self, models: Models, logs: Path, security: Security | None = None) -> None:
-        """Without `security`, calls are not encrypted and anybody is served."""
+        """Without `security`, calls are not encrypted and anyone is served."""
         self.models = models
         self.security = security
         self.pods: dict[str, Pod] = {}
-        self.spares: dict[str, Pod] = {}  # that are started only when somebody says so
+        self.spares: dict[str, Pod] = {}  # started only on request
         self._logs = logs
 
     def __enter__(self) -> Self:
@@ -53,7 +53,7 @@ class Cluster:
             pod.kill()
 
     def deploy(self, verifiers: int, drafts: int, orchestrators: int) -> Self:
-        """So many of each, where each orchestrator knows all verifiers and drafts."""
+        """Create these numbers of pods; each orchestrator knows all verifiers and drafts."""
         of_verifiers = [self.verifier().address for _ in range(verifiers)]
         of_drafts = [self.draft().address for _ in range(drafts)]
         for _ in range(orchestrators):
@@ -68,19 +68,20 @@ class Cluster:
         return self._add("draft", "draft_service", "--model", served, "--engine", "torch", *ONE_THREAD, *options)
 
     def orchestrator(self, verifiers: Sequence[str], drafts: Sequence[str], *options: str) -> Pod:
-        """Told of pods at these addresses."""
+        """Create an orchestrator with pods at these addresses."""
         peers = [word for address in verifiers for word in ("--verifier", address)]
         peers += [word for address in drafts for word in ("--draft", address)]
         served = ("--model", str(self.models.target), "--trust-drafts")
         return self._add("orchestrator", "orchestrator", *served, *self._waits, *peers, *options)
 
     def orchestrator_of(self, models: Path, *options: str) -> Pod:
-        """Told of models and pods by a file."""
+        """Create an orchestrator with a file of models and pods."""
         served = ("--models", str(models), "--trust-drafts")
         return self._add("orchestrator", "orchestrator", *served, *self._waits, *options)
 
     def stand_in(self, name: str, for_verifier: str, model: Path) -> None:
-        """A spare verifier with another model, at the address of one that must have ended before it is started."""
+        """Create a spare verifier with another model, at the address of one that must have ended before this one
+        starts."""
         address = self.pods[for_verifier].address
         self.spares[name] = self._pod(name, "verifier_service", address, *self._served(model))
 
@@ -110,22 +111,22 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """For clients: of all orchestrators."""
+        """The address list of all orchestrators, for clients."""
         return ",".join(pod.address for pod in self.of("orchestrator"))
 
     def channel(self, pod: Pod) -> grpc.aio.Channel:
-        """A channel to a pod, as orchestrators have one."""
+        """Return a channel to a pod, with an orchestrator's credentials."""
         if self.security is None:
             return grpc.aio.insecure_channel(pod.address)
         return grpc.aio.secure_channel(pod.address, channel_credentials(self.security.contents("orchestrator")))
 
     @property
     def died(self) -> list[str]:
-        """Names of those that ended by themselves, which none should."""
+        """Return the names of pods that ended unexpectedly."""
         return [name for name, pod in (self.pods | self.spares).items() if pod.died]
 
     async def make_whole(self) -> None:
-        """Thaw, start again, wait until all are ready."""
+        """Thaw, restart, and wait until all pods are ready."""
         for pod in self.pods.values():
             pod.thaw()
             if not pod.running:

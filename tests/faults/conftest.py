@@ -1,4 +1,4 @@
-"""Models for the pods, and clients that are patient."""
+"""Models for the pods, and clients with long timeouts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.vllm.pod import needs_vllm
 
 @pytest.fixture(scope="session", params=["ours", pytest.param("vllm", marks=[pytest.mark.verify, needs_vllm])])
 def models(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Models:
-    """The targets are run by our engine for CPUs or by vLLM: whatever becomes of pods, the tokens are the same."""
+    """Our CPU engine or vLLM runs the targets: the tokens are the same whatever happens to pods."""
     return made(tmp_path_factory.mktemp("models"), on_vllm=request.param == "vllm")
 
 
@@ -25,7 +25,7 @@ def made(root: Path, *, on_vllm: bool = False) -> Models:
     torch.set_num_threads(1)
     sizes = {"max_position_embeddings": CONTEXT}
     if on_vllm:
-        sizes["head_dim"] = 32  # the narrowest heads that it takes on CPUs
+        sizes["head_dim"] = 32  # the narrowest heads supported by vLLM on CPUs
     target = make("llama", root / "target", **sizes)
     return Models(
         target=target,
@@ -41,6 +41,6 @@ def oracle(models: Models) -> Oracle:
 
 
 def client_of(cluster: Cluster, address: str = "") -> AsyncClient:
-    """A client of all orchestrators, or of one. It waits for minutes where it must: the machine may be slow."""
+    """Return a client of one orchestrator, or of all. It waits for minutes if necessary: the machine may be slow."""
     own = {} if cluster.security is None else cluster.security.client_options
     return AsyncClient(address or cluster.address, timeout=120.0, max_retries=12, **own)

@@ -1,4 +1,4 @@
-"""What happens to a cluster: load, and a pod that is not what it should be."""
+"""Disturbances of a cluster: load, and misconfigured or slow pods."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.faults.pods import Pod
 
 @contextlib.asynccontextmanager
 async def asking(client: AsyncClient, count: int, tokens: int) -> AsyncIterator[None]:
-    """Have so many clients ask again and again, every other one with a draft in any case; errors are expected."""
+    """Run `count` clients in a loop, every other one with forced drafting; errors are expected."""
 
     async def ask(number: int) -> None:
         seed = 0
@@ -44,7 +44,7 @@ async def asking(client: AsyncClient, count: int, tokens: int) -> AsyncIterator[
 
 
 def foreign(models: Models, folder: Path) -> Path:
-    """Return the draft with another tokenizer."""
+    """Return a copy of the draft with another tokenizer."""
     shutil.copytree(models.draft, folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["added_tokens"][0]["content"] = "<other>"
@@ -54,7 +54,7 @@ def foreign(models: Models, folder: Path) -> Path:
 
 @contextlib.asynccontextmanager
 async def stuttering(pod: Pod) -> AsyncIterator[None]:
-    """Have a pod stand still for most of each second: a step lasts long, and nobody believes it to be lost."""
+    """Freeze a pod for most of each second: steps take long, but no peer takes it for lost."""
 
     async def stutter() -> None:
         while True:

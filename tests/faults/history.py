@@ -1,4 +1,4 @@
-"""What clients saw, piece by piece with its time, and what is wrong with it."""
+"""The pieces seen by clients, with times, and the checks of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Record:
     ask: Ask
     began: float = field(default_factory=time.monotonic)
     chunks: list[Chunk] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)  # when each arrived
+    times: list[float] = field(default_factory=list)  # arrival time of each chunk
     ended: float = 0.0
     error: SpecdecError | None = None
 
@@ -50,17 +50,18 @@ class Record:
 
     @property
     def pause(self) -> tuple[float, float]:
-        """(its length, when it began) of the longest silence between two pieces."""
+        """(length, start) of the longest silence between two pieces."""
         return max(((b - a, a) for a, b in pairwise(self.times)), default=(0.0, self.began))
 
     @property
     def lingered(self) -> float:
-        """Seconds for which the call went on when there was nothing more to come."""
+        """Seconds from the last piece to the end of the call."""
         return self.ended - self.times[-1] if self.times and self.finish is not None else 0.0
 
 
 async def record(client: AsyncClient, ask: Ask, seen: Callable[[Chunk], None] = lambda _: None) -> Record:
-    """Ask, and write down what comes; `seen` is told each piece. An error ends the record, and is part of it."""
+    """Run a request and record its stream; `seen` is called with each piece. An error ends the record and is part of
+    it."""
     record = Record(ask)
     try:
         async with client.generate(tokens=ask.prompt, **ask.options) as stream:
@@ -75,7 +76,7 @@ async def record(client: AsyncClient, ask: Ask, seen: Callable[[Chunk], None] = 
 
 
 async def undisturbed(client: AsyncClient, asks: list[Ask], at_once: int = 32) -> dict[int, Record]:
-    """Plain decoding while nothing is wrong: what each is to be compared with, by its place."""
+    """Return plain decoding without faults, the reference of each request, by index."""
     room = asyncio.Semaphore(at_once)
 
     async def one(ask: Ask) -> Record:
@@ -89,7 +90,7 @@ async def undisturbed(client: AsyncClient, asks: list[Ask], at_once: int = 32) -
 
 
 def wrong_by_itself(got: Record) -> str:
-    """What no stream may do, whatever its tokens: end with an error, leave out, repeat. Empty if all is well."""
+    """Return faults of any stream, whatever its tokens: ended with an error, gaps, repeats. Empty if there are none."""
     if got.error is not None:
         return f"lost after {len(got.tokens)} tokens: {type(got.error).__name__} {got.error.reason}: {got.error}"
     if got.finish is None:
@@ -111,7 +112,7 @@ def wrong_by_itself(got: Record) -> str:
 
 
 def wrong(got: Record, want: Record, oracle: Oracle) -> str:
-    """The same, and what differs from plain decoding."""
+    """Return the same, and differences from plain decoding."""
     found = wrong_by_itself(got)
     if found or not got.ask.repeatable:
         return found
@@ -120,7 +121,7 @@ def wrong(got: Record, want: Record, oracle: Oracle) -> str:
     except AssertionError as error:
         return f"spliced: {error}"
     if want.tokens != got.tokens:
-        return ""  # a tie, which the oracle has counted
+        return ""  # a tie, counted by the oracle
     assert want.finish is not None
     assert got.finish is not None
     if (got.text, got.finish.reason, got.finish.stop) != (want.text, want.finish.reason, want.finish.stop):
@@ -132,7 +133,7 @@ def wrong(got: Record, want: Record, oracle: Oracle) -> str:
 
 
 def _readable(text: str) -> str:
-    """Without what is left of bytes that are no characters: that depends on how many were looked at together."""
+    """Drop replacement characters of incomplete bytes: their number depends on the chunking."""
     return "".join(character for character in text if character.isascii())
 
 

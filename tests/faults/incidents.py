@@ -1,9 +1,9 @@
-"""Injects six faults, and writes what the dashboard shows of each, for a reader who is to name them by the runbooks.
+"""Injects six faults and records the dashboard of each, for a reader to identify with the runbooks.
 
     python -m tests.faults.incidents FOLDER [--seed 1]
 
 FOLDER gets `incident-1.md` to `incident-6.md`, in random order: every curve of the dashboard every four seconds, from
-before the fault on. What each one is stands in `answers.json`. It needs `prometheus` on the path, and six minutes.
+before the fault on. `answers.json` names each fault. It needs `prometheus` on the path, and six minutes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EVERY_SECONDS = 4
 
 @dataclass(frozen=True)
 class Incident:
-    """A small deployment under load, and what can be done to it."""
+    """A small deployment under load, with its faults to inject."""
 
     cluster: Cluster
     client: AsyncClient
@@ -80,7 +80,7 @@ async def slow_draft(incident: Incident) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def draft_of_another_tokenizer(incident: Incident) -> AsyncIterator[None]:
-    """The draft is started again, as after a rollout with the wrong model."""
+    """Restart the draft as after a rollout with the wrong model."""
     incident.draft.kill()
     await incident.draft.until_ended()
     incident.cluster.spares["wrong"].start()
@@ -98,7 +98,7 @@ FAULTS: dict[str, Callable[[Incident], AbstractAsyncContextManager[None]]] = {
 
 
 async def observe(fault: str, models: Models, folder: Path) -> str:
-    """Inject a fault, and return what the dashboard shows."""
+    """Inject a fault, and return the dashboard as text."""
     targets: list[str] = []
 
     def metrics() -> tuple[str, str]:
@@ -116,14 +116,14 @@ async def observe(fault: str, models: Models, folder: Path) -> str:
         with Prometheus(folder / "prometheus", targets, "groups: []") as prometheus:
             await prometheus.until_ready()
             async with AsyncClient(cluster.address, timeout=60.0, max_retries=0) as client, asking(client, 4, 120):
-                await asyncio.sleep(BEFORE_SECONDS + 8)  # so that rates have values when it begins
+                await asyncio.sleep(BEFORE_SECONDS + 8)  # rates need values from before the fault
                 async with FAULTS[fault](Incident(cluster, client)):
                     await asyncio.sleep(DURING_SECONDS)
                     return await shown(prometheus, time.time() - BEFORE_SECONDS - DURING_SECONDS)
 
 
 async def shown(prometheus: Prometheus, since: float) -> str:
-    """Return all panels as tables, from that time on."""
+    """Return all panels as tables, from `since` to now."""
     times = range(0, int(BEFORE_SECONDS + DURING_SECONDS) + 1, EVERY_SECONDS)
     lines = [
         f"Every curve of the dashboard, every {EVERY_SECONDS} s. Something happened after {BEFORE_SECONDS:.0f} s.",

@@ -1,4 +1,4 @@
-"""A network between pods that does what networks should not."""
+"""A faulty network between pods."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from testing.delay_proxy import DelayProxy
 
 
 class BadNetwork(DelayProxy):
-    """Delays, stalls, resets, and flips bits that no checksum sees."""
+    """Delays, stalls, resets, and flips bits past the transport's checksums."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -17,7 +17,7 @@ class BadNetwork(DelayProxy):
         self._to_flip = 0
 
     def corrupt(self) -> None:
-        """One bit of what comes next, in either direction."""
+        """Flip one bit of the next data, in either direction."""
         self._to_flip += 1
 
     def carry(self, data: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Callers that say anything: messages of the right type with any content, in any order, and bytes that are none."""
+"""Callers that send nonsense: messages of the right type with any content, in any order, and invalid bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.hostile.mutation import filled
 
 
 async def call_with_nonsense(address: str, kind: type[Message], method: str, seed: int) -> Counter[str]:
-    """Call again and again, some calls at once, until cancelled; how the calls ended, by status."""
+    """Call repeatedly, some calls concurrently, until cancelled; return the number of calls by status."""
     generator = random.Random(seed)
     ends: Counter[str] = Counter()
 
@@ -23,7 +23,7 @@ async def call_with_nonsense(address: str, kind: type[Message], method: str, see
         opened = kind()
         opened.open.prompt_tokens.extend([5, 6, 7])  # type: ignore[attr-defined]
         opened.open.max_tokens = 50  # type: ignore[attr-defined]
-        sane = generator.random() < 0.5  # at first
+        sane = generator.random() < 0.5  # sane at first
         for number in range(generator.randrange(1, 12)):
             if sane and number == 0:
                 for penalty in ("repetition_penalty", "top_p"):
@@ -45,7 +45,7 @@ async def call_with_nonsense(address: str, kind: type[Message], method: str, see
                 ends[error.code().name] += 1
 
     async with grpc.aio.insecure_channel(address) as channel:
-        stub: Any = channel.stream_stream(f"/specdec.v2.{method}")  # bytes as they are
+        stub: Any = channel.stream_stream(f"/specdec.v2.{method}")  # bytes, not serialized messages
         try:
             await asyncio.gather(*(call(stub) for _ in range(4)))
         except asyncio.CancelledError:

@@ -1,6 +1,6 @@
-"""Pods as processes of this machine. Each keeps its address, where it may be killed, frozen, drained and started again.
+"""Pods as processes of this machine, each with a fixed address, to be killed, frozen, drained and restarted.
 
-A pod is `python -m verifier_service` and the like. `births.py` has how its process comes to be.
+A pod is `python -m verifier_service` or the like. `births.py` creates the processes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ SHUTDOWN_SECONDS = 30.0
 _dice = random.SystemRandom()
 _given: set[int] = set()
 _first = 20_000 + 6_000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 2)
-_PORTS = (_first, _first + 6_000)  # of this process: another one, beside it, has others
+_PORTS = (_first, _first + 6_000)  # of this process: a concurrent one uses others
 
 
 class Pod:
-    """One of them. It is started by `start`, and may be again after it has ended."""
+    """One pod, started by `start`, and again after it has ended."""
 
     def __init__(
         self, name: str, module: str, address: str, options: tuple[str, ...], log: Path, birth: Birth = Forked
@@ -39,8 +39,8 @@ class Pod:
         self._birth = birth
         self._process: Process | None = None
         self._ready = False
-        self._ends = False  # because it was told to
-        self._drains = False  # likewise, and may take its time
+        self._ends = False  # its end was requested
+        self._drains = False  # its end was requested, after draining
 
     @property
     def running(self) -> bool:
@@ -54,7 +54,7 @@ class Pod:
 
     @property
     def ready(self) -> bool:
-        """Whether it takes calls, as far as it said."""
+        """Whether it takes calls, according to its stdout."""
         if not self._ready and self._process is not None and self.running and (line := self._process.said()):
             assert line == f"ready {self.address}\n".encode(), line
             self._ready = True
@@ -62,7 +62,7 @@ class Pod:
 
     @property
     def died(self) -> bool:
-        """Whether it ended by itself."""
+        """Whether it ended without request."""
         return self._process is not None and not self.running and not self._ends
 
     def start(self) -> None:
@@ -91,8 +91,8 @@ class Pod:
         self._end(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """Ask it to drain and end, which must be with exit status 0 by the time it is started again; unless it has only
-        just begun, and does not listen to signals yet."""
+        """Drain and end the pod, with exit status 0 (checked by the next `start`) unless it is still starting and has
+        no signal handler yet."""
         self._drains = self.ready
         self._end(signal.SIGTERM)
 
@@ -121,8 +121,8 @@ def free_port() -> int:
 
 
 def free_address() -> str:
-    """Free now, and not among the ports that the kernel gives to who asks for any: nobody gets it by chance while its
-    pod loads, or between two of its lives."""
+    """Return a free address outside the kernel's ephemeral port range: no other process gets it by chance while its pod
+    loads, or between two runs of it."""
     while True:
         port = _dice.randrange(*_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):

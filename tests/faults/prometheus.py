@@ -1,4 +1,4 @@
-"""A real Prometheus on this machine, which scrapes every second and evaluates our rules as often."""
+"""A real Prometheus on this machine that scrapes and evaluates our rules every second."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ import yaml
 from tests.faults.pods import free_address
 
 WINDOW = "10s"
-"""What ranges of rules and panels become here; a day becomes two of these."""
+"""Replaces the ranges of rules and panels; a range of a day becomes two of these."""
 
 START_SECONDS = 30.0
 
 
 def hurried(rules: str) -> str:
-    """Return rules that look at seconds instead of minutes, and wait for nothing."""
+    """Return the rules with seconds instead of minutes and without `for` delays."""
     rules = re.sub(r"for: \w+", "for: 0s", rules)
     rules = re.sub(r"\[30m\]\) >= 3", "[60s]) >= 3", rules)  # restarts take longer
     return re.sub(r"\[\d+m\]", f"[{WINDOW}]", rules).replace("offset 1d", "offset 20s")
 
 
 def here(expression: str) -> str:
-    """Return an expression of a panel or a rule with what Grafana enters, and with the ranges of hurried rules."""
+    """Return a panel's or rule's expression with Grafana's variables substituted, and with the ranges of hurried
+    rules."""
     return hurried(expression.replace("$__rate_interval", WINDOW).replace("$job", ".*"))
 
 
 class Prometheus:
-    """Used as a context manager: leaving it ends the process."""
+    """A Prometheus process that ends when its context exits."""
 
     def __init__(self, folder: Path, targets: Sequence[str], rules: str) -> None:
-        """Scrape these addresses. `rules`: what stands in a file of alert rules."""
+        """Scrape `targets`. `rules`: content of an alert rule file."""
         self._folder = folder
         self._address = free_address()
         self._process: subprocess.Popen[bytes] | None = None
@@ -85,7 +86,7 @@ class Prometheus:
                 await asyncio.sleep(0.1)
 
     async def alerts(self) -> dict[str, list[str]]:
-        """Return the alerts that fire: what each says, of all that it says it of."""
+        """Return the firing alerts: the messages of each, one per label set."""
         found: dict[str, list[str]] = {}
         for alert in await self._ask("alerts"):
             if alert["state"] == "firing":
@@ -93,13 +94,13 @@ class Prometheus:
         return found
 
     async def has_values(self, expression: str, since: float) -> bool:
-        """Return True if an expression has had a value that is a number at any second since that time of the day."""
+        """Return True if an expression has had a numeric value at any second since a Unix time."""
         found = await self.values(expression, since, 1)
         return any(math.isfinite(value) for _, values in found for value in values.values())
 
     async def values(self, expression: str, since: float, every: int) -> list[tuple[dict[str, str], dict[int, float]]]:
-        """Return the series of an expression: labels, and values by seconds `since` a time of the day, one for `every`
-        so many seconds."""
+        """Return the series of an expression: labels, and values by seconds after the Unix time `since`, one every
+        `every` seconds."""
         found = await self._ask("query_range", query=expression, start=since, end=time.time(), step=every)
         return [
             (series["metric"], {round(float(at) - since): float(value) for at, value in series["values"]})

@@ -1,7 +1,7 @@
-"""A verifier that has lost its mind: it stands before one that has not, and breaks the protocol now and then.
+"""A faulty verifier: a proxy before a sound one that occasionally breaks the protocol.
 
-A verifier decides the tokens, and one that lies about them with a checksum that fits is believed. Everything else about
-a session must be noticed, tokens that changed on their way included, and cost at most that session's place.
+A verifier decides the tokens; wrong ones with a matching checksum are believed. Everything else about a session must be
+noticed, including tokens altered in transit, and cost at most that session's place.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ STATUSES = [code for code in grpc.StatusCode if code not in (grpc.StatusCode.OK,
 
 
 class EndedError(Exception):
-    """The rogue ends the stream as if nothing had happened."""
+    """The rogue ends the stream as if it were complete."""
 
 
 class RogueVerifier(verifier_pb2_grpc.VerifierServiceServicer):
-    """As a service of the tests' own process."""
+    """Served by the test's own process."""
 
     name = "specdec.v2.VerifierService"
 
     def __init__(self, verifier: str, seed: int) -> None:
         self._channel = grpc.aio.insecure_channel(verifier)
         self._generator = random.Random(seed)
-        self.odds = 0.0  # of breaking it, at every message
-        self.broken = 0  # times
+        self.odds = 0.0  # probability of breaking the protocol, per message
+        self.broken = 0  # count
 
     def register(self, server: grpc.aio.Server) -> None:
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(self, server)
@@ -43,7 +43,7 @@ class RogueVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     async def FindPrefix(
         self, request: verifier_pb2.FindPrefixRequest, context: Any
     ) -> verifier_pb2.FindPrefixResponse:
-        return verifier_pb2.FindPrefixResponse(cached_tokens=2**32 - 1)  # so that all texts come here
+        return verifier_pb2.FindPrefixResponse(cached_tokens=2**32 - 1)  # to attract all texts
 
     async def GetStats(self, request: verifier_pb2.GetStatsRequest, context: Any) -> verifier_pb2.GetStatsResponse:
         return verifier_pb2.GetStatsResponse()
@@ -72,7 +72,7 @@ class RogueVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     async def _instead_of(
         self, response: verifier_pb2.VerifyResponse, context: Any
     ) -> list[verifier_pb2.VerifyResponse]:
-        """Instead of a message: these."""
+        """Return the messages to send instead of this one."""
         generator = self._generator
         if generator.random() >= self.odds:
             return [response]
@@ -91,7 +91,7 @@ class RogueVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             case 4:
                 raise EndedError
             case 5:
-                await asyncio.Event().wait()  # not a word more
+                await asyncio.Event().wait()  # complete silence
             case 6:
                 changed.commit.committed.base += generator.choice((1, 7, 2**31))
             case 7:

@@ -1,4 +1,4 @@
-"""The file of models of a cluster: two revisions of one model, and how its shares move."""
+"""A cluster's file of models: two revisions of one model, with changing shares."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from tests.faults.pods import Pod
 
 
 class Rollout:
-    """A file that orchestrators follow. Its methods are what a scenario may do to it."""
+    """A file followed by orchestrators. Its methods are the actions available to a scenario."""
 
     def __init__(self, file: Path, verifiers: Mapping[str, tuple[Path, Sequence[Pod]]], drafts: Sequence[Pod]) -> None:
-        """`verifiers` has the directory and the pods of the revisions `a` and `b`; drafts serve both."""
+        """`verifiers`: directory and pods of the revisions `a` and `b`; drafts serve both."""
         self.file = file
         self._verifiers = verifiers
         self._drafts = [pod.address for pod in drafts]
         self.back()
 
     def canary(self) -> None:
-        """Give it some."""
+        """Give the new revision a small share."""
         self._write(a=90, b=10)
 
     def half(self) -> None:
         self._write(a=50, b=50)
 
     def forth(self) -> None:
-        """Give it all."""
+        """Give the new revision all traffic."""
         self._write(a=0, b=100)
 
     def back(self) -> None:
-        """Give all to the old one, as at first."""
+        """Give the old revision all traffic, as at first."""
         self._write(a=100, b=0)
 
     def _write(self, **shares: int) -> None:

@@ -1,7 +1,7 @@
-"""Scenarios as data: what clients ask, what happens meanwhile, and what came of it.
+"""Scenarios as data: the clients' requests, the events meanwhile, and the outcome.
 
-Events happen in order, each when its condition holds. Every request is asked once at least, and the requests go on from
-the beginning until the events are over.
+Events happen in order, each when its condition holds. Every request is sent at least once, and the requests are
+repeated from the beginning until the events are over.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.margins import Oracle
 
 @dataclass(frozen=True)
 class After:
-    """So many seconds after the event before."""
+    """`seconds` after the previous event."""
 
     seconds: float
 
@@ -38,7 +38,7 @@ class After:
 
 @dataclass(frozen=True)
 class At:
-    """So many seconds after the beginning."""
+    """`seconds` after the beginning."""
 
     seconds: float
 
@@ -48,7 +48,7 @@ class At:
 
 @dataclass(frozen=True)
 class Received:
-    """The clients have received so many tokens since the event before."""
+    """The clients have received `tokens` tokens since the previous event."""
 
     tokens: int
 
@@ -58,7 +58,7 @@ class Received:
 
 @dataclass(frozen=True)
 class Ended:
-    """A pod is no more."""
+    """The pod's process has ended."""
 
     pod: str
 
@@ -68,7 +68,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Ready:
-    """A pod takes calls."""
+    """The pod takes calls."""
 
     pod: str
 
@@ -81,9 +81,9 @@ Condition = After | At | Received | Ended | Ready
 
 @dataclass(frozen=True)
 class Event:
-    """When it holds, this is done to that: a method of a pod (start, kill, terminate, freeze, thaw), of a network
-    (stall, resume, reset, ...), of the cluster's security (renew) or of a rollout. Without either, it is only waited
-    for."""
+    """Call the method `do` of `whom` when the condition holds: of a pod (start, kill, terminate, freeze, thaw), of a
+    network (stall, resume, reset, ...), of the cluster's security (renew) or of a rollout. Without `do`, just wait for
+    the condition."""
 
     when: Condition
     do: str = ""
@@ -91,7 +91,7 @@ class Event:
 
 
 def kills(seed: int, pods: Sequence[str], seconds: float, gap: tuple[float, float]) -> Iterator[Event]:
-    """Any pod is killed, and started again at once, as whatever runs containers does."""
+    """Yield kills of random pods, each restarted at once, as by a container runtime."""
     generator = random.Random(seed)
     while seconds > 0:
         pause = generator.uniform(*gap)
@@ -102,7 +102,7 @@ def kills(seed: int, pods: Sequence[str], seconds: float, gap: tuple[float, floa
 
 
 def rolling_restart(pods: Sequence[str], pause: float) -> Iterator[Event]:
-    """One after the other drains, ends and comes back."""
+    """Yield events that drain and restart pods one after the other."""
     for pod in pods:
         yield Event(After(pause), "terminate", pod)
         yield Event(Ended(pod), "start", pod)
@@ -110,11 +110,11 @@ def rolling_restart(pods: Sequence[str], pause: float) -> Iterator[Event]:
 
 
 class Run:
-    """A scenario under way, and what came of it."""
+    """A scenario in progress, and its outcome."""
 
     def __init__(self, cluster: Cluster, **others: DelayProxy | Rollout) -> None:
         self.cluster = cluster
-        self.records: list[tuple[int, Record]] = []  # with the number of what was asked
+        self.records: list[tuple[int, Record]] = []  # with the index of the request
         self.timeline: list[tuple[float, Event]] = []
         self.tokens = 0
         self._things: dict[str, object] = {**cluster.pods, **cluster.spares, **others, "security": cluster.security}
@@ -136,12 +136,12 @@ class Run:
 
     @property
     def longest_pause(self) -> float:
-        """Seconds without a piece, of any stream that had begun."""
+        """Longest silence in seconds within any stream, after its first piece."""
         return max((seen.pause[0] for _, seen in self.records), default=0.0)
 
     @property
     def failover_events(self) -> Counter[str]:
-        """How often a stream had to go on elsewhere, by reason."""
+        """Number of moves to another pod, by reason."""
         total: Counter[str] = Counter()
         for _, seen in self.records:
             if seen.finish is not None:
@@ -149,7 +149,7 @@ class Run:
         return total
 
     def speed(self, begin: float, end: float) -> tuple[float, float]:
-        """(tokens a second, tokens a target step) of what arrived between two times."""
+        """Return (tokens per second, tokens per target step) of arrivals between two times."""
         arrived = [
             chunk
             for _, seen in self.records
@@ -163,7 +163,7 @@ class Run:
         self.tokens += len(chunk.tokens)
 
     async def play(self, client: AsyncClient, asks: Sequence[Ask], events: Iterable[Event], at_once: int) -> Self:
-        """Until each was asked, no event is left, and all that was begun is over."""
+        """Run until each request was sent, no event is left, and all streams are over."""
         numbers = itertools.count()
 
         async def ask_on() -> None:
@@ -178,8 +178,8 @@ class Run:
         return self
 
     async def play_open(self, client: AsyncClient, asks: Sequence[Ask], events: Iterable[Event], rate: float) -> Self:
-        """Ask at Poisson times, so many a second, whatever becomes of those before, until no event is left and all that
-        was begun is over."""
+        """Send requests at Poisson times at `rate` per second, regardless of earlier ones, until no event is left and
+        all streams are over."""
         dice = random.Random(17)
 
         async def ask_one(number: int) -> None:
@@ -205,7 +205,7 @@ class Run:
                 self.timeline.append((self._event_time, event))
 
     def faults(self, wants: Mapping[int, Record], oracle: Oracle) -> list[str]:
-        """What went wrong, a line for each stream; and pods that ended by themselves."""
+        """Return the faults, a line per stream, and pods that ended unexpectedly."""
         found = [
             f"stream {n}, {seen.ask.options}: {fault}"
             for n, seen in self.records
@@ -214,7 +214,7 @@ class Run:
         return found + [f"{name} died:\n{self.pod(name).log_tail()}" for name in self.cluster.died]
 
     def report(self) -> str:
-        """What was seen, in a few lines."""
+        """Return a summary in a few lines."""
         done = Counter(event.do for _, event in self.timeline)
         interrupted = sum(bool(r.finish and r.finish.speculation.failover_events) for _, r in self.records)
         lines = [

@@ -1,4 +1,4 @@
-"""A cluster's certificates and keys: every call is by mutual TLS, and clients need a tenant's API key."""
+"""A cluster's certificates and keys: every call uses mutual TLS, and clients need a tenant's API key."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ TENANTS = {
     "limited": ", max_concurrent_requests: 2, requests_per_minute: 600, tokens_per_minute: 20000",
     "operating": ", operator: true, weight: 0.5",
 }
-"""Tenants and, as YAML, what is said of each besides its keys; those who only want texts are "tests"."""
+"""Tenants, with their settings besides keys as YAML; clients that only generate texts use "tests"."""
 
 
 class Security:
-    """An authority, what it has issued, and a file of tenants. `renew` is for while all is running."""
+    """An authority, its certificates, and a file of tenants. `renew` may be called while pods run."""
 
     def __init__(self, folder: Path) -> None:
         self._authority = Authority(folder)
         self._tenants = folder / "tenants.yaml"
         self._issued: list[str] = []  # names of pods
-        self.keys: dict[str, str] = {}  # of tenants
-        self._generations: list[dict[str, str]] = []  # of keys that are known, the newest first
+        self.keys: dict[str, str] = {}  # current API key by tenant
+        self._generations: list[dict[str, str]] = []  # valid keys, newest first
         self.renew_keys()
 
     def options(self, name: str) -> tuple[str, ...]:
@@ -44,29 +44,29 @@ class Security:
 
     @property
     def client_options(self) -> dict[str, Any]:
-        """What a client needs now."""
+        """The options of a new client."""
         return {"credentials": channel_credentials(self.contents("client")), "api_key": self.keys["tests"]}
 
     @property
     def authorities(self) -> Path:
-        """The file of whom everybody trusts."""
+        """The CA file trusted by all."""
         return self._authority.file
 
     def contents(self, who: str) -> Contents:
-        """What who calls needs: an "orchestrator", which pods answer, a "client", which they do not, or "nobody", who
-        has no certificate."""
+        """Return the credentials of a caller: an "orchestrator", accepted by pods; a "client", refused by them; or
+        "nobody", without a certificate."""
         if who == "nobody":
             return Contents(None, None, self.authorities.read_bytes())
         certificate, key = self.files(who)
         return Contents(certificate.read_bytes(), key.read_bytes(), self.authorities.read_bytes())
 
     def files(self, who: str) -> tuple[Path, Path]:
-        """Certificate and key of who calls."""
+        """Return the caller's certificate and key files."""
         return self._authority.issue(f"calling-{who}", HOST, f"{who}.test")
 
     def renew(self) -> None:
-        """Replace the certificates of all pods, and have new clients use another key, beside those of the ones before:
-        who asks now may have begun before the last renewal but one."""
+        """Replace the certificates of all pods and the API key of new clients. Keys of the last two renewals stay
+        valid: running clients may still use them."""
         for name in self._issued:
             self._issue(name)
         self.renew_keys()

@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes real services: alerts fire for what they are for, and every expression has values."""
+"""A real Prometheus scrapes real services: alerts fire on their faults, and every expression has values."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ pytestmark = [
 ]
 
 SECONDS = 150.0
-"""Seconds that all of it may take."""
+"""Time limit of the whole test in seconds."""
 
 FIRE_SECONDS = 40.0
-"""Seconds within which an alert fires that has a reason to."""
+"""Seconds within which a justified alert fires."""
 
 FAILOVER_SECONDS = 15
-SLOW_SECONDS = 8.0  # more than a first token may take, and fewer than a text waits for its verifier
+SLOW_SECONDS = 8.0  # more than a first token may take, and less than a text waits for its verifier
 
 NOT_HERE = {
     "SpecdecEngineFailed": "takes an engine that fails",
@@ -44,11 +44,11 @@ NOT_HERE = {
     "SpecdecDraftLate": "depends on the machine",
     "SpecdecSpeculationOff": "depends on the machine",
 }
-"""Alerts that nothing here makes fire, and why; they may."""
+"""Alerts not triggered here, each with the reason; they may fire."""
 
 
 class Watch:
-    """What fires from now on."""
+    """Collects the alerts that fire."""
 
     def __init__(self, prometheus: Prometheus) -> None:
         self._prometheus = prometheus
@@ -56,12 +56,12 @@ class Watch:
         self.said: set[str] = set()
 
     async def until_fired(self, *names: str) -> None:
-        """Wait until each of these has fired; AssertionError if one does not."""
+        """Wait until each of these has fired; raise AssertionError if one does not."""
         fire = await self.fire(*names, seconds=FIRE_SECONDS)
         assert fire, f"{sorted(set(names) - self.fired)} do not fire; so far: {sorted(self.fired)}"
 
     async def fire(self, *names: str, seconds: float) -> bool:
-        """Return whether each of these has fired, as soon as it has, after so many seconds at most."""
+        """Return whether all of these have fired, as soon as they have, after at most `seconds`."""
         deadline = time.monotonic() + seconds
         while set(names) - self.fired:
             if time.monotonic() >= deadline:
@@ -73,7 +73,7 @@ class Watch:
         return True
 
     async def until_calm(self) -> None:
-        """Wait until no critical alert fires; TimeoutError if one goes on."""
+        """Wait until no critical alert fires; TimeoutError if one persists."""
         critical = {alert.name for alert in alerts() if alert.severity == "critical"}
         async with asyncio.timeout(FIRE_SECONDS):
             while critical & (await self._prometheus.alerts()).keys():
@@ -82,7 +82,7 @@ class Watch:
 
 @contextlib.asynccontextmanager
 async def begun(client: AsyncClient, count: int) -> AsyncIterator[None]:
-    """Have so many texts of which the first tokens have come, and many more are to come."""
+    """Hold this number of texts in progress, past their first tokens and far from their ends."""
     async with contextlib.AsyncExitStack() as texts:
         while count:
             text = client.generate("long", max_tokens=300, ignore_end_token=True, seed=count)
@@ -103,7 +103,7 @@ async def test_alerts_fire_for_what_they_are_for(models: Models, tmp_path: Path)
         return ("--metrics-port", targets[role].rpartition(":")[2])
 
     with Cluster(models, tmp_path) as cluster, scraped as prometheus:
-        # 1. A small deployment that is in order, but for one draft: another model's, with a fast path off.
+        # 1. A small healthy deployment, except for one draft with another model and a disabled fast path.
         verifier = cluster.verifier(*metrics("verifier"), "--kv-tokens", "1536", "--max-waiting", "4")
         draft = cluster.draft(*metrics("draft"))
         model = str(foreign(models, tmp_path / "foreign"))
@@ -137,7 +137,7 @@ async def test_alerts_fire_for_what_they_are_for(models: Models, tmp_path: Path)
                 await prometheus.until(f"{restarts} >= {number}")
             await watch.until_fired("SpecdecRestarts")
 
-            # 3. More texts are asked for than there is room for.
+            # 3. More texts are requested than there is room for.
             async with asking(client, 24, 500):
                 await watch.until_fired("SpecdecQueue", "SpecdecKVCacheFull", "SpecdecPreemptions", "SpecdecOverloaded")
 
@@ -145,7 +145,7 @@ async def test_alerts_fire_for_what_they_are_for(models: Models, tmp_path: Path)
             async with asking(client, 8, 500), begun(client, 1):
                 verifier.freeze()
                 await watch.until_fired("SpecdecNoVerifier", "SpecdecVerifierLost")
-            for _ in range(4):  # texts of before may fill it when it thaws, and most of those that wait are refused
+            for _ in range(4):  # earlier texts may fill it when it thaws, and most waiting ones are refused
                 async with asking(client, 8, 60):
                     verifier.freeze()
                     await asyncio.sleep(SLOW_SECONDS)
@@ -156,12 +156,12 @@ async def test_alerts_fire_for_what_they_are_for(models: Models, tmp_path: Path)
             async with stuttering(verifier):
                 await watch.until_fired("SpecdecTokensSlow", "SpecdecStepsSlower")
 
-            # 5. It dies for good, and so do the texts that it has begun.
+            # 5. It dies for good, and so do the texts begun on it.
             verifier.kill()
             await watch.until_fired("SpecdecErrors", "SpecdecNotServing", "SpecdecGoodputLow")
 
         assert at_first.fired | watch.fired | NOT_HERE.keys() == {alert.name for alert in alerts()}
-        assert not [said for said in watch.said if "<error" in said]  # as a template says that fails
+        assert not [said for said in watch.said if "<error" in said]  # the output of a failing template
         expressions = [expression for alert in alerts() for expression in alert.operands] + curves()
         empty = [each for each in expressions if not await prometheus.has_values(here(each), begin)]
     assert not empty, "\n".join(empty)

@@ -1,6 +1,6 @@
-"""A day in a cluster, compressed into minutes: clients ask at Poisson times for most of what fits, a random pod is
-killed every 20 s, all pods are replaced one after the other, and the model is rolled out to another revision, back, and
-out again. Nothing fails, and each text is the one that its revision gives by itself.
+"""A day in a cluster, compressed into minutes: clients send requests at Poisson times at most of its capacity, a random
+pod is killed every 20 s, all pods are replaced one after the other, and the model is rolled out to another revision,
+back, and out again. Nothing fails, and each text is the one that its revision gives alone.
 
 SPECDEC_DAY_SECONDS=900 python -m pytest -s -m verify tests/faults/test_day.py
 """
@@ -31,26 +31,26 @@ pytestmark = [pytest.mark.verify, pytest.mark.timeout(3000)]
 
 SECONDS = float(os.environ.get("SPECDEC_DAY_SECONDS", 240))
 CALM_SECONDS = SECONDS / 8
-"""For how long the same load is asked for without any trouble, to compare with."""
+"""Duration of the same load without faults, for comparison."""
 
 KILL_SECONDS = 20.0
 
 CAPACITY_SECONDS = 3 * KILL_SECONDS
 AT_ONCE = 24
 LOAD = 0.8
-"""Of the capacity: the requests that are completed where there are always AT_ONCE under way, in the worst hour of the
-day. Pods are killed as on the day, and one that starts takes cores from the others here, which in a cluster
-it has for itself. Each revision has half of the requests, so that more pods share the cores, with smaller batches."""
+"""Fraction of the capacity, measured as requests completed with AT_ONCE in flight, in the worst hour of the day: pods
+are killed as on the day, and a starting pod takes cores from the others (in a cluster it has its own). Each revision
+has half of the requests, so that more pods share the cores, with smaller batches."""
 
 UPGRADE_BEGINS, UPGRADE_APART = 0.2 * SECONDS, 0.015 * SECONDS
-"""When the pods begin to be replaced, and the least time from one to the next."""
+"""When the upgrade of the pods begins, and the minimum time between two of them."""
 
 ROLLOUT = {"canary": 0.45, "half": 0.55, "forth": 0.65, "back": 0.75, "forth again": 0.85}
-"""What is done to the shares, and when, in parts of the day."""
+"""Changes of the shares, with their times as fractions of the day."""
 
 
 def killed(pods: list[str], seconds: float) -> Iterator[tuple[float, str]]:
-    """When which pod is killed: each once, in any order, before one is killed again."""
+    """Yield (time, pod) of kills: a random order of all pods, again and again."""
     dice, left = random.Random(5), list[str]()
     for at in np.arange(KILL_SECONDS, seconds, KILL_SECONDS).tolist():
         left = left or dice.sample(pods, len(pods))
@@ -58,7 +58,7 @@ def killed(pods: list[str], seconds: float) -> Iterator[tuple[float, str]]:
 
 
 def disturbed(pods: list[str], seconds: float) -> Iterator[Event]:
-    """Kills alone, in order."""
+    """Yield the kills alone, in order."""
     for at, pod in killed(pods, seconds):
         yield Event(At(at), "kill", pod)
         yield Event(Ended(pod), "start", pod)
@@ -66,7 +66,7 @@ def disturbed(pods: list[str], seconds: float) -> Iterator[Event]:
 
 
 def day(pods: list[str]) -> Iterator[Event]:
-    """What happens, in order."""
+    """Yield all events, in order."""
     kills = ((at, "kill", pod) for at, pod in killed(pods, SECONDS))
     upgrade = ((UPGRADE_BEGINS + UPGRADE_APART * number, "terminate", pod) for number, pod in enumerate(pods))
     shares = ((part * SECONDS, do.partition(" ")[0], "rollout") for do, part in ROLLOUT.items())
@@ -80,14 +80,14 @@ def day(pods: list[str]) -> Iterator[Event]:
 
 
 def revision_of(seen: Record) -> str:
-    """The revision that a text says it is by."""
+    """Return the revision named in a text's first chunk."""
     resolved = seen.chunks[0].resolved
     assert resolved is not None
     return resolved.model
 
 
 def told(run: Run, seconds: float) -> str:
-    """What clients saw: seconds to the first token and between tokens, and tokens of complete texts a second."""
+    """Return a line on what clients saw: seconds to the first token and between tokens, and goodput in tokens/s."""
     first = [seen.wait for _, seen in run.records if seen.chunks]
     gaps = [
         (late - early) / max(1, len(chunk.tokens))
@@ -106,7 +106,7 @@ def told(run: Run, seconds: float) -> str:
 
 
 def faults(run: Run, wants: Mapping[str, Mapping[int, Record]], oracles: Mapping[str, Oracle]) -> list[str]:
-    """What went wrong with each text, compared with what its own revision gives."""
+    """Return the faults of each text, compared with its own revision's plain text."""
     found = []
     for number, seen in run.records:
         named = revision_of(seen) if seen.chunks else "m@a"

@@ -39,7 +39,7 @@ LEAST_FLIPPED = 20
 
 @asynccontextmanager
 async def deployed(cluster: Cluster, asked: list[Ask]) -> AsyncIterator[dict[int, Record]]:
-    """The whole cluster, and what plain decoding gives on it while nothing is wrong."""
+    """Yield plain decoding's records on the whole cluster without faults."""
     with cluster:
         await cluster.make_whole()
         async with client_of(cluster) as client:
@@ -55,13 +55,13 @@ async def play(cluster: Cluster, asked: list[Ask], events: Iterator[Event] | lis
 
 @pytest.mark.parametrize(("rule", "secured"), [("coupled", False), ("coupled", True), ("rejection", False)])
 async def test_storm(models: Models, oracle: Oracle, tmp_path: Path, rule: str, secured: bool) -> None:
-    """Pods of every role are killed and started again at random: nothing is lost, and nothing is different. With and
-    without mutual TLS and API keys."""
+    """Pods of every role are killed and restarted at random: nothing is lost, and nothing differs. With and without
+    mutual TLS and API keys."""
     asked = asks(STREAMS, seed=11, tokens=(100, 400), rule=rule)
     security = Security(tmp_path / "security") if secured else None
     cluster = Cluster(models, tmp_path, security).deploy(verifiers=2, drafts=2, orchestrators=2)
     async with deployed(cluster, asked) as wants:
-        # Verifiers of vLLM's take longer to start, and some should run.
+        # vLLM verifiers take longer to start, and some should be running.
         seconds, gap = (200, (4.0, 16.0)) if models.on_vllm else (90, (0.5, 3.0))
         events = kills(seed=12, pods=list(cluster.pods), seconds=seconds, gap=gap)
         run = await play(cluster, asked, events, AT_ONCE)
@@ -74,7 +74,7 @@ async def test_storm(models: Models, oracle: Oracle, tmp_path: Path, rule: str, 
 
 
 async def test_another_revision(models: Models, oracle: Oracle, tmp_path: Path) -> None:
-    """A verifier returns with another model: texts that were begun end with MODEL_CHANGED, and none is spliced."""
+    """A verifier restarts with another model: unfinished texts end with MODEL_CHANGED, and none is spliced."""
     asked = asks(64, seed=21, tokens=(200, 400), min_tokens=200)
     cluster = Cluster(models, tmp_path).deploy(verifiers=1, drafts=1, orchestrators=2)
     cluster.stand_in("revised", "verifier-0", model=models.revision)
@@ -83,7 +83,7 @@ async def test_another_revision(models: Models, oracle: Oracle, tmp_path: Path) 
             cluster,
             asked,
             [
-                Event(Received(6000), "kill", "verifier-0"),  # some texts are over, others under way
+                Event(Received(6000), "kill", "verifier-0"),  # some texts are over, others in progress
                 Event(Ended("verifier-0"), "start", "revised"),
                 Event(Ready("revised")),
                 Event(Received(2000)),
@@ -109,7 +109,7 @@ async def test_another_revision(models: Models, oracle: Oracle, tmp_path: Path) 
 
 
 async def test_a_frozen_verifier(models: Models, oracle: Oracle, tmp_path: Path) -> None:
-    """Its streams go on elsewhere within 3 s."""
+    """Its streams continue elsewhere within 3 s."""
     asked = asks(100, seed=31, tokens=(200, 400))
     cluster = Cluster(models, tmp_path).deploy(verifiers=2, drafts=1, orchestrators=1)
     async with deployed(cluster, asked) as wants:
@@ -128,7 +128,7 @@ async def test_a_frozen_verifier(models: Models, oracle: Oracle, tmp_path: Path)
 
 
 async def test_a_frozen_orchestrator(models: Models, oracle: Oracle, tmp_path: Path) -> None:
-    """Its clients notice within their keepalive, 20 s and 10 s, and go on at the other one."""
+    """Its clients notice within their keepalive, 20 s and 10 s, and continue at the other one."""
     asked = asks(60, seed=51, tokens=(200, 400))
     cluster = Cluster(models, tmp_path).deploy(verifiers=1, drafts=1, orchestrators=2)
     async with deployed(cluster, asked) as wants:
@@ -144,7 +144,7 @@ async def test_a_frozen_orchestrator(models: Models, oracle: Oracle, tmp_path: P
 
 
 async def test_rolling_restart(models: Models, oracle: Oracle, tmp_path: Path) -> None:
-    """Every draft and verifier drains and comes back, and no request notices."""
+    """Every draft and verifier drains and restarts, and no request fails."""
     asked = asks(100, seed=41, tokens=(200, 400))
     cluster = Cluster(models, tmp_path).deploy(verifiers=2, drafts=2, orchestrators=2)
     async with deployed(cluster, asked) as wants:
@@ -155,8 +155,8 @@ async def test_rolling_restart(models: Models, oracle: Oracle, tmp_path: Path) -
 
 
 async def test_a_frozen_draft(models: Models, oracle: Oracle, tmp_path: Path) -> None:
-    """The text goes on at plain decoding's speed within a second, and at the draft's within five of its return. The
-    target is padded and the draft is what it was before, so that drafting is worth something on any machine."""
+    """The text continues at plain speed within a second, and at drafted speed within five seconds of the draft's
+    return. The target is padded and the draft is not, so that drafting pays on any machine."""
     pad_model(models.target, tmp_path / "padded", 60_000_000)
     always = {"speculation": "always"}  # on a busy machine it might not pay
     asked = asks(1, seed=81, tokens=(900, 900), **always)
@@ -190,13 +190,13 @@ async def test_a_frozen_draft(models: Models, oracle: Oracle, tmp_path: Path) ->
     }
     for name, (rate, step) in speeds.items():
         print(f"{name}: {rate:.1f} tokens a second, {step:.2f} a step")
-    assert speeds["drafted"][1] > 1.5  # else nothing is shown
+    assert speeds["drafted"][1] > 1.5  # otherwise the test shows nothing
     assert speeds["frozen, then"][0] > 0.8 * speeds["plain"][0]
     assert speeds["thawed, then"][1] > 0.8 * speeds["drafted"][1]
 
 
 def corruptions(network: BadNetwork) -> Iterator[Event]:
-    """Two hundred, and more until enough bits were flipped: nothing is sent to a draft that is left alone."""
+    """Yield two hundred corruptions, then more until enough bits were flipped: an idle draft receives nothing."""
     for number in itertools.count():
         if number >= 200 and network.flipped > LEAST_FLIPPED:
             return
@@ -205,8 +205,8 @@ def corruptions(network: BadNetwork) -> Iterator[Event]:
 
 @pytest.mark.parametrize("role", ["verifier", "draft"])
 async def test_a_corrupting_network(models: Models, oracle: Oracle, tmp_path: Path, role: str) -> None:
-    """Flipped bits between an orchestrator and a pod: streams of the other orchestrator do not notice."""
-    asked = asks(60, seed=51, tokens=(100, 300), speculation="always")  # there is something to be said on either link
+    """Bits are flipped between an orchestrator and a pod: streams of the other orchestrator are unaffected."""
+    asked = asks(60, seed=51, tokens=(100, 300), speculation="always")  # there is traffic on either link
     cluster = Cluster(models, tmp_path)
     async with BadNetwork(seed=52) as network:
         verifiers = [cluster.verifier().address for _ in range(2)]
@@ -235,7 +235,7 @@ async def test_a_corrupting_network(models: Models, oracle: Oracle, tmp_path: Pa
 
 
 async def test_a_rogue_verifier(models: Models, oracle: Oracle, tmp_path: Path) -> None:
-    """One of two verifiers breaks the protocol now and then: no token is different, and nobody dies of it."""
+    """One of two verifiers occasionally breaks the protocol: no token differs, and no pod dies."""
     asked = asks(100, seed=61, tokens=(100, 300))
     cluster = Cluster(models, tmp_path)
     good = cluster.verifier().address
@@ -256,7 +256,7 @@ async def test_a_rogue_verifier(models: Models, oracle: Oracle, tmp_path: Path) 
 
 
 async def test_rogue_callers(models: Models, oracle: Oracle, tmp_path: Path) -> None:
-    """Nonsense from whoever calls draft and verifier: their other streams do not notice, and they live."""
+    """Nonsense from callers of draft and verifier: other streams are unaffected, and the pods survive."""
     asked = asks(60, seed=71, tokens=(100, 300))
     cluster = Cluster(models, tmp_path).deploy(verifiers=1, drafts=1, orchestrators=1)
     async with deployed(cluster, asked) as wants:

@@ -1,4 +1,4 @@
-"""Whatever happens to the tests, no pod is left behind."""
+"""No pod outlives the tests, however these end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of the everyday kind, each in a second or two, on pods that the tests share."""
+"""Everyday faults, a second or two each, on shared pods."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def pods(models: Models, tmp_path_factory: pytest.TempPathFactory, request: pyte
 
 @pytest.fixture(scope="module")
 def wants(pods: Cluster) -> dict[int, Record]:
-    return {}  # filled by whoever comes first
+    return {}  # filled by the first test that runs
 
 
 async def play(pods: Cluster, wants: dict[int, Record], oracle: Oracle, *events: Event) -> Counter[str]:
-    """The failover events of all streams, of which none may be lost or different."""
+    """Return the failover events of all streams, none of which may be lost or different."""
     await pods.make_whole()
     async with client_of(pods) as client:
         if not wants:
@@ -63,7 +63,7 @@ async def test_a_verifier_is_killed(pods: Cluster, wants: dict[int, Record], ora
         Event(Received(300), "kill", "verifier-1"),
     )
     assert failover_events["verifier_lost"]
-    assert not failover_events["resumed"]  # the orchestrator's affair
+    assert not failover_events["resumed"]  # an event of the orchestrator, not of a verifier
 
 
 async def test_both_verifiers_are_killed(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
@@ -106,7 +106,7 @@ async def test_drafts_are_killed(pods: Cluster, wants: dict[int, Record], oracle
 
 
 async def test_verifiers_and_a_draft_are_frozen(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
-    """Both verifiers, one after the other: all texts may be at one of them, which has their beginnings in its cache."""
+    """Both verifiers in turn: all texts may be at one of them, the one with their prefixes cached."""
     failover_events = await play(
         pods,
         wants,
@@ -128,7 +128,7 @@ async def test_one_of_each_is_restarted(pods: Cluster, wants: dict[int, Record],
 
 @pytest.mark.verify
 async def test_certificates_and_keys_are_renewed(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
-    """Under load, twice: nobody notices."""
+    """Twice, under load: no request fails."""
     if pods.security is None:
         pytest.skip("there are none")
     events = [Event(Received(800), "renew", "security") for _ in range(2)]

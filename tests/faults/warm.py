@@ -1,4 +1,4 @@
-"""Importing this takes the ten seconds that every verifier would take to import and compile what it computes with."""
+"""Importing this module takes the ten seconds of imports and compilation that each verifier would otherwise need."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.model_directory import ModelDirectory
 from tests.models import make
 
-torch.set_num_threads(1)  # what is forked from a process with more would wait for threads it has not
+torch.set_num_threads(1)  # a process forked from a multi-threaded one would wait for threads it does not have
 
 with tempfile.TemporaryDirectory() as directory:
     CpuEngine(ModelDirectory(make("llama", Path(directory))), capacity=2048)
