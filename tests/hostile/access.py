@@ -1,4 +1,4 @@
-"""How an attacker gets in: which certificate it shows and which API key it has, where a cluster asks for them."""
+"""An attacker's credentials: certificate and API key, if the cluster requires them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ WRONG_KEYS: tuple[str, ...] = ("", "Bearer", "Bearer ", "Bearer x", "Basic dTpw"
 
 @dataclass(frozen=True)
 class Access:
-    """Access to a cluster that lets anybody in."""
+    """Access to a cluster open to anyone."""
 
     def channel(self, role: str, address: str, generator: random.Random) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(address, options=OPTIONS)
 
     def metadata(self, role: str, generator: random.Random) -> Metadata:
-        """Return what a call says of who calls."""
+        """Return the caller's credentials as metadata."""
         return ()
 
     def tls(self, role: str, generator: random.Random) -> ssl.SSLContext | None:
-        """Return how raw bytes are to be encrypted, if they are."""
+        """Return the TLS context for raw bytes, or None."""
         return None
 
 
@@ -39,8 +39,9 @@ class Access:
 class SecuredAccess(Access):
     """Access to a cluster with mutual TLS and API keys.
 
-    Mostly an attacker is somebody who may call: a pod that has been taken over, or a tenant. Others have a certificate
-    for something else, none, or a wrong key."""
+    Most attackers are legitimate callers: a compromised pod, or a tenant. Others have a certificate for another
+    purpose, none, or a wrong key.
+    """
 
     security: Security
     _credentials: dict[str, grpc.ChannelCredentials] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Which attack comes next: a function of a seed and a number, so that each can be made again."""
+"""The sequence of attacks: a function of seed and number, so that each can be reproduced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.hostile.raw_bytes import HTTP_NOISES, NOISES
 
 CARRY = "/specdec.v2.MuxService/Connect"
 CARRIED = {"verifier": (VERIFY, verify), "draft": (DRAFT, draft)}
-"""The stream that the multiplexer of a role carries."""
+"""The stream carried by the multiplexer of a role."""
 
 ROLES = (*ENCRYPTED_ROLES, "health", "metrics")
 
@@ -27,8 +27,7 @@ Choice = TypeVar("Choice")
 
 @dataclass(frozen=True)
 class Attack:
-    """What is said to whom. `pieces` makes it: the messages of a call, or bytes for a connection where there is no
-    `path`."""
+    """An attack and its target. `pieces` makes the messages of a call, or bytes for a connection if `path` is empty."""
 
     number: int
     kind: str
@@ -43,7 +42,7 @@ class Attack:
 
     @property
     def method(self) -> str:
-        """What it is counted under."""
+        """The key under which it is counted."""
         return (self.path.rpartition("/")[2] or "(none)") if self.path else "raw bytes"
 
     def __str__(self) -> str:
@@ -51,14 +50,14 @@ class Attack:
 
 
 def attack(seed: int, number: int) -> Attack:
-    """The one of this number."""
+    """Return the attack with this number."""
     generator = random.Random(f"{seed}:{number}")
     make = weighted(((_call, 84), (_misuse_of_frames, 10), (_noise, 6)), generator)
     return make(number, generator)
 
 
 def kinds() -> list[str]:
-    """All that there are."""
+    """Return all kinds."""
     return [
         *DISTORTIONS,
         *(f"frames: {_words(misuse)}" for misuse in MISUSES),
@@ -67,7 +66,7 @@ def kinds() -> list[str]:
 
 
 def weighted(choices: Iterable[tuple[Choice, float]], generator: random.Random) -> Choice:
-    """One of them, as often as its weight says."""
+    """Return a random choice by weight."""
     found = list(choices)
     chosen, _ = generator.choices(found, [weight for _, weight in found])[0]
     return chosen
@@ -86,7 +85,7 @@ def _call(number: int, generator: random.Random) -> Attack:
 
 
 def _misuse_of_frames(number: int, generator: random.Random) -> Attack:
-    """A stream of the multiplexer whose frames make no sense."""
+    """A multiplexed stream with inconsistent frames."""
     role = generator.choice(sorted(CARRIED))
     misuse = generator.choice(MISUSES)
     pieces = partial(misused, misuse, *CARRIED[role], generator)
@@ -94,7 +93,7 @@ def _misuse_of_frames(number: int, generator: random.Random) -> Attack:
 
 
 def _noise(number: int, generator: random.Random) -> Attack:
-    """Bytes on a connection of their own."""
+    """Bytes on a separate connection."""
     role = generator.choice(ROLES)
     noise = generator.choice(HTTP_NOISES if role == "metrics" else NOISES)
     return Attack(number, f"raw: {_words(noise)}", role, generator, partial(noise, generator))
@@ -103,7 +102,7 @@ def _noise(number: int, generator: random.Random) -> Attack:
 def _spoken(
     number: int, kind: str, role: str, path: str, generator: random.Random, pieces: Callable[[], list[bytes]]
 ) -> Attack:
-    """A call, and how its caller behaves in it."""
+    """A call, and its caller's conduct."""
     manner = weighted(((each, CONDUCTS[each].weight) for each in CONDUCTS), generator)
     deadline = generator.choice(CONDUCTS[manner].deadlines)
     metadata = generator.choice(METADATA) if generator.random() < 0.1 else ()

@@ -1,6 +1,6 @@
-"""Ways to behave in a call, whatever is said in it: to hang up, not to read, to be silent, to be late.
+"""Ways to behave in a call, whatever its messages: hang up, not read, stay silent, be late.
 
-Every method is called as a stream both ways, of bytes: on the wire there is no other kind.
+Every method is called as a bidirectional stream of bytes: the wire knows no other kind.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from typing import Any
 import grpc
 
 OVER = (asyncio.InvalidStateError, grpc.aio.BaseError, grpc.aio.AioRpcError, asyncio.CancelledError)
-"""What reading from or writing to a call that has ended raises: CancelledError where it was cancelled from here."""
+"""Exceptions of reading from or writing to an ended call: CancelledError if cancelled locally."""
 
 MOMENT = 0.3
-"""Seconds that a caller who does nothing more keeps its call."""
+"""Seconds for which an idle caller keeps its call."""
 
 
 @dataclass(frozen=True)
 class Talk:
-    """One call under way, and what is to be said in it."""
+    """One call in progress, and the messages to send in it."""
 
     call: Any
     messages: Sequence[bytes]
     generator: random.Random
     sent: Callable[[bytes], None]  # called with each message
-    heard: Callable[[bytes], None]  # called with each answer
+    heard: Callable[[bytes], None]  # called with each response
 
     async def say(self, count: int | None = None) -> None:
-        """Send the first `count` messages, or all, unless the call ends before."""
+        """Send the first `count` messages, or all, unless the call ends earlier."""
         with contextlib.suppress(*OVER):
             for message in self.messages[:count]:
                 await self.call.write(message)
                 self.sent(message)
 
     async def close(self) -> None:
-        """Half-close: nothing more is said from here."""
+        """Half-close: send nothing more."""
         with contextlib.suppress(*OVER):
             await self.call.done_writing()
 
@@ -50,7 +50,7 @@ class Talk:
                 self.heard(answer)
 
     async def listen_for(self, seconds: float) -> None:
-        """Read for so long at most, and hang up."""
+        """Read for at most `seconds`, then hang up."""
         listening = asyncio.ensure_future(self.listen())
         await asyncio.wait({listening}, timeout=seconds)
         self.call.cancel()
@@ -58,11 +58,11 @@ class Talk:
 
 
 async def politely(talk: Talk) -> None:
-    """Reads while it speaks, half-closes, and waits for the end."""
+    """Reads while it sends, half-closes, and waits for the end."""
     listening = asyncio.ensure_future(talk.listen())
     await talk.say()
     await talk.close()
-    await asyncio.wait({listening}, timeout=MOMENT)  # sessions of a draft go on until they are left
+    await asyncio.wait({listening}, timeout=MOMENT)  # a draft's sessions last until the caller leaves
     talk.call.cancel()
     await listening
 
@@ -79,7 +79,7 @@ async def without_reading(talk: Talk) -> None:
 
 
 async def hanging_up(talk: Talk) -> None:
-    """At any point, mid-sentence."""
+    """At any point, mid-message."""
     await talk.say(talk.generator.randrange(len(talk.messages) + 1))
     if talk.generator.random() < 0.5:
         await talk.listen_for(0.05 * talk.generator.random())
@@ -92,13 +92,13 @@ async def half_closing_at_once(talk: Talk) -> None:
 
 
 async def silently(talk: Talk) -> None:
-    """Opens the stream and says nothing."""
+    """Opens the stream and sends nothing."""
     await talk.listen_for(MOMENT)
 
 
 @dataclass(frozen=True)
 class Conduct:
-    """A way to behave, the deadlines of its calls in seconds, and how often it is chosen."""
+    """A way to behave, the deadlines of its calls in seconds, and its relative frequency."""
 
     behave: Callable[[Talk], Awaitable[None]]
     weight: int
@@ -124,4 +124,4 @@ METADATA: tuple[Metadata, ...] = (
     (("grpc-status-details-bin", b"\xff\x00\xfe"), ("x-other-bin", bytes(2000))),
     tuple((f"x-header-{number}", "v" * 50) for number in range(40)),
 )
-"""What may come beside a call."""
+"""Possible metadata of a call."""

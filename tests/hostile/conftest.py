@@ -1,4 +1,4 @@
-"""Models for those who are attacked: a target, and a draft that often agrees with it."""
+"""Models of the attacked pods: a target, and a draft that often agrees with it."""
 
 from __future__ import annotations
 

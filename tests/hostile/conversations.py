@@ -1,4 +1,4 @@
-"""What a caller with manners says to each method: the requests of one call, in their order."""
+"""A correct client's messages for each method: the requests of one call, in order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sampling(generator: random.Random) -> model_pb2.Sampling:
 
 
 def extend(generator: random.Random, base: int) -> model_pb2.Extend:
-    """A chain of candidates."""
+    """Return a chain of candidates."""
     chain = tokens(generator, 6)
     return model_pb2.Extend(base=base, tokens=chain, parents=range(len(chain)), logprob_bytes=bytes(len(chain)))
 
@@ -130,12 +130,12 @@ def tokenize(generator: random.Random) -> list[Message]:
 
 
 def get_stats(_: random.Random) -> list[Message]:
-    """For any of the services: the requests are all empty."""
+    """For any service: all these requests are empty."""
     return [verifier_pb2.GetStatsRequest()]
 
 
 def carry_of(method: str, inner: Conversation) -> Conversation:
-    """The same conversation as a stream of the multiplexer, a few batches long; now and then several of them."""
+    """Return the same conversation as a stream of the multiplexer, in a few batches; occasionally several of them."""
 
     def carry(generator: random.Random) -> list[Message]:
         batches = []
@@ -182,7 +182,7 @@ class Method:
     role: str
     path: str
     conversation: Conversation
-    weight: int = 1  # how often it is called, relative to others
+    weight: int = 1  # relative call frequency
 
     @property
     def name(self) -> str:
@@ -190,8 +190,8 @@ class Method:
 
 
 ENCRYPTED_ROLES = ("verifier", "draft", "orchestrator")
-"""Those whose ports are encrypted where anything is. Besides, each pod has a port for health checks, and one for
-metrics, which speaks HTTP."""
+"""Roles whose ports are encrypted if any are. Each pod also has a port for health checks, and an HTTP port for
+metrics."""
 
 _OF_ALL = (
     ("/grpc.health.v1.Health/Check", health),
@@ -218,4 +218,4 @@ METHODS: tuple[Method, ...] = (
     Method("orchestrator", "/specdec.v2.MuxService/Connect", carry_of(VERIFY, verify)),
     *(Method(role, path, said) for role in (*ENCRYPTED_ROLES, "health") for path, said in _OF_ALL),
 )
-"""Every method behind every port, those that do not exist included."""
+"""Every method behind every port, including nonexistent ones."""

@@ -1,4 +1,4 @@
-"""What is attacked: two verifiers, a draft and an orchestrator, each a process with a log and three ports."""
+"""The target of attacks: two verifiers, a draft and an orchestrator, each a process with a log and three ports."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.hostile.fuzz import Fuzzer
 
 @dataclass
 class Deployment:
-    """A cluster, and the ports beside those of its services: of health checks and of metrics."""
+    """A cluster, and its ports besides those of the services: health checks and metrics."""
 
     cluster: Cluster
     health: list[str] = field(default_factory=list)
     metrics: list[str] = field(default_factory=list)
 
     def ports(self) -> tuple[str, ...]:
-        """Options of one more pod."""
+        """Return the options of one more pod."""
         options: list[str] = []
         for kind, addresses in (("--health-port", self.health), ("--metrics-port", self.metrics)):
             addresses.append(free_address())
@@ -32,7 +32,7 @@ class Deployment:
         return tuple(options)
 
     def fuzzer(self, seed: int) -> Fuzzer:
-        """One that attacks every port."""
+        """Return a fuzzer of every port."""
         security = self.cluster.security
         addresses = {role: [pod.address for pod in self.cluster.of(role)] for role in ENCRYPTED_ROLES}
         addresses |= {"health": self.health, "metrics": self.metrics}
@@ -41,7 +41,7 @@ class Deployment:
 
 @asynccontextmanager
 async def deployed(models: Models, logs: Path, security: Security | None = None) -> AsyncIterator[Deployment]:
-    """All of them ready."""
+    """Start all pods, and wait until they are ready."""
     cluster = Cluster(models, logs, security)
     deployment = Deployment(cluster)
     verifiers = [cluster.verifier(*deployment.ports()).address for _ in range(2)]

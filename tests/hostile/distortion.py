@@ -1,4 +1,4 @@
-"""Ways to spoil a conversation: what is said in the end, message by message, serialized."""
+"""Distortions of a conversation: the resulting messages, serialized."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specdec.serving.validation import MAX_MESSAGE_BYTES
 from tests.hostile.mutation import altered, filled, garbled
 
 FLOOD = 200
-"""Times that a message is said again, about."""
+"""Approximate number of repetitions of a message."""
 
 Distortion = Callable[[Sequence[Message], random.Random], list[bytes]]
 
@@ -21,14 +21,14 @@ def untouched(said: Sequence[Message], generator: random.Random) -> list[bytes]:
 
 
 def with_changed_fields(said: Sequence[Message], generator: random.Random) -> list[bytes]:
-    """One message or all of them; the first stays as it is half of the time, so that there is a session to spoil."""
+    """One message or all of them; the first stays unchanged half of the time, so that there is a session to spoil."""
     spared = int(generator.random() < 0.5 and len(said) > 1)
     changed = [*said[:spared], *(altered(message, generator) for message in said[spared:])]
     return [message.SerializeToString() for message in changed]
 
 
 def with_any_fields(said: Sequence[Message], generator: random.Random) -> list[bytes]:
-    """The same number of messages, with anything in them."""
+    """The same number of messages, with random content."""
     spared = int(generator.random() < 0.5 and len(said) > 1)
     changed = [*said[:spared], *(filled(type(message)(), generator) for message in said[spared:])]
     return [message.SerializeToString() for message in changed]
@@ -46,7 +46,7 @@ def of_random_bytes(said: Sequence[Message], generator: random.Random) -> list[b
 
 
 def in_another_order(said: Sequence[Message], generator: random.Random) -> list[bytes]:
-    """Shuffled, with some left out and some said twice: `extend` before `open`, `open` twice."""
+    """Shuffled, with some left out and some repeated: `extend` before `open`, `open` twice."""
     found = [message for message in said for _ in range(generator.choice((0, 1, 1, 2)))]
     generator.shuffle(found)
     return [message.SerializeToString() for message in found]
@@ -60,8 +60,7 @@ def with_a_flood(said: Sequence[Message], generator: random.Random) -> list[byte
 
 
 def too_large(said: Sequence[Message], generator: random.Random) -> list[bytes]:
-    """A message that is larger than any may be, or nearly so; zeros, of which a little makes much where it is
-    compressed."""
+    """A message above, or just below, the size limit; zeros, which compress to little."""
     return [said[0].SerializeToString(), bytes(generator.choice((1 << 20, MAX_MESSAGE_BYTES + 1)))]
 
 
@@ -75,4 +74,4 @@ DISTORTIONS: dict[str, tuple[Distortion, float]] = {
     "a flood": (with_a_flood, 1),
     "too large": (too_large, 0.1),
 }
-"""By name, each with how often it is used, relative to the others."""
+"""By name, each with its relative frequency."""

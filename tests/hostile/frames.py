@@ -1,4 +1,4 @@
-"""Ways to misuse the multiplexer: batches of frames that no caller with manners would send."""
+"""Misuse of the multiplexer: batches of frames that no correct client sends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.hostile.conversations import Conversation
 MANY = 300
 
 Misuse = Callable[[str, Sequence[bytes], random.Random], list[list[Frame]]]
-"""Makes batches of frames from the name of a method and what would be said to it."""
+"""Makes batches of frames from the name of a method and its messages."""
 
 
 def _begin(stream: int, method: str, **fields: Any) -> Frame:
@@ -58,19 +58,19 @@ def unknown_methods(method: str, said: Sequence[bytes], generator: random.Random
 
 
 def huge_metadata(method: str, said: Sequence[bytes], generator: random.Random) -> list[list[Frame]]:
-    """Among it a request id that would be written with every line of a log."""
+    """Includes a request id, which every log line would repeat."""
     metadata = {"x-request-id": "i" * 100_000} | {f"key-{number}": "v" * 1000 for number in range(100)}
     return [[_begin(1, method, metadata=metadata), *_messages(1, [b"\xff", *said])]]
 
 
 def odd_metadata(method: str, said: Sequence[bytes], generator: random.Random) -> list[list[Frame]]:
-    """Line breaks, control characters and keys that gRPC would not carry."""
+    """Line breaks, control characters and keys that are illegal in gRPC."""
     metadata = {"x-request-id": 'a\n{"level": "error", "event": "forged"}\r\n\x1b[2J', "": "", "KEY with\x00": "\u202e"}
     return [[_begin(1, method, metadata=metadata), *_messages(1, [b"\xff", *said])]]
 
 
 def never_opened(method: str, said: Sequence[bytes], generator: random.Random) -> list[list[Frame]]:
-    """Streams that begin, and say nothing."""
+    """Streams that begin and then stay silent."""
     return [[_begin(number, method) for number in range(1, 1 + MANY // 10)]]
 
 
@@ -92,12 +92,12 @@ def said_after_the_end(method: str, said: Sequence[bytes], generator: random.Ran
 
 
 def beyond_the_window(method: str, said: Sequence[bytes], generator: random.Random) -> list[list[Frame]]:
-    """More bytes than may wait, without a word from who reads them."""
+    """More bytes than the window allows, without credit from the reader."""
     return [[_begin(1, method), *_messages(1, said)], *[_messages(1, [bytes(WINDOW // 3)])] * 8]
 
 
 def beyond_the_window_unopened(method: str, said: Sequence[bytes], generator: random.Random) -> list[list[Frame]]:
-    """The same by many small messages behind a first one that asks for a session."""
+    """The same by many small messages after a first one that opens a session."""
     return [[_begin(1, method), *_messages(1, [said[0], *[b""] * (WINDOW // 64)])]]
 
 
@@ -130,6 +130,6 @@ MISUSES: tuple[Misuse, ...] = (
 
 
 def misused(misuse: Misuse, method: str, said: Conversation, generator: random.Random) -> list[bytes]:
-    """The batches, serialized."""
+    """Return the batches, serialized."""
     messages = [message.SerializeToString() for message in said(generator)]
     return [ConnectRequest(frames=frames).SerializeToString() for frames in misuse(method, messages, generator)]

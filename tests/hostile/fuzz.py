@@ -1,4 +1,4 @@
-"""The fuzzer: calls every port of a cluster in every wrong way, as often as it is told, and counts what comes of it."""
+"""The fuzzer: calls every port of a cluster in every wrong way, a given number of times, and counts the outcomes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tests.hostile.raw_bytes import send
 from tests.hostile.tally import NAMES, Tally
 
 AT_ONCE = 24
-"""Attacks under way. More would fill the key/value memory of a small pod, and then there is no room for anybody."""
+"""Attacks in flight. More would fill the KV memory of a small pod and leave no room for anyone."""
 
 LONGEST_ATTACK = 20.0
-"""Seconds, after which an attack is taken for stuck; none waits for longer than its deadline."""
+"""Seconds after which an attack counts as stuck; none waits longer than its deadline."""
 
 ANY = ""
-"""Kind of attack."""
+"""Any kind of attack."""
 
 
 class Fuzzer:
-    """Attacks the addresses of each role, and keeps count in `tally`."""
+    """Attacks the addresses of each role, and counts in `tally`."""
 
     def __init__(self, addresses: Mapping[str, Sequence[str]], seed: int, access: Access) -> None:
         self.tally = Tally()
@@ -41,12 +41,12 @@ class Fuzzer:
         self._numbers = itertools.count()
 
     async def run(self, messages: int) -> None:
-        """Until so many were sent, and every attack is over."""
+        """Run until this number was sent and every attack is over."""
         goal = self.tally.total + messages
         await self._run(lambda: self.tally.total < goal, ANY)
 
     async def run_only(self, kind: str, attacks: int) -> None:
-        """Until about so many of a kind were made, and are over."""
+        """Run until about `attacks` of a kind are over."""
         await self._run(lambda: self.tally.attacks[kind] < attacks, kind)
 
     async def _run(self, on: Callable[[], bool], kind: str) -> None:
@@ -55,7 +55,7 @@ class Fuzzer:
                 group.create_task(self._attack_on(on, kind))
 
     async def _attack_on(self, on: Callable[[], bool], kind: str) -> None:
-        """With connections of its own."""
+        """Attack in a loop on its own connections while `on` returns True."""
         async with Connections(self._access) as connections:
             while on():
                 found = attack(self._seed, next(self._numbers))
@@ -99,7 +99,7 @@ class Fuzzer:
         self.tally.ended(attack.method, (await call.code()).name, await call.details() or "", str(attack))
 
     def _hear_frames(self, answer: bytes, attack: Attack) -> None:
-        """Streams of the multiplexer have statuses too."""
+        """Count the statuses of multiplexed streams as well."""
         for frame in mux_pb2.ConnectResponse.FromString(answer).frames:
             if frame.HasField("end") and frame.stream:
                 status = NAMES.get(frame.end.code, str(frame.end.code))
@@ -107,7 +107,7 @@ class Fuzzer:
 
 
 def _frames_in(message: bytes) -> int:
-    """As far as it can be read."""
+    """Return the number of decodable frames."""
     with contextlib.suppress(DecodeError):
         return len(mux_pb2.ConnectRequest.FromString(message).frames)
     return 0
@@ -128,7 +128,7 @@ class Connections:
             await channel.close()
 
     async def to(self, role: str, address: str, generator: random.Random) -> grpc.aio.Channel:
-        """The one to an address; now and then another than before."""
+        """Return the channel to an address; occasionally replace it."""
         if generator.random() < 0.02 and address in self._channels:
             await self._channels.pop(address).close()
         if address not in self._channels:

@@ -1,4 +1,4 @@
-"""HTTP requests that nobody would send to OpenAI's API: bodies of any content, and bytes that break HTTP's rules."""
+"""HTTP requests no client sends to an OpenAI API: bodies of any content, and bytes that break HTTP's rules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_OBJECTS = (b"[" * 100_000, b'{"a":' * 50_000, b"9" * 5000, b"", b"\x1f\x8b\x0
 
 
 def value(generator: random.Random, depth: int = 0) -> Any:
-    """Any value of JSON; the extremes are likely."""
+    """Return any JSON value; extremes are likely."""
     kind = generator.randrange(8 if depth < 3 else 6)
     if kind == 0:
         return generator.choice((None, True, False))
@@ -47,11 +47,11 @@ SHAPES: tuple[Callable[[random.Random], dict[str, Any]], ...] = (
     lambda generator: {"tools": [{"type": "function", "function": {"name": "f", "parameters": value(generator)}}]},
     lambda generator: {"tools": value(generator), "tool_choice": value(generator)},
 )
-"""What asks for a text of some form, or for calls."""
+"""Fields that request a text in some form, or calls."""
 
 
 def body(generator: random.Random) -> bytes:
-    """A valid body with some fields replaced or added; now and then cut off, or with other bytes in it."""
+    """Return a valid body with some fields replaced or added; occasionally truncated, or with other bytes in it."""
     chat = generator.random() < 0.5
     fields: dict[str, Any] = {"model": "target", "max_tokens": generator.choice((1, 2, 8))}
     fields["messages" if chat else "prompt"] = [{"role": "user", "content": "hello"}] if chat else [5, 6, 7]
@@ -75,7 +75,7 @@ def body(generator: random.Random) -> bytes:
 
 
 def request(generator: random.Random) -> bytes:
-    """A request whose HTTP is sound, but for what its headers say."""
+    """Return a request with valid HTTP, except for the values of its headers."""
     path, content = generator.choice(ROUTES), body(generator)
     method = "POST" if generator.random() < 0.95 else generator.choice(METHODS)
     lines = [f"{method} {path} HTTP/1.1", "host: x", "connection: close"]
@@ -99,7 +99,7 @@ def misrouted(generator: random.Random) -> bytes:
 
 
 def unsound(generator: random.Random) -> bytes:
-    """What is no HTTP/1.1."""
+    """Invalid HTTP/1.1."""
     post = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
     return generator.choice(
         (
@@ -130,11 +130,11 @@ def unsound(generator: random.Random) -> bytes:
 
 
 KINDS: tuple[tuple[Callable[[random.Random], bytes], int], ...] = ((request, 80), (misrouted, 8), (unsound, 12))
-"""Makers of attacks, and how many of a hundred each makes."""
+"""Makers of attacks, and their frequencies in percent."""
 
 
 def attack(seed: int, number: int) -> tuple[str, random.Random, bytes]:
-    """The one of this number: its kind, what else about it is left to chance, and its bytes."""
+    """Return the attack with this number: kind, generator for its other choices, and bytes."""
     generator = random.Random(f"{seed}:{number}")
     (make,) = generator.choices([make for make, _ in KINDS], [weight for _, weight in KINDS])
     return make.__name__, generator, make(generator)

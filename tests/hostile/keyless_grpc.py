@@ -1,6 +1,6 @@
-"""A caller without a key, who speaks HTTP/2 by hand: calls that are refused, and calls that are reset at once.
+"""A caller without a key on raw HTTP/2: calls that are refused, and calls that are reset at once.
 
-As a program it does one of them for a while, at a bounded rate, and opens a connection whenever one is closed:
+As a program it makes one kind of call for a while, at a bounded rate, and reconnects whenever a connection is closed:
 
     python -m tests.hostile.keyless_grpc 127.0.0.1:50050 whole --rate 4000 --seconds 60
 """
@@ -32,19 +32,19 @@ ACK = 0x1
 CANCEL = struct.pack(">I", 8)
 COMPLETE = "/specdec.v2.GenerationService/Complete"
 KINDS = ("whole", "reset")
-"""Calls that are refused for want of a key, and calls that are reset as soon as they are made."""
+"""Calls refused for lack of a key, and calls reset as soon as they are made."""
 
 TICK_SECONDS = 0.002
 MAX_UNREAD_BYTES = 1 << 20
 STUCK_SECONDS = 0.5
-"""Silence of a server after which the attacker opens another connection."""
+"""Seconds of silence after which the attacker opens another connection."""
 
 MAX_AT_ONCE = 200
-"""Calls in one write, so that a machine that falls behind does not make bursts of any size."""
+"""Calls in one write, so that a machine that falls behind does not make unbounded bursts."""
 
 
 class RawConnection:
-    """An HTTP/2 connection of a caller; use it as a context."""
+    """A caller's HTTP/2 connection, as a context manager."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -72,8 +72,8 @@ class RawConnection:
         self.closed.set()
 
     def send(self, kind: str, count: int, path: str = COMPLETE, key: str = "nonsense") -> int:
-        """Send calls of a kind; return their number. None are sent while the server has left too much unread: its
-        kernel may drop what comes for a connection that it has closed, and say nothing for a minute and a half."""
+        """Send calls of a kind; return their number. Send none while the server has left too much unread: its kernel
+        may drop data for a closed connection, and stay silent for a minute and a half."""
         if self._writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
             return 0
         block = headers(__path=path, authorization=f"Bearer {key}")
@@ -91,14 +91,14 @@ class RawConnection:
 
 @dataclass
 class Attack:
-    """What an attack has done."""
+    """Statistics of an attack."""
 
     calls: int = 0
     connections: int = 0
 
 
 async def attack(address: str, kind: str, rate: float, seconds: float, path: str = COMPLETE) -> Attack:
-    """Make calls of a kind at a rate a second, on one connection after the other, each until it is closed."""
+    """Make calls of a kind at a rate per second, on one connection after the other, each until it is closed."""
     done, begun = Attack(), time.monotonic()
     while time.monotonic() - begun < seconds:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""An attacker on the HTTP server that has no key: it holds bodies, and keeps idle connections.
+"""An attacker on the HTTP server without an API key: it holds request bodies and idle connections.
 
 Run beside callers with keys, who must notice nothing:
 
@@ -6,7 +6,7 @@ Run beside callers with keys, who must notice nothing:
         ...
     print(attacker.report())
 
-or, where latencies of others are measured, as a process of its own, until its stdin is closed:
+or, to measure latencies of others, as its own process, until its stdin is closed:
 
     python -m tests.hostile.keyless_http HOST:PORT HELD IDLE SECONDS
 """
@@ -23,7 +23,7 @@ from collections import Counter
 from typing import Self
 
 HELD_BYTES = (8 << 20) - 1
-"""Bytes that are sent of a body of 8 MiB, the longest that is taken."""
+"""Bytes sent of a body of 8 MiB, the longest accepted."""
 
 PIECE = b" " * (64 << 10)
 
@@ -31,22 +31,21 @@ PATIENCE_SECONDS = 30.0
 """Seconds for which a held body waits for an answer."""
 
 PAUSE_SECONDS = 0.5
-"""Seconds between a connection that has ended and the next one in its place: to hold them is the attack, a flood of new
-ones is another."""
+"""Seconds before an ended connection is replaced: the attack holds connections, it is not a flood of new ones."""
 
 REQUESTS = (
     b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n",
     b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n",
-    b"GET /v1/mod",  # whose headers do not end
+    b"GET /v1/mod",  # unfinished headers
     b"",
 )
-"""What idle connections send before they are idle."""
+"""Bytes sent by idle connections before they fall idle."""
 
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 
 
 class KeylessHttp:
-    """Attacks an address while its context lasts, for `seconds` at most. Every connection that ends is replaced."""
+    """Attacks an address during its context, for at most `seconds`. Every ended connection is replaced."""
 
     def __init__(self, address: str, *, held: int, idle: int, seconds: float, source: str = "127.0.0.1") -> None:
         """Hold `held` bodies and `idle` connections at a time, from the address `source`."""
@@ -57,8 +56,8 @@ class KeylessHttp:
         self._seconds = seconds
         self._source = source
         self._attack: asyncio.Task[None] | None = None
-        self.requests = 0  # with a body, begun
-        self.connections = 0  # idle, opened
+        self.requests = 0  # begun, with a body
+        self.connections = 0  # idle ones opened
         self.statuses: Counter[int | str] = Counter()  # of requests with a body
 
     async def __aenter__(self) -> Self:
@@ -94,7 +93,7 @@ class KeylessHttp:
             await asyncio.sleep(PAUSE_SECONDS)
 
     async def _hold(self) -> None:
-        """Send a body but for its last byte, and wait for what is answered."""
+        """Send a body except for its last byte, and wait for the answer."""
         reader, writer = await self._connected()
         reading = asyncio.create_task(reader.read())
         self.requests += 1
@@ -132,7 +131,7 @@ class KeylessHttp:
 
 
 async def main(address: str, held: int, idle: int, seconds: float) -> None:
-    """Attack until stdin is closed, and say how it went."""
+    """Attack until stdin is closed, and print a report."""
     async with KeylessHttp(address, held=held, idle=idle, seconds=seconds) as attacker:
         await asyncio.to_thread(sys.stdin.read)
     print(attacker.report())

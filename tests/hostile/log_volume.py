@@ -1,4 +1,4 @@
-"""How much the services of this process would write into their logs, and whether any of it tells of a bug."""
+"""The volume of log output of this process's services, and bugs in it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import structlog
 
 KEPT = 5
-"""Bugs told in full."""
+"""Bugs reported in full."""
 
 CALLER_LEFT = "ExecuteBatchError raised in core"
-"""What gRPC says when a status meets a caller that has just left, as at a deadline."""
+"""gRPC's message for a status sent to a caller that has just left, as at a deadline."""
 
 
 class LogVolume:
-    """Counts what is logged, instead of printing it."""
+    """Counts log output instead of printing it."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -26,7 +26,7 @@ class LogVolume:
         self._render = structlog.processors.JSONRenderer()
 
     def count(self, logger: Any, name: str, event: MutableMapping[str, Any]) -> str:
-        """Take an event of structlog's."""
+        """Process a structlog event."""
         if event.get("exc_info") and len(self.bugs) < KEPT:
             self.bugs.append(repr(event)[:500])
         self.bytes += len(self._render(logger, name, event)) + 1
@@ -35,7 +35,7 @@ class LogVolume:
 
 
 class _Bugs(logging.Handler):
-    """Hears of what asyncio and gRPC found nobody to tell: exceptions of tasks and of servicers."""
+    """Receives unhandled exceptions of tasks and servicers from asyncio and gRPC."""
 
     def __init__(self, volume: LogVolume) -> None:
         super().__init__(logging.ERROR)
@@ -49,7 +49,7 @@ class _Bugs(logging.Handler):
 
 @contextmanager
 def measured() -> Iterator[LogVolume]:
-    """What is logged inside is counted as a service's own configuration would write it."""
+    """Count the log output of the context, formatted as by a service's own configuration."""
     volume, before = LogVolume(), structlog.get_config()
     handler = _Bugs(volume)
     structlog.configure(

@@ -1,6 +1,6 @@
-"""A draft that lies: a table of ways, each a function of the session that it spoils.
+"""A lying draft: a table of lies, each a function of the session that it spoils.
 
-What a draft says decides no token under the COUPLED rule, so none of this may change a text, or hold it up for long.
+Under COUPLED a draft decides no token, so no lie may change a text or delay it for long.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ STATUSES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
 
 
 class LyingSession:
-    """One session, as the liar has it: what it has heard, and ways to say anything."""
+    """One of the liar's sessions: its input, and ways to send anything."""
 
     def __init__(self, number: int, requests: AsyncIterator[Any], context: Any, identity: model_pb2.ModelIdentity):
-        self.number = number  # of the liar's sessions
+        self.number = number  # index among the liar's sessions
         self.context = context
         self.identity = identity
-        self.base = 0  # committed tokens, as far as it was told
+        self.base = 0  # committed tokens according to its input
         self._requests = requests
 
     async def heard(self) -> AsyncIterator[None]:
-        """Once when the session begins, and whenever a commit comes."""
+        """Yield when the session begins, and for each commit."""
         async for request in self._requests:
             match request.WhichOneof("message"):
                 case "open":
@@ -73,16 +73,16 @@ class LyingDraft:
     def __init__(self, lie: Lie, identity: model_pb2.ModelIdentity) -> None:
         self._lie = lie
         self._identity = identity
-        self.sessions = 0  # so far
+        self.sessions = 0  # count so far
 
     def register(self, server: Any) -> None:
-        """With messages that may be bytes as well, for those that cannot be read."""
+        """Register with serializers that also take bytes, for undecodable messages."""
         handler = grpc.stream_stream_rpc_method_handler(self._draft, draft_pb2.DraftRequest.FromString, _serialized)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(self.name, {"Draft": handler}),))
         server.add_registered_method_handlers(self.name, {"Draft": handler})
 
     async def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no state."""
 
     async def _draft(self, requests: AsyncIterator[Any], context: Any) -> None:
         self.sessions += 1
@@ -97,7 +97,7 @@ def _serialized(message: Any) -> bytes:
 
 
 def chain(base: int, tokens: tuple[int, ...] = CHAIN, **changes: Any) -> Extend:
-    """Candidates one below the other, well-formed but for the changes."""
+    """Return a chain of candidates, well-formed except for the changes."""
     fields = {"parents": range(len(tokens)), "logprob_bytes": bytes(len(tokens))} | changes
     return Extend(base=base, tokens=tokens, **fields)
 
@@ -153,11 +153,11 @@ CANDIDATES: dict[str, Callable[[int], Extend]] = {
     ),
     "has known everything for an hour": lambda base: chain(base, base_age_us=MOST),
 }
-"""What it offers below each committed text, by what it does."""
+"""The candidates offered below each committed text, by lie."""
 
 
 def offering(candidates: Callable[[int], Extend]) -> Lie:
-    """A well-behaved session but for what it offers."""
+    """Return a session that behaves except for its candidates."""
 
     async def lie(session: LyingSession) -> None:
         begun = False
@@ -174,7 +174,7 @@ def offering(candidates: Callable[[int], Extend]) -> Lie:
 
 
 async def begun(session: LyingSession, **changes: Any) -> AsyncIterator[None]:
-    """A session that was opened as it should be, but for the changes to its identity; again at each commit."""
+    """Open a session normally, except for changes to its identity; yield then, and at each commit."""
     first = True
     async for _ in session.heard():
         if first:
@@ -184,7 +184,7 @@ async def begun(session: LyingSession, **changes: Any) -> AsyncIterator[None]:
 
 
 async def for_ever(say: Callable[[], Awaitable[None]]) -> None:
-    """As fast as the connection takes it."""
+    """Repeat as fast as the connection accepts."""
     while True:
         await say()
         await asyncio.sleep(0)
@@ -270,7 +270,7 @@ async def is_busier_than_can_be(session: LyingSession) -> None:
 
 
 async def ends_with_every_status(session: LyingSession) -> None:
-    """One session after the other; every second one before it has opened."""
+    """A different status per session; every second session ends before it has opened."""
     if session.number % 2:
         async for _ in begun(session):
             break
@@ -278,7 +278,7 @@ async def ends_with_every_status(session: LyingSession) -> None:
 
 
 async def ends_at_once(session: LyingSession) -> None:
-    """As if all were well."""
+    """With status OK."""
 
 
 async def ends_in_the_midst(session: LyingSession) -> None:
@@ -329,7 +329,7 @@ async def replays_all_it_said(session: LyingSession) -> None:
 
 
 async def does_not_listen(session: LyingSession) -> None:
-    """Opens, shows life, and never reads what is decided."""
+    """Opens, sends heartbeats, and never reads commits."""
     await session.opened()
     while True:
         await session.progress(model_pb2.Heartbeat(steps=1))
@@ -367,4 +367,4 @@ CONDUCTS: tuple[Lie, ...] = (
 LIES: dict[str, Lie] = {name: offering(candidates) for name, candidates in CANDIDATES.items()} | {
     lie.__name__.replace("_", " "): lie for lie in CONDUCTS
 }
-"""Every way to lie, by what a draft does that does it."""
+"""All lies, by description."""

@@ -1,7 +1,7 @@
-"""A verifier that lies: it stands before an honest one, changes what that says, and signs it with a checksum that fits.
+"""A lying verifier: a proxy before an honest one that alters its responses and signs them with a matching checksum.
 
-What a verifier says of a session can be compared with what was asked. Which of the vocabulary's tokens comes next
-cannot: a wrong token with a right checksum is believed, and is no lie of this table.
+A session's responses can be checked against its request. The choice of the next token cannot: a wrong token with a
+right checksum is believed, and is not among these lies.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ STATUSES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
 
 
 class LyingSession:
-    """One session: what was asked, what the honest verifier says to it, and ways to say something else."""
+    """One session: its opening, the honest verifier's responses, and ways to send others."""
 
     def __init__(self, number: int, opening: verifier_pb2.VerifyOpen, context: Any, honest: Any) -> None:
-        self.number = number  # of the liar's sessions
+        self.number = number  # index among the liar's sessions
         self.opening = opening
         self.base = len(opening.prompt_tokens) + len(opening.generated_tokens)
-        self.commits = 0  # said so far
-        self.true_commits = int(opening.attempt <= 1)  # before it lies, so that there is a text to spoil
+        self.commits = 0  # sent so far
+        self.true_commits = int(opening.attempt <= 1)  # sent before it lies, so that there is a text to spoil
         self._checksum = checksum.of_opening(opening)
         self._context = context
         self._honest = honest
 
     async def responses(self) -> AsyncIterator[verifier_pb2.VerifyResponse]:
-        """What an honest verifier would say."""
+        """Yield an honest verifier's responses."""
         async for response in self._honest:
             yield response
 
     async def say(self, response: verifier_pb2.VerifyResponse | bytes) -> None:
-        """With a checksum that fits."""
+        """Send with a matching checksum."""
         if isinstance(response, verifier_pb2.VerifyResponse) and response.HasField("opened"):
             response.opened.checksum = checksum.of_opening(response.opened)
         if isinstance(response, verifier_pb2.VerifyResponse) and response.HasField("commit"):
@@ -62,13 +62,13 @@ class LyingSession:
         await self._context.write(response)
 
     async def say_damaged(self, response: verifier_pb2.VerifyResponse) -> None:
-        """As the honest one said it, checksum included, but for one bit of the model's fingerprint."""
+        """Send the honest response and checksum with one bit of the model's fingerprint flipped."""
         identity = response.opened.identity
         identity.model_fingerprint = chr(ord(identity.model_fingerprint[0]) ^ 1) + identity.model_fingerprint[1:]
         await self._context.write(response)
 
     async def commit(self, tokens: list[int], **fields: Any) -> None:
-        """A commit of the liar's own, well-formed but for the fields."""
+        """Send an invented commit, well-formed except for the fields."""
         news = model_pb2.Committed(base=self.base, tokens=tokens)
         said: dict[str, Any] = {"sources": [model_pb2.TOKEN_SOURCE_PLAIN] * len(tokens), "steps": max(1, len(tokens))}
         said |= fields
@@ -90,17 +90,17 @@ Lie = Callable[[LyingSession], Awaitable[None]]
 
 
 class LyingVerifier:
-    """A VerifierService that lies in one way, about what another one says."""
+    """A VerifierService that lies in one way about the responses of another."""
 
     name = "specdec.v2.VerifierService"
 
     def __init__(self, lie: Lie, honest: str) -> None:
         self._lie = lie
         self._channel = grpc.aio.insecure_channel(honest)
-        self.sessions = 0  # so far
+        self.sessions = 0  # count so far
 
     def register(self, server: Any) -> None:
-        """With messages that may be bytes as well, for those that cannot be read."""
+        """Register with serializers that also take bytes, for undecodable messages."""
         handler = grpc.stream_stream_rpc_method_handler(
             self._verify, verifier_pb2.VerifyRequest.FromString, _serialized
         )
@@ -131,7 +131,7 @@ async def _forward(requests: AsyncIterator[Any], honest: Any) -> None:
         async for request in requests:
             await honest.write(request)
     except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
-        pass  # it has said its last word
+        pass  # it has sent its last message
 
 
 def _serialized(message: Any) -> bytes:
@@ -142,7 +142,7 @@ def _serialized(message: Any) -> bytes:
 
 
 def changing(kind: str, change: Callable[[Any, LyingSession], None]) -> Lie:
-    """An honest session but for all messages of a kind, after some true commits if it is of these."""
+    """Return an honest session except for all messages of a kind; if these are commits, after some true ones."""
 
     async def lie(session: LyingSession) -> None:
         async for response in session.responses():
@@ -155,7 +155,7 @@ def changing(kind: str, change: Callable[[Any, LyingSession], None]) -> Lie:
 
 
 def setting(**fields: Any) -> Callable[[Any, LyingSession], None]:
-    """A change that gives fields other values."""
+    """Return a change that sets fields."""
 
     def change(message: Any, session: LyingSession) -> None:
         for field, value in fields.items():
@@ -172,7 +172,7 @@ def _sources(sources: Callable[[int], list[Any]]) -> Callable[[Commit, LyingSess
 
 
 def _tokens(tokens: Callable[[list[int]], list[int]]) -> Callable[[Commit, LyingSession], None]:
-    """Other tokens, with all that belongs to them."""
+    """Return a change of the tokens and of all fields that go with them."""
 
     def change(commit: Commit, session: LyingSession) -> None:
         commit.committed.tokens[:] = tokens(list(commit.committed.tokens))
@@ -268,14 +268,14 @@ OPENINGS: dict[str, Callable[[Any, LyingSession], None]] = {
     "speaks another protocol": lambda opened, _: setting(protocol_version=MOST)(opened.identity, _),
     "has a huge fingerprint": lambda opened, _: setting(model_fingerprint="f" * 1_000_000)(opened.identity, _),
 }
-"""Changes to the answer to `open`."""
+"""Changes to the response to `open`."""
 
 
 # --- lies about the session -------------------------------------------------------------------------
 
 
 async def begun(session: LyingSession, true_commits: int | None = None) -> None:
-    """Say what is true, up to the last of these commits."""
+    """Relay the truth, up to and including this number of commits."""
     async for response in session.responses():
         await session.say(response)
         if session.commits >= (session.true_commits if true_commits is None else true_commits):
@@ -289,7 +289,7 @@ async def for_ever(say: Callable[[], Awaitable[None]], pause: float = 0.0) -> No
 
 
 async def says_nothing_after_its_last_word(session: LyingSession) -> None:
-    """The text is over, and its last commit does not say so."""
+    """The text is over, and its last commit does not mark the end."""
     async for response in session.responses():
         if response.commit.finish_reason:
             response.commit.finish_reason = model_pb2.FINISH_REASON_UNSPECIFIED
@@ -298,7 +298,7 @@ async def says_nothing_after_its_last_word(session: LyingSession) -> None:
 
 
 async def goes_on_past_the_end(session: LyingSession) -> None:
-    """Without an end: past an end token, past what was asked for, past the context."""
+    """No end: past an end token, past the requested length, past the context."""
     async for response in session.responses():
         if response.commit.finish_reason:
             response.commit.finish_reason = model_pb2.FINISH_REASON_UNSPECIFIED
@@ -337,7 +337,7 @@ async def is_in_a_step_for_ever(session: LyingSession) -> None:
 
 
 async def takes_every_step_to_be_long(session: LyingSession) -> None:
-    """An age that would be odd, were the expectation not odder."""
+    """A step age that is suspicious only without an even larger expectation."""
     await begun(session)
     await for_ever(lambda: session.progress(step_age_us=MOST_LONG // 2, step_expected_us=MOST_LONG), 0.1)
 
@@ -386,7 +386,7 @@ async def says_everything_twice(session: LyingSession) -> None:
 
 
 async def is_preempted_more_each_time(session: LyingSession) -> None:
-    """As often as a number can say, by a verifier that breaks off, and by the one that follows."""
+    """Reports the maximum count and breaks off; so does the next verifier."""
     async for response in session.responses():
         if response.HasField("commit"):
             response.commit.preemptions = MOST
@@ -396,7 +396,7 @@ async def is_preempted_more_each_time(session: LyingSession) -> None:
 
 
 async def changes_its_model(session: LyingSession) -> None:
-    """Each session has another one, and breaks off."""
+    """Each session reports another model, and breaks off."""
     async for response in session.responses():
         if response.HasField("opened"):
             response.opened.identity.model_fingerprint = f"{session.number:064}"
@@ -406,7 +406,7 @@ async def changes_its_model(session: LyingSession) -> None:
 
 
 async def is_damaged_on_its_way(session: LyingSession) -> None:
-    """One bit of the answer to each opening; then it breaks off."""
+    """Flips one bit of the response to each opening, then breaks off."""
     async for response in session.responses():
         if response.HasField("opened"):
             await session.say_damaged(response)
@@ -436,7 +436,7 @@ async def finds_fault_with_everybody(session: LyingSession) -> None:
 
 
 def _full(seconds: int) -> grpc.Status:
-    """A refusal that says when to come again."""
+    """Return a refusal with a retry delay."""
     retry = any_pb2.Any()
     retry.Pack(error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=seconds)))
     code = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
@@ -462,7 +462,7 @@ async def is_full_in_the_midst(session: LyingSession) -> None:
 
 
 async def ends_with_every_status(session: LyingSession) -> None:
-    """One session after the other; every second one before it has opened."""
+    """A different status per session; every second session ends before it has opened."""
     if session.number % 2:
         await begun(session)
     await session.abort(STATUSES[session.number // 2 % len(STATUSES)], "the liar says so")
@@ -511,4 +511,4 @@ LIES: dict[str, Lie] = (
     | {name: changing("opened", change) for name, change in OPENINGS.items()}
     | {lie.__name__.replace("_", " "): lie for lie in CONDUCTS}
 )
-"""Every way to lie, by what a verifier does that does it."""
+"""All lies, by description."""

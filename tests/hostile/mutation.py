@@ -1,5 +1,4 @@
-"""Messages that nobody would send: of the right type with any content, valid ones with a field changed, and bytes that
-are no message at all."""
+"""Invalid messages: of the right type with any content, valid ones with a field changed, and undecodable bytes."""
 
 from __future__ import annotations
 
@@ -43,11 +42,11 @@ VALUES: dict[int, Callable[[random.Random], Any]] = {
     FieldDescriptor.CPPTYPE_INT64: lambda generator: generator.choice(SIGNED_NUMBERS),
     FieldDescriptor.CPPTYPE_STRING: lambda generator: generator.choice(STRINGS),
 }
-"""Any value of a field of this type; the extremes are likely."""
+"""A random value of a field of this type; extremes are likely."""
 
 
 def filled(message: Message, generator: random.Random, depth: int = 0) -> Message:
-    """Put anything into some of a message's fields."""
+    """Fill some of a message's fields at random."""
     for field in message.DESCRIPTOR.fields:
         if depth <= MOST_DEPTH and generator.random() < 0.5:
             _fill(message, field, generator, depth)
@@ -55,7 +54,7 @@ def filled(message: Message, generator: random.Random, depth: int = 0) -> Messag
 
 
 def altered(message: Message, generator: random.Random) -> Message:
-    """Copy a message and change one field of it, or of one of its parts, at random."""
+    """Copy a message and change one field at random, of itself or of a sub-message."""
     changed = type(message)()
     changed.CopyFrom(message)
     _alter(changed, generator)
@@ -63,7 +62,7 @@ def altered(message: Message, generator: random.Random) -> Message:
 
 
 def garbled(data: bytes, generator: random.Random) -> bytes:
-    """Change a serialized message: bits flipped, bytes cut out, put in, repeated."""
+    """Change a serialized message: bits flipped, bytes cut out, inserted, repeated."""
     changed = bytearray(data)
     for _ in range(generator.choice((1, 1, 2, 8))):
         start = generator.randrange(len(changed) + 1)
@@ -83,7 +82,7 @@ def garbled(data: bytes, generator: random.Random) -> bytes:
 
 
 def _alter(message: Message, generator: random.Random) -> None:
-    """Into the depth as long as there is one, half of the time; a field that is set is changed rather than another."""
+    """Descend into a sub-message, if any, half of the time; prefer fields that are set."""
     if not message.DESCRIPTOR.fields:
         return
     present = [field for field, _ in message.ListFields()]
@@ -105,7 +104,7 @@ def _alter(message: Message, generator: random.Random) -> None:
 
 
 def _repeat(values: Any, generator: random.Random) -> None:
-    """What is there, a great many times."""
+    """Repeat the present values many times."""
     kept = list(values)[:50]
     for _ in range(generator.choice(SIZES)):
         values.extend(kept)

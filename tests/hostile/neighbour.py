@@ -1,4 +1,4 @@
-"""A caller with manners, who wants the same two texts every few seconds, whatever happens besides."""
+"""A well-behaved caller that requests the same two texts every few seconds, whatever else happens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specdec.client import AsyncClient, SpecdecError
 
 EVERY_SECONDS = 3.0
 MOST_SECONDS = 20.0
-"""For both texts, on a machine that is under attack."""
+"""Time limit of both texts in seconds, on a machine under attack."""
 
 ASKS: tuple[Mapping[str, Any], ...] = (
     {"prompt": "the quick brown fox", "temperature": 0.0, "max_tokens": 60, "ignore_end_token": True},
@@ -20,21 +20,21 @@ ASKS: tuple[Mapping[str, Any], ...] = (
 
 
 class Neighbour:
-    """Knows what its texts are; `faults` are the times when they were not, or were late."""
+    """Knows the right texts; `faults` are the times at which they were wrong or late."""
 
     def __init__(self, address: str, **options: Any) -> None:
         """`options` are a client's, such as its API key."""
         self._client = AsyncClient(address, timeout=MOST_SECONDS, max_retries=12, **options)
         self._wanted: list[list[int]] = []
-        self.seconds: list[float] = []  # that the two took, each time
+        self.seconds: list[float] = []  # for both texts, each time
         self.faults: list[str] = []
 
     async def first(self) -> None:
-        """Ask while nothing else happens, in plain decoding: this is what the texts are to be."""
+        """Record the reference texts by plain decoding, before the attack."""
         self._wanted = await self._texts(speculation="off")
 
     async def ask(self) -> None:
-        """Ask once, and compare."""
+        """Request once, and compare."""
         begun = time.monotonic()
         try:
             async with asyncio.timeout(MOST_SECONDS):
@@ -48,7 +48,7 @@ class Neighbour:
             self.faults.append(f"other texts: {got}, not {self._wanted}")
 
     async def ask_on(self) -> None:
-        """Until cancelled."""
+        """Repeat until cancelled."""
         while True:
             await self.ask()
             await asyncio.sleep(EVERY_SECONDS)

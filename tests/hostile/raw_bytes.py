@@ -1,4 +1,4 @@
-"""Bytes for a port that speaks HTTP/2: other protocols, noise, and HTTP/2 that breaks its rules."""
+"""Bytes for an HTTP/2 port: other protocols, noise, and HTTP/2 that violates its rules."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ END_STREAM, END_HEADERS = 0x1, 0x4
 MANY = 200
 
 Noise = Callable[[random.Random], list[bytes]]
-"""Makes the pieces that are sent on one connection."""
+"""Makes the pieces to send on one connection."""
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """An HTTP/2 frame (RFC 9113, section 4.1)."""
+    """Return an HTTP/2 frame (RFC 9113, section 4.1)."""
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
 def headers(**changed: str) -> bytes:
-    """The header block of a gRPC call, each field a literal without compression (RFC 7541, section 6.2.2)."""
+    """Return the header block of a gRPC call, each field a literal without compression (RFC 7541, section 6.2.2)."""
     fields = {
         ":method": "POST",
         ":scheme": "http",
@@ -49,7 +49,7 @@ def _literal(text: str) -> bytes:
 
 
 def call(stream: int, body: bytes, **changed: str) -> bytes:
-    """A whole call: headers, and a body that may be a gRPC message or not."""
+    """Return a whole call: headers, and a body that may or may not be a gRPC message."""
     begun = frame(HEADERS, END_HEADERS, stream, headers(**changed))
     return begun + frame(DATA, END_STREAM, stream, body)
 
@@ -113,13 +113,13 @@ def pings(generator: random.Random) -> list[bytes]:
 
 
 def settings(generator: random.Random) -> list[bytes]:
-    """Many in a row, with values that are out of range."""
+    """Many in a row, with values out of range."""
     values = struct.pack(">HI", generator.randrange(8), generator.choice((0, 1, 2**31, 2**32 - 1)))
     return [HELLO, frame(SETTINGS, 0, 0, values) * MANY]
 
 
 def rapid_resets(generator: random.Random) -> list[bytes]:
-    """Calls that are reset as soon as they are made (CVE-2023-44487)."""
+    """Calls reset as soon as they are made (CVE-2023-44487)."""
     block = headers()
     return [HELLO] + [
         frame(HEADERS, END_HEADERS, stream, block) + frame(RST_STREAM, 0, stream, bytes(4))
@@ -134,7 +134,7 @@ def endless_headers(generator: random.Random) -> list[bytes]:
 
 
 def windows(generator: random.Random) -> list[bytes]:
-    """Updates of nothing, and beyond what a window can be."""
+    """Updates by zero, and beyond the maximum window."""
     step = struct.pack(">I", generator.choice((0, 2**31 - 1)))
     return [HELLO, call(1, bytes(5)), frame(WINDOW_UPDATE, 0, generator.choice((0, 1)), step) * 3]
 
@@ -158,7 +158,7 @@ def odd_headers(generator: random.Random) -> list[bytes]:
 
 
 def odd_bodies(generator: random.Random) -> list[bytes]:
-    """Length-prefixed messages that are not: flags, lengths and bytes that do not fit."""
+    """Invalid length-prefixed messages: inconsistent flags, lengths and bytes."""
     bodies = (
         b"",
         b"\x00",
@@ -235,7 +235,7 @@ HTTP_NOISES: tuple[Noise, ...] = (
     half_a_request,
     endless_request,
 )
-"""For the port of metrics."""
+"""For the metrics port."""
 
 
 async def send(
@@ -245,8 +245,8 @@ async def send(
     sent: Callable[[], None],
     tls: ssl.SSLContext | None = None,
 ) -> str:
-    """Say this on a connection of its own, encrypted if `tls` says how, wait a little for an answer, and leave in one
-    way or another; how the connection ended."""
+    """Send the pieces on a separate connection, encrypted if `tls` is given, wait briefly for a response, and leave in
+    a random way; return how the connection ended."""
     host, _, port = address.rpartition(":")
     try:
         reader, writer = await asyncio.open_connection(host, int(port), ssl=tls)
@@ -265,7 +265,7 @@ async def send(
             if generator.random() < 0.3:
                 _leave_with_a_reset(writer)
             if tls is not None:
-                writer.transport.abort()  # asyncio leaks the connection where a goodbye of TLS is not answered
+                writer.transport.abort()  # asyncio leaks the connection if the peer does not answer close_notify
             writer.close()
             await writer.wait_closed()
 
@@ -281,7 +281,7 @@ async def _said(
         writer.write(piece)
         sent()
         await asyncio.wait_for(writer.drain(), 1.0)
-    if generator.random() < 0.3 and writer.can_write_eof():  # TLS cannot
+    if generator.random() < 0.3 and writer.can_write_eof():  # not supported by TLS
         writer.write_eof()
     async with asyncio.timeout(generator.choice((0.01, 0.1, 0.3))):
         while await reader.read(1 << 16):
@@ -290,6 +290,6 @@ async def _said(
 
 
 def _leave_with_a_reset(writer: asyncio.StreamWriter) -> None:
-    """Not with a goodbye."""
-    if (held := writer.get_extra_info("socket")) is not None:  # else the other end was quicker
+    """Close with RST instead of FIN."""
+    if (held := writer.get_extra_info("socket")) is not None:  # otherwise the peer closed first
         held.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

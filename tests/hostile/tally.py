@@ -1,4 +1,4 @@
-"""What was sent and how it ended, by kind."""
+"""Counts of messages and outcomes, by kind."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import grpc
 
 BAD = frozenset({"INTERNAL", "UNKNOWN", "DATA_LOSS"})
-"""Statuses that say that a service is broken, which nothing that a caller sends may do."""
+"""Statuses that mean a bug in the service; no input may provoke them."""
 
 OURS = "Internal error from Core"
-"""What grpc's client says of a call in which a write failed: the status that the service gave is lost."""
+"""The message of grpc's client for a call with a failed write: the service's status is lost."""
 
 NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 
@@ -24,15 +24,15 @@ class Tally:
     frames: int = 0  # in messages of the multiplexer
     attacks: Counter[str] = field(default_factory=Counter)
     statuses: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (method, status)
-    broken: Counter[str] = field(default_factory=Counter)  # BAD statuses, by method and what was said
-    examples: dict[str, str] = field(default_factory=dict)  # of each, the first attack that brought it
-    longest: tuple[int, str] = (0, "")  # what was said with a status: its length in bytes, and by whom
+    broken: Counter[str] = field(default_factory=Counter)  # BAD statuses, by method and details
+    examples: dict[str, str] = field(default_factory=dict)  # the first attack that caused each
+    longest: tuple[int, str] = (0, "")  # longest details of a status: length in bytes, and their source
 
     def sent(self, kind: str) -> None:
         self.messages[kind] += 1
 
     def ended(self, method: str, status: str, details: str, attack: str) -> None:
-        """A call, or a stream of the multiplexer, ended with a status."""
+        """Count the end of a call, or of a multiplexed stream."""
         status = "(lost here)" if details == OURS else status
         self.statuses[method, status] += 1
         self.longest = max(self.longest, (len(details.encode()), method))
@@ -43,11 +43,11 @@ class Tally:
 
     @property
     def total(self) -> int:
-        """Messages sent, and pieces of raw bytes."""
+        """Number of messages and raw pieces sent."""
         return self.messages.total()
 
     def report(self) -> str:
-        """A table of statuses by method, and what was counted besides."""
+        """Return a table of statuses by method, with the other counts."""
         columns = sorted({status for _, status in self.statuses})
         lines = [f"{self.total} messages ({self.frames} frames in them), {self.attacks.total()} attacks"]
         lines.append(f"{'method':24} {'messages':>8} " + " ".join(f"{name[:12]:>12}" for name in columns))

@@ -1,5 +1,4 @@
-"""Nothing that arrives can stop the services: every port is called in every wrong way, and two callers with manners
-notice nothing of it.
+"""No input stops the services: every port is called in every wrong way, and two well-behaved callers notice nothing.
 
 A hundred thousand messages take some minutes: python -m pytest -s -m verify tests/hostile/test_fuzz.py
 """
@@ -21,17 +20,17 @@ from tests.hostile.neighbour import Neighbour
 
 SEED = 2026
 ROUNDS = 10
-"""After each everything comes to rest, and is weighed. The first two warm up; of the next three and of the last three
-the middle one counts, since a message of a megabyte moves what lies in memory for a while."""
+"""After each round everything comes to rest, and memory is measured. The first two warm up; of the next three and of
+the last three the median counts, since a message of a megabyte shifts the heap for a while."""
 
 FIRST, LAST = slice(2, 5), slice(-3, None)
 
 MOST_LOG_BYTES = 20_000_000
-"""Of a pod, whatever it is told."""
+"""Maximum log size of a pod, whatever its input."""
 
 MOST_GROWTH_MIB = {"verifier": 32.0, "draft": 32.0, "orchestrator": 64.0}
-"""Of a pod, from the end of the warm-up on: an allocator's fragments, not 400 bytes for each message. Threads of an
-orchestrator that tokenise keep what the longest text took: three times as many messages grow it by a third more."""
+"""Maximum growth of a pod after warm-up: allocator fragmentation, not 400 bytes per message. Tokenizing threads of an
+orchestrator keep the memory of the longest text: three times the messages grow it by a third more."""
 
 
 @pytest.mark.parametrize(
@@ -44,7 +43,7 @@ orchestrator that tokenise keep what the longest text took: three times as many 
     ids=["few", "many", "secured"],
 )
 async def test_nothing_that_arrives_stops_them(models: Models, tmp_path: Path, messages: int, secured: bool) -> None:
-    """Secured, each call is by mutual TLS and clients have API keys, and so have most attackers."""
+    """Secured: each call uses mutual TLS, and clients and most attackers have API keys."""
     security = Security(tmp_path / "security") if secured else None
     async with deployed(models, tmp_path, security) as deployment:
         cluster, fuzzer = deployment.cluster, deployment.fuzzer(SEED)
@@ -75,12 +74,12 @@ async def test_nothing_that_arrives_stops_them(models: Models, tmp_path: Path, m
 
 
 def growth_of(weights: list[float]) -> float:
-    """MiB from the end of the warm-up to the end."""
+    """Return the growth from the end of warm-up to the end, in MiB."""
     return median(weights[LAST]) - median(weights[FIRST])
 
 
 async def weight_after(cluster: Cluster, fuzzer: Fuzzer, messages: int) -> dict[str, float]:
-    """MiB of each pod once it has rested from so many messages."""
+    """Return the memory of each pod in MiB, at rest after `messages` messages."""
     await fuzzer.run(messages)
     await vitals.at_rest(cluster)
     return vitals.memory(cluster)

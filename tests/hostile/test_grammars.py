@@ -1,4 +1,4 @@
-"""Grammars of every depth and weight against every role: no process ends or grows, and others are served meanwhile."""
+"""Grammars of every depth and size against every role: no process ends or grows, and others are served meanwhile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.hostile.deployment import deployed
 from tests.models import END
 
 DEPTHS = [round(16 * 2 ** (step / 2)) for step in range(15)]
-"""From 16 to 2,048. The orchestrator's trial, a thread and a main thread each bear another depth in between."""
+"""From 16 to 2,048. The orchestrator's trial, a thread and a main thread each fail at another depth in between."""
 
 PROMPT = [5, 6, 7]
 CALLS_AT_ONCE = 4
@@ -37,7 +37,7 @@ SECONDS = 60.0
 
 HEAVY = 40
 HEAVY_BYTES = KEPT_BYTES + (256 << 20)
-"""Bytes by which a pod may grow: what it keeps, and what compiling takes meanwhile."""
+"""Bytes by which a pod may grow: its cache, and the working memory of compilation."""
 
 ANSWERS = {
     grpc.StatusCode.OK,
@@ -56,7 +56,7 @@ def message(grammar: Grammar) -> model_pb2.Grammar:
 
 
 async def code_of(call: Any) -> grpc.StatusCode:
-    """How a call ends, of which nothing is read but its first answer."""
+    """Return how a call ends; only its first response is read."""
     try:
         async with asyncio.timeout(SECONDS):
             if hasattr(call, "read"):
@@ -85,7 +85,7 @@ async def one(request: Any) -> AsyncIterator[Any]:
 
 
 async def ask_pods(cluster: Cluster, grammar: model_pb2.Grammar, tenant: str) -> Sequence[grpc.StatusCode]:
-    """Open a session at a verifier and a draft, as an orchestrator that has tried nothing."""
+    """Open a session at a verifier and a draft, as an orchestrator without a grammar trial would."""
     fields: dict[str, Any] = {
         "prompt_tokens": PROMPT,
         "max_tokens": 4,
@@ -131,7 +131,7 @@ async def test_no_chain_of_any_depth_ends_a_process(models: Models, tmp_path: Pa
 @pytest.mark.verify
 @pytest.mark.timeout(1200)
 async def test_heavy_grammars_stay_within_their_budget(models: Models, tmp_path: Path) -> None:
-    """Of two tenants, at every pod; a third one's are served all the while."""
+    """By two tenants, at every pod; a third tenant is served throughout."""
     async with deployed(models, tmp_path) as deployment:
         cluster = deployment.cluster
         for tenant in ("one", "two", "quiet"):
@@ -157,7 +157,7 @@ async def test_heavy_grammars_stay_within_their_budget(models: Models, tmp_path:
 @pytest.mark.verify
 @pytest.mark.timeout(600)
 async def test_a_text_goes_on_elsewhere_once_its_grammar_has_passed_again(models: Models, tmp_path: Path) -> None:
-    """Its verifier is killed: it may have been the grammar."""
+    """Its verifier is killed: the grammar may have been the cause."""
     request = generation_pb2.GenerateRequest(
         tokens=generation_pb2.TokenPrompt(ids=PROMPT),
         grammar=model_pb2.Grammar(regex="[a-z]+(,[a-z]+)*"),

@@ -1,4 +1,4 @@
-"""Nothing that arrives can stop the HTTP server, and nobody sees a status that says it is broken.
+"""No input stops the HTTP server, or provokes a status that means a bug.
 
 A hundred thousand requests take some minutes: python -m pytest -s -m verify tests/hostile/test_http.py
 """
@@ -25,11 +25,11 @@ from tests.stack import Stack, stack, until
 
 SEED = 2026
 ROUNDS = 10
-"""As for gRPC: of rounds 3 to 5 and of the last three the middle weight counts."""
+"""As for gRPC: compare the median memory of rounds 3 to 5 with that of the last three."""
 
 AT_ONCE = 24
 PATIENCE = 1.0
-"""Seconds that an attacker waits for an answer, before it leaves: the server waits longer for what does not come."""
+"""Seconds for which an attacker waits for an answer; the server waits longer for missing input."""
 
 PROPER = frozenset({100, 200, 400, 404, 405, 413, 429, 431, 501, 503})
 MOST_GROWTH_MIB = 16.0
@@ -39,14 +39,14 @@ STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 
 
 async def _status(reader: asyncio.StreamReader) -> int | str:
-    """The status of what is answered, all of which is read."""
+    """Read a whole response; return its status."""
     answer = await reader.read()
     found = STATUS.match(answer)
     return int(found[1]) if found else "no status" if answer else "closed"
 
 
 class Attackers:
-    """Many at once; each has a connection of its own."""
+    """Many concurrent attackers with one connection each."""
 
     def __init__(self, address: str) -> None:
         self._host, _, port = address.partition(":")
@@ -71,7 +71,7 @@ class Attackers:
                 self.improper.append(f"attack {number}: {kind}, {status}")
 
     async def _made(self, sent: bytes, generator: random.Random) -> int | str:
-        """Send it whole, in two parts, or not to its end, and read the answer or leave."""
+        """Send it whole, in two parts, or partially; read the response or leave."""
         manner = generator.choice(("whole", "whole", "whole", "parts", "half", "leave"))
         reader, writer = await asyncio.open_connection(self._host, self._port)
         try:
@@ -135,7 +135,7 @@ async def test_nothing_that_arrives_stops_it(models: Models, tmp_path: Path, att
 
 
 async def weight_after(attackers: Attackers, services: Stack, pid: int, attacks: int) -> float:
-    """MiB of the server once it has rested from so many requests, and has no session anywhere."""
+    """Return the server's memory in MiB after `attacks` requests, once no session is open anywhere."""
     await attackers.run(attacks)
     await until(lambda: services.idle, 30)
     return resident_mib(pid)

@@ -1,4 +1,4 @@
-"""No attack makes the services write much: a disk is as easily filled as a memory."""
+"""No attack makes the services log much: a disk fills as easily as memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ATTACKS = 48
 """Of each kind; most have a handful of messages."""
 
 MOST_BYTES = 500_000
-"""Written by all pods together about these: a good deal more than a refusal for each message, and a good deal less than
-the longest strings that are sent."""
+"""Total log bytes of all pods for these attacks: well above one refusal per message, well below the longest strings
+sent."""
 
 
 @pytest.mark.verify

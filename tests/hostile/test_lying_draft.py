@@ -1,4 +1,4 @@
-"""A draft that lies costs no token and little time: texts are as without it, whatever it says."""
+"""A lying draft costs no token and little time: texts equal those without a draft."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHOWN = (
     "has a huge other tokenizer",
     "ends with every status",
 )
-"""Lies that every run of the tests tries; `make verify` tries them all."""
+"""Lies tried by every test run; `make verify` tries them all."""
 
 SAMPLED = {"temperature": 0.8, "seed": 5}
 ASKS: dict[str, dict[str, Any]] = {
@@ -63,7 +63,7 @@ CONTRASTIVE = {"max_tokens": 20, "ignore_end_token": True, "rule": model_pb2.ACC
 SILENCE_SECONDS = 1.5
 FAILOVER_SECONDS = 1.0
 CONTRASTIVE_DEADLINE = 2.0
-"""Without a draft such a text is given up; with one that lives and says nothing of use, it waits as its caller does."""
+"""Without a draft a contrastive text is given up; with a live but useless one it waits for its caller's deadline."""
 
 DEADLINE = 30.0
 MOST_PULSE = 1.0
@@ -71,13 +71,13 @@ MOST_LOG_BYTES = 100_000
 
 
 def most_seconds(undrafted: float) -> float:
-    """Time that a text may take beside a lying draft: some of it goes by until the draft is found out."""
+    """Return the time limit of a text beside a lying draft: detection takes some of it."""
     return 3 * undrafted + 3.0
 
 
 @dataclass(frozen=True)
 class Honest:
-    """The verifier of the tests, and how long what texts take without a draft."""
+    """The honest verifier of the tests, with the texts and times without a draft."""
 
     services: Stack
     wanted: dict[str, Outcome]
@@ -90,7 +90,7 @@ class Honest:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def honest(models: Models) -> AsyncIterator[Honest]:
     async with stack(models.target, None, target_delay=slow_target) as services:
-        await ask(services.stub, DEADLINE, ASKS["greedy"])  # whoever is first waits for what is made once
+        await ask(services.stub, DEADLINE, ASKS["greedy"])  # the first request waits for one-time initialization
         asked = await asyncio.gather(*(ask(services.stub, DEADLINE, fields) for fields in ASKS.values()))
         yield Honest(services, dict(zip(ASKS, asked, strict=True)))
 
@@ -99,7 +99,7 @@ async def honest(models: Models) -> AsyncIterator[Honest]:
 async def orchestrator_with(
     services: Stack, draft: str, connect: Callable[[str], grpc.aio.Channel] = connect
 ) -> AsyncIterator[Any]:
-    """A stub of an orchestrator of its own, at the stack's verifiers and this draft."""
+    """Yield a stub of another orchestrator, with the stack's verifiers and this draft."""
     peers = Peers(
         Pods(pod.address for pod in services.verifiers),
         Pods([draft], connect=connect),
@@ -124,7 +124,7 @@ async def test_a_lying_draft_costs_no_token(honest: Honest, name: str) -> None:
 @pytest.mark.verify
 @pytest.mark.parametrize("name", SHOWN)
 async def test_it_does_not_by_mutual_tls(honest: Honest, name: str, tmp_path: Path) -> None:
-    """A certificate says who it is, not that it speaks the truth."""
+    """A certificate proves identity, not honesty."""
     await lies(honest, name, Authority(tmp_path / "ca"))
 
 

@@ -1,5 +1,5 @@
-"""A verifier that lies is found out: the text goes on at an honest one with the same tokens, or ends with a refusal
-that says why. A token that is merely wrong, with a checksum that fits, cannot be found out, and is not tried here."""
+"""A lying verifier is found out: the text continues at an honest one with the same tokens, or ends with a refusal and
+its reason. A merely wrong token with a matching checksum cannot be detected, and is not tried here."""
 
 from __future__ import annotations
 
@@ -44,15 +44,14 @@ SHOWN = (
     "is full beyond all numbers",
     "opens twice",
 )
-"""Lies that every run of the tests tries; `make verify` tries them all."""
+"""Lies tried by every test run; `make verify` tries them all."""
 
 WAITS = frozenset({"never commits", "never commits again", "shows life without end", "takes every step to be long"})
-"""A verifier whose sessions wait for memory says no more than these do: alone, they may keep a text until its caller's
-deadline."""
+"""Lies that look like a verifier with sessions waiting for memory: without an alternative, they may keep a text until
+its caller's deadline."""
 
 FAILS = frozenset({"fails inside", "fails inside before it opens"})
-"""A verifier whose model fails on a text says INTERNAL, and where no other verifier can show better, so is the caller
-told."""
+"""A verifier whose model fails on a text returns INTERNAL; if no other verifier succeeds, so does the request."""
 
 SAMPLED = {"temperature": 0.8, "seed": 5}
 ASKS: dict[str, Mapping[str, Any]] = {
@@ -67,7 +66,7 @@ FAILOVER_SECONDS = 1.5
 
 DEADLINE = 8.0
 MOST_SECONDS = 7.0
-"""For a text whose verifier lies: silence, failover, and the text itself, on a busy machine."""
+"""Time limit in seconds of a text whose verifier lies: silence, failover, and the text itself, on a busy machine."""
 
 MOST_PULSE = 1.0
 MOST_LOG_BYTES = 100_000
@@ -76,7 +75,7 @@ MOST_GROWTH_MIB = 64.0
 
 @dataclass(frozen=True)
 class Honest:
-    """The verifier of the tests, and what it says."""
+    """The honest verifier of the tests, and its texts."""
 
     services: Stack
     wanted: dict[str, Outcome]
@@ -93,7 +92,7 @@ async def honest(models: Models) -> AsyncIterator[Honest]:
 async def orchestrator_with(
     services: Stack, verifiers: Sequence[str], connect: Callable[[str], grpc.aio.Channel] = connect
 ) -> AsyncIterator[Any]:
-    """A stub of an orchestrator of its own, at these verifiers."""
+    """Yield a stub of another orchestrator with these verifiers."""
     peers = Peers(Pods(verifiers, connect=connect), silence_seconds=SILENCE_SECONDS, failover_seconds=FAILOVER_SECONDS)
     async with AsyncExitStack() as exits:
         address, _ = await exits.enter_async_context(served(GenerationServicer(Catalog.of(services.model, peers))))
@@ -112,7 +111,7 @@ async def test_a_lying_verifier_is_found_out(honest: Honest, name: str, alone: b
 @pytest.mark.verify
 @pytest.mark.parametrize("name", SHOWN)
 async def test_it_is_by_mutual_tls(honest: Honest, name: str, tmp_path: Path) -> None:
-    """A certificate says who it is, not that it speaks the truth."""
+    """A certificate proves identity, not honesty."""
     await lies(honest, name, True, Authority(tmp_path / "ca"))
 
 
@@ -152,7 +151,7 @@ async def lies(honest: Honest, name: str, alone: bool, authority: Authority | No
 
 
 async def test_an_answer_that_was_damaged_on_its_way_begins_no_text(honest: Honest) -> None:
-    """Nobody serves the model that it names, so a text that was begun with it could not go on anywhere."""
+    """No verifier serves the model that it names, so a text begun with it could not fail over."""
     liar = LyingVerifier(LIES["is damaged on its way"], honest.services.verifiers[0].address)
     async with AsyncExitStack() as exits:
         address, _ = await exits.enter_async_context(served(liar))

@@ -1,4 +1,4 @@
-"""A call that says nothing is ended: whoever opens streams and is silent keeps none of them for long."""
+"""Silent calls are ended: no caller keeps streams open without sending."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ SINGLE_REQUESTS = (
     ("orchestrator", "/specdec.v2.GenerationService/Tokenize"),
     ("orchestrator", "/specdec.v2.GenerationService/GetStats"),
 )
-"""Methods whose first message is waited for; a multiplexer may be silent, since it may have nothing to carry."""
+"""Methods whose first message is awaited; a multiplexer may be silent while it has nothing to carry."""
 
 SESSION_SECONDS = 14.0
-"""Ten are granted for a session's first message."""
+"""The limit for a session's first message is ten."""
 
 SINGLE_REQUEST_SECONDS = 36.0
-"""Thirty are granted for a request, which may be long and come over a slow line."""
+"""The limit for a request is thirty: it may be long and come over a slow line."""
 
 GOOD = {"FAILED_PRECONDITION", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT", "CANCELLED", "UNAVAILABLE"}
 
@@ -75,7 +75,7 @@ async def test_silent_requests_are_ended(models: Models, tmp_path: Path) -> None
 
 
 async def _silent_call(cluster: Cluster, role: str, path: str, most_seconds: float) -> End:
-    """Say nothing in a call."""
+    """Send nothing in a call."""
     begun = time.monotonic()
     async with grpc.aio.insecure_channel(cluster.of(role)[0].address) as channel:
         call: Any = channel.stream_stream(path)()
@@ -86,7 +86,7 @@ async def _silent_call(cluster: Cluster, role: str, path: str, most_seconds: flo
 
 
 async def _silent_stream(cluster: Cluster, role: str, most_seconds: float) -> End:
-    """Say nothing in a stream that a multiplexer carries."""
+    """Send nothing in a multiplexed stream."""
     method, _ = CARRIED[role]
     begun, status = time.monotonic(), "still open"
     async with grpc.aio.insecure_channel(cluster.of(role)[0].address) as channel:

@@ -1,8 +1,8 @@
-"""Who has no key costs nobody anything: beside an attacker, two tenants get all their answers, about as fast as alone.
+"""Callers without a key do no harm: beside an attacker, two tenants get all their answers, about as fast as alone.
 
     python -m pytest -s -m verify tests/hostile/test_without_a_key.py
 
-The attacker shares this machine's cores with what it attacks, so it runs at the lowest priority and at bounded rates. A
+The attacker shares this machine's cores with its target, so it runs at the lowest priority and at bounded rates. A
 minute of each attack takes five minutes in all; SPECDEC_ATTACK_SECONDS changes the minute.
 """
 
@@ -26,10 +26,10 @@ from tests.faults.cluster import Cluster, Models
 
 SECONDS = float(os.environ.get("SPECDEC_ATTACK_SECONDS", "60"))
 REQUESTS_A_SECOND = 5.0
-"""Of each tenant, whatever has been answered: 300 in a minute, so that the 99th percentile is one of several."""
+"""Per tenant, open loop: 300 in a minute, so that several lie above the 99th percentile."""
 
 REQUESTS_A_CONNECTION = 5
-"""Callers come and go: one that had to connect anew was kept out most easily."""
+"""Callers reconnect: under attack, new connections are the ones most easily shut out."""
 
 PATIENCE = 30.0
 MAX_SLOWDOWN = 3.0
@@ -47,7 +47,7 @@ def grpc_attack(kind: str, rate: int) -> Attack:
 
 
 def http_attack(orchestrator: str, front: str) -> Sequence[str]:
-    """Held bodies, and more idle connections than the server of the OpenAI API has places."""
+    """Held bodies, and more idle connections than the OpenAI server has places."""
     return ("tests.hostile.keyless_http", front, "8", "1100", str(SECONDS))
 
 
@@ -61,7 +61,7 @@ ATTACKS: dict[str, Sequence[Attack]] = {
 
 @dataclass
 class Answers:
-    """What a tenant got: the seconds until each answer, and what failed."""
+    """A tenant's results: seconds until each answer, and failures."""
 
     seconds: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -75,7 +75,7 @@ Ask = Callable[[], Awaitable[object]]
 
 
 class GrpcTenant:
-    """A tenant that asks the orchestrator itself."""
+    """A tenant of the orchestrator itself."""
 
     def __init__(self, address: str, key: str) -> None:
         self._address, self._key = address, key
@@ -90,7 +90,7 @@ class GrpcTenant:
 
 
 class HttpTenant:
-    """A tenant that asks the OpenAI API."""
+    """A tenant of the OpenAI API."""
 
     def __init__(self, address: str, key: str, model: str) -> None:
         self._address, self._key, self._model = address, key, model
@@ -106,7 +106,7 @@ class HttpTenant:
 
 
 async def asked(tenant: GrpcTenant | HttpTenant, seconds: float) -> Answers:
-    """Ask at a fixed rate for a while."""
+    """Send requests at a fixed rate for `seconds`."""
     answers = Answers()
     begun = time.monotonic()
 
@@ -146,7 +146,7 @@ async def front_of(orchestrator: str, log: Path) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def attacked(command: Sequence[str]) -> AsyncIterator[None]:
-    """Run an attack beside what is done in the context; it ends by itself, or when its stdin is closed."""
+    """Run an attack during the context; it ends by itself, or when its stdin is closed."""
     program = ("nice", "-n", "19", sys.executable, "-m", *command)
     process = await asyncio.create_subprocess_exec(*program, stdin=-1, stdout=-1)
     try:
@@ -172,7 +172,7 @@ async def test_who_has_no_key_costs_nobody_anything(models: Models, tmp_path: Pa
         await cluster.make_whole()
         async with front_of(orchestrator, tmp_path / "front.log") as front:
             callers = (GrpcTenant(orchestrator, keys["one"]), HttpTenant(front, keys["other"], models.target.name))
-            await asyncio.gather(*(asked(caller, 3.0) for caller in callers))  # what is imported and compiled first
+            await asyncio.gather(*(asked(caller, 3.0) for caller in callers))  # imports and compilation happen first
             alone = await asyncio.gather(*(asked(caller, SECONDS) for caller in callers))
             assert [answers.errors for answers in alone] == [[], []]
             problems = []

@@ -1,4 +1,4 @@
-"""What callers ask for while somebody lies, what they get, and whether that is as it should be."""
+"""Requests of callers beside a lying pod, their results, and the check of these."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ GOOD = frozenset(
         "NOT_FOUND",
     }
 )
-"""Statuses that say what is wrong, and whose fault it is."""
+"""Statuses that name the error and the party at fault."""
 
 MOST_DETAILS = 1024
-"""Bytes of what is said with one."""
+"""Maximum bytes of a status's details."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A completion as far as it does not depend on time."""
+    """The time-independent part of a completion."""
 
     tokens: list[int]
     text: str
     reason: int
     logprobs: list[float]
-    nonsense: str = field(default="", compare=False)  # in what is told of how it came about
+    nonsense: str = field(default="", compare=False)  # impossible statistics
 
     def __str__(self) -> str:
         return f"{len(self.tokens)} tokens, reason {self.reason}, {self.text[:40]!r}"
@@ -54,7 +54,7 @@ class Outcome:
     """How a request ended."""
 
     text: Text | None
-    received: list[int]  # tokens, whether or not the text came to its end
+    received: list[int]  # tokens, whether or not the text was completed
     status: str
     details: str
     seconds: float
@@ -63,7 +63,7 @@ class Outcome:
         return f"{self.status} after {self.seconds:.2f} s: {self.text or self.details[:200]}"
 
     def fault(self, wanted: Text | None, most_seconds: float, *, refusable: bool) -> str:
-        """What is wrong with it; empty if the text is the `wanted` one (None: any), or is refused as it may be."""
+        """Return the fault; empty if the text equals `wanted` (None: any), or was refused where allowed."""
         if self.seconds > most_seconds:
             return f"took more than {most_seconds:.1f} s: {self}"
         if self.text is not None and wanted not in (None, self.text):
@@ -80,7 +80,7 @@ class Outcome:
 
 
 async def ask(stub: Any, deadline: float, fields: Mapping[str, Any]) -> Outcome:
-    """Ask for a completion, as a stream; `fields` are those of GenerateRequest."""
+    """Stream a completion; `fields` are those of GenerateRequest."""
     begun = time.monotonic()
     call = stub.Generate(request_of(PROMPT, **fields), timeout=deadline)
     responses: list[generation_pb2.GenerateResponse] = []
@@ -106,7 +106,7 @@ def _text_of(responses: list[generation_pb2.GenerateResponse]) -> Text:
 
 
 def _nonsense_of(responses: list[generation_pb2.GenerateResponse]) -> str:
-    """What cannot be of the counts that came with a text; empty if all is well."""
+    """Return impossible values among a text's counts; empty if there are none."""
     count = sum(len(response.tokens) for response in responses)
     sources = [source for response in responses for source in response.sources]
     told = responses[-1].finish.speculation
@@ -121,17 +121,17 @@ def _nonsense_of(responses: list[generation_pb2.GenerateResponse]) -> str:
 
 @dataclass
 class Pulse:
-    """The longest time that a service took to answer the least of all questions."""
+    """The longest response time of a service to its cheapest request."""
 
     seconds: float = 0.0
 
 
 PULSE_PAUSE = 0.05
-"""Seconds between two such questions."""
+"""Seconds between two such requests."""
 
 
 def waited_for_a_core() -> float:
-    """Return the seconds for which this thread could have run, and others did; 0 where the kernel does not tell."""
+    """Return the seconds for which this thread was runnable but not running; 0 if the kernel does not report them."""
     try:
         return int(Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()[1]) / 1e9
     except FileNotFoundError:
@@ -140,8 +140,8 @@ def waited_for_a_core() -> float:
 
 @asynccontextmanager
 async def pulse_of(stub: Any) -> AsyncIterator[Pulse]:
-    """Ask an orchestrator for its models, again and again. An event loop that stands still is noticed too: the question
-    is late, and so is its answer. Time in which the event loop has waited for a core is the machine's, not ours."""
+    """List an orchestrator's models again and again. A blocked event loop shows too: the request is late, and so is its
+    response. Time in which the event loop waited for a core is excluded: it is the machine's."""
     pulse, answered, waited = Pulse(), time.monotonic(), waited_for_a_core()
 
     def note() -> None:

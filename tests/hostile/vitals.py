@@ -1,5 +1,5 @@
-"""Whether the pods of a cluster are well: alive, at rest once nobody wants anything, no fatter than before, and without
-a traceback in what they wrote."""
+"""Health of a cluster's pods: alive, idle without callers, no larger than before, and without a traceback in their
+logs."""
 
 from __future__ import annotations
 
@@ -19,44 +19,45 @@ from tests.faults.cluster import Cluster
 from tests.faults.pods import Pod
 
 REST_SECONDS = 20.0
-"""Until sessions of callers that are gone are gone too."""
+"""Seconds until sessions of departed callers are gone."""
 
 BUG = re.compile(rb"Traceback|exc_info|\"exception\"|Segmentation|terminate called")
-"""What a log holds only if something broke that should not have."""
+"""Log output that only a bug produces."""
 
 SERVICES = {
     "verifier": "specdec.v2.VerifierService",
     "draft": "specdec.v2.DraftService",
     "orchestrator": "specdec.v2.GenerationService",
 }
-"""What the pods of a role serve."""
+"""The service of each role."""
 
 KEPT = 5
-"""Such places of a log that are told, each with the lines that follow."""
+"""Bugs quoted per log, each with the lines that follow."""
 
 FOLLOWING = 12
 LONGEST = 1500
 
 
 def memory(cluster: Cluster) -> dict[str, float]:
-    """MiB of each pod's own."""
+    """Return the private memory of each pod in MiB."""
     return {name: resident_mib(pod.pid) for name, pod in cluster.pods.items()}
 
 
 def resident_mib(pid: int | str = "self") -> float:
-    """MiB of a process's own in memory: what it maps from files comes and goes as the kernel likes."""
+    """Return a process's private resident memory in MiB, without file mappings, which the kernel evicts and reloads at
+    will."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) / 1024
 
 
 def log_bytes(cluster: Cluster) -> dict[str, int]:
-    """What each pod has written so far."""
+    """Return the log size of each pod so far."""
     return {name: pod.log.stat().st_size for name, pod in cluster.pods.items()}
 
 
 def bugs(cluster: Cluster) -> list[str]:
-    """The first lines of each log that tell of a bug, with what follows them, and how many there are."""
+    """Return the first bugs of each log with the lines that follow them, and their number."""
     found = []
     for name, pod in cluster.pods.items():
         lines = pod.log.read_bytes().splitlines()
@@ -69,7 +70,7 @@ def bugs(cluster: Cluster) -> list[str]:
 
 
 async def at_rest(cluster: Cluster) -> None:
-    """Wait until no verifier and no draft has a session; TimeoutError if one keeps some."""
+    """Wait until no verifier or draft has a session; TimeoutError if one keeps some."""
     for role, sessions in (("verifier", _verifier_sessions), ("draft", _draft_sessions)):
         for pod in cluster.of(role):
             async with asyncio.timeout(REST_SECONDS):
@@ -78,7 +79,7 @@ async def at_rest(cluster: Cluster) -> None:
 
 
 async def serving(cluster: Cluster, health: Sequence[str] = (), metrics: Sequence[str] = ()) -> list[str]:
-    """Pods whose health is not SERVING, and other ports of theirs that do not answer as they should."""
+    """Return the pods whose health is not SERVING, and other ports of theirs without a correct answer."""
     found = []
     for address in health:
         async with grpc.aio.insecure_channel(address) as channel:
