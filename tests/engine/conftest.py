@@ -1,14 +1,14 @@
-"""To export a graph takes ten seconds: where it has nothing new in it, `make verify` does it."""
+"""Exporting a graph takes ten seconds: graphs without new parts are left to `make verify`."""
 
 from __future__ import annotations
 
 import pytest
 
 EXPORTED_LATER = {"gemma3", "llama", "mistral", "qwen2"}
-"""Their parts are in the graphs of gemma2, qwen3 and opt."""
+"""Their parts occur in the graphs of gemma2, qwen3 and opt."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
+@pytest.hookimpl(tryfirst=True)  # before deselection
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):

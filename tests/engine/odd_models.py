@@ -1,4 +1,4 @@
-"""Models with faults that exactness must cope with, on any machine: real kernels have them on some."""
+"""Models with faults that exactness must handle, on any machine: real kernels have them on some."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.models import ARCHITECTURES, save
 
 
 class FickleLinear(torch.nn.Linear):
-    """Its bits depend on the number of rows, as if kernels summed otherwise for few, some, many, and very many."""
+    """Its bits depend on the number of rows, as with kernels that sum differently for few, some, many, and very
+    many."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.shape[-2]
@@ -43,7 +44,7 @@ class CrowdedConfig(transformers.LlamaConfig):  # type: ignore[misc]
 
 
 class CrowdedForCausalLM(transformers.LlamaForCausalLM):  # type: ignore[misc]
-    """Every row feels the others a little: too little for the comparison with the model's own forward."""
+    """Every row affects the others slightly: too little for the comparison with the model's own forward pass."""
 
     config_class = CrowdedConfig
 
@@ -60,7 +61,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
 
 
 def make(name: str, directory: Path) -> Path:
-    """Save a model and tell transformers of it."""
+    """Save a model and register it with transformers."""
     config, model = MODELS[name]
     transformers.AutoConfig.register(name, config, exist_ok=True)
     transformers.AutoModelForCausalLM.register(config, model, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Engines in parts, as a program for every rank: rank 0 writes down what they compute."""
+"""Tensor-parallel engines, as a program run by every rank: rank 0 writes the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.models import VOCABULARY
 
 CAPACITY = 512
 BRANCH = 5
-"""Tokens of a branch in the end of the text."""
+"""Tokens of a branch near the end of the text."""
 
 NEXT = "next"
 
@@ -40,12 +40,13 @@ def text() -> list[int]:
 
 
 def branch() -> list[int]:
-    """In place of the last tokens of the text."""
+    """Return the branch that replaces the last tokens of the text."""
     return [(token + 7) % VOCABULARY for token in text()[-BRANCH:]]
 
 
 def compute(engine: Engine) -> dict[str, Logits]:
-    """Logits of every token of the text, and of a branch in it, in several ways; and hidden states beside logits."""
+    """Return the logits of every token of the text, and of a branch in it, in several ways; and hidden states with
+    logits."""
     tokens, side = text(), branch()
     length, fork = len(tokens), len(tokens) - BRANCH
     own, theirs = np.arange(1, 1 + length), np.arange(100, 100 + BRANCH)
@@ -60,7 +61,7 @@ def compute(engine: Engine) -> dict[str, Logits]:
     packer.add_path(own, rows)
     whole = run(packer, rows)
 
-    packer = engine.packer()  # all but the last, then the last, copied in between, beside the branch
+    packer = engine.packer()  # all but the last, then the last, after a copy, next to the branch
     for start in (0, 1, 2):
         other = packer.add_rows(tokens[start:], 0, np.arange(200 + 64 * start, 200 + 64 * start + length - start))
         packer.add_path(np.arange(200 + 64 * start, 200 + 64 * start + length - start), other)
@@ -87,7 +88,7 @@ def compute(engine: Engine) -> dict[str, Logits]:
 
 
 def run_all(cases: list[Case], results: Path) -> None:
-    """What each computes, or what it is refused for."""
+    """Write the results of each case, or the reason of its refusal."""
     with Ranks.joined("cpu") as ranks:
         kind = FollowingCpuEngine if ranks.rank else LeadingCpuEngine
         for case in cases:

@@ -1,4 +1,4 @@
-"""The cache folder is used only where nobody else can write, and gives back only what was written."""
+"""The cache folder is used only if no one else can write to it, and returns only what was stored."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_other_sources_or_versions_miss(folder: Path, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def unnamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No compiler is told where to keep its code; what is told here is forgotten."""
+    """Unset the compilers' code folders; restore them afterwards."""
     for variable in cache_folder.COMPILERS:
         monkeypatch.setenv(variable, "")
 
@@ -47,8 +47,8 @@ def unnamed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compilers_keep_their_code_where_nobody_else_can_write(
     folder: Path, unnamed: None, monkeypatch: pytest.MonkeyPatch, turned_off: bool
 ) -> None:
-    """torch's own choice is a folder for temporary files that any user of the machine may have made first. Without a
-    cache folder the code lives as long as the process."""
+    """torch's default is a folder in the temporary directory, which any user of the machine may have created first.
+    Without a cache folder the code lives as long as the process."""
     if turned_off:
         monkeypatch.setenv("SPECDEC_CACHE_DIR", "")
     cache_folder.keep_compiled_code()
@@ -127,7 +127,7 @@ def test_the_oldest_entries_make_room(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_folders_are_no_entries(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exports of drafts lie beside them."""
+    """Exports of drafts lie next to them."""
     monkeypatch.setattr(cache_folder, "MOST_BYTES", 300)
     cache_folder.write(bytes(10), "kind", 0)
     (folder / "onnx-2").mkdir()
@@ -176,7 +176,7 @@ for width in map(int, sys.argv[2:]):
     found[f"attention {width} wide"] = attention(width, [0, 8])
 print(json.dumps(found))
 """
-"""A program that prints how many functions came from the cache folder, and the bits of what they computed."""
+"""A program that prints the number of functions loaded from the cache folder, and the bits of their results."""
 
 
 def start(model: Path, folder: Path, *widths: int) -> dict[str, tuple[int, str]]:
@@ -192,14 +192,14 @@ def start(model: Path, folder: Path, *widths: int) -> dict[str, tuple[int, str]]
 
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple[int, str]], ...]:
-    """What a start finds in an empty cache folder, and what the next one does, which also computes heads of width 8."""
+    """Results of a start with an empty cache folder, and of the next one, which also computes heads of width 8."""
     root = tmp_path_factory.mktemp("starts")
     model = make("llama", root / "model")
     return start(model, root / "cache"), start(model, root / "cache", 8)
 
 
 def test_code_has_the_same_bits_compiled_here_and_kept(starts: tuple[dict[str, tuple[int, str]], ...]) -> None:
-    """Loops add in the order that they were compiled to: no version of an inner loop may stand for another one."""
+    """Compiled loops fix the order of their sums: no version of an inner loop may replace another."""
     first, second = (each["layers"] for each in starts)
     assert first[1] == second[1]
     if packed_gemm.AVAILABLE:
@@ -207,7 +207,7 @@ def test_code_has_the_same_bits_compiled_here_and_kept(starts: tuple[dict[str, t
 
 
 def test_kept_code_computes_the_same_bits_in_another_process(starts: tuple[dict[str, tuple[int, str]], ...]) -> None:
-    """Its addresses differ there: the code must name what it calls, in one thread and in a team."""
+    """Addresses differ there: the code must refer to functions by name, with one thread and with a team."""
     first, second = starts
     hits, bits = first["attention"]
     assert hits == 0

@@ -1,4 +1,4 @@
-"""Proves that a process counts the cores it is given, whichever version of cgroups limits it."""
+"""A process counts the cores available to it, under both versions of cgroups."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Proves that the engines compute what the model itself computes, whatever is packed together.
+"""The engines' logits match the model's own forward pass in every batch.
 
 For every architecture of `tests.models`, in float32, on torch with ragged and with padded batches and on the exported
 ONNX graph: sessions of different lengths prefilled in chunks and stepped in one batch, a block rolled back and
-written anew, a branching tree as paths and as one masked lane, rows of memory copied, texts far longer than
-the sliding window. Every logit row that comes out is compared with the model's own transformers forward over
-that text alone. Then what cannot be served: refused when loaded, by the right exception, saying why.
+rewritten, a branching tree as paths and as one masked lane, rows of memory copied, texts far longer than the sliding
+window. Every logit row is compared with the model's own transformers forward pass over that text alone. Then
+unsupported models: refused on loading, by the right exception, with the reason.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.models import ARCHITECTURES, END, VOCABULARY, WINDOW, make, save
 
 CAPACITY = 512
 TOLERANCE = 1e-4
-"""Of the largest logit. Float32 rounding comes to about 1e-6 of it, a wrong key to more than 1e-2."""
+"""Relative to the largest logit. Float32 rounding is about 1e-6 of it, a wrong key more than 1e-2."""
 
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -54,7 +54,7 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": END,
 }
-"""A configuration of most architectures that `tests.models` does not have."""
+"""A configuration for most architectures missing in `tests.models`."""
 
 StepLogits = NDArray[np.float32]
 Text = list[int]
@@ -62,7 +62,7 @@ Text = list[int]
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """Small matrices on a shared machine: more threads only get in each other's way."""
+    """Small matrices on a shared machine: more threads only contend."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -89,7 +89,7 @@ class Oracle:
 
 @dataclass
 class Subject:
-    """An engine under test, the slots of its memory, and the oracle it is held to."""
+    """An engine under test, the slots of its memory, and its oracle."""
 
     engine: Engine
     oracle: Oracle
@@ -114,13 +114,13 @@ def torch_engine(model: Path) -> CpuEngine:
 
 @pytest.fixture(scope="session")
 def padded_engine(model: Path) -> CpuEngine:
-    """As on devices other than the CPU: attention by tensor operations, which masks; and not exact."""
+    """As on devices other than the CPU: attention by tensor operations with masks; and not exact."""
     return CpuEngine(ModelDirectory(model), capacity=CAPACITY, exact=False, backend=PaddedBackend)
 
 
 @pytest.fixture(scope="session")
 def onnx_directory(model: Path) -> Path:
-    """The model exported, to where an older export lay before."""
+    """The model exported over an older export."""
     target = model.with_name(f"{model.name}-onnx")
     target.mkdir()
     (target / "old").touch()
@@ -153,12 +153,12 @@ def test_an_exported_graph_gives_no_hidden_states(onnx_engine: OnnxEngine) -> No
 
 @pytest.fixture(params=["torch", "padded", "onnx"])
 def subject(request: pytest.FixtureRequest, oracle: Oracle) -> Subject:
-    """Each engine in turn, with an empty pool over whatever earlier tests left in its memory."""
+    """Each engine in turn, with an empty pool over a memory with leftovers of earlier tests."""
     return Subject(request.getfixturevalue(f"{request.param}_engine"), oracle)
 
 
 class Step:
-    """One forward pass, each wanted row of which is compared with the oracle."""
+    """One forward pass, with each wanted row compared with the oracle."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
@@ -166,7 +166,7 @@ class Step:
         self.texts: list[Text] = []
 
     def want(self, row: int, text: Text) -> None:
-        """Ask for the logits of `row`, which shall be those after `text`."""
+        """Request the logits of `row`, expected to be those after `text`."""
         self.packer.want(row)
         self.texts.append(list(text))
 
@@ -181,7 +181,7 @@ class Step:
 
 
 class Session:
-    """A text, the first `done` tokens of which are computed, on slots of its own."""
+    """A text with its first `done` tokens computed, on its own slots."""
 
     def __init__(self, subject: Subject, text: Text) -> None:
         self.subject = subject
@@ -205,7 +205,7 @@ class Session:
             step.want(row, self.text[: first + 1 + row - rows[0]])
 
     def roll_back(self, length: int) -> None:
-        """Forget what lies beyond `length`; whoever takes the slots next writes over them."""
+        """Drop everything beyond `length`; the slots' next owner overwrites them."""
         self.subject.pool.give(self.slots[length:])
         self.slots = self.slots[:length]
         del self.text[length:]
@@ -234,7 +234,7 @@ class Tree:
             step.want(self.rows[node], session.text + [self.tokens[i] for i in path])
 
     def path(self, node: int) -> list[int]:
-        """The nodes from below the text down to this one."""
+        """Return the nodes from below the text down to this one."""
         parent = self.PARENTS[node]
         return [node] if parent is None else [*self.path(parent), node]
 
@@ -258,12 +258,12 @@ class Tree:
 
 
 def words(seed: int, count: int) -> Text:
-    """Random tokens, none of them special."""
+    """Return random tokens, none of them special."""
     return [int(token) for token in np.random.default_rng(seed).integers(END + 1, VOCABULARY, count)]
 
 
 def last_logits(engine: Engine, text: Text) -> StepLogits:
-    """Of a text as one prompt, on the first slots."""
+    """Return the logits of a text as one prompt, on the first slots."""
     packer = engine.packer()
     slots = np.arange(1, len(text) + 1)
     rows = packer.add_rows(text, 0, slots)
@@ -285,8 +285,8 @@ class TestReferenceForward:
     """Both engines agree with the model's own forward pass."""
 
     def test_sessions_of_different_lengths_in_chunks_and_steps(self, subject: Subject) -> None:
-        """Up to 144 tokens: nine windows and three key buckets. One session ends midway, and a new one takes
-        its slots and others, in pieces."""
+        """Up to 144 tokens: nine windows and three key buckets. One session ends midway, and a new one takes its slots
+        and others, in chunks."""
         sessions = [Session(subject, words(i, length)) for i, length in enumerate((3, 40, 90, 140))]
         while any(session.done < len(session.text) for session in sessions):
             step = Step(subject)
@@ -306,7 +306,7 @@ class TestReferenceForward:
         assert (np.diff(late.slots) != 1).any()
 
     def test_one_token_alone(self, subject: Subject) -> None:
-        """The smallest batch there is, and the steps that follow it."""
+        """The smallest possible batch, and the steps after it."""
         session = Session(subject, words(1, 1))
         for i in range(3):
             step = Step(subject)
@@ -315,12 +315,12 @@ class TestReferenceForward:
             session.text += words(20 + i, 1)
 
     def test_a_batch_may_want_no_logits(self, subject: Subject) -> None:
-        """As the early chunks of a prompt do."""
+        """Like the early chunks of a prompt."""
         text = words(2, 20)
         slots = subject.pool.take(20)
         packer = subject.engine.packer()
         packer.add_path(slots, packer.add_rows(text[:12], 0, slots[:12]))
-        assert subject.engine.forward(packer.pack()).shape[1] == VOCABULARY  # padding aside, of no rows
+        assert subject.engine.forward(packer.pack()).shape[1] == VOCABULARY  # no rows, padding aside
         step = Step(subject)
         rows = step.packer.add_rows(text[12:], 12, slots[12:])
         step.packer.add_path(slots, rows)
@@ -338,7 +338,7 @@ class TestReferenceForward:
         step.run()
 
     def test_a_block_rolled_back(self, subject: Subject) -> None:
-        """Three times a guess of six tokens of which two are right; a neighbour takes the slots of the rest."""
+        """Three guesses of six tokens, two of them right; a neighbour takes the slots of the rest."""
         session = prefilled(subject, words(4, 50))
         neighbour = prefilled(subject, words(5, 20))
         for i in range(3):
@@ -354,8 +354,8 @@ class TestReferenceForward:
     def test_a_tree_is_verified_copied_out_and_continued(
         self, subject: Subject, layout: Callable[[Tree, Step], None]
     ) -> None:
-        """Beside a plain step of a neighbour, across a key bucket. Then one path is accepted: its rows are
-        copied to slots of the session, the tree slots go to the neighbour, and both go on."""
+        """Next to a plain step of a neighbour, across a key bucket. Then one path is accepted: its rows are copied to
+        slots of the session, the tree slots go to the neighbour, and both continue."""
         session = prefilled(subject, words(6, 61))
         neighbour = prefilled(subject, words(8, 25))
         session.text += words(50, 1)  # the tip
@@ -396,7 +396,7 @@ class TestReferenceForward:
 
 class TestExport:
     def test_the_target_holds_the_export_and_nothing_else(self, model: Path, onnx_directory: Path) -> None:
-        """The configuration and tokenizer come along, what lay there before and partial work are gone."""
+        """Configuration and tokenizer are copied; earlier content and partial work are removed."""
         found = {file.name for file in onnx_directory.iterdir()}
         assert found >= {GRAPH, DESCRIPTION, "config.json", "tokenizer.json", "tokenizer_config.json"}
         assert "old" not in found
@@ -413,7 +413,7 @@ class TestExport:
 
 
 class TestVariants:
-    """Variants of the architectures that the two engines share all code for: torch alone will do."""
+    """Variants of architectures for which the two engines share all code: torch alone suffices."""
 
     @pytest.mark.parametrize(
         ("name", "overrides"),
@@ -436,7 +436,7 @@ class TestVariants:
         step.run()
 
     def test_float16_stays_close(self, tmp_path: Path) -> None:
-        """With padded batches, as GPUs run it."""
+        """With padded batches, as on GPUs."""
         directory = make("gemma2", tmp_path)
         engine = TorchEngine(ModelDirectory(directory), capacity=CAPACITY, dtype="float16", exact=False)
         got, want = last_logits(engine, words(1, 40)), Oracle(directory).logits(words(1, 40))[-1]
@@ -444,7 +444,7 @@ class TestVariants:
         assert 1e-5 < np.abs(got - want).max() / np.abs(want).max() < 0.02
 
     def test_bfloat16_stays_close(self, tmp_path: Path) -> None:
-        """Head and logits are float32 all the same."""
+        """Head and logits are float32 nevertheless."""
         directory = make("llama", tmp_path)
         engine = CpuEngine(ModelDirectory(directory), capacity=CAPACITY, dtype="bfloat16")
         got, want = last_logits(engine, words(1, 40)), Oracle(directory).logits(words(1, 40))[-1]
@@ -481,7 +481,7 @@ class TestTheModelsAreWorthTestingOn:
 
 
 class TestRefusals:
-    """What cannot be served is refused when it is loaded, and the message names the reason."""
+    """Unsupported models are refused on loading, and the message names the reason."""
 
     @pytest.fixture
     def llama(self, tmp_path: Path) -> Path:
@@ -519,7 +519,7 @@ class TestRefusals:
             self.load(tmp_path)
 
     def test_attention_with_sinks(self, tmp_path: Path) -> None:
-        """A term beside the keys that the packed attention does not know."""
+        """An additional term in the softmax, unsupported by packed attention."""
         config = transformers.GptOssConfig(
             vocab_size=VOCABULARY,
             hidden_size=32,
@@ -536,7 +536,7 @@ class TestRefusals:
             self.load(tmp_path)
 
     def test_a_model_with_an_attention_of_its_own(self, tmp_path: Path) -> None:
-        """Classes of its own for each implementation: ours is none of them."""
+        """Separate classes for each attention implementation: ours is none of them."""
         config = transformers.FalconConfig(
             vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True
         )
@@ -556,8 +556,8 @@ class TestRefusals:
     def test_attention_that_differs_only_in_long_texts(
         self, config: transformers.PreTrainedConfig, tmp_path: Path
     ) -> None:
-        """In short ones the packed attention agrees with the model's own: real models differ from thousands of
-        tokens on."""
+        """In short ones the packed attention agrees with the model's own: real models differ only after thousands of
+        tokens."""
         save(transformers.AutoModelForCausalLM.from_config(config), tmp_path)
         with pytest.raises(UnsupportedModelError):
             self.load(tmp_path)
@@ -574,7 +574,7 @@ class TestRefusals:
             self.load(llama)
 
     def test_such_embeddings_by_another_name(self, tmp_path: Path) -> None:
-        """transformers takes "yarn" of Phi-3 for longrope."""
+        """transformers treats "yarn" of Phi-3 as longrope."""
         size = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
         factors = [1.0] * 8
         rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": factors, "long_factor": factors}
@@ -593,7 +593,7 @@ class TestRefusals:
             self.load(directory)
 
     def test_tensors_that_nothing_uses_are_told(self, llama: Path) -> None:
-        """Such as biases that config.json does not tell of."""
+        """Such as biases that are not in config.json."""
         file = llama / "model.safetensors"
         tensors = safetensors.torch.load_file(file)
         name = "model.layers.0.self_attn.q_proj"
@@ -614,7 +614,7 @@ class TestRefusals:
             self.load(directory)
 
     def test_a_head_whose_bias_the_model_holds_as_well(self, tmp_path: Path) -> None:
-        """It is run, which the check at start compares with the model's own forward."""
+        """It is run, and the check at start compares it with the model's own forward pass."""
         size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
         config = transformers.BertConfig(vocab_size=VOCABULARY, is_decoder=True, **size)
         directory = save(transformers.BertLMHeadModel(config), tmp_path)
@@ -667,7 +667,7 @@ class TestRefusals:
             self.load(llama)
 
     def test_weights_that_lack_a_tensor(self, llama: Path) -> None:
-        """Random numbers in its place would serve nonsense."""
+        """Random initialization would serve nonsense."""
         file = llama / "model.safetensors"
         tensors = safetensors.torch.load_file(file)
         del tensors["model.layers.1.mlp.up_proj.weight"]

@@ -1,7 +1,8 @@
-"""Exactness, bit by bit: a text's logits are the same alone, beside others, in pieces, token by token, as candidates
-of a tree, and after a prefix that another session has computed.
+"""Exactness, bit by bit: a text's logits are the same alone, batched with others, in chunks, token by token, as
+candidates of a tree, and after a prefix computed by another session.
 
-On some machines all kernels are exact by themselves; the fickle model (`odd_models.py`) never is."""
+On some machines all kernels are exact already; the fickle model (`odd_models.py`) never is.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ from tests.models import ARCHITECTURES, CONTEXT, VOCABULARY, make
 
 CAPACITY = 2048
 LENGTH = 140
-"""Of the text: some windows, more than a tile."""
+"""Of the text: several windows, more than a tile."""
 
 Logits = NDArray[np.float32]
 
 
 SCATTERED: Slots = 1 + np.random.default_rng(7).permutation(LENGTH)
 ELSEWHERE: Slots = LENGTH + SCATTERED
-"""Two places for a text. Strangers have the end of the memory."""
+"""Two places for a text. Other texts use the end of the memory."""
 
 
 def logits(engine: CpuEngine, packer: Packer) -> Logits:
@@ -36,7 +37,7 @@ def logits(engine: CpuEngine, packer: Packer) -> Logits:
 
 
 def compute(engine: CpuEngine, tokens: list[int], start: int, slots: Slots, *, strangers: int = 0) -> Logits:
-    """The logits of tokens[start:], whose keys and values go to their slots, behind strangers' prompts."""
+    """Return the logits of tokens[start:], with keys and values in their slots, behind other texts' prompts."""
     packer = engine.packer()
     add_strangers(packer, strangers)
     rows = packer.add_rows(tokens[start:], start, slots[start : len(tokens)])
@@ -47,7 +48,7 @@ def compute(engine: CpuEngine, tokens: list[int], start: int, slots: Slots, *, s
 
 
 def add_strangers(packer: Packer, rows: int) -> None:
-    """Rows of other texts: prompts, long ones first."""
+    """Add rows of other texts: prompts, long ones first."""
     slot = CAPACITY - rows
     while rows:
         count = min(CONTEXT, 1 + rows * 2 // 3)
@@ -77,9 +78,9 @@ def text() -> list[int]:
 
 @pytest.fixture(scope="module")
 def alone(engine: CpuEngine, text: list[int]) -> Logits:
-    """Of all rows of the text as one prompt."""
+    """Logits of all rows of the text as one prompt."""
     found = compute(engine, text, 0, np.arange(1, 1 + LENGTH))
-    assert len(np.unique(found[-1])) > VOCABULARY // 2  # they say something
+    assert len(np.unique(found[-1])) > VOCABULARY // 2  # they are not degenerate
     return found
 
 
@@ -90,7 +91,7 @@ def test_beside_strangers(engine: CpuEngine, text: list[int], alone: Logits, str
 
 @pytest.mark.parametrize("sizes", [(1, 2, 3), (64, 7), (37,)], ids=str)
 def test_in_pieces(engine: CpuEngine, text: list[int], alone: Logits, sizes: tuple[int, ...]) -> None:
-    """Of changing sizes, each in other company."""
+    """Of varying sizes, each batched with other texts."""
     done, number = 0, 0
     while done < LENGTH:
         end = min(LENGTH, done + sizes[number % len(sizes)])
@@ -109,8 +110,8 @@ def test_token_by_token(engine: CpuEngine, text: list[int], alone: Logits) -> No
 
 @pytest.mark.parametrize("depth", [1, 6])
 def test_as_candidates(engine: CpuEngine, text: list[int], alone: Logits, depth: int) -> None:
-    """A stretch of the text as a path of a tree, with a wrong sibling at each level; then the accepted rows are
-    copied to their places and the text goes on."""
+    """Part of the text as a path of a tree, with a wrong sibling at each level; then the accepted rows are copied to
+    their places and the text continues."""
     tip = LENGTH - depth - 2
     compute(engine, text[:tip], 0, SCATTERED)
     packer = engine.packer()
@@ -129,7 +130,7 @@ def test_as_candidates(engine: CpuEngine, text: list[int], alone: Logits, depth:
         packer.want(row)
     got = logits(engine, packer)
     assert np.array_equal(got[depth:], alone[tip : tip + 1 + depth])
-    assert not np.array_equal(got[0], alone[tip + 1])  # a sibling's are others
+    assert not np.array_equal(got[0], alone[tip + 1])  # a sibling's logits differ
 
     engine.copy(path[tip + 1 :], SCATTERED[tip + 1 : tip + 1 + depth])
     (last,) = compute(engine, text, LENGTH - 1, SCATTERED)
@@ -138,7 +139,7 @@ def test_as_candidates(engine: CpuEngine, text: list[int], alone: Logits, depth:
 
 @pytest.mark.parametrize("copied", [0, 1, 40])
 def test_after_a_shared_prefix(engine: CpuEngine, text: list[int], alone: Logits, copied: int) -> None:
-    """64 tokens read where another session has put them, some more copied, the rest computed in pieces."""
+    """64 tokens read from another session's slots, some more copied, the rest computed in chunks."""
     found = 64 + copied
     compute(engine, [*text[:found], 5, 6, 7], 0, SCATTERED, strangers=9)
     own = np.concatenate([SCATTERED[:64], ELSEWHERE[64:]])
@@ -150,7 +151,7 @@ def test_after_a_shared_prefix(engine: CpuEngine, text: list[int], alone: Logits
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_exactness_is_made(tmp_path: Path, text: list[int], dtype: str) -> None:
-    """Without it nothing here would hold of a model whose kernels are fickle."""
+    """Without it, nothing here would hold for a model with fickle kernels."""
     directory = ModelDirectory(odd_models.make("fickle", tmp_path))
     fast = CpuEngine(directory, capacity=CAPACITY, dtype=dtype, exact=False, threads=(1,))
     whole = compute(fast, text, 0, SCATTERED)
@@ -160,7 +161,7 @@ def test_exactness_is_made(tmp_path: Path, text: list[int], dtype: str) -> None:
 
 
 def test_dtypes_differ(tmp_path: Path, text: list[int]) -> None:
-    """Or equal bits would mean nothing."""
+    """Otherwise equal bits would prove nothing."""
     directory = ModelDirectory(make("llama", tmp_path))
     one, other = (
         compute(CpuEngine(directory, capacity=CAPACITY, dtype=dtype, threads=(1,)), text, 0, SCATTERED)

@@ -1,4 +1,4 @@
-"""Proves that a fast path which is off is named, with the reason and what it costs."""
+"""A disabled fast path is named, with the reason and its cost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_torch_that_is_not_tested_is_named() -> None:
 
 
 def test_all_of_them_are_told_where_the_engine_loads() -> None:
-    """With the tested torch products are on."""
+    """With the tested torch, products are on."""
     program = """
         from specdec.engine import fast_paths
         found = fast_paths.of_this_machine()
@@ -48,7 +48,7 @@ def test_all_of_them_are_told_where_the_engine_loads() -> None:
 
 
 def test_a_torch_without_prepacked_products_is_named() -> None:
-    """As builds without oneDNN are."""
+    """Like builds without oneDNN."""
     lacking = "import torch, types; torch.ops.mkldnn = types.SimpleNamespace()"
     said = printed(f"{lacking}; import specdec.engine.hf.linear; {SHOW}")
     assert said.startswith("prepacked weights: off, this build of torch 2.13.0")
@@ -56,7 +56,7 @@ def test_a_torch_without_prepacked_products_is_named() -> None:
 
 
 def test_each_is_a_line_of_the_log() -> None:
-    """What only loading a model could tell included."""
+    """Including those known only after loading a model."""
     fast_paths.found_off("test", "because", "time")
     try:
         with captured_logs() as lines:

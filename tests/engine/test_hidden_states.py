@@ -1,7 +1,8 @@
-"""Hidden states of wanted rows: those of the model's own forward pass, beside the very same logits, and kept nowhere.
+"""Hidden states of wanted rows: those of the model's own forward pass, with unchanged logits, and not retained.
 
-For every architecture of `tests.models`, with ragged and with padded batches; GPUs and engines in parts have theirs in
-`gpu/test_engine.py` and `test_parallel_engine.py`."""
+For every architecture of `tests.models`, with ragged and with padded batches; GPUs and tensor-parallel engines are
+covered in `gpu/test_engine.py` and `test_parallel_engine.py`.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +24,11 @@ from tests.models import ARCHITECTURES, VOCABULARY, make
 from tests.verifier_service.fakes import TextEngine
 
 HIDDEN = 64
-"""Of all architectures."""
+"""Hidden size of all architectures."""
 
 TOLERANCE = 1e-4
-"""Of the largest number. Float32 rounding comes to about 1e-6 of it, a state of another layer to more than 1e-2."""
+"""Relative to the largest number. Float32 rounding is about 1e-6 of it, another layer's state differs by more than
+1e-2."""
 
 LENGTH, COMPUTED = 40, 30
 TEXT = [int(token) for token in np.random.default_rng(2).integers(3, VOCABULARY, LENGTH)]
@@ -69,7 +71,7 @@ def engine(request: pytest.FixtureRequest, directory: Path) -> TorchEngine:
 
 
 def step(engine: TorchEngine) -> PackedBatch:
-    """The end of a text whose beginning is computed, and a branch beside its last token."""
+    """Pack the end of a text with its beginning computed, and a branch next to its last token."""
     slots = np.arange(1, LENGTH + 2)
     packer = engine.packer()
     rows = packer.add_rows(TEXT[:COMPUTED], 0, slots[:COMPUTED])
@@ -112,7 +114,7 @@ def test_logits_have_the_same_bits(engine: TorchEngine) -> None:
 
 
 def test_the_next_step_leaves_them_alone(engine: TorchEngine) -> None:
-    """They are not in memory that steps share."""
+    """They are not views of memory shared by steps."""
     _, hidden = engine.forward_hidden(step(engine))
     kept = hidden.copy()
     packer = engine.packer()
@@ -152,7 +154,7 @@ def test_a_pass_that_fails_leaves_no_hook(engine: TorchEngine, monkeypatch: pyte
 
 
 def test_where_tiles_make_rows_exact_too(tmp_path: Path) -> None:
-    """A narrower dtype's numbers become float32 as they are."""
+    """A narrower dtype's numbers convert to float32 exactly."""
     directory = ModelDirectory(make("qwen3", tmp_path))
     engine = CpuEngine(directory, capacity=1024, dtype="bfloat16")
     logits, hidden = engine.forward_hidden(step(engine))

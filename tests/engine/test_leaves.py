@@ -1,4 +1,4 @@
-"""Leaves below a text are packed as the tree that they are."""
+"""Leaves below a text are packed as a tree."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rows_of(packer: Packer, branches: Sequence[Sequence[int]]) -> list[int]:
 
 
 def arrays(value: Any) -> list[NDArray[Any]]:
-    """All arrays in a packed batch, in order."""
+    """Return all arrays in a packed batch, in order."""
     if isinstance(value, list):
         return [array for each in value for array in arrays(each)]
     if isinstance(value, np.ndarray):

@@ -1,4 +1,4 @@
-"""What is in the way of an engine is said in one line."""
+"""Obstacles to loading an engine are reported in one line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_device_that_is_not_there(llama: Path, kind: Kind, device: str, reason
 
 
 class TooLarge(ModelDirectory):
-    """For the GPU."""
+    """Too large for the GPU."""
 
     def weights(self) -> list[Path]:
         raise torch.OutOfMemoryError(

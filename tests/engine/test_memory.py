@@ -1,4 +1,4 @@
-"""Sizes that can be: not more than the machine has, and some."""
+"""Memory sizes are positive and fit the machine."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators are left alone")
 def test_freed_memory_is_kept() -> None:
-    """A second use of as much memory does not fetch it anew; without the setting, it does."""
+    """A second allocation of the same size causes no page faults; without the setting, it does."""
 
     def faults(kept: bool) -> int:
         code = FAULTS_OF_A_SECOND_USE.format(kept=kept)
@@ -95,7 +95,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(sys.platform != "linux" or kernel() < (5, 14), reason="Linux 5.14 is the first that can")
 def test_touched_memory_is_there_at_the_first_write() -> None:
-    """With what was written in it; without the touch, each page is fetched then."""
+    """Its content is kept; without the touch, the first write faults on every page."""
 
     def faults(touched: bool) -> int:
         code = FAULTS_OF_FIRST_WRITES.format(touched=touched)
@@ -124,7 +124,7 @@ print(sum(int(heap[0], 16) <= id(each) < int(heap[1], 16) for each in kept))
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators are left alone")
 def test_threads_take_memory_from_where_the_main_one_does() -> None:
-    """Which is the process's heap; without the setting, not a single piece."""
+    """From the process's heap; without the setting, none of it."""
 
     def on_the_heap(shared: bool) -> int:
         code = HEAPS_OF_A_SECOND_THREAD.format(shared=shared)
@@ -147,6 +147,6 @@ print(next(line.split()[1] for line in open("/proc/self/smaps_rollup") if line.s
     not THP.exists() or "[madvise]" not in THP.read_text(), reason="the system gives huge pages always or never"
 )
 def test_tensors_lie_in_huge_pages() -> None:
-    """64 MiB of numbers; without the policy none of them would."""
+    """64 MiB of numbers; without the policy, none would."""
     run = subprocess.run([sys.executable, "-c", HUGE_PAGES], capture_output=True, check=True, text=True)
-    assert int(run.stdout) >= 32 << 10  # kB: the system may be short of some
+    assert int(run.stdout) >= 32 << 10  # kB: the system may be short of huge pages

@@ -1,4 +1,4 @@
-"""Every way in which a model directory may be broken is refused at start, in one line that names what is wrong."""
+"""Every kind of broken model directory is refused at start, in one line that names the fault."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def directory(whole: Path, tmp_path: Path) -> Path:
-    """A directory that a test may break."""
+    """A directory for a test to break."""
     return Path(shutil.copytree(whole, tmp_path / "llama"))
 
 
@@ -81,7 +81,7 @@ def write(name: str, content: bytes) -> Break:
 
 
 def become(name: str, making: Callable[[Path], object]) -> Break:
-    """Put something else in the place of a file."""
+    """Replace a file by something else."""
 
     def replaced(directory: Path) -> None:
         (directory / name).unlink(missing_ok=True)
@@ -161,7 +161,7 @@ def without_generation_config(then: Break) -> Break:
 
 
 def cases() -> Iterator[tuple[str, Break, str, str]]:
-    """Name, how to break a directory, the file that is named, and what is said of it."""
+    """Yield (name, how to break a directory, the file to be named, the message)."""
     for file in FILES:
         for name, (making, said) in ODD_FILES.items():
             yield f"{file}-{name}", become(file, making), file, said
@@ -202,7 +202,7 @@ CASES = list(cases())
 
 
 def refused(make: Callable[[], object]) -> str:
-    """The line that something is refused with."""
+    """Return the one-line message of the refusal."""
     with pytest.raises(ModelDirectoryError) as error:
         make()
     line = str(error.value)
@@ -223,7 +223,7 @@ def test_what_is_broken_is_named(directory: Path, breaking: Break, file: str, sa
 
 def test_a_file_that_is_too_large_is_not_read(directory: Path) -> None:
     with (directory / TOKENIZER_CONFIG).open("wb") as file:
-        file.truncate(1 << 40)  # takes no room on the disk
+        file.truncate(1 << 40)  # a sparse file
     line = refused(lambda: ModelDirectory(directory))
     assert line == f"{directory / TOKENIZER_CONFIG}: has {1 << 40} bytes, must have at most {1 << 28}"
 
@@ -236,7 +236,7 @@ def test_a_long_value_is_cut(directory: Path) -> None:
 
 @contextmanager
 def unprivileged() -> Iterator[None]:
-    """Be subject to permissions, as root is not."""
+    """Drop root's exemption from permissions."""
     root = os.geteuid() == 0
     if root:
         os.seteuid(NOBODY)
@@ -262,7 +262,7 @@ def test_a_name_that_no_file_has(tmp_path: Path) -> None:
 
 
 def test_a_link_is_served_by_its_own_name(directory: Path, tmp_path: Path) -> None:
-    """What it leads to may be called by a hash."""
+    """The link's target may be named by a hash."""
     store = directory.rename(tmp_path / "5f3a9c")
     for link in (tmp_path / "big", tmp_path / "bigger"):
         link.symlink_to(store)
@@ -322,7 +322,7 @@ def test_a_model_without_layers(directory: Path) -> None:
 
 
 def test_what_overrules_a_wrong_end_token(directory: Path) -> None:
-    """Models are corrected in generation_config.json alone; null and nothing are the same."""
+    """Some models are corrected in generation_config.json alone; null equals an absent field."""
     edit(CONFIG, eos_token_id=VOCABULARY, text_config=None, rope_scaling=None, n_positions=None)(directory)
     edit(GENERATION, eos_token_id=[END, END, 7])(directory)
     assert ModelDirectory(directory).end_tokens == {END, 7}
@@ -334,11 +334,11 @@ def test_what_overrules_a_wrong_end_token(directory: Path) -> None:
 
 
 class TestExport:
-    """What an exported model has beside the rest."""
+    """The additional files of an exported model."""
 
     @pytest.fixture
     def exported(self, directory: Path) -> Path:
-        """As large as a real one where that is looked at: it computes nothing."""
+        """As large as a real export where its size matters: it computes nothing."""
         pools = {"key_0": [2, 16], "value_0": [2, 16]}
         taken = {"all": ["n", VOCABULARY]} | {name: ["s", *sizes] for name, sizes in pools.items()}
         given = {"logits": "all"} | {f"new_{name}": name for name in pools}
@@ -439,20 +439,20 @@ def test_a_program_says_one_line_and_ends(
     finally:
         with suppress(ProcessLookupError):
             process.kill()
-    assert process.returncode == (2 if name == "specdec" else 1)  # to `specdec export` the directory is an argument
+    assert process.returncode == (2 if name == "specdec" else 1)  # for `specdec export` the directory is an argument
     assert out == ""
     assert len(errors.splitlines()) == 1
     assert errors.startswith(f"{name}: {directory}/{said}")
 
 
 def multimodal(directory: Path, text: dict[str, Any], **fields: Any) -> ModelDirectory:
-    """A model of text and images, whose config.json has the text's part apart."""
+    """Return a model of text and images, with a separate text_config in config.json."""
     (directory / CONFIG).write_text(json.dumps({"model_type": "gemma3", "text_config": text} | fields))
     return ModelDirectory(directory)
 
 
 def test_what_published_models_leave_out_is_what_transformers_takes(directory: Path) -> None:
-    """Gemma 3's text_config has what differs from the defaults of its class, and no more."""
+    """Gemma 3's text_config has only the differences from its class's defaults."""
     default = transformers.Gemma3TextConfig()
     for model_type, fields in LEFT_OUT.items():
         assert model_type == "gemma3"

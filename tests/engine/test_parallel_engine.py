@@ -1,5 +1,5 @@
-"""An engine in two parts computes what the model itself computes, to the bit alike in any batch; and what cannot be cut
-is refused, by the reason."""
+"""A two-rank engine matches the model's own forward pass, with equal bits in any batch; models that cannot be split are
+refused with the reason."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.ranks import launched
 pytest.importorskip("accelerate", reason="transformers cuts models with it: specdec-serve[parallel]")
 
 TOLERANCE = 1e-4
-"""Of the largest logit. Float32 rounding comes to about 1e-6 of it, a wrong part to more than 1e-2."""
+"""Relative to the largest logit. Float32 rounding is about 1e-6 of it, a wrong shard more than 1e-2."""
 
 UNEVEN: dict[str, Any] = {"vocab_size": 323, "intermediate_size": 97, "attention_bias": True, "mlp_bias": True}
-"""One more of everything on one rank than on the other; and biases, to be added once."""
+"""One rank has one more of everything than the other; and biases must be added once."""
 
 WIDE: dict[str, Any] = {"intermediate_size": 128}
-"""torch's activations round otherwise in what is left of a row beyond whole vectors."""
+"""torch's activations round differently in the remainder of a row beyond whole vectors."""
 
 MODELS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "llama": ("llama", UNEVEN, False),
@@ -34,7 +34,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "gemma2": ("gemma2", WIDE, True),
     "gpt2": ("gpt2", {}, False),
 }
-"""Name to architecture, what is different, and whether with padded batches. Of one, gpt2, transformers knows no cut."""
+"""(architecture, changed fields, padded batches) by name. For gpt2, transformers has no tensor-parallel plan."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def run_in(parts: int, cases: list[Case], root: Path) -> dict[str, dict[str, Any]]:
-    """What so many ranks found for each model."""
+    """Return the results of `parts` ranks by model."""
     with launched(parts, root / "logs", run_all, cases, root) as ranks:
         codes = ranks.exit_codes()
         assert codes == [0] * parts, "".join(map(ranks.said, range(parts)))
@@ -98,7 +98,7 @@ def test_exact_in_parts(name: str, results: dict[str, dict[str, Any]]) -> None:
 
 
 def test_exact_in_four_parts(tmp_path: Path) -> None:
-    """Of more than two parts a collective's sums are not exact: their order depends on the place in the tensor."""
+    """With more than two ranks a collective's sums are not exact: their order depends on the position in the tensor."""
     directory = make("llama", tmp_path / "model", num_key_value_heads=4, intermediate_size=256)
     found = run_in(4, [Case("llama", directory)], tmp_path)["llama"]
     if not found["exact"]:
@@ -108,7 +108,7 @@ def test_exact_in_four_parts(tmp_path: Path) -> None:
 
 
 def test_what_has_no_plan_is_refused(results: dict[str, dict[str, Any]]) -> None:
-    """By all ranks together, which go on with the next model; rank 0 says why."""
+    """By all ranks together, which continue with the next model; rank 0 gives the reason."""
     assert str(results["gpt2"]["refusal"]) == "gpt2: transformers has no tensor parallel plan for gpt2"
 
 

@@ -1,4 +1,4 @@
-"""Proves that incomplete weights are found by their headers, before anything is loaded."""
+"""Incomplete weights are detected from their headers, before anything is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--compile` is refused at once where it cannot work, and says what is missing."""
+"""`--compile` is refused at start where it cannot work, with the missing program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPILED = Placement(dtype="float32", compiled=True)
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
-    """A machine without any program, and what changes it."""
+    """A machine without any program, and the means to change it."""
     for name in ("CXX", INSTALLS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Which dtype a model computes in."""
+"""The dtype in which a model computes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def configured(llama: Path) -> Configured:
-    """Return the model directory with these fields in config.json; None takes one out."""
+    """Return a function that writes these fields to config.json (None removes one) and returns the model directory."""
 
     def configure(**fields: str | None) -> ModelDirectory:
         config = json.loads((llama / "config.json").read_text()) | fields

@@ -1,4 +1,4 @@
-"""Proves that what a model asks of a machine is checked by name, value and remedy before torch is imported."""
+"""A model's requirements are checked by name, value and remedy before torch is imported."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_demo_pair_passes_on_one_machine() -> None:
 
 
 def test_memory_is_that_of_the_weights_in_the_dtype_and_of_the_tokens() -> None:
-    """And of the output head in float32: the demo's is its table of embeddings, so that it is a copy."""
+    """Plus the output head in float32: the demo's is tied to its embeddings, so that this is a copy."""
     directory = ModelDirectory(DEMO / "target")
     wide, narrow = (memory_needed(directory, Placement(dtype=dtype)) for dtype in ("float32", "bfloat16"))
     more = memory_needed(directory, Placement(dtype="float32", kv_tokens=1024))
@@ -130,7 +130,7 @@ def test_a_head_of_its_own_takes_what_float32_is_more(tmp_path: Path) -> None:
 
 
 def test_more_memory_is_told_as_more_keys_values_and_sessions(tmp_path: Path) -> None:
-    """And never more than is free, where the least fits."""
+    """Up to the free memory, if the minimum fits."""
     directory = ModelDirectory(make("llama", tmp_path / "wide", vocab_size=100_000, max_position_embeddings=4096))
     least = memory_needed(directory, Placement()).total
     told = [memory_needed(directory, Placement(), free) for free in range(2 * least, 20 * least, least)]
@@ -141,7 +141,7 @@ def test_more_memory_is_told_as_more_keys_values_and_sessions(tmp_path: Path) ->
 
 
 def test_what_vllm_puts_on_gpus_is_its_own_affair(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may cut a target into parts, and quantise it while it loads."""
+    """It may split a target over GPUs, and quantise it while loading."""
     monkeypatch.setattr("specdec.engine.preflight.check.free_bytes", lambda device: 1)
     directory = ModelDirectory(DEMO / "target")
     check_memory([Placement("vllm", device="cuda")], [directory])

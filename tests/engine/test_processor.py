@@ -1,4 +1,4 @@
-"""Whether the processor computes in bfloat16."""
+"""Whether the processor has native bfloat16."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Proves that a quantised target is run with its own quantised layers, or refused when it is loaded, saying why.
+"""A quantised target runs with its own quantised layers, or is refused on loading, with the reason.
 
-What runs here is torchao's int8; packages of the other methods are looked for, and named, by transformers.
+The tests run torchao's int8; transformers looks for the packages of other methods, and names them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def int8(llama: Path) -> Path:
-    """The model with weights in int8, as torchao writes them."""
+    """The model with int8 weights, as written by torchao."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchao's, about itself
         from torchao.quantization import Int8WeightOnlyConfig
@@ -75,7 +75,8 @@ class TestTorchao:
         assert "/layers/" in engine.numerics
 
     async def test_a_draft_changes_no_token(self, llama: Path, int8: Path, tmp_path: Path) -> None:
-        """But for ties: in float32 such layers are not exact. The target is slowed, so that candidates are in time."""
+        """Except for ties: in float32 such layers are not exact. The target is slowed, so that candidates are in
+        time."""
         draft = near(llama, tmp_path / "draft", noise=0.02)
         oracle, accepted = Oracle(int8), 0
         async with stack(int8, draft, capacity=1024, target_delay=slow_target) as services:
@@ -91,7 +92,7 @@ class TestTorchao:
 class TestRefusals:
     @staticmethod
     def refused(directory: Path, **quantisation: object) -> ModelDirectory:
-        """The model, said to be quantised."""
+        """Return the model labelled as quantised."""
         config = json.loads((directory / "config.json").read_text())
         (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantisation}))
         return ModelDirectory(directory)
@@ -110,7 +111,7 @@ class TestRefusals:
             CpuEngine(self.refused(model, quant_method="magic"), capacity=64)
 
     def test_outliers_of_the_whole_batch(self, model: Path) -> None:
-        """LLM.int8 (Dettmers et al. 2022) computes columns in which any row of the batch is large otherwise."""
+        """LLM.int8 (Dettmers et al. 2022) computes a column differently if any row of the batch is large in it."""
         directory = self.refused(model, quant_method="bitsandbytes", load_in_8bit=True)
         with pytest.raises(UnsupportedModelError, match="would depend on its neighbours"):
             CpuEngine(directory, capacity=64)
@@ -119,14 +120,14 @@ class TestRefusals:
 class TestPlainLayers:
     def test_of_another_class(self) -> None:
         class Linear8(torch.nn.Linear):
-            """As bitsandbytes has them."""
+            """Like those of bitsandbytes."""
 
         assert is_plain(torch.nn.Linear(2, 3))
         assert not is_plain(Linear8(2, 3))
         assert not is_plain(PackedLinear(torch.nn.Linear(16, 16)))
 
     def test_with_a_function_of_its_own(self) -> None:
-        """As compressed-tensors has them."""
+        """Like those of compressed-tensors."""
         layer = torch.nn.Linear(2, 3)
         layer.__dict__["forward"] = lambda x: x
         assert not is_plain(layer)

@@ -1,4 +1,4 @@
-"""Any number of rows becomes members of the class, with as little padding as they allow."""
+"""Any number of rows is split into invariant row counts, with the least possible padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shortage of memory is known by whatever a library raises for it, and by nothing that is said of a text."""
+"""A shortage of memory is recognized by any library's exception for it, and by nothing raised about a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A start says what it does, and knows afterwards what took how long."""
+"""Start-up logs its phases, and records the time of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiles are as large as makes a row the cheapest."""
+"""The tile size minimizes the time per row."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ LONG = 0.2
 @pytest.mark.parametrize(
     ("seconds", "most", "rows"),
     [
-        ({128: 0.01, 256: 0.02, 512: 0.04}, 512, 512),  # as cheap in larger pieces: fewer steps
+        ({128: 0.01, 256: 0.02, 512: 0.04}, 512, 512),  # as cheap in larger tiles: fewer steps
         ({128: 0.02, 256: 0.03, 512: 0.07}, 512, 256),
-        ({128: 0.0192, 256: 0.04, 512: 0.08}, 512, 512),  # by so little that it may be chance
+        ({128: 0.0192, 256: 0.04, 512: 0.08}, 512, 512),  # within noise
         ({128: 0.02, 256: 0.05, 300: 0.06}, 300, 128),
         ({}, 100, 100),  # there is no choice
         ({128: 0.15, 256: 1.01 * LONG}, 512, 256),  # a larger one is not tried
@@ -29,7 +29,7 @@ def test_as_many_rows_as_make_a_row_the_cheapest(seconds: dict[int, float], most
     ("seconds", "rows"),
     [
         ({128: 0.01, 256: 0.02, 512: 0.04}, 128),
-        ({128: 0.0107, 256: 0.02, 512: 0.04}, 128),  # by so little that it may be chance
+        ({128: 0.0107, 256: 0.02, 512: 0.04}, 128),  # within noise
         ({128: 0.011, 256: 0.02, 512: 0.04}, 256),
         ({128: 0.02, 256: 0.03, 512: 0.05}, 512),
         ({128: 0.15, 256: 1.01 * LONG}, 256),
@@ -40,7 +40,7 @@ def test_or_as_few_as_are_as_cheap(seconds: dict[int, float], rows: int) -> None
 
 
 def test_a_slow_spell_falls_on_all_alike() -> None:
-    """Of three rounds two are slow."""
+    """Two of three rounds are slow."""
     taken = iter([0.09, 0.09, 0.09, 0.01, 0.018, 0.035, 0.09, 0.09, 0.09])
     assert cheapest(lambda rows: next(taken), 512) == 512
 

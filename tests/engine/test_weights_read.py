@@ -1,4 +1,4 @@
-"""The weights of a model are those that transformers reads, whatever lies beside them."""
+"""The weights read are those that transformers would read, whatever other files are present."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder(source: Path, tmp_path: Path) -> Path:
 
 
 def sharded(folder: Path) -> None:
-    """Put the tensors into two files and an index."""
+    """Split the tensors into two files and an index."""
     tensors = safetensors.torch.load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     index: dict[str, str] = {}
@@ -43,7 +43,7 @@ def sharded(folder: Path) -> None:
 
 
 def another(name: str) -> Callable[[Path], None]:
-    """Put other tensors beside, so large that no machine has room for them."""
+    """Return a function that adds a file of other tensors, too large for any machine."""
 
     def write(folder: Path) -> None:
         head = json.dumps({"x": {"dtype": "F32", "shape": [1 << 50], "data_offsets": [0, 1 << 52]}}).encode()

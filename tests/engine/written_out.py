@@ -1,4 +1,4 @@
-"""Attention as its formula has it, row by row in float64: what kernels are compared with."""
+"""Attention by its formula, row by row in float64: the reference for kernels."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Numbers:
-    """[rows, heads, value width] of queries [rows, heads, width], keys and values [slots, key/value heads, width], and
-    the slots of each row's text, itself the last."""
+    """Return [rows, heads, value width] from queries [rows, heads, width], keys and values [slots, key/value heads,
+    width], and the slots of each row's text, its own last."""
     out = np.zeros((*query.shape[:2], values.shape[2]))
     for row, text in enumerate(texts):
         own = text[max(0, len(text) - window) :] if window else text

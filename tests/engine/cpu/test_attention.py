@@ -1,4 +1,4 @@
-"""The compiled loop against attention written out in float64: grouped heads, windows, caps, widths, dtypes."""
+"""The compiled loop against attention in float64: grouped heads, windows, caps, widths, dtypes."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ SHAPES = [Shape(4, 4, 16, 16), Shape(6, 2, 16, 16), Shape(4, 1, 24, 8)]
 
 
 class Pass:
-    """Two texts on scattered slots of a random memory: the rest of the long one with a branch in it, all of the
-    short one."""
+    """Two texts on scattered slots of a random memory: the rest of the long one with a branch in it, all of the short
+    one."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, *, spread: float = 1.0) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -78,7 +78,7 @@ class Pass:
         )
 
     def reference(self, window: int | None = None, softcap: float | None = None) -> NDArray[np.float64]:
-        """In float64, from the memory as it shall be."""
+        """In float64, from the memory after the step."""
         keys, values = (kept.double().numpy().swapaxes(0, 1).copy() for kept in (self.keys, self.values))
         keys[self.batch.slots], values[self.batch.slots] = self.new_keys.double(), self.new_values.double()
         query = self.query.double().numpy()
@@ -94,7 +94,7 @@ def paths(batch: RaggedBatch) -> list[NDArray[np.int64]]:
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("window", [None, 1, 17, 1000])
 def test_it_is_attention(shape: Shape, dtype: torch.dtype, window: int | None, softcap: float | None) -> None:
-    """The arithmetic is float32 whatever the memory is."""
+    """The arithmetic is float32 for any memory dtype."""
     step = Pass(shape, dtype)
     want = step.reference(window, softcap)
     got = step.run(window=window, softcap=softcap)
@@ -103,7 +103,7 @@ def test_it_is_attention(shape: Shape, dtype: torch.dtype, window: int | None, s
 
 
 def test_windows_and_caps_matter() -> None:
-    """Or the comparison above could not fail."""
+    """Otherwise the comparison above could not fail."""
     step = Pass(SHAPES[1], torch.float32)
     plain = step.reference()
     assert np.abs(step.reference(window=17) - plain).max() > 0.1
@@ -112,8 +112,8 @@ def test_windows_and_caps_matter() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_large_scores(dtype: torch.dtype) -> None:
-    """One key takes nearly all, and nothing overflows. A score of 10,000 is known to 10,000 times 2^-24 for each of its
-    16 terms, and a weight as well as its score: to 0.01."""
+    """One key gets nearly all the weight, and nothing overflows. A score of 10,000 has an error of 10,000 times 2^-24
+    for each of its 16 terms, and a weight the error of its score: 0.01."""
     step = Pass(SHAPES[1], dtype, spread=30.0)
     np.testing.assert_allclose(step.run().numpy(), step.reference(), rtol=1e-2, atol=1e-2)
 
@@ -140,7 +140,7 @@ def test_it_writes_the_new_rows_and_nothing_else(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype, softcap: float | None) -> None:
-    """Alone, once the others are in memory, and in other company."""
+    """Alone, with the others in memory, and in another batch."""
     step = Pass(SHAPES[1], dtype)
     whole = step.run(softcap=softcap)
     for some in ([0], [5, 30], [33, 20, 2], list(range(20, 34))):
@@ -232,7 +232,7 @@ def test_pieces_are_of_one_path_and_no_longer_than_they_may_be(lengths: list[int
 @pytest.mark.parametrize("window", [None, 3, 40])
 @pytest.mark.parametrize("shape", [*SHAPES, Shape(2, 2, 64, 64)], ids=lambda s: f"{s.heads}-{s.kv_heads}-{s.width}")
 def test_threads_that_share_the_rows_of_a_prompt_change_no_bit(shape: Shape, window: int | None) -> None:
-    """Nor does it matter which rows are taken together: each alone, behind the same text, has the same bits."""
+    """Nor does the grouping of rows matter: each alone, behind the same text, has the same bits."""
     rows, length = 150, 400
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(shape.kv_heads, length + 1, shape.width, generator=generator)
@@ -265,7 +265,7 @@ def test_few_keys_are_not_shared() -> None:
 
 
 def test_no_share_allocates_memory() -> None:
-    """A thread of the team that got none would leave out what it had to write, and nobody would hear of it."""
+    """A thread of the team with a failed allocation would silently skip its output."""
     memsys_enable_stats()
     random = np.random.default_rng(0)
     query, out = (random.standard_normal((8, 2, 16), np.float32) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Closed pieces and parts of them do what the same functions do in Python, errors included."""
+"""Compiled closures and parts of them behave as the same functions in Python, errors included."""
 
 from __future__ import annotations
 

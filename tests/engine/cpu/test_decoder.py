@@ -1,4 +1,4 @@
-"""The joined layers: their loops against torch, and that models of the kind run on them."""
+"""The fused decoder: its loops against torch, and the models that run on it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tests.models import make
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
-"""Relative, of one rounding to the type."""
+"""Relative rounding error of the type."""
 
 EPSILON = np.float32(1e-6)
 
 
 def shares(rows: int) -> Cuts:
-    """Two."""
+    """Return two shares."""
     return evenly(rows, 2, least=1)
 
 
@@ -46,7 +46,7 @@ def random(*sizes: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
 def test_models_of_the_kind_run_on_it(tmp_path: Path, name: str) -> None:
-    """What it computes, the engine's tests compare with the model's own forward."""
+    """The engine's tests compare its output with the model's own forward pass."""
     engine = CpuEngine(ModelDirectory(make(name, tmp_path / name)), capacity=1024)
     assert "/joined/" in engine.numerics
     assert any(isinstance(module, Part) for module in engine.model.modules())
@@ -123,7 +123,7 @@ def test_compiled_or_interpreted_the_bits_are_the_same(
 
 
 def test_a_layer_that_computes_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison at start is with the model as it was loaded."""
+    """The check at start compares with the model as loaded."""
     directory = ModelDirectory(make("qwen2", tmp_path / "m"))
 
     def spoil(model: PreTrainedModel) -> None:
@@ -137,12 +137,14 @@ def test_a_layer_that_computes_otherwise_is_refused(tmp_path: Path, monkeypatch:
 
 
 def test_positions_beyond_those_first_computed(tmp_path: Path) -> None:
-    """The same bits wherever the table of angles ended before."""
+    """The same bits wherever the previous table of angles ended."""
     directory = ModelDirectory(make("llama", tmp_path / "m", max_position_embeddings=4096))
     last = 2 * FIRST_POSITIONS + 100
 
     def logits(*firsts: int) -> NDArray[np.float32]:
-        engine = CpuEngine(directory, capacity=8192, exact=False)  # whose check would write to slots that are read here
+        engine = CpuEngine(
+            directory, capacity=8192, exact=False
+        )  # without the check, which would write to slots read here
         for start, position in [*((4000, first) for first in firsts), (1, last)]:
             packer = engine.packer()
             rows = packer.add_rows([5], position, [start + position])
@@ -221,7 +223,7 @@ class TestLoops:
     @pytest.mark.parametrize("broken", [math.nan, math.inf])
     @pytest.mark.parametrize("column", [5, 50], ids=["gate", "up"])
     def test_what_is_no_number_stays_none(self, dtype: torch.dtype, broken: float, column: int) -> None:
-        """And the other rows' numbers stay what they are."""
+        """And the other rows are unaffected."""
         residual, out = random(3, 48).to(dtype), torch.empty(3, 48, dtype=dtype)
         residual[1, 5] = broken
         update = torch.zeros_like(residual)
@@ -257,7 +259,7 @@ def test_exponentials() -> None:
 
 
 def test_rounding_is_torchs() -> None:
-    """To the nearest bfloat16, of two the even one; NaNs stay NaNs, whatever their bits."""
+    """To the nearest bfloat16, ties to even; NaNs stay NaNs, whatever their bits."""
     bits = np.random.default_rng(0).integers(0, 1 << 32, 1 << 18, dtype=np.uint32)
     ties = (np.arange(1 << 16, dtype=np.uint32) << 16) | 0x8000
     numbers: NDArray[np.float32] = np.concatenate([bits, ties]).view(np.float32)

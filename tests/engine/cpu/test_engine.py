@@ -21,7 +21,7 @@ from tests.models import make
 
 
 class Noted(CpuEngine):
-    """Notes the numbers of threads that it is told to use."""
+    """Records its thread counts."""
 
     def use_threads(self, count: int) -> None:
         self.__dict__.setdefault("used", []).append(count)
@@ -40,7 +40,7 @@ def test_keys_and_values_begin_with_a_page_and_are_zeros(directory: ModelDirecto
     for pools in (engine._backend._memory.keys, engine._backend._memory.values):
         assert isinstance(pools, torch.Tensor)
         assert pools.data_ptr() % mmap.PAGESIZE == 0
-        assert not pools[:, :, -64:].any()  # slots that nothing has used
+        assert not pools[:, :, -64:].any()  # unused slots
     engine.touch_memory()
 
 
@@ -52,7 +52,7 @@ def test_exactness_is_checked_with_every_number_of_threads(directory: ModelDirec
         assert engine.threads == (2, 1)
         assert "threads-2-1" in engine.numerics.split("/")
         if engine.exact:
-            used = vars(engine)["used"]  # twice on a first start, which keeps the bits for later ones
+            used = vars(engine)["used"]  # twice on a first start, which stores the bits for later ones
             assert used in ([1, 2], [1, 2, 1, 2])
         assert torch.get_num_threads() == 2
     finally:

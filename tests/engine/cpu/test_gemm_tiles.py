@@ -1,4 +1,4 @@
-"""Products run in the tiles that are measured to be the quickest, and say the same."""
+"""Products run in the tiles measured as fastest, with the same result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not can_pack(torch.float32), reason="no packed p
 
 
 class Choking(PackedLinear):
-    """More rows than it can take at a time, it takes slowly; `passed` holds the seconds of all of them."""
+    """Slow beyond a maximum number of rows; `passed` holds the seconds of all."""
 
     def __init__(self, outputs: int, most: int, passed: list[float]) -> None:
         super().__init__(torch.nn.Linear(8, outputs))
@@ -58,7 +58,7 @@ def test_an_engine_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, e
     whole, parted = engine(512), engine(64)
     tiled = [module for module in parted.model.model.modules() if isinstance(module, TiledLinear)]
     assert {max(module.tiles(384)) for module in tiled} == {64}
-    assert whole.numerics == parted.numerics  # whatever is quickest, the bits are the same
+    assert whole.numerics == parted.numerics  # whichever is fastest, the bits are the same
     if exact:
         assert parted.exact
         np.testing.assert_array_equal(logits(parted), logits(whole))
@@ -67,7 +67,7 @@ def test_an_engine_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, e
 
 
 def test_batches_that_are_not_padded_are_not_tiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With padded batches, in fast numerics, any number of rows comes."""
+    """With padded batches, in fast numerics, any number of rows occurs."""
     monkeypatch.setattr(cpu_engine, "largest_tiles", lambda layers: dict.fromkeys(_shapes(layers), 64))
     engine = CpuEngine(ModelDirectory(make("llama", tmp_path)), capacity=512, exact=False, backend=PaddedBackend)
     packer = engine.packer()

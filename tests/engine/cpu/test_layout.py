@@ -1,4 +1,4 @@
-"""Every row of a path batch reads the slots of its own text, in order; what cannot be is refused."""
+"""Every row of a path batch reads the slots of its own text, in order; impossible input is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specdec.engine.row_counts import InvariantRowCounts
 
 
 def seen(batch: RaggedBatch) -> list[list[int]]:
-    """The slots that each row reads."""
+    """Return the slots read by each row."""
     return [batch.keys[f : f + p + 1].tolist() for f, p in zip(batch.first, batch.positions, strict=True)]
 
 
@@ -28,7 +28,7 @@ def test_rows_of_one_path_share_its_slots() -> None:
 
 
 def test_a_tree_is_a_path_for_each_leaf() -> None:
-    """The tip and an inner node are rows of the first path they lie on, and read the same on any."""
+    """The tip and inner nodes are rows of the first path through them, and read the same on any."""
     packer = RaggedPacker()
     tip, inner, left, right = (
         packer.add_row(token, position, 10 + token) for token, position in ((0, 1), (1, 2), (2, 3), (3, 3))
@@ -71,7 +71,7 @@ def test_a_batch_that_wants_nothing_is_padded_too() -> None:
     st.sampled_from([None, InvariantRowCounts((1, 2, 3)), InvariantRowCounts((6, 16))]),
 )
 def test_any_mixture_reads_what_was_put_in(texts: list[tuple[int, int]], rows: InvariantRowCounts | None) -> None:
-    """`texts`: tokens that are there already, and new ones."""
+    """`texts`: numbers of tokens already computed, and of new ones."""
     packer, want, slot = RaggedPacker(rows=rows), [], 1
     for done, new in texts:
         keys = np.arange(slot, slot + done + new)[::-1].copy()

@@ -1,4 +1,4 @@
-"""A loop that a team of threads shares does what it does alone."""
+"""A loop shared by a team of threads gives the same result as alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ shared_only = pytest.mark.skipif(
 @openmp.shared()
 def scale(values: Any, factor: Any, out: Any, threads: Any, cuts: Any) -> None:
     for row in range(cuts[0], cuts[1]):
-        threads[row] = cuts[0]  # whose share it was
+        threads[row] = cuts[0]  # the share's thread
         for column in range(values.shape[1]):
             out[row, column] += factor * values[row, column]
 
@@ -41,7 +41,7 @@ def test_every_share_is_run_once(dtype: type, cuts: list[int]) -> None:
 
 @shared_only
 def test_a_team_of_fewer_threads_runs_every_share() -> None:
-    """The runtime has a limit, of which only its environment decides."""
+    """The runtime has a limit, set only by its environment."""
     program = (
         "import numpy as np; from tests.engine.cpu.test_openmp import scale;"
         "out, threads = np.zeros((7, 5)), np.full(7, -1);"
@@ -52,7 +52,7 @@ def test_a_team_of_fewer_threads_runs_every_share() -> None:
 
 @shared_only
 def test_arrays_are_not_kept() -> None:
-    """Arguments are lent for the call: whoever owns them still does, alone."""
+    """Arguments are borrowed for the call: afterwards their owner holds the only reference."""
     values, out = np.ones((4, 4)), np.zeros((4, 4))
     before = [sys.getrefcount(array) for array in (values, out)]
     scale(values, 1.0, out, np.zeros(4, int), np.asarray([0, 2, 4]))

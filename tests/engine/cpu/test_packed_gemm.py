@@ -1,4 +1,4 @@
-"""Products called from compiled code: torch's own, to the bit; what they refer to is kept, and given back."""
+"""Products called from compiled code equal torch's, bit by bit; their memory is kept as long as needed, then freed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_bits_are_torchs(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.inference_mode()
 def test_tiles_have_the_bits_of_tiles(dtype: torch.dtype) -> None:
-    """Each kind in its own, one of them in one."""
+    """Each kind in its own tiles, one of them in a single one."""
     layers = linears(dtype)
     products = PackedGemm(layers, 2)
     for tiles in ([[3, 2, 2], [7]], [[40], [32, 8]], [[1], [1]], [[4, 4], [1] * 8]):
@@ -89,7 +89,7 @@ def test_only_what_is_packed_and_alike_fits() -> None:
 
 
 def test_results_are_given_back() -> None:
-    """Of a gigabyte of them, with owners that stay and with owners that go, less than a tenth is there at once."""
+    """Of a gigabyte of results, with and without living owners, less than a tenth is allocated at once."""
     wide = PackedLinear(torch.nn.Linear(8, 4096).requires_grad_(False))
     x = torch.randn(256, 8)
     given, lasting = whole([x]), PackedGemm([wide], 1)

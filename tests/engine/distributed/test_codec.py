@@ -1,4 +1,4 @@
-"""What goes to the other ranks arrives as it was, and is small where it can be."""
+"""Values sent to other ranks arrive unchanged, in a compact form where possible."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def same(one: Any, other: Any) -> None:
     assert one.dtype == other.dtype
     assert one.shape == other.shape
     assert np.array_equal(one, other)
-    assert other.flags.writeable  # or torch would not have it
+    assert other.flags.writeable  # required by torch
 
 
 def leaves(thing: Any) -> Iterator[Any]:
-    """Of a batch, and of its groups if it has any."""
+    """Yield the leaves of a batch, and of its groups if it has any."""
     if dataclasses.is_dataclass(thing):
         for field in dataclasses.fields(thing):
             yield from leaves(getattr(thing, field.name))

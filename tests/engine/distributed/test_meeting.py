@@ -1,4 +1,4 @@
-"""Ranks meet where nobody else gets in, and where nobody else is listened to."""
+"""Ranks meet where no one else can connect, or is ignored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KNOWN = "a secret of many bytes"
 
 @pytest.fixture
 def several_machines(monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
-    """What ranks on several machines are told; the address at which rank 0 listens."""
+    """Set the environment of ranks on several machines; return rank 0's address."""
     host, port = free_address().split(":")
     monkeypatch.setenv("MASTER_ADDR", host)
     monkeypatch.setenv("MASTER_PORT", str(int(port) - 1))
@@ -39,7 +39,7 @@ def several_machines(monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
 
 @contextmanager
 def meeting(degree: int, *, one_machine: bool) -> Iterator[list[Any]]:
-    """Ranks that meet in threads; those that come later are yielded as what the test has them do."""
+    """Run the ranks' meeting in threads; yield their futures."""
     with ThreadPoolExecutor(degree) as threads:
         yield [threads.submit(meet, rank, degree, one_machine=one_machine, patience=PATIENCE) for rank in range(degree)]
 
@@ -82,7 +82,7 @@ def test_a_store_waits_and_compares() -> None:
 
 
 class Executed:
-    """Leaves a file behind where it is unpickled."""
+    """Creates a file when unpickled."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -92,7 +92,7 @@ class Executed:
 
 
 def test_strangers_are_turned_away(several_machines: tuple[str, int], tmp_path: Path) -> None:
-    """Those that say nothing, and those whose words would be executed, before, while and instead of a rank's."""
+    """Silent ones, and those that send pickles, before, during and instead of a rank's connection."""
     planted = pickle.dumps((Executed(tmp_path / "executed"), 1))
     with ThreadPoolExecutor(3) as threads:
         first = threads.submit(meet, 0, 3, one_machine=False, patience=PATIENCE)
@@ -109,7 +109,7 @@ def test_strangers_are_turned_away(several_machines: tuple[str, int], tmp_path: 
 
 
 def reached(address: tuple[str, int]) -> tuple[str, int]:
-    """The address, once something listens there."""
+    """Return the address, once something listens there."""
     for _ in range(1200):
         try:
             socket.create_connection(address).close()
@@ -154,7 +154,7 @@ def test_several_machines_need_a_secret(
 
 
 def test_a_folder_that_others_can_enter_is_no_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Another user may have made it first."""
+    """Another user may have created it first."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     planted = tmp_path / f"specdec-ranks-{os.geteuid()}"
@@ -179,12 +179,12 @@ def tell_where_it_listens() -> None:
 
 
 def listening() -> set[str]:
-    """The hosts at which this process listens, in hex as the kernel tells them."""
+    """Return the hosts on which this process listens, in the kernel's hex."""
     mine = set()
     for entry in Path("/proc/self/fd").iterdir():
         try:
             mine.add(os.readlink(entry))
-        except FileNotFoundError:  # of the listing itself
+        except FileNotFoundError:  # of the directory listing itself
             continue
     lines = [
         line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]

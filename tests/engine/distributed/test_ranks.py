@@ -1,4 +1,4 @@
-"""Processes that share a model: they end together, whoever ends first, and whatever the others are doing then."""
+"""Processes that share a model end together, whichever ends first, whatever the others are doing then."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDLE, BUSY = "idle", "busy"
 
 
 def wait_for_ever(what: str) -> None:
-    """Idle, for a command; or busy in a collective, for what the highest rank never adds to it."""
+    """Wait for a command, or in a collective to which the highest rank never contributes."""
     with Ranks.joined("cpu") as ranks:
         print("joined", flush=True)
         if what == BUSY and ranks.rank < ranks.degree - 1:
@@ -65,13 +65,13 @@ def agree_on(options: list[dict[str, Any]]) -> None:
             ranks.agree(**options[ranks.rank])
         except UnsupportedModelError as error:
             print(error, flush=True)
-        assert ranks.all(ranks.rank) == [0, 1]  # who has said its word
+        assert ranks.all(ranks.rank) == [0, 1]  # both still respond
         if ranks.rank:
             ranks.await_end()
 
 
 def launch() -> None:
-    """Two ranks, as torchrun does: processes that nothing binds to this one."""
+    """Start two ranks as torchrun does: processes independent of this one."""
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     for rank in ("0", "1"):
         if not os.fork():
@@ -79,7 +79,7 @@ def launch() -> None:
             break
     else:
         signal.pause()
-    signal.alarm(60)  # or else they would stay for ever
+    signal.alarm(60)  # otherwise they would stay for ever
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     with Ranks.joined("cpu") as ranks:
         print("joined", flush=True)
@@ -101,7 +101,7 @@ def fail_at_a_command() -> None:
 @pytest.mark.parametrize("what", [IDLE, BUSY])
 @pytest.mark.parametrize("killed", [0, 2])
 def test_a_lost_rank_ends_all(what: str, killed: int, tmp_path: Path) -> None:
-    """It is told in a line of everybody's log: of rank 0's, who; of the others', at least that rank 0 is gone."""
+    """Every rank logs one line: rank 0 the lost rank, the others at least the loss of rank 0."""
     with launched(3, tmp_path / "logs", wait_for_ever, what) as ranks:
         for rank in range(3):
             ranks.until_said(rank, "joined")
@@ -113,7 +113,7 @@ def test_a_lost_rank_ends_all(what: str, killed: int, tmp_path: Path) -> None:
 
 
 def test_followers_end_with_rank_0(tmp_path: Path) -> None:
-    """In peace, and not before, though they are told to."""
+    """Normally, and not earlier, even if signalled."""
     with launched(2, tmp_path / "logs", end_in_peace) as ranks:
         for rank in range(2):
             ranks.until_said(rank, "joined")
@@ -143,7 +143,7 @@ def test_ranks_end_in_peace_when_their_launcher_is_killed(tmp_path: Path) -> Non
     ids=["the same", "another"],
 )
 def test_all_take_the_same_options(options: list[dict[str, Any]], said: str, tmp_path: Path) -> None:
-    """Or would wait for each other, in the middle of different things."""
+    """Otherwise ranks would wait for each other in different operations."""
     with launched(2, tmp_path / "logs", agree_on, options) as ranks:
         assert ranks.exit_codes() == [0, 0]
         for rank in range(2):

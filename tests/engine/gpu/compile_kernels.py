@@ -1,7 +1,8 @@
-"""Compiles the kernels for GPUs down to machine code, for which no GPU is needed:
-`python -m tests.engine.gpu.compile_kernels CAPABILITY DTYPE`, like 90 and bf16, without TRITON_INTERPRET.
+"""Compiles the GPU kernels to machine code, without needing a GPU: `python -m tests.engine.gpu.compile_kernels
+CAPABILITY DTYPE`, like 90 and bf16, without TRITON_INTERPRET.
 
-The interpreter lets pass what the compiler does not: it is Python."""
+The interpreter accepts code that the compiler rejects: it is Python.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ from specdec.engine.gpu.attention import Tiling
 from specdec.engine.gpu.layout import SPLIT, TILE_ROWS
 
 WIDTH = 40
-"""Of a head: no power of two."""
+"""Of a head: not a power of two."""
 
 SHARED_BYTES = 99 << 10
-"""Of memory that a block may have on the smallest processors with tensor cores for bfloat16 (capability 8.6, 8.9)."""
+"""Shared memory available to a block on the smallest GPUs with bfloat16 tensor cores (capability 8.6, 8.9)."""
 
 
 def compile_for(capability: int, kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> None:
-    """Types of a kernel's arguments, those that are not constants. Raises what the compiler does."""
+    """Compile a kernel with these types of its non-constant arguments. Raises the compiler's exceptions."""
     names = kernel.arg_names
     assert sorted([*types, *constants]) == sorted(names), kernel
     source = ASTSource(

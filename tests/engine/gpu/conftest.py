@@ -1,5 +1,5 @@
-"""Triton's interpreter, at less of its time: it lists the members of its language anew for every call of a function
-within a kernel, a third of what these tests took. Here they are listed once."""
+"""Speeds up Triton's interpreter: it lists the members of its language for every function call in a kernel, a third of
+the time of these tests. Here they are listed once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def builtins_of(module: Any) -> list[str]:
 
 
 def replace_builtins(module: Any, builder: Any, scope: Any) -> None:
-    """Do what `interpreter._patch_builtin` does: those that are replaced by now are none of Triton's own."""
+    """Do the work of `interpreter._patch_builtin`: members already replaced are no longer Triton's own."""
     for name in builtins_of(module):
         member = getattr(module, name)
         if is_builtin(member):

@@ -1,7 +1,7 @@
-"""The kernels over tiles against attention written out in float64, and bit against bit in other company.
+"""The tiled kernels against attention in float64, and bit by bit in different batches.
 
-Without a GPU they are run by Triton's interpreter, tile by tile in NumPy: shapes are small, and products of bfloat16
-are those of the same numbers in float32.
+Without a GPU they run under Triton's interpreter, tile by tile in NumPy: shapes are small, and bfloat16 products are
+computed from the same numbers in float32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LONG, SHORT = SPLIT + 70, 2
 """Tokens of two texts: one of two splits."""
 
 ROUNDING = {torch.float32: 1e-4, torch.float16: 2**-8, torch.bfloat16: 2**-5}
-"""Of the weights and of the output, absolute: values are around one."""
+"""Absolute, of the weights and of the output: values are around one."""
 
 DTYPES = list(ROUNDING)
 
@@ -90,7 +90,7 @@ class Pass:
     def attend(
         self, batch: SplitKvBatch, rows: Sequence[int], *, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
-        """For a batch of some of the rows."""
+        """Run attention on a batch of some of the rows."""
         memory = SplitKvMemory([self.keys], [self.values])
         memory.reserve(batch.partials, self.shape.heads)
         some = list(rows)
@@ -105,7 +105,7 @@ class Pass:
         )
 
     def reference(self, window: int | None = None, softcap: float | None = None) -> NDArray[np.float64]:
-        """In float64, from the memory as it shall be."""
+        """In float64, from the memory after the step."""
         keys, values = (_double(pool).copy() for pool in (self.keys, self.values))
         keys[self.batch.slots], values[self.batch.slots] = _double(self.new_keys), _double(self.new_values)
         query = _double(self.query)
@@ -127,14 +127,14 @@ def test_it_is_attention(shape: Shape, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, 3.0), (1, None), (17, 3.0), (100, None), (1000, 3.0)])
 def test_windows_and_caps(window: int | None, softcap: float | None) -> None:
-    """Windows of one token, of some in one split, of some in two, of all."""
+    """Windows of one token, within one split, across two, and over everything."""
     step = Pass(ODD)
     got = step.run(window=window, softcap=softcap)
     np.testing.assert_allclose(_double(got), step.reference(window, softcap), atol=1e-4)
 
 
 def test_windows_and_caps_matter() -> None:
-    """Or the comparison above could not fail."""
+    """Otherwise the comparison above could not fail."""
     step = Pass(ODD)
     plain = step.reference()
     assert np.abs(step.reference(window=100) - plain).max() > 0.1
@@ -143,7 +143,7 @@ def test_windows_and_caps_matter() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_large_scores(dtype: torch.dtype) -> None:
-    """One key takes all, and nothing overflows."""
+    """One key gets all the weight, and nothing overflows."""
     step = Pass(MANY, dtype, spread=30.0)
     np.testing.assert_allclose(_double(step.run()), step.reference(), atol=30 * ROUNDING[dtype])
 
@@ -152,7 +152,7 @@ def test_large_scores(dtype: torch.dtype) -> None:
     ("dtype", "window"), [(torch.float32, None), (torch.float16, None), (torch.bfloat16, 100)], ids=str
 )
 def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype, window: int | None) -> None:
-    """As part of a prompt with a branch in it, alone, and among strangers in another order."""
+    """As part of a prompt with a branch in it, alone, and among other texts in another order."""
     step = Pass(GROUPED, dtype)
     whole = step.run(window=window)
     for some in ([2], [6, 4, 0, 2]):
@@ -164,7 +164,7 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype, window: int 
 
 
 def test_a_text_of_many_splits() -> None:
-    """More than are added up at once, by a row that has each of its tiles for itself."""
+    """More than are added up at once, by a row that shares none of its tiles."""
     length = (SPLITS_AT_ONCE + 1) * SPLIT + 5
     generator = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(length + 1, 1, 16, generator=generator).to(DEVICE) for _ in range(2))
@@ -188,7 +188,7 @@ def test_a_text_of_many_splits() -> None:
 
 
 def test_it_writes_the_new_rows_and_nothing_else() -> None:
-    """From wherever a model has them: heads before rows, in transformers."""
+    """With any strides: in transformers, heads come before rows."""
     step = Pass(ODD, torch.bfloat16)
     step.new_keys = step.new_keys.transpose(0, 1).contiguous().transpose(0, 1)
     step.query = step.query.transpose(1, 2).contiguous().transpose(1, 2)
@@ -205,7 +205,7 @@ def test_it_writes_the_new_rows_and_nothing_else() -> None:
 @pytest.mark.parametrize("victim", [1, 5], ids=["of the long text", "of the short one"])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, as the interpreter
 def test_what_is_no_number_stays_none(what: str, broken: float, victim: int) -> None:
-    """In every row that sees it, and in no other: not in those that read it with a weight of zero."""
+    """In every row that sees it, and in no other, even if read with zero weight."""
     step = Pass(MANY)
     getattr(step, what)[victim] = broken
     got = step.run()

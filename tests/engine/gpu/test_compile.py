@@ -1,4 +1,4 @@
-"""The kernels for GPUs can be compiled for them, which needs none."""
+"""The GPU kernels compile for their targets, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Models over split-KV tiles: those of the Llama kind by the kernels alone, others through transformers' attention
-interface, against their own forward."""
+"""Models on split-KV tiles against their own forward pass: Llama-like ones by kernels alone, others through
+transformers' attention interface."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from specdec.engine.gpu.decoder import GpuDecoder
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOTS = 64
 DONE = WINDOW + 5
-"""Tokens whose keys and values are in memory."""
+"""Tokens with keys and values in memory."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Relative to the largest logit. bfloat16 is rounded at other places than in transformers."""
 
 
 class Step:
-    """A text with its last two tokens and a branch of one still to be computed."""
+    """A text with its last two tokens, and a branch of one, still to be computed."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -46,7 +46,7 @@ class Step:
 
     @torch.inference_mode()
     def own(self) -> Tensor:
-        """Logits of the three, by the model's own forward."""
+        """Logits of the three by the model's own forward pass."""
         self.model.set_attn_implementation("eager")
         texts = torch.tensor([self.text, [*self.text[:-1], self.branch]], device=DEVICE)
         logits = self.model(input_ids=texts, use_cache=False).logits.float()
@@ -55,7 +55,7 @@ class Step:
 
     @torch.inference_mode()
     def memory(self, layers: list[LayerAttention]) -> SplitKvMemory:
-        """With what the model's own forward keeps of the tokens before."""
+        """Return the memory filled with the earlier tokens' keys and values from the model's own forward pass."""
         cache = DynamicCache()
         self.model.set_attn_implementation("eager")
         self.model(input_ids=torch.tensor([self.text[:DONE]], device=DEVICE), past_key_values=cache, use_cache=True)
@@ -82,7 +82,7 @@ class Step:
 
 
 def run(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """What the step computes, and is to."""
+    """Return the step's logits and the expected ones."""
     layers = attention_of(model)
     step = Step(model)
     want, memory = step.own(), step.memory(layers)

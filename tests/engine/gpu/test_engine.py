@@ -1,6 +1,6 @@
-"""The engine for GPUs computes what the model does and chooses what is chosen in memory. Without a GPU it runs under
-Triton's interpreter, without graphs; that rows do not depend on their batch is checked kernel by kernel there
-(`test_attention.py`), since the check of a whole engine would take the interpreter minutes."""
+"""The GPU engine computes the model's logits and makes the host's choices. Without a GPU it runs under Triton's
+interpreter, without graphs; batch independence is checked kernel by kernel there (`test_attention.py`), since the check
+of a whole engine would take the interpreter minutes."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Subject:
 
 @pytest.fixture(scope="module", params=["llama", "gemma2"])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    """One kind whose layers are kernels, and one that runs its own, with windows and caps."""
+    """One model whose layers are kernels, and one that runs its own, with windows and caps."""
     return Subject(request.param, tmp_path_factory.mktemp("models"))
 
 
 def branched(engine: GpuEngine, text: list[int], branch: list[int]) -> tuple[Packer, list[list[int]]]:
-    """A step of a text as a prompt, and of a branch beside its last token; the texts whose logits it brings."""
+    """Pack a text as a prompt, and a branch next to its last token; return also the texts of the logit rows."""
     length = len(text)
     slots = np.arange(1, length + len(branch) + 1)
     packer = engine.packer()
@@ -135,7 +135,7 @@ def test_a_draft_s_pass_has_the_shortlists_of_its_logits(subject: Subject) -> No
     np.testing.assert_array_equal(got.whole(rows), logits[rows])
     packer = engine.packer()
     packer.add_path(np.arange(1, 4), packer.add_rows([5, 6, 7], 0, [1, 2, 3]))
-    assert not engine.forward_shortlists(packer.pack()).whole([])  # a piece of a prompt
+    assert not engine.forward_shortlists(packer.pack()).whole([])  # a chunk of a prompt
 
 
 def test_it_says_where_it_computes(subject: Subject) -> None:
@@ -150,8 +150,8 @@ def test_rows_do_not_depend_on_their_batch(subject: Subject) -> None:
 
 
 def test_steps_survive_new_rooms_and_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of several sizes in turns, each of which is a graph where there is a GPU; larger ones need more room for
-    what is found in splits than there is before them, as the check at start does."""
+    """Alternating steps of several sizes, each a graph if there is a GPU; larger ones need more workspace for split
+    results than before, like the check at start."""
     monkeypatch.setattr(gpu_engine, "LEAST_PARTIALS", 4)
     subject = Subject("llama", tmp_path)
     text = np.random.default_rng(3).integers(3, VOCABULARY, 250).tolist()
@@ -164,7 +164,7 @@ def test_steps_survive_new_rooms_and_each_other(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.gpu
 def test_steps_as_graphs_are_steps_kernel_by_kernel(tmp_path: Path) -> None:
-    """Bit by bit, with hidden states and without, in batches of the same size one after the other."""
+    """Bit by bit, with and without hidden states, in consecutive batches of equal size."""
     graphed, eager = Subject("llama", tmp_path).engine, Subject("llama", tmp_path, cuda_graphs=False).engine
     for seed in range(3):
         text = np.random.default_rng(seed).integers(3, VOCABULARY, 12).tolist()
@@ -176,7 +176,7 @@ def test_steps_as_graphs_are_steps_kernel_by_kernel(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_step_that_finds_no_memory_is_a_shortage_and_harms_no_other(tmp_path: Path) -> None:
-    """One of a size that is new, so its graph is being recorded when memory ends."""
+    """A step of a new size: memory runs out while its graph is recorded."""
     engine = Subject("llama", tmp_path).engine
     text = np.random.default_rng(5).integers(3, VOCABULARY, 200).tolist()
 
@@ -185,7 +185,7 @@ def test_a_step_that_finds_no_memory_is_a_shortage_and_harms_no_other(tmp_path: 
 
     want = logits(3)
     filler = []
-    for size in (1 << 30, 1 << 20, 1 << 12, 1 << 9):  # down to the pieces that torch hands out
+    for size in (1 << 30, 1 << 20, 1 << 12, 1 << 9):  # down to the pieces allocated by torch
         with contextlib.suppress(torch.OutOfMemoryError):
             while True:
                 filler.append(torch.empty(size, dtype=torch.uint8, device=DEVICE))
@@ -202,7 +202,7 @@ def test_a_step_that_finds_no_memory_is_a_shortage_and_harms_no_other(tmp_path: 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is no second GPU")
 def test_the_second_gpu_of_a_machine(tmp_path: Path) -> None:
-    """In a thread whose current device is the first, as threads begin."""
+    """In a thread whose current device is the first, the default for new threads."""
     subject = Subject("llama", tmp_path, device="cuda:1")
     packer, texts = branched(subject.engine, [5, 6, 7], [8])
     want = subject.own_logits(texts[1])
@@ -210,8 +210,8 @@ def test_the_second_gpu_of_a_machine(tmp_path: Path) -> None:
 
 
 def test_layers_whose_sums_are_cut_within_an_engine(tmp_path: Path) -> None:
-    """In place of all products of a model in bfloat16, in steps of several sizes, the longest a prompt that wants few
-    of its rows; graphs, where there are any, against none bit by bit."""
+    """In place of all products of a bfloat16 model, in steps of several sizes, the longest a prompt with few wanted
+    rows; graphs, if any, against kernel by kernel, bit by bit."""
     graphed, eager = (
         Subject("llama", tmp_path, dtype="bfloat16", exact=False, cuda_graphs=graphs) for graphs in (True, False)
     )

@@ -1,4 +1,4 @@
-"""The kernels between a layer's products against torch, and row against row in other company."""
+"""The kernels between a layer's products against torch, and row by row in different batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdec.engine.gpu.kernels import GATE_BLOCK, add_and_normalise, gate, rota
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ROUNDING = {torch.float32: 1e-5, torch.float16: 2**-11, torch.bfloat16: 2**-8 if DEVICE == "cuda" else 2**-7}
-"""Relative, of one rounding to the type; Triton's interpreter cuts bfloat16 off."""
+"""Relative rounding error of the type; Triton's interpreter truncates to bfloat16."""
 
 EPSILON = 1e-6
 HEADS, KV_HEADS = 3, 1
@@ -86,7 +86,7 @@ class TestLoops:
 
     @pytest.mark.parametrize("broken", [math.nan, math.inf])
     def test_a_value_that_is_no_number_breaks_its_key(self, dtype: torch.dtype, broken: float) -> None:
-        """And is none itself any more; the other head's stay as they are."""
+        """The value itself becomes NaN too; the other heads stay unchanged."""
         key, value = random(2, 2, 5, dtype=dtype), random(2, 2, 3, seed=1, dtype=dtype)
         value[1, 0, 2] = broken
         keys, values = (torch.zeros(8, 2, width, dtype=dtype, device=DEVICE) for width in (5, 3))
@@ -112,7 +112,7 @@ class TestLoops:
     @pytest.mark.parametrize("column", [5, 50], ids=["gate", "up"])
     @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, as the interpreter
     def test_what_is_no_number_stays_none(self, dtype: torch.dtype, broken: float, column: int) -> None:
-        """And the other rows' numbers stay what they are."""
+        """And the other rows are unaffected."""
         residual = random(2, 48, dtype=dtype)
         residual[1, 5] = broken
         out = torch.empty_like(residual)

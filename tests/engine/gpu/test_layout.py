@@ -1,4 +1,4 @@
-"""Every row of a split-KV batch reads the slots of its own text, each split once; what texts share is read once."""
+"""Every row of a split-KV batch reads the slots of its own text, each split once; shared prefixes are read once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec.engine.row_counts import InvariantRowCounts
 
 
 def splits_of(batch: SplitKvBatch) -> list[dict[int, list[int]]]:
-    """For every row the slots of each split that it is given; none is given twice."""
+    """Return for every row the slots of each of its splits; none occurs twice."""
     found: list[dict[int, list[int]]] = [{} for _ in batch.tokens]
     for tile, count in enumerate(batch.tile_counts):
         split = int(batch.tile_splits[tile])
@@ -27,7 +27,7 @@ def splits_of(batch: SplitKvBatch) -> list[dict[int, list[int]]]:
 
 
 def seen(batch: SplitKvBatch) -> list[list[int]]:
-    """The slots that each row reads."""
+    """Return the slots read by each row."""
     result = []
     for splits, position in zip(splits_of(batch), batch.positions.tolist(), strict=True):
         assert sorted(splits) == list(range(position // SPLIT + 1))
@@ -57,7 +57,7 @@ def check_form(batch: SplitKvBatch) -> None:
 
 
 def add_text(packer: SplitKvPacker, slots: Slots, new: int) -> range:
-    """The last `new` tokens of a text."""
+    """Add the last `new` tokens of a text."""
     start = len(slots) - new
     rows = packer.add_rows([0] * new, start, slots[start:])
     packer.add_path(slots, rows)
@@ -65,8 +65,8 @@ def add_text(packer: SplitKvPacker, slots: Slots, new: int) -> range:
 
 
 def add_tree(packer: SplitKvPacker, prefix: Slots, parents: Sequence[int | None], first_slot: int) -> list[list[int]]:
-    """The tip of a text and a tree below it, as the verifier adds them: a path for each leaf, and rows on the first
-    path they lie on. What each row is to read, in order of rows."""
+    """Add the tip of a text and a tree below it, as the verifier does: a path for each leaf, and rows on the first path
+    through them. Return the slots to be read by each row, in order of rows."""
     tip = packer.add_row(0, len(prefix) - 1, int(prefix[-1]))
     texts: list[Slots] = []
     rows, want = [], [prefix.tolist()]
@@ -110,7 +110,7 @@ def test_rows_of_one_path_share_tiles() -> None:
 
 
 def test_leaves_read_what_they_share_once() -> None:
-    """The split in which they differ, each for itself."""
+    """The split with their differences is read by each separately."""
     packer = SplitKvPacker(tile_rows=16)
     prefix = np.arange(1, 1 + 3 * SPLIT + 100)
     want = add_tree(packer, prefix, [None, 0, 0, None, 3], 5000)
@@ -169,7 +169,7 @@ def test_a_masked_tree_is_read_in_order_of_position() -> None:
 
 @st.composite
 def trees(draw: st.DrawFn) -> list[int | None]:
-    """Each node's parent, among those before it."""
+    """Draw each node's parent, among earlier nodes."""
     count = draw(st.integers(0, 8))
     return [draw(st.one_of(st.none(), st.integers(0, i - 1))) if i else None for i in range(count)]
 
@@ -185,7 +185,7 @@ LENGTHS = st.one_of(st.integers(1, 20), st.integers(SPLIT - 4, SPLIT + 4), st.in
 def test_any_mixture_reads_what_was_put_in(
     texts: list[tuple[int, list[int | None] | int, int]], tile_rows: int, rows: InvariantRowCounts | None
 ) -> None:
-    """Prompts and trees, some behind the beginning of the text before."""
+    """Prompts and trees, some behind the beginning of the previous text."""
     packer = SplitKvPacker(rows=rows, tile_rows=tile_rows)
     before, slot, want = np.arange(0), 1, []
     for length, what, shared in [(5, 2, 0), *texts]:

@@ -1,4 +1,4 @@
-"""Layers whose sums are cut by their shape alone: what they compute, and that rows do not depend on their number."""
+"""Layers whose split-K depends on their shape alone: their results, and rows independent of the batch size."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_it_is_the_product_rounded_once(inputs: int, outputs: int, rows: int, bi
     with torch.inference_mode():
         got = own(x)
     assert got.dtype == dtype
-    rounding = torch.finfo(dtype).eps / (2 if ON_GPU else 1)  # the interpreter cuts off what bfloat16 has no room for
+    rounding = torch.finfo(dtype).eps / (2 if ON_GPU else 1)  # the interpreter truncates to bfloat16
     error = rounding * want.abs() + 1e-5 * float(want.abs().max())
     assert ((got.double() - want).abs() <= error).all()
 
 
 def test_parts_added_in_memory_and_at_once_are_the_same_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For many rows a program adds up all its parts; for few, several programs do, and another adds what they leave."""
+    """For many rows one program adds all parts; for few, several programs write partial sums for another to add."""
     own, x = layer(2048, 100), rows_of(130, 2048)
     assert parts_of(2048, 100) == 4
     with torch.inference_mode():
@@ -55,7 +55,7 @@ def test_parts_added_in_memory_and_at_once_are_the_same_sum(monkeypatch: pytest.
         whole = own(x)
     if ON_GPU:
         assert torch.equal(apart, whole)
-    else:  # the interpreter multiplies by numpy, in the same order: whether with the same bits, numpy does not promise
+    else:  # the interpreter multiplies by numpy, in the same order; numpy does not promise the same bits
         torch.testing.assert_close(apart, whole)
 
 
@@ -71,7 +71,7 @@ def test_shapes_are_kept_and_views_are_read() -> None:
 def test_what_has_no_counterpart() -> None:
     assert split_k(torch.nn.Linear(8, 8)) is None  # float32
     assert split_k(torch.nn.Linear(8, 8).to(torch.float64)) is None
-    assert split_k(layer(8, 8)) is None  # has been made already
+    assert split_k(layer(8, 8)) is None  # already replaced
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(4096, 4096), (14336, 4096), (128256, 64), (64, 128256), (8, 8)])

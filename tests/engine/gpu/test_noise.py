@@ -1,4 +1,4 @@
-"""The torch noise is the NumPy noise: equal words, and Gumbel values equal to an ulp."""
+"""The torch noise equals the NumPy noise: equal words, and Gumbel values equal to an ulp."""
 
 from __future__ import annotations
 

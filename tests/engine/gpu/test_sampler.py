@@ -1,4 +1,4 @@
-"""Choices from logits on a device are those from the same logits in memory. The device is the CPU where there is no
+"""Choices from logits on a device equal those from the same logits on the host. The device is the CPU if there is no
 other: the code is the same."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def samplings(draw: st.DrawFn, vocabulary: int) -> Sampling:
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], list[SamplingQuery]]:
-    """Rows of logits, some of them rounded until many are equal or broken, and what is asked of them."""
+    """Draw rows of logits, some broken or rounded until many are equal, and their queries."""
     vocabulary = draw(st.sampled_from([5, 60, 400]))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     queries: list[SamplingQuery] = []
@@ -75,7 +75,7 @@ def test_device_rows_choose_as_rows_in_memory(step: Any, ranked: int, known: boo
     every = list(range(len(queries)))
     want, sound = HostLogits(logits).choose(every, queries)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shortlist, "RANKED", ranked)  # so that it does not suffice for every row
+        patch.setattr(shortlist, "RANKED", ranked)  # too few for some rows
         on_device = GpuLogits(torch.from_numpy(logits).to(DEVICE), dict(enumerate(queries)) if known else {})
         got, got_sound = on_device.choose(every, queries)
     assert got.tolist() == want.tolist()
@@ -99,7 +99,7 @@ def test_log_probabilities_are_of_the_same_rows() -> None:
 
 
 def of_all_kinds() -> tuple[torch.Tensor, list[SamplingQuery]]:
-    """Logits, and what is asked of the rows: one row each of what has a shortlist of another kind, with penalties."""
+    """Return logits and queries: one row for each kind of shortlist, with penalties."""
     logits = np.random.default_rng(0).normal(size=(3, 5000)).astype(np.float32)
     kinds = [Sampling(temperature=0.0), Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, top_p=0.5, seed=2)]
     penalty_state = PenaltyState(5000, [1, 2], [3])
@@ -109,7 +109,7 @@ def of_all_kinds() -> tuple[torch.Tensor, list[SamplingQuery]]:
 
 
 def test_a_step_is_fetched_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rows of all kinds that are known in advance."""
+    """All rows of all kinds known in advance."""
     fetched: list[int] = []
     cpu = torch.Tensor.cpu
 
@@ -128,10 +128,10 @@ def test_a_step_is_fetched_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.gpu
 def test_a_step_waits_once() -> None:
-    """Whatever else is asked of the device is asked while it still computes the logits."""
+    """All other device work is queued while it still computes the logits."""
     logits, queries = of_all_kinds()
-    GpuLogits(logits, dict(enumerate(queries)))  # loads what is loaded on first use
-    with warnings.catch_warnings(record=True) as told:  # of the mode itself too: that it is a prototype
+    GpuLogits(logits, dict(enumerate(queries)))  # triggers lazy loading
+    with warnings.catch_warnings(record=True) as told:  # also about the mode itself: that it is a prototype
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:

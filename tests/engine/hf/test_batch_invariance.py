@@ -1,4 +1,4 @@
-"""Finding row classes, tiling, and the check at start, on layers and engines whose faults are known."""
+"""Measured row counts, tiling, and the check at start, on layers and engines with known faults."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def found(*layers: Fickle, threads: Sequence[int] = (1,)) -> ShapeRowCounts:
 
 
 def own(classes: ShapeRowCounts) -> tuple[int, ...]:
-    """The class of the only shape."""
+    """Return the row counts of the only shape."""
     (rows,) = classes.products.values()
     return rows.counts
 
@@ -68,10 +68,10 @@ class TestFind:
     def test_a_class_may_have_gaps(self) -> None:
         classes = found(Fickle(lambda rows: int(rows in (1, 7, 9))))
         assert own(classes) == members(lambda rows: rows not in (1, 7, 9))
-        assert classes.batch == classes.products[8, 4]  # 7 is 6 and a rest
+        assert classes.batch == classes.products[8, 4]  # 7 = 6 and a remainder
 
     def test_every_shape_has_its_own(self) -> None:
-        """One leaves out few rows, the other many: those it makes up of several."""
+        """One shape lacks small row counts, the other large ones and composes them from several products."""
         few, many = Fickle(lambda rows: int(rows < 3)), Fickle(lambda rows: int(rows > 100), outputs=5)
         classes = found(few, many)
         assert classes.batch.counts == members(lambda rows: rows >= 3)
@@ -98,13 +98,13 @@ class TestFind:
         assert classes.tiles((8, 4), 5) == [1] * 5
 
     def test_shapes_that_share_no_number_of_rows(self) -> None:
-        """Of threes and nines neither can be made up."""
+        """256 and 512 rows cannot be composed of threes and nines."""
         large = Fickle(lambda rows: 0 if rows in (256, 512) else rows)
         small = Fickle(lambda rows: 0 if rows in (3, 9) else rows, outputs=5)
         assert ShapeRowCounts.made_up_of(find([large, small], "cpu", [1])) is None
 
     def test_real_layers(self) -> None:
-        """Whatever this machine's class is: at its members all rows have equal bits."""
+        """Whatever the invariant row counts of this machine: at them all rows have equal bits."""
         torch.manual_seed(0)
         layer = torch.nn.Linear(64, 96)
         (rows,) = find([layer], "cpu", [1]).values()
@@ -115,7 +115,8 @@ class TestFind:
                 assert torch.equal(layer(x[:count]), whole[:count])
 
     def test_threads_must_agree(self) -> None:
-        """On a processor with matrix units a wide layer splits its sums otherwise with one thread, for some rows."""
+        """On a processor with matrix units a wide layer splits its sums differently with one thread, for some row
+        counts."""
         before = torch.get_num_threads()
         try:
             steady = Fickle(lambda rows: int(32 < rows < 256) * rows * (torch.get_num_threads() == 1))
@@ -129,7 +130,7 @@ class TestFind:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_real_layers_with_any_number_of_threads(self, dtype: torch.dtype) -> None:
-        """Tall and wide, as they are packed here: in every batch a row has the same bits."""
+        """Tall and wide, packed as in the engine: a row has the same bits in every batch."""
         if not can_pack(dtype):
             pytest.skip(f"no packed products of {dtype} here")
         torch.manual_seed(0)
@@ -152,7 +153,7 @@ class TestFind:
 
 
 def of(layer: torch.nn.Linear, counts: tuple[int, ...]) -> ShapeRowCounts:
-    """Of a model with such layers alone."""
+    """Return the row counts of a model with only such layers."""
     rows = InvariantRowCounts(counts)
     return ShapeRowCounts(rows, {(layer.in_features, layer.out_features): rows})
 
@@ -187,9 +188,9 @@ class TestTiles:
 
 
 class Disturbed(ThreadedTextEngine):
-    """An engine whose logits are moved a little by what they should not depend on."""
+    """An engine whose logits are perturbed by something they should not depend on."""
 
-    vocabulary = BAD  # without it
+    vocabulary = BAD  # without the perturbed vocabulary
     threads: tuple[int, ...] = (1,)
 
     def __init__(self, disturbance: Callable[[PackedBatch], NDArray[Any]]) -> None:
@@ -202,7 +203,7 @@ class Disturbed(ThreadedTextEngine):
 
 
 def decodes(batch: PackedBatch) -> int:
-    """The texts of a batch that has one row of each and none of a prompt; else 0."""
+    """Return the number of texts in a pure decode batch of one row each, else 0."""
     return len(batch.tokens) if len(batch.wanted) == 1 and (np.delete(batch.slots, batch.wanted) == 0).all() else 0
 
 
@@ -251,7 +252,7 @@ def test_an_engine_whose_rows_depend_on_the_batch_says_so(tmp_path: Path) -> Non
     assert engine.numerics.endswith("/fast")
     packer = engine.packer()
     packer.add_path(np.arange(1, 4), packer.add_rows([3, 4, 5], 0, [1, 2, 3]))
-    assert len(packer.pack().tokens) == 3  # nothing is padded for nothing
+    assert len(packer.pack().tokens) == 3  # no needless padding
 
 
 def test_exactness_is_for_who_asks(tmp_path: Path) -> None:
@@ -261,7 +262,7 @@ def test_exactness_is_for_who_asks(tmp_path: Path) -> None:
 
 
 class Layers(torch.nn.Module):
-    """What `make_exact` asks of a model."""
+    """The part of a model used by `make_exact`."""
 
     def __init__(self, **layers: torch.nn.Linear) -> None:
         super().__init__()
@@ -271,7 +272,7 @@ class Layers(torch.nn.Module):
 
 
 class Replaced(TextEngine):
-    """An engine with layers of its own, which it does not run."""
+    """An engine with layers that it does not run."""
 
     vocabulary = BAD  # without it
 
@@ -279,26 +280,26 @@ class Replaced(TextEngine):
         super().__init__(10)
         self.model: Any = Layers(**layers)
         self.classes: ShapeRowCounts | None = None
-        self.run: list[torch.nn.Module] = []  # when it was tiled last
+        self.run: list[torch.nn.Module] = []  # layers at the last tiling
 
     def tile(self, classes: ShapeRowCounts | None) -> None:
         self.classes, self.run = classes, list(self.model.children())
 
 
 class Unsteady(Replaced):
-    """An engine whose logits depend on the number of rows, whatever its layers are."""
+    """An engine whose logits depend on the number of rows, whatever its layers."""
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         return super().forward(batch) + np.float32(1e-6) * len(batch.tokens)
 
 
 class TestCounterparts:
-    """A layer is replaced where its counterpart has the same bits at more row counts."""
+    """A layer is replaced if its counterpart has the same bits at more row counts."""
 
     def test_of_a_layer_that_depends_on_the_number_of_rows(self) -> None:
         steady, fickle = Fickle(lambda rows: 0), Fickle(lambda rows: int(rows > 16), outputs=5)
         engine, other = Replaced(steady=steady, fickle=fickle), Fickle(lambda rows: 0, outputs=5)
-        counterparts = {id(fickle): other}  # the steady one is not asked for
+        counterparts = {id(fickle): other}  # the steady layer is not tried
         assert make_exact(engine, instead=lambda layer: counterparts[id(layer)])
         assert engine.model.steady is steady
         assert engine.model.fickle is other
@@ -314,7 +315,7 @@ class TestCounterparts:
         assert own(engine.classes) == members(lambda rows: rows <= 16)
 
     def test_all_layers_of_a_shape_or_none(self) -> None:
-        """Or the two of them would have to agree on row counts."""
+        """Otherwise the two kinds would have to agree on row counts."""
         one, two = Fickle(lambda rows: int(rows > 16)), Fickle(lambda rows: int(rows > 16))
         engine = Replaced(one=one, two=two)
         assert make_exact(engine, instead=lambda layer: Fickle(lambda rows: 0) if layer is one else None)

@@ -1,4 +1,4 @@
-"""A model directory brings weights and numbers, never code."""
+"""A model directory provides weights and numbers, never code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(source: Path, tmp_path: Path) -> Path:
 
 
 class Executed:
-    """Leaves a folder behind where it is unpickled."""
+    """Creates a folder when unpickled."""
 
     def __init__(self, trace: Path) -> None:
         self._trace = trace
@@ -83,7 +83,7 @@ def test_nor_is_one_inside_it(folder: Path) -> None:
 
 
 def test_nothing_beside_the_weights_is_seen(folder: Path, tmp_path: Path) -> None:
-    """Pickles, adapters, states of an optimizer, code: each would be executed where it is loaded."""
+    """Pickles, adapters, optimizer states, code: each would run on loading."""
     trace = tmp_path / "executed"
     planted = pickle.dumps(Executed(trace))
     beside = (
@@ -114,7 +114,7 @@ def test_a_pickle_alone_is_refused(folder: Path, tmp_path: Path, index: bool) ->
     trace = tmp_path / "executed"
     (folder / WEIGHTS).unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Executed(trace)))
-    if index:  # as if it were safetensors
+    if index:  # under a safetensors name
         (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": "pytorch_model.bin"}}))
     said = (
         "must have names of safetensors files" if index else "pytorch_model.bin is of another format: save the model as"

@@ -1,4 +1,4 @@
-"""A start that finds what an earlier one knows of exactness checks one prompt; what cannot be right is not believed."""
+"""With cached exactness results, start-up checks only one prompt; inconsistent entries are ignored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 FEW, MANY = 2, 20
-"""Passes of a start that knows, the reference check's and one prompt, and at least of one that does not."""
+"""Passes of a start with cached results (reference check and one prompt), and at least those of one without."""
 
 
 class Counting(CpuEngine):
@@ -70,7 +70,7 @@ def test_other_weights_are_checked(folder: Path, model: Path, tmp_path: Path) ->
     other = make("opt", tmp_path)
     weights = other / "model.safetensors"
     content = bytearray(weights.read_bytes())
-    content[-2] ^= 1  # of the last number, in the same size
+    content[-2] ^= 1  # the last number, same length
     weights.write_bytes(content)
     assert start(other).passes > MANY
 
@@ -110,4 +110,4 @@ def test_an_entry_that_cannot_be_right_is_not_believed(folder: Path, model: Path
     again = start(model)
     assert again.passes > MANY
     assert again.numerics == first.numerics
-    assert start(model).passes <= FEW  # the entry was mended
+    assert start(model).passes <= FEW  # the entry was repaired

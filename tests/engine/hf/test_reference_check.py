@@ -1,4 +1,4 @@
-"""What an engine computes at start is compared with what it is to compute, and it may not be able to compute at all."""
+"""At start an engine's output is compared with the model's own; a failing engine is reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OWN = ReferenceCheck("Odd", 1e-3, [5, 6, 7, 8], [9, 4], torch.tensor([[1.0, 2.0,
 
 
 class Engine:
-    """Of logits that are given, or of an error."""
+    """Returns the given logits, or raises the given error."""
 
     def __init__(self, logits: NDArray[np.float32] | Exception) -> None:
         self._logits = logits

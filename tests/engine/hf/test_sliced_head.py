@@ -1,4 +1,4 @@
-"""An output head in slices of the vocabulary gives the logits of one in a single product."""
+"""An output head in vocabulary slices gives the logits of a single product."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_slices_give_the_same_logits(dtype: torch.dtype, bias: bool) -> None:
 
 
 def test_a_slice_is_freed_once_it_is_laid_out() -> None:
-    """All of them at once would take as much as a second head."""
+    """All of them together would take the memory of a second head."""
     if not can_pack(torch.float32):
         pytest.skip("this torch has no prepacked products")
     sliced = SlicedHead(head(torch.bfloat16, bias=False))

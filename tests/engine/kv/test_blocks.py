@@ -1,9 +1,9 @@
-"""Proves that block tables never mix up texts, tenants or owners, and that the cache forgets in the right order.
+"""Block tables never mix up texts, tenants or owners, and the cache evicts in the right order.
 
-A state machine lets many sessions of two tenants open, compute, speculate, trim, fail and close in a tiny
-pool. Two oracles watch it. The *memory* is what a simulated engine writes: each slot says after which text
-its token was computed, so a table whose slots do not spell its own text is found at once. The *register*
-is the plain specification of the cache: a dictionary of whole prefixes with holders and time of last use.
+A state machine lets many sessions of two tenants open, compute, speculate, trim, fail and close in a tiny pool. Two
+oracles check it. The *memory* is that of a simulated engine: each slot records the text before its token, so a table
+with slots of another text is found at once. The *register* is the plain specification of the cache: a dictionary of
+whole prefixes with holders and time of last use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOTHING, GUESS = -1, -2  # contents of the memory besides texts
 
 
 def text(*pieces: tuple[int, int]) -> list[int]:
-    """Pieces of (token, how often)."""
+    """Return a text from pieces of (token, count)."""
     return [token for token, count in pieces for _ in range(count)]
 
 
@@ -60,13 +60,13 @@ class Entry:
 
     block: int
     holders: int
-    used: int = 0  # when the last holder let go
+    used: int = 0  # time of the last holder's release
     lost: bool = False
 
 
 @dataclass(eq=False)
 class Session:
-    """A table, and what the register knows of it."""
+    """A table, and its state in the register."""
 
     table: BlockTable
     tenant: str
@@ -90,7 +90,7 @@ class Session:
 
 
 class Register:
-    """What should be cached, in the plainest way."""
+    """The cache's expected content, as plainly as possible."""
 
     def __init__(self, blocks: int) -> None:
         self.usable = blocks - 1
@@ -113,7 +113,7 @@ class Register:
         return self.usable - self.held - self.cached
 
     def match(self, tenant: str, tokens: list[int]) -> tuple[list[Entry], list[Entry], int]:
-        """Whole prefixes, entries that rows can be copied from, and how many rows."""
+        """Return whole prefixes, entries to copy rows from, and the number of rows."""
         tokens = tokens[:-1]
         chain: list[Entry] = []
         while (tenant, tuple(tokens[: (len(chain) + 1) * BLOCK])) in self.entries:
@@ -157,7 +157,7 @@ class Register:
 
     def close(self, session: Session, wipe: bool) -> None:
         if wipe or session.lost:
-            # Unless it is forgotten already, and what is known by that name is another's, computed since.
+            # Unless evicted already, with another session's newer prefix under that name.
             known = session.chain and self.entries.get(session.prefix(0)) is session.chain[0]
             for key, entry in list(self.entries.items()):
                 if known and key[0] == session.tenant and key[1][:BLOCK] == tuple(session.tokens[:BLOCK]):
@@ -184,7 +184,7 @@ TENANTS = st.sampled_from(["", "b"])
 
 
 class Sessions(RuleBasedStateMachine):
-    """Whatever sessions do to a pool."""
+    """All operations of sessions on a pool."""
 
     @initialize(blocks=st.integers(2, 12))
     def start(self, blocks: int) -> None:
@@ -226,7 +226,7 @@ class Sessions(RuleBasedStateMachine):
 
     @rule(pieces=TEXTS, tenant=TENANTS, stay=st.booleans())
     def visit(self, pieces: list[tuple[int, int]], tenant: str, stay: bool) -> None:
-        """A session's whole prompt at once, perhaps its whole life."""
+        """Compute a session's whole prompt at once, and optionally close it."""
         self.open(pieces, tenant)
         session = self.sessions[-1]
         self.make_room(session, len(session.tokens))
@@ -260,7 +260,7 @@ class Sessions(RuleBasedStateMachine):
     @precondition(lambda self: self.sessions)
     @rule(data=st.data(), count=st.sampled_from([1, 10, 64, 130]), fails=st.sampled_from([False] * 9 + [True]))
     def compute(self, data: st.DataObject, count: int, fails: bool) -> None:
-        """The next rows of a text, generating where it ends, as far as there is room."""
+        """Compute the next rows of a text, generating at its end, as far as there is room."""
         session = self.pick(data)
         end = min(session.computed + count, len(session.table.slots))
         while len(session.tokens) < end:
@@ -349,7 +349,7 @@ TestSessions.settings = settings(max_examples=120, stateful_step_count=40, deadl
 
 
 def nodes(pool: BlockPool) -> int:
-    """In all trees, without the roots; checks their bookkeeping on the way."""
+    """Return the number of nodes of all trees, without the roots; check their bookkeeping on the way."""
     count, stack = 0, list(pool._roots.values())
     while stack:
         node = stack.pop()
@@ -363,7 +363,7 @@ def nodes(pool: BlockPool) -> int:
 
 
 def filled(pool: BlockPool, tokens: list[int], tenant: str = "") -> BlockTable:
-    """An open table with all of `tokens` computed."""
+    """Return an open table with all of `tokens` computed."""
     table, _, _ = pool.open(tokens, tenant)
     table.reserve(len(tokens))
     table.publish(tokens, len(tokens))
@@ -371,7 +371,7 @@ def filled(pool: BlockPool, tokens: list[int], tenant: str = "") -> BlockTable:
 
 
 def known(pool: BlockPool, tokens: list[int], tenant: str = "") -> int:
-    """How many leading tokens are cached in whole blocks, as the tree says: without using them."""
+    """Return the number of leading tokens cached in whole blocks, from the tree, without counting as a use."""
     node, count = pool._roots.get(tenant.encode()), 0
     while node is not None:
         key = np.asarray(tokens[count : count + BLOCK], dtype=np.uint32).tobytes()
@@ -459,7 +459,7 @@ def test_copying_counts_as_use_and_its_source_is_not_evicted_for_it() -> None:
 
 
 def test_no_room_for_a_copy_is_no_error() -> None:
-    """The only block that could be evicted is the one to copy from."""
+    """The only evictable block is the one to copy from."""
     pool = BlockPool(3)
     filled(pool, text((1, BLOCK))).close()
     table = filled(pool, text((2, 10)))
@@ -534,8 +534,7 @@ def test_an_empty_table_does_not_start_in_a_hole() -> None:
 
 
 def test_two_sessions_with_the_same_prompt() -> None:
-    """Each computes it; while open the second keeps its own copy, afterwards one copy stays and both
-    continuations."""
+    """Each computes it; while open the second keeps its own copy, afterwards one copy stays and both continuations."""
     pool = BlockPool(12)
     prompt = text((1, 2 * BLOCK))
     tables = [pool.open(prompt)[0] for _ in range(2)]
@@ -622,10 +621,10 @@ def test_wiping_forgets_the_prefix_and_its_continuations_for_everyone() -> None:
 
     holder.reserve(5 * BLOCK)
     tokens = prompt + text((3, 3 * BLOCK))
-    holder.publish(tokens, len(tokens))  # nobody can find it
+    holder.publish(tokens, len(tokens))  # it cannot be found
     assert known(pool, tokens) == 0
     spoiled = set(holder.close().tolist())
-    assert len(spoiled) == 4 * BLOCK - BLOCK + BLOCK  # all of its own but the block the copier still holds
+    assert len(spoiled) == 4 * BLOCK - BLOCK + BLOCK  # all of its own except the block still held by the copier
     assert not spoiled & slots["copier"]
     spoiled = set(copier.close().tolist())
     assert slots["copier"] <= spoiled
@@ -653,7 +652,7 @@ def test_after_a_plain_close_there_is_nothing_to_overwrite() -> None:
 
 
 def test_nothing_grows_over_many_sessions() -> None:
-    """Of ever new tenants and texts, some wiped."""
+    """With ever new tenants and texts, some wiped."""
     pool = BlockPool(9)
     for number in range(10_000):
         tokens = [number] * (BLOCK * (1 + number % 3) + 1)

@@ -1,8 +1,8 @@
-"""Proves that the KV pool never hands out a slot twice, never slot 0, and stays whole.
+"""The KV pool never hands out a slot twice, never slot 0, and stays intact.
 
-A state machine takes and gives in any order and any portions, and compares the pool with a set of slots:
-counts are right, slots ascend, they are consecutive whenever some run of free slots is long enough, and
-after everything came back the whole pool is one run again.
+A state machine allocates and frees in any order and portions, and compares the pool with a set of slots: counts are
+right, slots ascend, they are consecutive whenever some run of free slots is long enough, and after everything is freed
+the whole pool is one run again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def consecutive(slots: Slots) -> bool:
 
 
 def runs(free: set[int]) -> list[list[int]]:
-    """Maximal runs of consecutive slots, ascending."""
+    """Return the maximal runs of consecutive slots, ascending."""
     found: list[list[int]] = []
     for slot in sorted(free):
         if found and found[-1][-1] == slot - 1:
@@ -34,7 +34,7 @@ def runs(free: set[int]) -> list[list[int]]:
 
 
 class Sessions(RuleBasedStateMachine):
-    """Whatever sessions do to a pool."""
+    """All operations of sessions on a pool."""
 
     @initialize(capacity=st.integers(2, 40))
     def start(self, capacity: int) -> None:
@@ -67,7 +67,7 @@ class Sessions(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def give_some(self, data: st.DataObject) -> None:
-        """Any of the held slots, from any session, in any order."""
+        """Free any of the held slots, of any session, in any order."""
         some = data.draw(st.lists(st.sampled_from(self.held), unique=True))
         self.pool.give(np.array(some, dtype=np.int64))
         self.held = [slot for slot in self.held if slot not in some]

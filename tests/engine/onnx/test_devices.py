@@ -1,6 +1,6 @@
-"""Proves that the ONNX engine computes where and in what it was asked to, or says at start why not: never elsewhere.
+"""The ONNX engine computes on the requested device in the requested dtype, or refuses at start with the reason.
 
-In float16 what comes out is held to the model's own forward in float32, within float16's rounding.
+In float16, results are compared with the model's own float32 forward pass, within float16 rounding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from specdec.engine.onnx.shortlists import OnnxDraftLogits
 from tests.models import VOCABULARY, make, save
 
 HALF_TOLERANCE = 0.03
-"""Of the largest logit; float16 has 11 bits, and 0.005 was seen."""
+"""Relative to the largest logit; float16 has 11 bits, and 0.005 was seen."""
 
 
 def has_driver() -> bool:
@@ -49,7 +49,7 @@ without_cuda = pytest.mark.skipif(HAS_PROVIDER, reason="this onnxruntime has a C
 with_cuda = pytest.mark.skipif(
     not (HAS_PROVIDER and has_driver()), reason="needs onnxruntime-gpu and a GPU: no CUDA provider here"
 )
-"""Not marked `gpu`, which asks torch: ONNX Runtime needs a GPU, and no torch that computes there."""
+"""Not marked `gpu`, which asks torch: ONNX Runtime needs a GPU, but no CUDA build of torch."""
 
 TEXT = [int(token) for token in np.random.default_rng(1).integers(3, 320, 60)]
 
@@ -90,7 +90,7 @@ class TestProviders:
             providers(Place("cuda", 0), [CPU])
 
     def test_cuda_did_not_start(self) -> None:
-        """onnxruntime goes on with the CPU, and only logs that."""
+        """onnxruntime falls back to the CPU with only a log line."""
         check_started(Place("cuda", 0), [CUDA, CPU])
         check_started(Place("cpu", 0), [CPU])
         with pytest.raises(UnsupportedModelError, match="cuda:1: onnxruntime could not start"):
@@ -124,7 +124,7 @@ class TestWithoutCuda:
 
 class TestFloat16:
     def test_logits_after_chunks_and_a_copy(self, llama: Path, half: Path) -> None:
-        """On the CPU, which onnxruntime has compute most of it in float32, between rounded inputs and outputs."""
+        """On the CPU, where onnxruntime computes most of it in float32, between rounded inputs and outputs."""
         engine = load_engine("onnx", ModelDirectory(half), capacity=256, threads=(1,))
         check_text(engine, llama)
         assert "/CPUExecutionProvider/" in engine.numerics
@@ -139,7 +139,7 @@ class TestFloat16:
             load_engine("onnx", ModelDirectory(half), capacity=64, threads=(1,), dtype="bfloat16")
 
     def test_a_model_that_overflows_is_refused(self, llama: Path, tmp_path: Path) -> None:
-        """As models do that were trained in bfloat16, which has float32's range."""
+        """Typical of models trained in bfloat16, with float32's range."""
         model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
         with torch.no_grad():
             model.model.layers[0].mlp.down_proj.weight *= 1e6
@@ -147,7 +147,7 @@ class TestFloat16:
         with pytest.raises(UnsupportedModelError, match="no numbers in float16, which ends at 65504"):
             export(ModelDirectory(large), tmp_path / "exported", "float16")
         assert not (tmp_path / "exported").exists()
-        ReferenceCheck.of(model, VOCABULARY)  # in float32 they are numbers
+        ReferenceCheck.of(model, VOCABULARY)  # finite in float32
 
 
 class TestCuda:
@@ -172,7 +172,7 @@ class TestCuda:
 
 
 def check_text(engine: Any, directory: Path) -> None:
-    """A prompt in two chunks, moved by one slot, then one token more: each against the model's own forward."""
+    """Check a prompt in two chunks, moved by one slot, then one more token, against the model's own forward pass."""
     pool = KVPool(256)
     slots = pool.take(len(TEXT) + 1)
     for start, end in ((0, 31), (31, 59)):
@@ -208,7 +208,7 @@ def difference(got: NDArray[np.float32], want: NDArray[np.float32]) -> float:
 
 
 class Driver:
-    """A CUDA driver as far as it is asked for free memory, on a machine with two devices."""
+    """A fake CUDA driver with free memory of two devices."""
 
     FREE = (3 << 30, 5 << 30)
 

@@ -1,9 +1,9 @@
-"""Proves that a packed batch says what was put into it, in the layout that exactness rests on.
+"""A packed batch represents its input, in the layout that exactness relies on.
 
-Every lane is read back through `rows`, `keys`, `visible` and `place` and compared with what each token may
-see: its own text up to itself, or its mask, and within the sliding window. Keys are padded to a length that
-depends on the positions of the rows alone, lanes to at least four rows; padding reads PADDING_SLOT, is masked,
-and never becomes a token's result.
+Every lane is read back through `rows`, `keys`, `visible` and `place` and compared with the tokens each may see: its own
+text up to itself, or its mask, and within the sliding window. Keys are padded to a length that depends on the positions
+of the rows alone, lanes to at least four rows; padding reads PADDING_SLOT, is masked, and never becomes a token's
+result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def slots_from(first: int, count: int) -> Slots:
 
 
 def read(batch: PaddedBatch, *, windowed: bool = False) -> Seen:
-    """What each token sees, found the way attention does: by its place among the rows of all groups."""
+    """Return the slots seen by each token, as attention finds them: by its place among the rows of all groups."""
     rows: list[int] = []
     seen: list[set[int]] = []
     for group in batch.groups:
@@ -43,7 +43,7 @@ def read(batch: PaddedBatch, *, windowed: bool = False) -> Seen:
 
 
 def check_layout(batch: PaddedBatch, least_rows: int = LEAST_ROWS) -> None:
-    """The rules that hold for every group of a batch in lanes of several shapes."""
+    """Check the invariants of every group of a batch with lanes of several shapes."""
     for group in batch.groups:
         lanes, rows, keys = group.visible.shape
         assert group.keys.shape == (lanes, keys)
@@ -51,7 +51,7 @@ def check_layout(batch: PaddedBatch, least_rows: int = LEAST_ROWS) -> None:
         assert keys % KEY_BUCKET == 0
         assert rows >= least_rows
         assert rows & (rows - 1) == 0
-        assert group.visible.any(axis=-1).all()  # a softmax over nothing is not a number
+        assert group.visible.any(axis=-1).all()  # a softmax over nothing is NaN
         if group.windowed is not None:
             assert group.windowed.any(axis=-1).all()
             assert not (group.windowed & ~group.visible).any()
@@ -92,7 +92,7 @@ class TestPath:
 
     @pytest.mark.parametrize(("position", "padded"), [(0, 64), (62, 64), (63, 64), (64, 128), (127, 128), (128, 192)])
     def test_the_padded_length_depends_on_the_row_position_alone(self, position: int, padded: int) -> None:
-        """Not on how many keys the text has: a plain step and a row inside a long prompt pad alike."""
+        """Not on the number of keys: a plain step and a row inside a long prompt are padded alike."""
         for length in (position + 1, position + 100):
             packer = PaddedPacker()
             packer.add_path(slots_from(1, length), [packer.add_row(1, position, 1 + position)])
@@ -229,7 +229,7 @@ class TestGroups:
 def test_any_mixture_of_texts_says_what_was_put_in(
     texts: list[tuple[int, int]], one_group: bool, window: int | None, least_rows: int
 ) -> None:
-    """Texts of (tokens already computed, new tokens), on slots in a scrambled order."""
+    """Texts of (tokens already computed, new tokens), on slots in a shuffled order."""
     packer = PaddedPacker(window=window, one_group=one_group, least_rows=least_rows)
     free = np.random.default_rng(0).permutation(np.arange(1, 2000))
     expected: Seen = {}

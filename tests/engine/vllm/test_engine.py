@@ -1,4 +1,4 @@
-"""What the engine asks vLLM for, and what it makes of its errors; vLLM itself is not needed."""
+"""The engine's calls to vLLM, and its handling of errors; vLLM itself is not needed."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def test_processes_that_are_started_have_variables_of_their_own(monkeypatch: pyt
 
 
 def test_memory_is_left_for_the_weights(tmp_path: Path) -> None:
-    """They are not loaded yet: a file that has a header and no memory stands for them."""
+    """They are not loaded yet: a file with a header and no content stands in."""
     directory = ModelDirectory(make("llama", tmp_path))
     assert memory_options(directory, None, "float32", "cpu", {})["max_model_len"] == CONTEXT
-    numbers = 2 * free_bytes("cpu") // BYTES["float32"]  # more than in all of it
+    numbers = 2 * free_bytes("cpu") // BYTES["float32"]  # more than all memory
     size = numbers * BYTES["float32"]
     header = json.dumps({"large": {"dtype": "F32", "shape": [numbers], "data_offsets": [0, size]}}).encode()
     with (tmp_path / "model.safetensors").open("wb") as file:
@@ -49,14 +49,14 @@ def test_memory_is_left_for_the_weights(tmp_path: Path) -> None:
 
 
 def test_a_gpu_whose_blocks_are_counted_is_not_profiled(tmp_path: Path) -> None:
-    """vLLM would try graphs out with another KV cache, of up to 32,768 tokens."""
+    """vLLM would try graphs with another KV cache, of up to 32,768 tokens."""
     directory = ModelDirectory(make("llama", tmp_path))
     assert memory_options(directory, 16 * BLOCK, "float32", "cuda", {})["kv_cache_memory_bytes"] > 0
     assert memory_options(directory, None, "float32", "cuda", {}) == {"max_model_len": -1}
 
 
 class FailedPass(SamplingVllmEngine):
-    """One whose passes fail, in this process."""
+    """An engine with failing passes, in this process."""
 
     def __init__(self) -> None:
         self.called: list[str] = []
@@ -69,7 +69,7 @@ class FailedPass(SamplingVllmEngine):
 
 
 def test_nothing_is_chosen_from_a_pass_that_failed() -> None:
-    """The logits of the last good one are there still, and may have fewer rows."""
+    """The logits of the last good pass are still there, and may have fewer rows."""
     engine = FailedPass()
     with pytest.raises(MemoryError):
         engine.step(BlockPacker(), lambda: {0: None})  # type: ignore[arg-type, dict-item]

@@ -1,4 +1,4 @@
-"""Which models of vLLM's are run, by what its runner says of them."""
+"""Which models are supported in vLLM, by the properties of its runner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def group(**spec: Any) -> Any:
 
 
 def runner(model: dict[str, Any] | None = None, groups: Any = None, size: int = BLOCK, **own: Any) -> Any:
-    """A runner of an ordinary model, but for what is said."""
+    """Return a fake runner of an ordinary model, except for the given properties."""
     config = {"is_encoder_decoder": False, "is_hybrid": False, "rswa_window": None} | (model or {})
     return SimpleNamespace(
         model_config=SimpleNamespace(**config),

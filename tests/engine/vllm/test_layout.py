@@ -1,4 +1,4 @@
-"""Block batches: what a packer makes of paths, and what it refuses."""
+"""Block batches: packed paths, and refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEQUENCES = st.lists(st.tuples(st.integers(0, 3 * BLOCK), st.integers(1, 2 * BLO
 
 
 def keys_of(number: int, length: int) -> Slots:
-    """Of a text in blocks of its own, out of order."""
+    """Return the slots of a text in its own blocks, out of order."""
     return slots_of(10 * number + np.array([5, 3, 7, 2, 6, 1]))[:length]
 
 

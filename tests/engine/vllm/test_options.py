@@ -1,4 +1,4 @@
-"""What may be said to vLLM, and which versions of it are taken."""
+"""Supported options and versions of vLLM."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_options_that_would_do_nothing_are_among_them() -> None:
 
 @pytest.mark.parametrize(("device", "for_cpus"), [("cpu", False), ("cuda", True)])
 def test_a_device_that_vllm_was_not_built_for_is_refused(device: str, for_cpus: bool) -> None:
-    """It would take the ones that it was built for."""
+    """vLLM would fall back to the devices it was built for."""
     other = "cuda" if device == "cpu" else "cpu"
     versions.check_build(other, for_cpus=for_cpus)
     with pytest.raises(UnsupportedModelError, match=f"device {device}: vLLM is built for .*: say --device {other}"):
