@@ -1,6 +1,6 @@
-"""Benchmarks, a room for each kind of question; `python -m bench` lists them.
+"""Benchmarks, one package per kind of question; `python -m bench` lists them.
 
-Every figure is a ratio of configurations that ran side by side in one run. A benchmark is a module with a function
-`main` in the room of its question, and a line in `__main__.py`. Rooms share the systems under test (`systems`), the
-reports (`report.py`, `conditions.py`) and the command line (`arguments.py`), and import nothing else of each other.
+Every figure is a ratio of configurations measured side by side in one run. A benchmark is a module with a function
+`main` in the package of its question, and a line in `__main__.py`. Packages share the systems under test (`systems`),
+the reports (`report.py`, `conditions.py`) and the command line (`arguments.py`), and import nothing else of each other.
 """

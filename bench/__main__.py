@@ -61,8 +61,8 @@ ROOMS = {
         "tables": "fills the tables of docs/benchmarks from bench/results",
     },
 }
-"""The benchmarks by room and name, and what each measures. The module NAME in the room has a function `main`, which
-takes the arguments after the name; it is imported when it is run, since most bring torch."""
+"""The benchmarks by package and name, with their subjects. The module NAME in the package has a function `main`, which
+takes the arguments after the name; it is imported only when run, since most import torch."""
 
 MODULES = {name: f"bench.{room}.{name.replace('-', '_')}" for room, names in ROOMS.items() for name in names}
 

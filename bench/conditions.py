@@ -26,7 +26,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what specdec runs on; other systems report their own."""
+    """Return the versions of specdec's dependencies; other systems report their own."""
     found = {name: version(name) for name in PACKAGES}
     return {"python": platform.python_version(), "commit": _commit()} | found
 
@@ -35,12 +35,12 @@ def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True).stdout.strip() or "unknown"
-    except OSError:  # there is no git
+    except OSError:  # git is not installed
         return "unknown"
 
 
 def version(package: str) -> str:
-    """Return the version of an installed package; "absent" for one that is not installed."""
+    """Return the version of an installed package, or "absent"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The name of a model in reports: as a reader knows it, with its size."""
+"""The name of a model in reports, with its size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 
 ROLES = ("target", "draft")
-"""Names of folders that tell what a model is for, and not which it is: the folder above is named too."""
+"""Folder names that give a model's role, not its identity: the parent folder is named too."""
 
 
 def model_name(directory: Path) -> str:
@@ -26,7 +26,7 @@ def _size(count: int) -> str:
 
 
 def _parameters(file: Path) -> int:
-    """Return how many numbers a file of weights has, by its header."""
+    """Return the number of weights in a file, from its header."""
     with file.open("rb") as weights:
         (length,) = struct.unpack("<Q", weights.read(8))
         header = json.loads(weights.read(length))

@@ -1,4 +1,4 @@
-"""Publishing of a report: the measurements as JSON, a table for people, a plot."""
+"""Publishes a report: the measurements as JSON, a Markdown table, a plot."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 Report = dict[str, Any]
 
 CUT_OFF = "cut_off"
-"""Key of a report that is True if Ctrl-C ended the measurement: the report has what was measured until then."""
+"""Key of a report: True if Ctrl-C ended the measurement early; the report has the results so far."""
 
 
 def publish(
     report: Report, out: Path | None, name: str, table: Callable[[Report], str], plot: Callable[[Report, Path], None]
 ) -> None:
-    """Print the table, and write `name`.json, .md and .png into the folder `out`. A report that was cut off says so and
-    makes the exit status 130."""
+    """Print the table, and write `name`.json, .md and .png into the folder `out`. An interrupted report is marked as
+    such and makes the exit status 130."""
     cut_off = report.get(CUT_OFF, False)
     text = ("CUT OFF: this is what was measured until then.\n\n" if cut_off else "") + table(report)
     print(text, end="")
@@ -29,14 +29,14 @@ def publish(
         (out / f"{name}.md").write_text(text, encoding="utf-8")
         try:
             plot(report, out / f"{name}.png")
-        except ModuleNotFoundError as error:  # the extra `bench`: what was measured is kept without it
+        except ModuleNotFoundError as error:  # the extra `bench` is missing: keep the measurements without a plot
             print(f"no plot: {error}", file=sys.stderr)
     if cut_off:
         sys.exit(130)
 
 
 def folder(name: str) -> Path:
-    """Return the report folder that an option names; it is created, and tried, before anything is measured."""
+    """Return an option's report folder; create it and check that it is writable before anything is measured."""
     out = Path(name)
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,1 @@
-"""Benchmarks of an engine alone: how long its steps take, without services or drafts."""
+"""Benchmarks of an engine alone: its step times, without services or drafts."""

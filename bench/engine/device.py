@@ -1,4 +1,4 @@
-"""A device in benchmarks: its bandwidth, its free memory, and the time that it takes for work."""
+"""A device in benchmarks: its bandwidth, its free memory, and the timing of its work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from specdec.engine.memory import free_bytes
 
 COPIED = {"cpu": 1 << 28, "cuda": 1 << 30}
-"""Bytes of the tensor that is copied to measure bandwidth: many times the size of caches."""
+"""Bytes of the tensor copied to measure bandwidth: many times the size of caches."""
 
 REPEATS = 9
 
@@ -28,7 +28,7 @@ class Device:
             torch.cuda.synchronize(self.name)
 
     def free(self) -> None:
-        """Free memory that is no longer referenced."""
+        """Free memory without references."""
         gc.collect()
         if self.kind == "cuda":
             torch.cuda.empty_cache()
@@ -54,7 +54,7 @@ class Device:
         return returned - begin, time.perf_counter() - begin
 
     def facts(self) -> dict[str, Any]:
-        """Return facts on an accelerator; those on a processor are the machine's."""
+        """Return properties of an accelerator; a processor's are those of the machine."""
         if self.kind != "cuda":
             return {}
         about = torch.cuda.get_device_properties(self.name)

@@ -5,10 +5,10 @@
     python -m bench engine --config /models/mine/config.json --device cuda --dtype bfloat16
 
 A step takes n new tokens in each of several texts (sessions) of several tokens (context). The roofline is the time to
-read what it must, weights (without the input embedding) and keys and values, at the bandwidth that a large copy reaches
-here (bytes read and bytes written both count). "host" is the time until control was back: an engine whose forward
-brings logits to the host has waited for the device by then. Beside it, on the same shape, are transformers' forward
-with a growing cache, with a static one, with that compiled, and its continuous batching (one token a step, its whole
+read its weights (without the input embedding), keys and values at the bandwidth of a large copy on this device (bytes
+read and bytes written both count). "host" is the time until control is back: an engine whose forward pass copies logits
+to the host has waited for the device by then. For comparison, on the same shape: transformers' forward pass with a
+growing cache, with a static one, with the latter compiled, and its continuous batching (one token a step, its whole
 loop included).
 
 --synthetic-acceptance P runs the verifier's step loop as well, plain and with injected candidates, each right with
@@ -49,16 +49,16 @@ from specdec.engine.preflight.device import check_device
 from verifier_service.step_loop import MOST_CANDIDATES
 
 ENGINES = [kind for kind in get_args(Kind) if kind != "onnx"]
-"""Engines that can be measured: all but onnx, for which random weights are not exported."""
+"""Engines to measure: all but onnx, since random weights are not exported."""
 
 SPARE = 0.9
-"""Fraction of the free memory that a combination may need."""
+"""Fraction of the free memory available to a combination."""
 
 WIDTHS = (2, 4, 8)
 """Candidates per session and step, with synthetic speculation."""
 
 QUICK_PEERS = ("eager-static",)
-"""Peers of --quick: to compile for every combination takes a minute."""
+"""Peers of --quick: compiling for every combination takes a minute."""
 
 PROMPT, LENGTH = 128, 192
 """Tokens of the prompt and of the output of a synthetic text."""
@@ -79,12 +79,12 @@ class EngineBench:
         self._console = Console(stderr=True, highlight=False)
 
     def run(self) -> Report:
-        """Measure and return the report. After Ctrl-C it has what was measured until then, if anything was."""
+        """Measure and return the report. After Ctrl-C it has the measurements so far, if any."""
         args = self.args
         self._report("bandwidth")
         bandwidth = self.device.bandwidth()
         wanted = [Combination(n, c, s) for s in args.sessions for c in args.contexts for n in args.tokens]
-        # Weights stay while a combination's memory is taken: what is free now is free for both.
+        # Weights stay while a combination's memory is allocated: both come out of the memory free now.
         free_now = int(SPARE * self.device.free_bytes())
         fitting, self.left_out = split(self.sizes, wanted, self.item_bytes, self.directory.vocabulary, free_now)
         report: Report = {"name": self.directory.name, "bandwidth": bandwidth, "sizes": vars(self.sizes)}
@@ -150,7 +150,7 @@ class EngineBench:
             )
             try:
                 found = median_step(system, what, self.args.seconds, self.args.repeats)
-            except Exception as error:  # any error in another system's code: the others are still measured
+            except Exception as error:  # any error of another system: the others are still measured
                 reason = (str(error).strip().splitlines() or [""])[0][:160]
                 self.left_out.append(
                     f"{system.name}, {what.sessions} sessions, {what.context} tokens of context, "

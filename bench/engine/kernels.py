@@ -1,8 +1,8 @@
-"""Measures where the time of a step on a GPU goes: `python -m bench.engine.kernels --steps 32x8x1024`.
+"""Measures the breakdown of a step's time on a GPU: `python -m bench.engine.kernels --steps 32x8x1024`.
 
-A step is written as sessions x new tokens x context. For each: the time of the first, which records its CUDA graph and
-may compile kernels; the time that the host takes to pack it; the time until the GPU has finished it; and the kernels
-that take longest, by torch's profiler. Weights are random.
+A step is written as sessions x new tokens x context. For each: the time of the first step, which records its CUDA graph
+and may compile kernels; the host's packing time; the time until the GPU has finished; and the slowest kernels, by
+torch's profiler. Weights are random.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from specdec.engine.hf.random_weights import RandomWeights
 from verifier_service.costs.step_latency import GREEDY
 
 TIMED, PROFILED = 15, 3
-"""Steps of which the median is taken, and steps that the profiler sees."""
+"""Steps in the median, and steps under the profiler."""
 
 KERNELS = 12
-"""Kernels that are told, of those that take longest."""
+"""Number of slowest kernels to report."""
 
 
 def step_size(text: str) -> Combination:
@@ -39,8 +39,8 @@ def step_size(text: str) -> Combination:
 
 
 def measured(engine: GpuEngine, what: Combination, times: int) -> dict[str, Any]:
-    """Return milliseconds of the first step, of packing and of the rest, of the GPU's kernels together, and of those
-    that take longest."""
+    """Return milliseconds of the first step, of packing and of the rest, of all GPU kernels together, and of the
+    slowest ones."""
     step = step_of(engine)
     queries = dict.fromkeys(range(what.rows), GREEDY)
 
@@ -85,7 +85,7 @@ def main() -> None:
     names = args.steps.split(",")
     steps = [step_size(name) for name in names]
     on_gpu = args.device != "cpu"
-    slots = 1 + max(what.slots for what in steps)  # the first one is padding
+    slots = 1 + max(what.slots for what in steps)  # slot 0 is padding
     with tempfile.TemporaryDirectory() as scratch:
         engine = GpuEngine(
             RandomWeights(write(SHAPES[args.shape], Path(scratch) / args.shape)),

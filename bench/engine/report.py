@@ -1,4 +1,5 @@
-"""The report of the engine benchmark: a table of steps over their roofline, one of synthetic speculation, a plot."""
+"""The report of the engine benchmark: a table of steps relative to their roofline, one of synthetic speculation, a
+plot."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ WORDS = {
     "compiled": "transformers, static cache, compiled",
     "continuous-batching": "transformers, continuous batching",
 }
-"""Systems as the plot names them."""
+"""Names of systems in the plot."""
 
 
 def _by_system(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -1,10 +1,10 @@
-"""Model shapes as configurations, and the roofline of a step: the time to read the bytes that it must.
+"""Model shapes as configurations, and the roofline of a step: the minimum time of its memory reads.
 
     roofline = (weight bytes + key/value bytes) / bandwidth
 
-Every weight is read once a step, but for the input embedding, of which a step reads a few rows; the keys and values of
-each session's text are read once, however many of its tokens are in the step. Arithmetic is not included: with many
-rows a device is bound by it, and no engine comes near this roofline.
+Every weight is read once a step, except for the input embedding (a few rows); the keys and values of each session's
+text are read once, however many of its tokens are in the step. Arithmetic is not included: with many rows a device is
+compute-bound, and no engine comes near this roofline.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _llama(4096, 32, 32, 8, 14336),
     "llama-3.1-70b-of-8": _llama(8192, 80, 8, 1, 3584, vocab_size=16032),
 }
-"""Configurations by name. The last is the share of one of eight devices that split every product of the 70B model."""
+"""Configurations by name. The last is one device's shard of the 70B model, with every product split over eight
+devices."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a model in the dtype in which it computes."""
+    """Bytes of a model in its compute dtype."""
 
     held: int  # all weights
-    head: int  # of these the output head, which engines may keep in float32
-    read: int  # weights that a step reads
+    head: int  # the output head's part of these, which engines may keep in float32
+    read: int  # weights read by a step
     kv_token: int  # keys and values of one token, all layers
 
 
@@ -101,7 +102,7 @@ class Combination:
 
     @property
     def slots(self) -> int:
-        """Slots of the KV cache that the texts take."""
+        """KV cache slots of the texts."""
         return self.sessions * (self.context + self.tokens)
 
 
@@ -115,7 +116,7 @@ WORKING = 1 << 28
 
 
 def needed_bytes(sizes: Sizes, what: Combination, item_bytes: int, vocabulary: int) -> int:
-    """Return the bytes that a step needs: weights (and the head in float32), keys and values, logits twice."""
+    """Return the bytes needed by a step: weights (and the head in float32), keys and values, logits twice."""
     head = sizes.head * 4 // item_bytes
     return sizes.held + head + sizes.kv_token * what.slots + 8 * vocabulary * what.rows + WORKING
 
@@ -123,7 +124,7 @@ def needed_bytes(sizes: Sizes, what: Combination, item_bytes: int, vocabulary: i
 def split(
     sizes: Sizes, wanted: list[Combination], item_bytes: int, vocabulary: int, free: int
 ) -> tuple[list[Combination], list[str]]:
-    """Return the combinations that fit into `free` bytes, and a line on each that does not."""
+    """Return the combinations that fit into `free` bytes, and a line on each of the others."""
     fitting, left_out = [], []
     for what in wanted:
         needed = needed_bytes(sizes, what, item_bytes, vocabulary)

@@ -1,12 +1,12 @@
 """Seconds from a verifier's start until it is ready, by phase: the first start on a machine, with an empty cache
-folder, and the next ones. Beside them, what imports and reading the weights take in a process of their own.
+folder, and later ones. For comparison, imports and reading the weights in a separate process.
 
     python -m bench start
     python -m bench start --quick                   the demo target alone
     python -m bench start --models /models/a,/models/b
 
-The second model is of 230 million parameters, with random weights. The load of the machine is printed with each start:
-figures count on a quiet one only.
+The second model has 230 million parameters, with random weights. The machine's load is printed with each start: figures
+are valid on a quiet machine only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from specdec.local import DEMO
 TARGET = DEMO / "target"
 
 WIDE = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18}
-"""Configuration of the random model, where it is not the demo target's: 230 million parameters."""
+"""Differences of the random model's configuration from the demo target's: 230 million parameters."""
 
 ALONE = """
 import sys, time
@@ -83,7 +83,7 @@ def start(model: Path, folder: Path, kind: str) -> Start:
 
 
 def alone(model: Path) -> tuple[float, float]:
-    """Return the seconds that imports, and reading all weights, take by themselves."""
+    """Return the seconds of imports, and of reading all weights, by themselves."""
     done = subprocess.run(
         [sys.executable, "-c", ALONE, str(model)], capture_output=True, text=True, check=True, env=as_installed()
     )

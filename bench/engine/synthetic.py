@@ -1,10 +1,10 @@
 """Speculation at a chosen acceptance, for models with random weights: SYNTHETIC, and labelled so.
 
-A model with random weights has no draft that predicts it. So plain decoding finds its choices first; then the same
+A model with random weights has no draft that predicts it. So plain decoding first finds its choices; then the same
 texts are decoded again with injected candidates: chains in which each token is the target's choice with probability
-`acceptance`, and another token otherwise. Below a wrong token the chain goes on in vain, as a draft's would. The loop
+`acceptance`, and another token otherwise. Below a wrong token the chain continues in vain, as a draft's would. The loop
 is the verifier's own (`StepLoop`), with its schedule, tree verification and memory. Drafts, messages and processes are
-left out, so the result is the most that speculation can bring with this engine.
+left out, so the result is an upper bound on speculation with this engine.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Outcome:
 
 
 class _Stream:
-    """A session of the step loop, and the results that were read from it."""
+    """A session of the step loop, and the results read from it."""
 
     def __init__(self, loop: StepLoop, prompt: Sequence[int], length: int, vocabulary: int, width: int) -> None:
         request = SessionRequest(

@@ -1,7 +1,7 @@
 """Systems that take steps, and the median time of a step.
 
-Each has weights of the same shape, random, and texts whose keys and values are in the cache already (their values do
-not change the time); each computes the logits of every new token.
+All have random weights of the same shape, and texts with keys and values already in the cache (their values do not
+affect the time); each computes the logits of every new token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SteppedSystem(Protocol):
 
 
 def packed(engine: Engine, what: Combination) -> PackedBatch:
-    """Return a step of `what`. Texts lie side by side in the engine's KV cache, from slot 1 on."""
+    """Return a step of `what`. Texts lie side by side in the engine's KV cache, starting at slot 1."""
     packer = engine.packer()
     for session in range(what.sessions):
         first = 1 + session * (what.context + what.tokens)
@@ -43,7 +43,7 @@ def packed(engine: Engine, what: Combination) -> PackedBatch:
 
 
 class SpecdecEngine:
-    """An engine of specdec, as `load_engine` returned it."""
+    """An engine of specdec, from `load_engine`."""
 
     name = "specdec"
     repeated = True
@@ -54,8 +54,7 @@ class SpecdecEngine:
         self._device = device
 
     def step(self, what: Combination) -> tuple[float, float]:
-        """Take one step, from the packer on, which costs the host time too, to greedy choices if the engine makes them
-        on its device."""
+        """Take one step: packing, forward pass, and greedy choices if the engine makes them on its device."""
 
         def run() -> None:
             batch = packed(self._engine, what)
@@ -65,7 +64,7 @@ class SpecdecEngine:
 
 
 def median_step(system: SteppedSystem, what: Combination, seconds: float, repeats: int) -> dict[str, float]:
-    """Return the median times of as many steps as fit into `seconds`, 3 to `repeats`, after two that are left out."""
+    """Return the median times of the steps that fit into `seconds`, 3 to `repeats`, after two warm-up steps."""
     if system.repeated:
         system.step(what)
         system.step(what)

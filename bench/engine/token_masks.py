@@ -1,10 +1,10 @@
-"""Measure what a grammar costs in each step, by the size of the vocabulary.
+"""Measure the cost of a grammar per step, by the size of the vocabulary.
 
     python -m bench token-masks [--vocabularies 4096,32768,131072] [--tokenizer FILE]
 
 Byte-level tokenizers of these sizes are trained on the Python files of this installation, or one is read from a
-`tokenizer.json`. Texts that fit a JSON schema are followed token by token, as a verifier does: the mask of what may
-come next, its use on a row of logits, the same for candidates below the text, and the commit. No model runs.
+`tokenizer.json`. Texts that fit a JSON schema are followed token by token, as in a verifier: the mask of the next
+token, its application to a row of logits, the same for candidates below the text, and the commit. No model runs.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ SCHEMA = {
 }
 
 TRAINING_BYTES = 48 << 20
-"""Bytes of Python files that tokenizers are trained on."""
+"""Bytes of Python files to train tokenizers on."""
 
 CANDIDATES = 4
-"""Tokens below the text whose masks are asked for as well, in a chain."""
+"""Tokens in a chain below the text whose masks are computed as well."""
 
 
 def texts() -> Iterator[str]:
-    """Yield Python files of this installation, so many bytes of them."""
+    """Yield Python files of this installation, up to TRAINING_BYTES."""
     left = TRAINING_BYTES
     for folder in dict.fromkeys(sysconfig.get_path(name) for name in ("stdlib", "purelib")):
         for file in sorted(Path(folder).rglob("*.py")):
@@ -62,7 +62,7 @@ def texts() -> Iterator[str]:
 
 
 def train(vocabulary: int, file: Path) -> None:
-    """Train a tokenizer with this number of tokens, at most."""
+    """Train a tokenizer with at most this number of tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -97,7 +97,7 @@ def documents(count: int) -> list[str]:
 
 
 def follow(file: Path, written: Sequence[str]) -> tuple[int, dict[str, list[float]]]:
-    """Follow texts; return the size of the vocabulary, and the seconds that each thing took each time."""
+    """Follow texts; return the vocabulary's size, and the seconds of each operation, each time."""
     tokenizer = Tokenizer.from_file(str(file))
     vocabulary = tokenizer.get_vocab_size()
     seconds: dict[str, list[float]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Steps of transformers: its forward in three ways, and its continuous batching."""
+"""Steps of transformers: its forward pass in three ways, and its continuous batching."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from specdec.engine.hf.random_weights import RandomWeights
 PEERS = ("eager-dynamic", "eager-static", "compiled", "continuous-batching")
 PAGE_TOKENS = 256
 BATCHED_TOKENS = 24
-"""Tokens that transformers' continuous batching decodes in a measurement; the first half is left out."""
+"""Tokens decoded by transformers' continuous batching in a measurement; the first half is left out."""
 
 
 class _Transformers(ABC):
-    """transformers' forward with a cache, with `sdpa` attention, the fastest that runs everywhere."""
+    """transformers' forward pass with a cache and `sdpa` attention, the fastest implementation available everywhere."""
 
     repeated = True
 
@@ -38,7 +38,7 @@ class _Transformers(ABC):
 
     def step(self, what: Combination) -> tuple[float, float]:
         if what != self._for:
-            self._cache, self._for = None, what  # the old one is freed before a new one is made
+            self._cache, self._for = None, what  # free the old one before the new one is made
             with torch.inference_mode():
                 self._cache = self._filled(what)
         tokens = torch.ones(what.sessions, what.tokens, dtype=torch.int64, device=self._device.name)
@@ -58,7 +58,7 @@ class _Transformers(ABC):
 
     @abstractmethod
     def _filled(self, what: Combination) -> Any:
-        """Return a cache that holds the texts."""
+        """Return a cache with the texts."""
 
     @abstractmethod
     def _take_back(self, what: Combination) -> None:
@@ -72,7 +72,7 @@ class _Transformers(ABC):
 
 
 class EagerDynamic(_Transformers):
-    """transformers' forward with the cache that `generate` uses by default, which grows by copying."""
+    """transformers' forward pass with the default cache of `generate`, which grows by copying."""
 
     name = "eager-dynamic"
 
@@ -93,7 +93,7 @@ class EagerDynamic(_Transformers):
 
 
 class EagerStatic(_Transformers):
-    """transformers' forward with a cache of fixed size, written in place and masked."""
+    """transformers' forward pass with a cache of fixed size, written in place and masked."""
 
     name = "eager-static"
 
@@ -121,7 +121,7 @@ class Compiled(EagerStatic):
     name = "compiled"
 
     def _filled(self, what: Combination) -> StaticCache:
-        torch._dynamo.reset()  # after some compilations of a function torch silently runs it uncompiled
+        torch._dynamo.reset()  # beyond a number of compilations torch silently runs a function uncompiled
         mode = "reduce-overhead" if self._device.kind == "cuda" else None
         self._compiled: Any = torch.compile(self._model.forward, mode=mode, dynamic=False)
         return super()._filled(what)
@@ -132,7 +132,7 @@ class Compiled(EagerStatic):
 
 class ContinuousBatching:
     """transformers' continuous batching, prompts included: measures the time between two tokens of a stream, one token
-    a step. The host does not get control back between them."""
+    a step. The host does not regain control between them."""
 
     name = "continuous-batching"
     repeated = False  # one call measures many steps
@@ -178,7 +178,7 @@ KINDS: dict[str, type[EagerDynamic] | type[EagerStatic] | type[Compiled] | type[
 
 @contextlib.contextmanager
 def transformers_model(directory: RandomWeights, dtype: str, device: Device) -> Iterator[PreTrainedModel]:
-    """Yield the model with random weights; it is freed on leaving."""
+    """Yield the model with random weights; it is freed when the context exits."""
     transformers_logging.set_verbosity_error()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     config = AutoConfig.from_pretrained(directory.path, local_files_only=True)

@@ -1,1 +1,1 @@
-"""A run on a GPU: all that only a card can show, step by step, in one report."""
+"""A run on a GPU: all checks that need a card, step by step, in one report."""

@@ -1,8 +1,8 @@
-"""Whether a draft and a verifier on a GPU give the tokens of plain decoding: `python -m bench.gpu.drafting`.
+"""Checks that a draft and a verifier on a GPU give the tokens of plain decoding: `python -m bench.gpu.drafting`.
 
 The three services run as processes, as `specdec up` starts them. The draft computes in float16, exported and run by
-ONNX Runtime, or with --engine torch in the engine for GPUs. Every prompt is completed plain and drafted, greedily and
-drawn; all tokens must be the same, and some must come from the draft.
+ONNX Runtime, or with --engine torch in the GPU engine. Every prompt is completed plain and drafted, greedily and
+sampled; all tokens must be the same, and some must come from the draft.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def draft_of(engine: str, device: str, folder: Path) -> tuple[Path, tuple[str, .
 
 
 def compared(address: str, prompts: int, tokens: int) -> dict[str, Any]:
-    """Complete all prompts in both ways; return what differs, and what the draft brought."""
+    """Complete all prompts in both ways; return differences, and the draft's contribution."""
     different, offered, sources = [], 0, Counter[str]()
     ways: tuple[Literal["off", "always"], ...] = ("off", "always")
     seconds = dict.fromkeys(ways, 0.0)

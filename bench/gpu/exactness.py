@@ -1,9 +1,9 @@
-"""Whether the engine for GPUs is exact on this device, by dtype: `python -m bench.gpu.exactness --dtypes float32`.
+"""Checks whether the GPU engine is exact on this device, by dtype: `python -m bench.gpu.exactness --dtypes float32`.
 
 The engine's own check decides, as at a verifier's start. A second one, of other texts and sizes, does not trust it: a
 text's last logits, in one prompt and token by token beside other texts, must have the same bits. Without a GPU the
-kernels are interpreted and the engine's own check, which would take minutes, is left out; what differs is told then,
-and fails nothing, since products on a CPU are not made exact there.
+kernels are interpreted and the engine's own check, which would take minutes, is left out; differences are then reported
+but are no failure, since products on a CPU are not made exact there.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def in_one_prompt(engine: GpuEngine, text: list[int]) -> NDArray[np.float32]:
 
 
 def measured(directory: ModelDirectory, dtype: str, device: str) -> dict[str, Any]:
-    """Return what is found in one dtype."""
+    """Return the findings in one dtype."""
     on_gpu = device != "cpu"
     begin = time.perf_counter()
     engine = GpuEngine(directory, capacity=4096 if on_gpu else 1024, dtype=dtype, device=device, exact=on_gpu)
@@ -85,7 +85,7 @@ def main() -> None:
     for dtype in args.dtypes:
         try:
             found[dtype] = measured(ModelDirectory(args.model), dtype, args.device)
-        except Exception as error:  # any, of kernels: the other dtypes are still looked at
+        except Exception as error:  # of any kind, from kernels: the other dtypes are still checked
             found[dtype] = {"exact": False, "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
         inexact = not found[dtype]["exact"] or bool(found[dtype].get("differs_beside"))
         wrong |= "error" in found[dtype] or (args.device != "cpu" and inexact)

@@ -1,13 +1,13 @@
-"""Run all that only a GPU can show, within ten minutes, and leave one report: report.md and report.json.
+"""Run all checks that need a GPU, within ten minutes, and write one report: report.md and report.json.
 
     make gpu                                       with .venv, or else `make gpu PYTHON=python3`
     python -m bench gpu --only exactness,graphs
     python -m bench gpu --device cpu               a rehearsal: every step in small, without a GPU
 
-First it says what is missing, a line each; steps that need it are skipped, and all others run. Each step is bounded in
-time and runs whatever became of those before it: tests, exact numerics, CUDA graphs, a draft and a verifier on the GPU
-with the tokens of plain decoding, step times over the memory's roofline, and tokens a second with CUDA graphs and
-without. It needs no network. The exit status is 1 if a step failed or was skipped.
+First it lists missing requirements, a line each; steps that need them are skipped, and all others run. Each step has a
+time limit and runs whatever the outcome of earlier ones: tests, exact numerics, CUDA graphs, a draft and a verifier on
+the GPU with the tokens of plain decoding, step times over the memory's roofline, and tokens a second with CUDA graphs
+and without. It needs no network. The exit status is 1 if a step failed or was skipped.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from bench.gpu.steps import STEPS, Step
 from bench.report import folder
 
 PROBE_SECONDS = 120.0
-"""Seconds within which torch must have been imported, and the GPU have answered."""
+"""Seconds in which torch must be imported and the GPU respond."""
 
 
 def probed() -> Facts:
-    """Return what this machine has."""
+    """Return the facts about this machine."""
     command = [sys.executable, "-m", "bench.gpu.probe"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=PROBE_SECONDS, check=True)
     found: Facts = json.loads(done.stdout.splitlines()[-1])
@@ -60,7 +60,7 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
 
 
 def run(steps: Sequence[Step], facts: Facts, device: str, out: Path, seconds: float) -> list[Outcome]:
-    """Run the steps, telling of each, and write the report after each; Ctrl-C ends the run with what there is."""
+    """Run the steps, report each, and write the report after each; Ctrl-C ends the run with the results so far."""
     for line in missing([need for step in steps for need in step.needs], facts, device):
         print(f"missing: {line}", flush=True)
     about = {

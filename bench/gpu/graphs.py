@@ -1,8 +1,8 @@
-"""Whether steps through CUDA graphs are those without, and how much faster: `python -m bench.gpu.graphs`.
+"""Compares steps with and without CUDA graphs, in results and speed: `python -m bench.gpu.graphs`.
 
-Logits and hidden states are compared bit by bit, for steps of several sizes that take turns, so that each graph runs
-again after others have; beside them is the time of a step in each way. Without a GPU neither way has graphs, and the
-kernels are interpreted.
+Logits and hidden states are compared bit by bit, for alternating steps of several sizes, so that each graph runs again
+after others; in addition, the time of a step in each way. Without a GPU neither way has graphs, and the kernels are
+interpreted.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ TURNS = 3
 """Steps of each size, of other tokens each time."""
 
 TIMED = 30
-"""Steps that are timed."""
+"""Number of timed steps."""
 
 
 def step(engine: GpuEngine, rows: int, seed: int) -> PackedBatch:
-    """Return a step of `rows` first tokens, each of a text of its own."""
+    """Return a step of `rows` first tokens, each of another text."""
     tokens = np.random.default_rng(seed).integers(1, engine.vocabulary, rows)
     packer = engine.packer()
     for number, token in enumerate(tokens):
@@ -54,7 +54,7 @@ def milliseconds(engine: GpuEngine, rows: int, times: int) -> float:
 
 
 def compared(graphed: GpuEngine, eager: GpuEngine, sizes: list[int], turns: int) -> list[str]:
-    """Return what differs between the two, over all sizes in turns."""
+    """Return the differences between the two, over all sizes in turns."""
     different = []
     for turn in range(turns):
         for rows in sizes:

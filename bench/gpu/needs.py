@@ -1,4 +1,4 @@
-"""What the steps of a run on a GPU need, and how to get what is missing: a line for each need that is not met."""
+"""The needs of the steps of a run on a GPU, with a remedy: a line for each unmet need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from bench.gpu.probe import MODULES, Facts
 
 LEAST = {"torch": (2, 9), "triton": (3, 4), "transformers": (5, 20)}
-"""Oldest versions that can do what the engine asks of them."""
+"""Oldest supported versions."""
 
 SERVICE = (
     "numpy",
@@ -28,7 +28,7 @@ TESTS = ("pytest", "pytest_asyncio", "pytest_timeout", "hypothesis")
 EXPORT = ("onnx", "onnxscript", "onnxruntime")
 
 Need = Callable[[Facts, str], list[str]]
-"""Returns a line for each thing that is missing for a device, of which the first word or two are its name."""
+"""Returns a line for each thing missing for a device; its first word or two are the name."""
 
 
 def modules(names: Iterable[str]) -> Need:
@@ -48,12 +48,12 @@ def modules(names: Iterable[str]) -> Need:
 
 
 def gpu(facts: Facts, device: str) -> list[str]:
-    """A GPU that torch sees, of a kind whose tensor cores have bfloat16."""
+    """A GPU visible to torch, with bfloat16 tensor cores."""
     if device == "cpu":
         return []
     if facts["gpu"] is None:
         if facts["modules"]["torch"] is None:
-            return []  # that is said already
+            return []  # reported already
         driver = f"driver {facts['driver']}" if facts["driver"] else "no driver: nvidia-smi does not answer"
         return [f"a GPU: torch {facts['modules']['torch']} sees none ({driver}; torch must be a build for CUDA)"]
     if _parsed(facts["gpu"]["capability"]) < (8, 0):
@@ -62,7 +62,7 @@ def gpu(facts: Facts, device: str) -> list[str]:
 
 
 def compiler(facts: Facts, device: str) -> list[str]:
-    """What Triton compiles its launchers with."""
+    """The compiler used by Triton for its launchers."""
     if device == "cpu":
         return []
     lines = [] if facts["c_compiler"] else ["a C compiler: triton wants gcc or clang, or a path in CC"]
@@ -89,11 +89,11 @@ def memory(gib: float) -> Need:
 
 
 def missing(needs: Iterable[Need], facts: Facts, device: str) -> list[str]:
-    """Return a line for each thing that is missing, once."""
+    """Return a line for each missing thing, without duplicates."""
     return list(dict.fromkeys(line for need in needs for line in need(facts, device)))
 
 
 def _parsed(version: str) -> tuple[int, ...]:
-    """Return major and minor version; an unknown version passes for the newest."""
+    """Return major and minor version; an unknown version counts as the newest."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else (1 << 30, 0)

@@ -1,7 +1,7 @@
-"""What a machine has for a run on a GPU, as JSON: `python -m bench.gpu.probe`.
+"""The facts about a machine for a run on a GPU, as JSON: `python -m bench.gpu.probe`.
 
-It runs in a process of its own, so that a library that breaks on import breaks nothing else, and never fails: what is
-not there is null.
+It runs in its own process, so that a library that breaks on import breaks nothing else, and never fails: absent things
+are null.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MODULES = {
     "hypothesis": "hypothesis",
     "matplotlib": "matplotlib",
 }
-"""Modules that a run imports, and the distribution that brings each."""
+"""Modules imported by a run, and the distribution of each."""
 
 Facts = dict[str, Any]
 
@@ -63,7 +63,7 @@ def facts() -> Facts:
 
 
 def _version(module: str, name: str) -> str | None:
-    """Return the version of an installed module, "unknown" if it does not say; None if there is no such module."""
+    """Return the version of an installed module, "unknown" if it has none; None if there is no such module."""
     if importlib.util.find_spec(module) is None:
         return None
     for each in (name, f"{name}-gpu"):
@@ -73,7 +73,7 @@ def _version(module: str, name: str) -> str | None:
 
 
 def _gpu() -> dict[str, Any] | None:
-    """Return the first GPU that torch sees."""
+    """Return the first GPU visible to torch."""
     with contextlib.suppress(Exception):  # of a broken installation, any
         import torch
 

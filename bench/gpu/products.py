@@ -1,8 +1,8 @@
 """cuBLAS beside our products on a GPU: `python -m bench.gpu.products --shapes 4096x4096,14336x4096`.
 
-A shape is written as columns of the input x columns of the result, in bfloat16. For each way: at how many row counts a
-row has the same bits (`CANDIDATES`), and the microseconds at some numbers of rows. Products run as one CUDA graph over
-several copies of the weights, more than caches hold. "whole" is cuBLASLt told to cut no sums.
+A shape is written as columns of the input x columns of the result, in bfloat16. For each way: the number of row counts
+at which a row has the same bits (`CANDIDATES`), and the microseconds at some row counts. Products run as one CUDA graph
+over several copies of the weights, more than caches hold. "whole" is cuBLASLt without split-K.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from specdec.engine.hf.batch_invariance import find
 from specdec.engine.row_counts import CANDIDATES
 
 COPIED_BYTES = 300_000_000
-"""Bytes of the copies of the weights together."""
+"""Bytes of all copies of the weights together."""
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
 @contextmanager
 def whole_sums() -> Iterator[None]:
-    """Have cuBLASLt compute products, without cutting their sums."""
+    """Make cuBLASLt compute products, without split-K."""
     matmul, library = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library()
     before = matmul.allow_bf16_reduced_precision_reduction
     torch.backends.cuda.preferred_blas_library("cublaslt")

@@ -1,5 +1,5 @@
-"""The report of a run on a GPU: one page, and the same as JSON. It is written anew after every step, so that a machine
-that is lost leaves what was found until then."""
+"""The report of a run on a GPU: one page, and the same as JSON. It is rewritten after every step, so that the loss of
+the machine leaves the results so far."""
 
 from __future__ import annotations
 

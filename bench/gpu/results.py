@@ -1,4 +1,4 @@
-"""What a step has left in its folder: figures of its own, counts of tests, and tables."""
+"""The results in a step's folder: its figures, counts of tests, and tables."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 FIGURES = "figures.json"
-"""File in which a step's program leaves its figures."""
+"""File of the figures of a step's program."""
 
 TESTS = "tests.xml"
-"""File in which pytest leaves its results (`--junitxml`)."""
+"""File of pytest's results (`--junitxml`)."""
 
 MOST_REASONS = 20
 
@@ -26,7 +26,7 @@ def keep(folder: Path, found: dict[str, Any]) -> None:
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    """Return the figures in a step's folder; none, if it left none, or only half of them."""
+    """Return the figures in a step's folder; empty if they are absent or truncated."""
     try:
         found: dict[str, Any] = json.loads((folder / FIGURES).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -40,7 +40,7 @@ def tables(folder: Path) -> dict[str, str]:
 
 
 def _tests(file: Path) -> dict[str, Any]:
-    """Return how many tests passed, failed and were skipped, which failed, and why others were skipped."""
+    """Return the numbers of passed, failed and skipped tests, the failed ones, and the reasons of the skipped ones."""
     try:
         cases = list(ElementTree.parse(file).iter("testcase"))
     except (OSError, ElementTree.ParseError):

@@ -1,4 +1,5 @@
-"""Runs the steps of a run on a GPU: each in processes of its own, bounded in time, whatever became of the others."""
+"""Runs the steps of a run on a GPU: each in its own processes, with a time limit, whatever the outcome of the
+others."""
 
 from __future__ import annotations
 
@@ -22,20 +23,20 @@ from bench.gpu.steps import Command, Place, Step
 ROOT = Path(__file__).parent.parent.parent
 
 LEAST_SECONDS = 5.0
-"""Seconds that must be left for a step to begin."""
+"""Minimum seconds left for a step to begin."""
 
 INTERRUPTED_SECONDS = 10.0
-"""Seconds that a step has, once interrupted, to write what it has measured."""
+"""Seconds for an interrupted step to write its measurements."""
 
 TAIL_BYTES = 4000
-"""Bytes from the end of a step's log that the report shows."""
+"""Bytes from the end of a step's log in the report."""
 
 Status = Literal["passed", "failed", "timed out", "skipped"]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step."""
+    """The outcome of a step."""
 
     name: str
     about: str
@@ -48,7 +49,7 @@ class Outcome:
 
 
 class Runner:
-    """A run on one device. Its steps share the seconds that it has; each has a folder in `out`, with its log."""
+    """A run on one device. Its steps share its seconds; each has a folder in `out`, with its log."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class Runner:
         self._deadline = clock() + seconds
 
     def run(self, step: Step) -> Outcome:
-        """Run one step, if what it needs is there and there is time."""
+        """Run one step, if its needs are met and there is time."""
         if lines := missing(step.needs, self._facts, self._device):
             return Outcome(step.name, step.about, "skipped", reason="missing: " + "; ".join(lines))
         begin = self._clock()
@@ -113,7 +114,7 @@ class Runner:
         return os.environ | more
 
     def _cores(self) -> set[int]:
-        """Return the cores of a step; of a rehearsal one, since threads that wait for each other on a busy machine take
+        """Return the cores of a step; one for a rehearsal, since threads waiting for each other on a busy machine take
         several times as long as one thread."""
         given = os.sched_getaffinity(0)
         return {max(given)} if self._device == "cpu" else given
@@ -123,10 +124,11 @@ class Runner:
 def _started(
     command: Command, environment: Mapping[str, str], cores: set[int], log: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process in a group of its own; on leaving, interrupt it, so that it writes what it has, then end it."""
+    """Start a process in its own group; when the context exits, interrupt it, so that it writes its results, then end
+    it."""
 
     def prepare() -> None:
-        # A shell has its background jobs ignore SIGINT, and their children inherit that.
+        # Background jobs of a shell ignore SIGINT, and their children inherit that.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.sched_setaffinity(0, cores)
 

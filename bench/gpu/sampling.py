@@ -29,11 +29,11 @@ SAMPLINGS = {
 }
 
 SLOPE, NOISE = 2.0, 0.3
-"""How fast logits fall with the logarithm of their rank, and the deviation of what is added to each."""
+"""Decrease of logits with the logarithm of their rank, and the deviation of their noise."""
 
 
 def logits(rows: int, vocabulary: int, device: str) -> torch.Tensor:
-    """Return logits float32 [rows, vocabulary] whose ranks lie in another order in each row."""
+    """Return logits float32 [rows, vocabulary], with the ranks in a different order in each row."""
     of_rank = -SLOPE * torch.arange(1, vocabulary + 1, device=device, dtype=torch.float32).log()
     order = torch.argsort(torch.rand(rows, vocabulary, device=device), dim=1)
     return of_rank[order] + NOISE * torch.randn(rows, vocabulary, device=device)

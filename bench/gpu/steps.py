@@ -1,7 +1,7 @@
-"""The steps of a run on a GPU: what each runs, what it needs, and how long it may take.
+"""The steps of a run on a GPU: their commands, their needs, and their time limits.
 
-On "cpu" every step runs in small: kernels under Triton's interpreter, ONNX Runtime's CPU provider, tiny models. So a
-step that has passed there has no typing errors left for a card to find.
+On "cpu" every step runs in small: kernels under Triton's interpreter, ONNX Runtime's CPU provider, tiny models. So
+trivial errors show in a rehearsal, before a run on a card.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Command = list[str]
 """Arguments of the interpreter."""
 
 MOST_TESTS_AT_ONCE = 4
-"""Files of tests that run at a time: each process has a context of its own on the card, of half a GiB or so."""
+"""Maximum concurrent test files: each process has its own context on the card, of half a GiB or so."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a step runs, and where its results go: a folder of its own, and one that all steps share."""
+    """Where a step runs, and its result folders: its own, and one shared by all steps."""
 
     device: str
     folder: Path
@@ -46,9 +46,9 @@ class Step:
 
 
 def tests(at: Place) -> list[Command]:
-    """All tests of kernels, engine and devices, but whether kernels compile for cards that are not there. What is a
-    test's own warning is no failure here: other versions than the pinned ones have others. Compiling kernels takes most
-    of the time, so several files run at a time where pytest can."""
+    """Return all tests of kernels, engine and devices, except those of compiling kernels for other cards. Warnings are
+    no failures here: other versions than the pinned ones have others. Compiling kernels takes most of the time, so
+    several files run concurrently if pytest can."""
     folders = ["tests/engine/gpu", "--ignore", "tests/engine/gpu/test_compile.py", "tests/engine/onnx/test_devices.py"]
     chosen = ["tests/engine/gpu/test_kernels.py", "tests/engine/gpu/test_sampler.py"] if at.small else folders
     options = ["-q", "-rs", "-W", "default", "-p", "no:cacheprovider", f"--junitxml={at.folder / 'tests.xml'}"]
@@ -122,7 +122,7 @@ def _engine(at: Place, shape: str, more: Command) -> Command:
 
 
 def speed(at: Place) -> list[Command]:
-    """With CUDA graphs and without, in turns."""
+    """With and without CUDA graphs, in turns."""
     source, size = ("demo/draft", "4M") if at.small else ("demo/target", "1200M")
     target = str(at.shared / f"padded-{size.lower()}")
     measured = ["--target", target, "--device", at.device, "--peers", "none", "--kinds", "code", "--rounds", "1"]
@@ -171,4 +171,4 @@ STEPS = (
     Step("kernels", "where the time of a step goes, 8B", 60, (*_ENGINE, memory(40)), kernels),
     Step("large-engine", "step times over the memory's roofline, 8B", 100, (*_ENGINE, memory(40)), large_engine),
 )
-"""All steps, in the order in which they run: what later ones depend on first, the long ones last."""
+"""All steps in order: first those that later ones depend on, the long ones last."""

@@ -1,1 +1,1 @@
-"""Benchmarks of what lies between the services: distance, bytes, and the orchestrator's relay."""
+"""Benchmarks of the links between services: distance, bytes, and the orchestrator's relay."""

@@ -2,12 +2,12 @@
 
     python -m bench capacity
 
-A session-step is one commit, relayed to the draft and, joined with others of the same fiftieth of a second, to the
-client, and the draft's candidates, relayed to the verifier. Verifier and draft compute nothing (`bench.network.echo`,
-one process); the client (this process) reads only the number of steps in each message. All of them share the machine's
-cores: the orchestrator's processor time is measured, and steps are divided by it. Each session has a client connection
-of its own, up to 16. Last come a lone session's round through the orchestrator and one over a direct stream to the
-draft: the difference is what the relay adds.
+A session-step is one commit, relayed to the draft and, coalesced over 20 ms, to the client, and the draft's candidates,
+relayed to the verifier. Verifier and draft compute nothing (`bench.network.echo`, one process); the client (this
+process) reads only the number of steps in each message. All of them share the machine's cores: steps are divided by the
+measured processor time of the orchestrator. Each session has its own client connection, up to 16. Last comes the
+round-trip time of a single session through the orchestrator and over a direct stream to the draft: the difference is
+the cost of the relay.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DIRECT_ROUNDS = 400
 
 
 class Client:
-    """A client that keeps `sessions` sessions running and counts the steps they have seen."""
+    """A client that keeps `sessions` sessions running and counts their steps."""
 
     def __init__(self, address: str, sessions: int) -> None:
         self._address = address
@@ -98,7 +98,7 @@ async def direct_round(address: str) -> float:
 
 
 async def relayed_round(address: str) -> float:
-    """Return the mean seconds of a round of a lone session through the orchestrator."""
+    """Return the mean seconds of a round of a single session through the orchestrator."""
     async with grpc.aio.insecure_channel(address) as channel:
         request = REQUEST.SerializeToString()
         call: Any = channel.unary_stream(GENERATE)(request)  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ async def measure_all(args: argparse.Namespace) -> None:
 
 
 def report(rates: dict[tuple[int, int], list[Rate]]) -> None:
-    """Print a Markdown table of medians; for the rate per core, also the least and the most."""
+    """Print a Markdown table of medians; for the rate per core, also the minimum and the maximum."""
     print(
         "| workers | sessions | steps a second | cores: orchestrator | echo | client | others | steps a second a core |"
     )

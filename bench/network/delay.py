@@ -1,17 +1,17 @@
 """Measure the cost of distance between the services: this system, which drafts ahead, beside the synchronous one.
 
     python -m bench delay
-    python -m bench delay --target-step-ms 30 --draft-step-ms 3    # a larger pair on devices of its own, simulated
+    python -m bench delay --target-step-ms 30 --draft-step-ms 3    # a larger pair on simulated devices
 
 Both links of the orchestrator, to the verifier and to the draft, are delayed (`testing.delay_process`). A round trip on
 each takes 0 to 1 target steps, so from verifier to draft and back takes twice as long. The client's link is not
 delayed. The target step is this run's median without delay.
 
-This system has its verifier's own proposals as well, unless `--speculation` asks for those of its draft alone
-(`always`; `draft`: where they pay). The synchronous system (`bench.systems.synchronous`), which has none, runs at its
-best: its K and shape are searched for every delay. Then both take turns, text by text and delay by delay. Tokens a
-second count from the first piece of a text to its last; the first comes later by the delay of the links. "Of no delay"
-and "ahead by" are medians of the ratios within one round, in brackets the least and the most.
+This system has its verifier's own proposals as well, unless `--speculation` selects its draft alone (`always`; `draft`:
+where it pays). The synchronous system (`bench.systems.synchronous`), which has none, runs at its best: its K and shape
+are searched for every delay. Then both take turns, text by text and delay by delay. Tokens a second count from the
+first piece of a text to its last; the first comes later by the delay of the links. "Of no delay" and "ahead by" are
+medians of the ratios within one round, with minimum and maximum in brackets.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SEARCH_TOKENS = 64
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of the tree that the synchronous draft proposes at once."""
+    """The shape of the synchronous draft's tree, proposed at once."""
 
     nodes: int
     branches: int
@@ -67,7 +67,7 @@ class Run:
 
     @property
     def undrafted(self) -> float:
-        """Fraction of the tokens that came from a step without candidates."""
+        """Fraction of the tokens from steps without candidates."""
         return sum(each.sources.get("plain", 0) for each in self.speculation) / sum(map(len, self.tokens))
 
 
@@ -80,13 +80,13 @@ class System:
         self._options = options
 
     async def run(self, prompts: Sequence[list[int]], tokens: int, shape: Shape | None = None) -> Run:
-        """Run all prompts at once; `shape` is for the synchronous system."""
+        """Run all prompts concurrently; `shape` is for the synchronous system."""
         common: GenerateOptions = {**self._options, "max_tokens": tokens, "ignore_end_token": True}
         if shape is not None:
             common |= shape.options
         begin = time.perf_counter()
         said: list[list[int]] = [[] for _ in prompts]
-        arrivals: list[list[tuple[float, int]]] = [[] for _ in prompts]  # (when, tokens) of each piece
+        arrivals: list[list[tuple[float, int]]] = [[] for _ in prompts]  # (time, tokens) of each piece
         steps: list[float] = []
         speculation: list[Speculation] = []
 

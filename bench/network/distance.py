@@ -41,7 +41,7 @@ class Distance:
 
 @contextlib.asynccontextmanager
 async def echoing() -> AsyncIterator[str]:
-    """Yield the address of a server that echoes everything."""
+    """Yield the address of an echo server."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(64):

@@ -1,9 +1,9 @@
-"""A verifier and a draft that compute nothing, so that what is between them can be measured.
+"""A verifier and a draft that compute nothing, to measure the links and the orchestrator between them.
 
     python -m bench.network.echo
 
-A session is a game of two: a commit goes out, the draft answers it with candidates at once, the verifier answers those
-with the next commit.
+A session is ping-pong: the draft answers each commit with candidates at once, the verifier answers these with the next
+commit.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class EchoVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                     end = base + request.open.max_tokens
                     opened = verifier_pb2.VerifyOpened(identity=_identity(), max_nodes=64, drafting_wanted=True)
                     await context.write(verifier_pb2.VerifyResponse(opened=opened))
-                    await asyncio.sleep(0.2)  # until the draft is open too: not a round
+                    await asyncio.sleep(0.2)  # until the draft is open too: not part of a round
                 case "extend":
                     pass
                 case _:
@@ -110,7 +110,7 @@ class Echo(Measured):
 
 
 def before(address: str, *options: str) -> tuple[str, ...]:
-    """The program, as `python -m` takes it, of an orchestrator for both."""
+    """Return the `python -m` arguments of an orchestrator for both."""
     peers = ("--verifier", address, "--draft", address)
     return ("orchestrator", "--model", str(DEMO / "target"), *peers, "--port", "0", "--log-level", "error", *options)
 

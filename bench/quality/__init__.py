@@ -1,1 +1,1 @@
-"""Benchmarks of acceptance and of texts: which candidates are accepted, and how varied texts are."""
+"""Benchmarks of acceptance and of the diversity of texts."""

@@ -2,12 +2,12 @@
 
     python -m bench acceptance
 
-Draft and verifier sessions of the real services take turns in this process: the draft expands its tree as far as it is
-worth, and a step verifies the best of it, so that nothing depends on time. The demo pair continues held-out prompts.
+Draft and verifier sessions of the real services alternate in this process: the draft expands its tree as far as
+worthwhile, and a step verifies its best nodes, so nothing depends on time. The demo pair continues held-out prompts.
 
-Acceptance is counted per position at which a candidate was tested. Its bounds, on the same texts: no rule with one
-candidate per position can exceed 1 - TV(p, q); sampling with shared noise reaches at least (1 - TV) / (1 + TV)
-(Daliri, Musco, Suresh 2024).
+Acceptance is counted per position with a tested candidate. Its bounds, on the same texts: no rule with one candidate
+per position can exceed 1 - TV(p, q); sampling with shared noise reaches at least (1 - TV) / (1 + TV) (Daliri, Musco,
+Suresh 2024).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ REMOTE = frozenset({Drafter.REMOTE})
 CAPACITY = 4096
 TREE_SLOTS = 256
 CREDIT = 64
-"""Most nodes that a draft may have alive; the verifier takes the best of them."""
+"""Limit on a draft's live nodes; the verifier takes the best of them."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Count:
 
 
 class Pair:
-    """A pair of target and draft that take turns."""
+    """A target and a draft that alternate."""
 
     def __init__(self, target: Path, draft: Path) -> None:
         directories = ModelDirectory(target), ModelDirectory(draft)
@@ -185,7 +185,7 @@ def main(given: Sequence[str]) -> None:
         for rule in (Rule.COUPLED, Rule.REJECTION):
             for shape in SHAPES:
                 if rule is Rule.REJECTION and (not temperature or shape.branches > 1):
-                    continue  # greedy REJECTION is COUPLED; and it has one candidate per position
+                    continue  # greedy REJECTION equals COUPLED; and it has one candidate per position
                 calibration, total, distances = Calibration(), Count(), []
                 for seed, prompt in enumerate(prompts):
                     sampler = RequestSampler(Sampling(temperature=temperature, seed=seed), rule=rule)

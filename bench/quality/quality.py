@@ -1,14 +1,13 @@
 """Compare the diversity of texts from naive sampling, speculative sampling and contrastive decoding, by n-gram entropy
-(n = 1 to 3) and distinct-n (n = 1, 2): does speculation change what texts are like?
+(n = 1 to 3) and distinct-n (n = 1, 2): does speculation change the distribution of texts?
 
     python -m bench quality --out build/quality
     python -m bench quality --target DIR --draft DIR --prompt "Once upon a time" --texts 50
 
-Speculative sampling is the REJECTION rule, with drafts whether or not they pay: it draws other tokens than naive
-sampling, from the same distribution, so its texts must be as varied, within noise. (Under the COUPLED rule they would
-be the same texts.) Contrastive decoding draws nothing: one text per prompt, without errors. The figures are means over
-texts of the measure within one, so they depend on how long the texts are. Writes quality.json, quality.md and
-quality.png.
+Speculative sampling uses the REJECTION rule with forced drafting: it draws other tokens than naive sampling, from the
+same distribution, so its texts must be as diverse, within noise. (Under the COUPLED rule they would be identical.)
+Contrastive decoding is deterministic: one text per prompt, without errors. The figures are means over texts of the
+measure within a text, so they depend on the length of texts. Writes quality.json, quality.md and quality.png.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def methods(temperature: float, alpha: float) -> dict[str, GenerateOptions]:
 def query(
     client: Client, prompts: Sequence[str], options: GenerateOptions, texts: int, tokens: int, seed: int, progress: str
 ) -> list[Text]:
-    """Return `texts` samples of each prompt; one if nothing is drawn."""
+    """Return `texts` samples of each prompt; one if decoding is deterministic."""
     found = []
     several = bool(options.get("temperature"))
     rounds = [(number, begin) for number in range(len(prompts)) for begin in range(0, texts if several else 1, AT_ONCE)]
@@ -113,7 +112,7 @@ def main(given: Sequence[str]) -> None:
         with client_of(args) as client:
             model = client.models()[0].name
             for number, (method, options) in enumerate(methods(args.temperature, args.alpha).items()):
-                seed = args.seed + number * 1_000_000  # equal seeds would not be independent
+                seed = args.seed + number * 1_000_000  # equal seeds would correlate prompts
                 texts[method] = query(client, prompts, options, args.texts, args.tokens, seed, method)
     except (LocalError, SpecdecError) as error:
         sys.exit(f"bench quality: {error}")

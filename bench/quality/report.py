@@ -1,4 +1,4 @@
-"""The report of the quality benchmark: means with errors, whether two methods differ, a table, a plot."""
+"""The report of the quality benchmark: means with errors, significance of differences, a table, a plot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEASURES: dict[str, Callable[[Sequence[int]], float]] = {
 }
 NOISE = 3.0
 """Standard errors within which two means count as equal. If the five differences of equal methods were independent, one
-would exceed this in one run of 75; they are not, so it is rarer."""
+would exceed this in one run of 75; they are correlated, so it is rarer."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Text:
 
     prompt: int
     tokens: int
-    drafted: int  # accepted tokens from the draft
+    drafted: int  # accepted draft tokens
     measures: Mapping[str, float]
 
 
@@ -48,7 +48,7 @@ def measured(prompt: int, completion: Completion) -> Text:
 
 
 def mean(texts: Sequence[Text], measure: str) -> Mean:
-    """Return the mean over prompts of the mean over texts: prompts differ, and sampling is what is compared."""
+    """Return the mean over prompts of the mean over texts, so that the error covers sampling and not prompts."""
     by_prompt: dict[int, list[float]] = {}
     for text in texts:
         by_prompt.setdefault(text.prompt, []).append(text.measures[measure])

@@ -1,1 +1,1 @@
-"""A verifier that many use: long prompts, overload, and where a step's time goes."""
+"""A verifier with many users: long prompts, overload, and the breakdown of a step's time."""

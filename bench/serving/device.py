@@ -1,12 +1,12 @@
-"""Measure services on devices that only take time: what the host costs where a step takes a GPU's few milliseconds.
+"""Measure services on devices that only take time: the host's cost where a step takes a GPU's few milliseconds.
 
     python -m bench device [--profile 8b-h100 --streams 1,8,32,64 --ways off,forced --temperatures 0,0.8]
 
-The three services and their messages are real, and so is all that the host does for a step; the devices of target and
+The three services and their messages are real, and so is all of the host's work for a step; the devices of target and
 draft are simulated (`bench.systems.simulated_gpu`). A draft is right at three positions of four. With a temperature,
-top-p is 0.95. Each cell has `--settle` seconds of load, then `--seconds` that count. `busy` is the part of the time in
-which the target's device computes, `in time` the part of drafted steps that began with candidates of the draft. Stages
-are parts of the processor time of a loop's thread (`bench.systems.stages`).
+top-p is 0.95. Each cell has `--settle` seconds of load, then `--seconds` that count. `busy` is the fraction of the time
+in which the target's device computes, `in time` the fraction of drafted steps that began with candidates of the draft.
+Stages are parts of the processor time of a loop's thread (`bench.systems.stages`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ COLUMNS = (
 
 @dataclass
 class Load:
-    """Streams that ask for text after text, and what they have got since the last `reset`."""
+    """Streams that request text after text, and their output since the last `reset`."""
 
     streams: int
     way: str
@@ -175,7 +175,7 @@ async def all_measured(
 
 
 async def _sleep(seconds: float, task: asyncio.Task[None]) -> None:
-    """Sleep; an error of the load ends that, and is raised."""
+    """Sleep; an error of the load ends the sleep and is raised."""
     done, _ = await asyncio.wait({task}, timeout=seconds)
     if done:
         task.result()
@@ -199,8 +199,8 @@ def _used(stack: Stack) -> dict[str, float]:
 
 
 def directory(profile: Profile, folder: Path) -> Path:
-    """Write the demo target with the profile's vocabulary, whose ids beyond the tokenizer's are nothing; return it. Its
-    weights are never read."""
+    """Write the demo target with the profile's vocabulary, whose ids beyond the tokenizer's mean nothing; return it.
+    Its weights are never read."""
     target = folder / "target"
     shutil.copytree(DEMO / "target", target)
     config = json.loads((target / "config.json").read_text())
@@ -240,7 +240,7 @@ def table(report: Report) -> str:
 
 
 def _stage_lines(role: str, cells: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a table of what a role's worker thread does, in microseconds of processor for each step of the target."""
+    """Return a table of the stages of a role's worker thread, in microseconds of processor time per target step."""
     if not cells:
         return []
     heads = [f"{each['streams']}, T = {each['temperature']:g}, {each['way']}" for each in cells]

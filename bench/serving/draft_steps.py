@@ -1,10 +1,10 @@
-"""Measure the processor time that a draft service takes for each node of its trees if its model costs nothing.
+"""Measure the processor time of a draft service per tree node, with a model that costs nothing.
 
     python -m bench draft-steps [--vocabulary 128256 --sessions 8,64 --temperatures 0,0.8 --rows 64 --rounds 20]
 
-The draft loop is turned by hand in one thread, on a device that takes no time and sends shortlists as a GPU does.
-Messages are made and parsed, but go nowhere. In each round every session commits three tokens that its draft has
-guessed, and the loop turns until nothing is left to expand. At a temperature above 0, top-p is 0.95.
+The draft loop is stepped in one thread, on a device that takes no time and sends shortlists as a GPU does. Messages are
+made and parsed, but go nowhere. In each round every session commits three tokens guessed by its draft, and the loop
+runs until nothing is left to expand. At a temperature above 0, top-p is 0.95.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from specdec.v2 import draft_pb2, model_pb2
 from testing.mailbox import Handed
 
 PROMPT_TOKENS = 512
-COMMITTED_TOKENS = 3  # in a round, of each session
+COMMITTED_TOKENS = 3  # per round and session
 POLICY = draft_pb2.DraftPolicy(max_nodes=16, max_depth=6, max_branches=3, min_path_probability=0.05)
 WIDTH = 4
 """Nodes of a session in a pass."""
 
 
 class DraftedSessions:
-    """Sessions at a draft service whose loop is turned by hand."""
+    """Sessions at a draft service with a synchronously stepped loop."""
 
     def __init__(self, vocabulary: int, sessions: int, temperature: float, rows: int, rounds: int) -> None:
         tokens = COMMITTED_TOKENS * (rounds + 1) + POLICY.max_depth
@@ -46,7 +46,7 @@ class DraftedSessions:
         self._settle()
 
     def round(self) -> None:
-        """Commit guessed tokens to every text, and expand what may be expanded then."""
+        """Commit guessed tokens to every text, and expand everything allowed."""
         for session in self._sessions:
             tree = session.tree
             tokens = [node.token for _, (_, node) in zip(range(COMMITTED_TOKENS), tree.best_chain(), strict=False)]
@@ -74,7 +74,7 @@ class DraftedSessions:
 
 
 def measured(vocabulary: int, sessions: int, temperature: float, rows: int, rounds: int) -> dict[str, float]:
-    """Return microseconds of processor time a node, and nodes a round."""
+    """Return microseconds of processor time per node, and nodes per round."""
     drafted = DraftedSessions(vocabulary, sessions, temperature, rows, rounds)
     micros: list[float] = []
     before = drafted.nodes

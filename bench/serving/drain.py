@@ -1,10 +1,10 @@
-"""Measure what a drain takes, and what clients notice of it.
+"""Measure the duration of a drain, and its effects on clients.
 
     python -m bench drain [--rounds 3 --streams 8]
 
-Two verifiers, two drafts and two orchestrators serve texts without a pause; in turns, one pod of each role is told to
-end by SIGTERM, and started again. Told are the seconds until it has ended, the longest silence in a stream that was
-under way, beside that of a time without a drain, and requests that failed.
+Two verifiers, two drafts and two orchestrators serve texts continuously; in turns, one pod of each role gets a SIGTERM,
+and is started again. Reported are the seconds until it has ended, the longest silence in a running stream, compared
+with a period without a drain, and failed requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specdec.local import DEMO
 from specdec.local.child import Child, stop
 
 TOKENS = 400
-"""Tokens of a text: it is under way for seconds."""
+"""Tokens of a text: it runs for seconds."""
 
 START_SECONDS = 120.0
 CALM_SECONDS = 5.0
@@ -34,7 +34,7 @@ MODULES = {"verifier": "verifier_service", "draft": "draft_service", "orchestrat
 
 @dataclass
 class Pod:
-    """A service that is ended and started again at the same address."""
+    """A service that is ended and restarted at the same address."""
 
     child: Child
     address: str = ""
@@ -50,13 +50,13 @@ class Pod:
 
 @dataclass
 class Streams:
-    """What clients have seen: the times at which pieces of each text came, and how many requests failed."""
+    """The clients' view: arrival times of each text's pieces, and the number of failed requests."""
 
     times: list[list[float]] = field(default_factory=list)
     failed: int = 0
 
     def longest_silence(self, begin: float, end: float) -> float:
-        """Return the longest time without a piece of a text that had begun, as far as it lies in an interval."""
+        """Return the longest silence of a running text within an interval."""
         gaps = [
             min(late, end) - max(early, begin)
             for times in self.times
@@ -90,7 +90,7 @@ def deployment() -> Iterator[dict[str, list[Pod]]]:
 
 
 async def ask_on(client: AsyncClient, seen: Streams, numbers: count[int], prompts: list[list[int]]) -> None:
-    """Ask for one text after the other."""
+    """Request one text after the other."""
     while True:
         number = next(numbers)
         times: list[float] = []
@@ -126,7 +126,7 @@ async def measure(pods: dict[str, list[Pod]], rounds: int, streams: int) -> None
                 pod.child.process.terminate()
                 await asyncio.to_thread(pod.child.process.wait, START_SECONDS)
                 ended = time.monotonic()
-                await asyncio.sleep(1.0)  # what it left is taken up elsewhere
+                await asyncio.sleep(1.0)  # its texts continue elsewhere
                 silence = seen.longest_silence(begin, time.monotonic())
                 print(
                     f"| {role} | {number + 1} | {ended - begin:.2f} | {silence:.2f} | "

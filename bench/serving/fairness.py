@@ -1,10 +1,10 @@
-"""Measure what a tenant notices of another that floods a verifier: time to first token, and its part of the tokens.
+"""Measure the effect on a tenant of another that floods a verifier: time to first token, and its share of the tokens.
 
     python -m bench fairness [--rounds 3 --seconds 20]
 
-A quiet tenant asks for a fifth of what the verifier can do, another one for ten times as much as that, from a process
-of its own: else the thousand streams of its client would keep the other's answers waiting. In turns: the quiet one
-alone; both, as two tenants; both under one name, which is first come, first served.
+A quiet tenant requests a fifth of the verifier's capacity, another one ten times as much as that, from a separate
+process: otherwise its thousand client streams would delay the first tenant's answers. In turns: the quiet one alone;
+both, as two tenants; both under one name, which is first come, first served.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ QUIET, FLOOD = "quiet", "flood"
 
 
 def flood(address: str, rate: float, seconds: float, seed: int, tenant: str) -> list[Answer]:
-    """Ask so many requests a second, in this process."""
+    """Send `rate` requests a second, in this process."""
 
     async def ask_all() -> list[Answer]:
         async with AsyncClient(address) as client:
@@ -42,7 +42,7 @@ async def measure(address: str, rounds: int, seconds: float) -> None:
         def flooding(rate: float, seconds: float, seed: int, tenant: str) -> Awaitable[list[Answer]]:
             return loop.run_in_executor(process, flood, address, rate, seconds, seed, tenant)
 
-        await flooding(1.0, 1.0, 0, FLOOD)  # it starts
+        await flooding(1.0, 1.0, 0, FLOOD)  # warm-up of the process
         await _measure(address, rounds, seconds, flooding)
 
 

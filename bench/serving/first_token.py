@@ -1,17 +1,16 @@
 """Seconds from a command until the first token of a short prompt: `specdec up` beside `vllm serve` and llama.cpp's
-`llama-server`, each as its users start it.
+`llama-server`, each started like its users do.
 
     python -m bench first-token
     python -m bench first-token --vllm-python build/vllm/bin/python --llama-server build/llama/build/bin/llama-server \\
         --llama-gguf build/llama/target.gguf --out build/first-token
 
 The time begins when the command is started, and ends when one token has come over the server's own API (gRPC, or
-OpenAI's completions over HTTP). Commands have their own defaults, dtype and compilation included; what stands in their
-name is all that was chosen. What a command keeps for its later starts (compiled loops, compiled graphs) has a folder
-of its own: the first start finds it empty, the next one finds what the first left. The files themselves are in the
-machine's memory all the time. In a round all commands take turns, each in its first and its next start, in the reverse
-order every other round. Each start waits for a quiet machine first, or for --patience seconds. Writes first-token.json,
-.md and .png.
+OpenAI's completions over HTTP). Commands have their own defaults, dtype and compilation included; all deviations are in
+their name. A command's persistent cache (compiled loops, compiled graphs) has its own folder: the first start finds it
+empty, the next one filled by the first. The page cache holds all files throughout. In a round all commands take turns,
+each in its first and its next start, in the reverse order every other round. Each start waits for a quiet machine
+first, or for --patience seconds. Writes first-token.json, .md and .png.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from specdec.client import SpecdecError
 
 PROMPT_TOKENS = 16
 FIRST, NEXT, EVERY = "first", "next", "every"
-"""Kinds of starts: with nothing kept, with what the first one kept, and of a command that keeps nothing."""
+"""Kinds of starts: with an empty cache, with the first start's cache, and of a command without a cache."""
 COLUMNS = {"ready, s": "ready", "first token, s": "token"}
-"""Columns of the table for each kind, by what they show."""
+"""Columns of the table for each kind, with their fields."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,13 @@ class Start:
     command: str
     kind: str
     round: int
-    ready: float  # seconds until it said so
+    ready: float  # seconds until it reported readiness
     token: float  # seconds until the first token had come
-    foreign_cores: float  # that others took, before
+    foreign_cores: float  # used by other processes before
 
 
 def timed(command: Command, cache: Path, prompt: list[int]) -> tuple[float, float]:
-    """Start a command, ask it and end it; return the seconds until it was ready, and until it had given a token."""
+    """Start a command, query it and end it; return the seconds until it was ready, and until its first token."""
     begin = time.perf_counter()
     with command.start(cache) as ask:
         ready = time.perf_counter() - begin
@@ -66,8 +65,8 @@ def timed(command: Command, cache: Path, prompt: list[int]) -> tuple[float, floa
 
 
 def measure(commands: Sequence[Command], rounds: int, patience: float) -> dict[str, Any]:
-    """Return all starts, and why commands failed, which are left out from then on. After Ctrl-C it has what was
-    measured until then."""
+    """Return all starts, and the failures of commands, which are then left out. After Ctrl-C it has the measurements so
+    far."""
     starts, failed, cut_off = list[Start](), dict[str, str](), False
     (prompt,) = held_out(1, PROMPT_TOKENS)
     try:
@@ -85,7 +84,7 @@ def measure(commands: Sequence[Command], rounds: int, patience: float) -> dict[s
 
 
 def _turn(command: Command, number: int, prompt: list[int], patience: float) -> Iterator[Start]:
-    """Yield a round's starts of one command, each on a machine that is quiet, or has been waited for so long."""
+    """Yield a round's starts of one command, each on a quiet machine, or after `patience` seconds."""
     with tempfile.TemporaryDirectory() as cache:
         for kind in (FIRST, NEXT) if command.keeps else (EVERY,):
             taken = await_quiet((), DISTURBED, patience)
@@ -120,7 +119,7 @@ def _cell(starts: list[dict[str, Any]], name: str, kind: str, what: str) -> str:
 
 
 def _of(starts: list[dict[str, Any]], name: str, kind: str, what: str) -> list[float]:
-    """Return the seconds of all starts of this kind; each start of a command that keeps nothing is of both kinds."""
+    """Return the seconds of all starts of this kind; each start of a command without a cache is of both kinds."""
     return [each[what] for each in starts if each["command"] == name and each["kind"] in (kind, EVERY)]
 
 

@@ -1,9 +1,9 @@
-"""Measure goodput under overload: requests a second that are complete before their deadline, by how many come.
+"""Measure goodput under overload: requests a second completed before their deadline, by arrival rate.
 
     python -m bench goodput [--seconds 20]
 
-Requests come at a half, once, one and a half times and twice what the verifier can do. Each has `--patience` times as
-long as one takes alone. Goodput should not fall when more come.
+Requests arrive at a half, once, one and a half times and twice the verifier's capacity. Each has a deadline of
+`--patience` times its duration alone. Goodput should not fall as the rate grows.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Measure what OpenAI's HTTP API costs beside gRPC: processor time of all services for a token, and the first token.
+"""Measure the cost of OpenAI's HTTP API beside gRPC: processor time of all services per token, and the first token.
 
     python -m bench http-overhead [--rounds 8]
 
-The demo pair is asked for the same texts by gRPC and by HTTP, in turns. The callers' own processor time is not counted,
-though on few cores it delays the services: both are as light as they can be.
+The demo pair generates the same texts by gRPC and by HTTP, in turns. The clients' own processor time is not counted,
+though on few cores it delays the services: both are as light as possible.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ SEED = 7
 
 
 class Answer(NamedTuple):
-    """Tokens of one request, and how long the first took."""
+    """Tokens of one request, and the time to the first."""
 
     tokens: int
     first_seconds: float  # until the first of them
 
 
 class Costs(NamedTuple):
-    """Costs of requests that ran at the same time."""
+    """Costs of concurrent requests."""
 
     milliseconds_a_token: float  # of processor time of all services
     first_milliseconds: float  # median time to the first token
@@ -53,7 +53,7 @@ async def by_grpc(client: AsyncClient, prompt: list[int]) -> Answer:
         seed=SEED,
         ignore_end_token=True,
         speculation="always",
-        tenant="grpc",  # the ways share no cached prompts
+        tenant="grpc",  # the two ways share no cached prompts
     )
     async with stream as chunks:
         async for chunk in chunks:
@@ -90,7 +90,7 @@ async def by_http(address: str, prompt: list[int]) -> Answer:
 
 
 async def costs(ask: Ask, processes: set[int], prompts: Sequence[list[int]]) -> Costs:
-    """Ask all at once."""
+    """Send all concurrently."""
     before = processor_seconds(processes)
     answers = await asyncio.gather(*map(ask, prompts))
     spent = processor_seconds(processes) - before
@@ -99,7 +99,7 @@ async def costs(ask: Ask, processes: set[int], prompts: Sequence[list[int]]) -> 
 
 
 async def measure(stack: Stack, streams: int, rounds: int) -> list[tuple[Costs, Costs]]:
-    """Return pairs of costs, (by gRPC, by HTTP), each first in turn."""
+    """Return pairs of costs, (by gRPC, by HTTP), alternating which is first."""
     processes = {child.process.pid for child in stack.children.values()}
     pairs = []
     async with AsyncClient(stack.address, timeout=300) as client:
@@ -114,7 +114,7 @@ async def measure(stack: Stack, streams: int, rounds: int) -> list[tuple[Costs, 
 
 
 def told(pairs: Sequence[tuple[Costs, Costs]]) -> str:
-    """Return what pairs say, in a line."""
+    """Return a summary of the pairs in one line."""
     grpc, http = (Costs(*map(median, zip(*costs, strict=True))) for costs in zip(*pairs, strict=True))
     ratios = sorted(b.milliseconds_a_token / a.milliseconds_a_token for a, b in pairs)
     later = sorted(b.first_milliseconds - a.first_milliseconds for a, b in pairs)

@@ -1,4 +1,4 @@
-"""Requests that come when they come, whether or not those before are over: an open loop, as users are one."""
+"""Requests in an open loop: they arrive regardless of earlier ones, like those of independent users."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def ask(client: AsyncClient, prompt: list[int], tenant: str, timeout: floa
 async def arrivals(
     client: AsyncClient, rate: float, seconds: float, *, seed: int, tenant: str = "", timeout: float | None = None
 ) -> list[Answer]:
-    """Ask at Poisson times, so many a second for so long; return all answers."""
+    """Send requests at Poisson times at `rate` per second for `seconds`; return all answers."""
     dice = random.Random(seed)
     prompts = held_out(max(1, int(2 * rate * seconds)), tokens=PROMPT_TOKENS, seed=seed)
     begin, at, asked = time.perf_counter(), 0.0, []
@@ -59,8 +59,8 @@ async def arrivals(
 
 
 async def capacity(client: AsyncClient, seconds: float, at_once: int = 48) -> float:
-    """Return the requests a second that are completed when there is always another one. It asks for twice `seconds`
-    and counts in the second half: in the first, no request is near its end yet."""
+    """Return the requests a second completed in a closed loop of `at_once`. It runs for twice `seconds` and counts in
+    the second half: in the first, no request is near its end yet."""
     prompts, done = iter(held_out(4000, tokens=PROMPT_TOKENS, seed=7)), 0
     begin = time.perf_counter() + seconds
     end = begin + seconds

@@ -30,7 +30,7 @@ SETTLE_SECONDS = 2.0
 
 
 async def decode(address: str, streams: int, speculation: Any, profile: list[str]) -> None:
-    """Keep all streams busy for as long as the profiler samples."""
+    """Keep all streams busy while the profiler samples."""
 
     async def one(client: AsyncClient, number: int, prompt: list[int]) -> None:
         while True:
@@ -64,7 +64,7 @@ STEP_FUNCTIONS = (
     "StepLoop.step",
     "EngineWorker.turn",
 )
-"""Functions of the step thread, the innermost first."""
+"""Functions of the step thread, innermost first."""
 
 
 @dataclass
@@ -98,7 +98,7 @@ def shares(stacks: str) -> Shares:
 
 
 def _part(inner: list[str]) -> str:
-    """Return the part of a forward pass that these functions belong to."""
+    """Return the part of a forward pass to which these functions belong."""
     if "Float32Head.forward" in inner:
         return "output head"
     compiled, interpreted = inner[-1] == "Decoder.__call__", "sequence.<locals>.layers" in inner

@@ -1,10 +1,10 @@
-"""Measure overload by ten times the requests that fit: how many are served or refused, and how soon.
+"""Measure overload by ten times the capacity: how many requests are served or refused, and how fast.
 
     python -m bench overload [--within 1]
 
-The verifier has memory for a few texts and a short queue. All requests of a burst come at once, or evenly `--within`
-some seconds, over an open connection; those admitted must complete, the others must be refused at once with a delay
-after which to come again, and health must stay SERVING.
+The verifier has memory for a few texts and a short queue. All requests of a burst come at once, or spread evenly over
+`--within` seconds, over an open connection; admitted ones must complete, the others must be refused at once with a
+retry delay, and health must stay SERVING.
 """
 
 from __future__ import annotations

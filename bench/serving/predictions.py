@@ -1,17 +1,17 @@
-"""Compare what `specdec evaluate` predicts with what the services do.
+"""Compare the predictions of `specdec evaluate` with measurements of the services.
 
     python -m bench predictions [--rounds 3] [--streams 1,4]
-    python -m bench predictions --slower 3      # on devices of their own
+    python -m bench predictions --slower 3      # on simulated devices
 
 Four pairs: the demo's, its target padded to 60M and to 230M parameters, and a draft of random weights. Each is
-predicted and measured with a draft service on a core of its own, with the draft within the verifier, and without any.
-Target and draft have one thread each. Services go on from round to round, and so does the prediction: the first round
-warms up, of the others medians are told. What a message takes between services is measured before (`evaluation.hop`).
+predicted and measured with a draft service on its own core, with the draft within the verifier, and without any. Target
+and draft have one thread each. Services run on from round to round, and so does the prediction: the first round warms
+up, of the others medians are reported. The cost of a message between services is measured before (`evaluation.hop`).
 
-With two cores, target and draft do not run side by side as on two devices: an orchestrator and a client want the same
-cores. With `--slower` each model has a device that is so many times slower than a core, by times that are measured once
-for both: passes take these, in the prediction as in the services, which sleep for the rest of them and leave the cores
-to others (`bench.systems.long_steps`). What is compared then is all that lies between the passes.
+With two cores, target and draft do not run side by side as on two devices: an orchestrator and a client contend for the
+same cores. With `--slower` each model has a device slower than a core by this factor, by times measured once for both:
+passes take these, in the prediction as in the services, which sleep for the rest of them and leave the cores to others
+(`bench.systems.long_steps`). The comparison then covers everything between the passes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from testing.padded_model import pad_model
 
 ONE_THREAD = ("--threads", "1")
 WITHIN = 0.15
-"""How far a prediction may be off."""
+"""Maximum relative error of a prediction."""
 
 COLUMNS = (
     "streams",
@@ -57,7 +57,7 @@ COLUMNS = (
 )
 
 MODES: Mapping[Way, str] = {PLAIN: "off", ABSENT: "local", LOCAL: "local", REMOTE_DRAFT: "auto"}
-"""The requests' speculation, by the way to serve."""
+"""The `speculation` of requests, by way of serving."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class Models:
 
 
 PAIRS = ("demo", "60M", "230M", "useless draft")
-"""Names of pairs: the demo's, its target padded to so many parameters, its target with a draft of random weights."""
+"""Names of pairs: the demo's, its target padded to these parameters, its target with a draft of random weights."""
 
 
 def pairs(folder: Path, names: Sequence[str] = PAIRS) -> Iterator[Models]:
-    """Yield pairs by name; those that are made for this are written into a folder."""
+    """Yield pairs by name; derived ones are written into a folder."""
     for name in names:
         match name:
             case "demo":
@@ -89,7 +89,7 @@ def pairs(folder: Path, names: Sequence[str] = PAIRS) -> Iterator[Models]:
 
 @dataclass(frozen=True)
 class Speed:
-    """How a load was served: the medians of some rounds."""
+    """The speed of a load: the medians of some rounds."""
 
     rate: float  # tokens a second
     tokens_a_step: float
@@ -103,7 +103,7 @@ class Speed:
         )
 
     def step_ms(self, streams: int) -> float:
-        """Return the milliseconds of a step of each stream."""
+        """Return the milliseconds per step of each stream."""
         return 1000 * streams * self.tokens_a_step / self.rate
 
 
@@ -121,7 +121,7 @@ def samples(pair: Pair, prompts: Sequence[list[int]], tokens: int, temperature: 
 
 
 def given_devices(pair: Pair, file: Path, slower: float) -> None:
-    """Have the models of a pair compute on devices so many times slower than here, and write these to a file."""
+    """Make the models of a pair compute on devices slower than here by a factor, and write these to a file."""
     loaded = {"target": pair.target, "draft": pair.draft, "local draft": pair.local_draft}
     write_devices(file, {name: each.latency for name, each in loaded.items()}, slower)
     for name, each in loaded.items():
@@ -147,7 +147,7 @@ def predicted(pair: Pair, loads: Mapping[int, Load], rounds: int, hop: float) ->
 def measured(
     models: Models, loads: Mapping[int, Load], rounds: int, devices: Path | None
 ) -> dict[tuple[Way, int], Speed]:
-    """Return the measured speeds by way and streams, with the devices of a file or those at hand."""
+    """Return the measured speeds by way and streams, on the devices of a file or on this machine."""
     setup = Setup(models.target, models.draft, "float32", streams=max(loads), context=1024)
     programs: Mapping[str, tuple[str, ...]] = PROGRAMS
     if devices is not None:

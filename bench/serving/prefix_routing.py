@@ -1,9 +1,9 @@
-"""Measure how much of a conversation is computed again where several verifiers share the work.
+"""Measure how much of a conversation is recomputed when several verifiers share the work.
 
     python -m bench prefix-routing [--chats 40 --turns 6]
 
-Chats with the same system prompt take their turns through two orchestrators, whichever comes: with one verifier, then
-with three, of which one is killed once all chats are half way. Between two turns their users think.
+Chats with the same system prompt take their turns through either of two orchestrators: with one verifier, then with
+three, one of which is killed once all chats are half way. Users think between two turns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specdec.v2 import verifier_pb2, verifier_pb2_grpc
 
 SYSTEM_TOKENS, USER_TOKENS, ANSWER_TOKENS = 128, 64, 48
 MEMORY = 40_960
-"""Tokens of KV memory of each verifier: enough for all chats, so that nothing is recomputed for want of memory."""
+"""Tokens of KV memory of each verifier: enough for all chats, so that nothing is recomputed for lack of memory."""
 THINKING_SECONDS = 2.0
 """Mean time between an answer and the next turn."""
 START_SECONDS = 120.0
@@ -35,7 +35,7 @@ START_SECONDS = 120.0
 
 @dataclass
 class Turns:
-    """Prompt tokens of all turns with the same number, and how many of them were cached."""
+    """Prompt tokens of all turns with the same number, and the cached part of them."""
 
     prompt: int = 0
     cached: int = 0
@@ -43,7 +43,7 @@ class Turns:
 
 @dataclass
 class Found:
-    """Results of a run: of each turn, and tokens committed by each verifier that lives, in the end and half way."""
+    """Results of a run: of each turn, and tokens committed by each surviving verifier, at the end and half way."""
 
     turns: list[Turns]
     committed: list[int] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Found:
     first_tokens: list[float] = field(default_factory=list)
 
     def cached_share(self, first: int = 1) -> float:
-        """Return the share of prompt tokens that were cached, from this turn on."""
+        """Return the share of cached prompt tokens from turn `first` to the last."""
         turns = self.turns[first - 1 :]
         return sum(turn.cached for turn in turns) / sum(turn.prompt for turn in turns)
 
@@ -89,7 +89,7 @@ def services(verifiers: int) -> Iterator[tuple[list[Child], list[str], list[str]
 
 
 async def committed_tokens(addresses: Sequence[str]) -> list[int]:
-    """Return how many tokens each of these verifiers has committed."""
+    """Return the number of tokens committed by each of these verifiers."""
     found = []
     for address in addresses:
         async with grpc.aio.insecure_channel(address) as channel:

@@ -1,9 +1,9 @@
-"""Measure what TLS, API keys, metrics and traces cost: processor time of all three services for a token.
+"""Measure the cost of TLS, API keys, metrics and traces: processor time of all three services per token.
 
     python -m bench production [--rounds 6]
 
-Two deployments of the demo pair stand side by side, one plain and one with the feature, and are asked in turns for the
-same texts. Idle ones cost next to nothing; processor time, unlike time, is little disturbed by what else runs.
+Two deployments of the demo pair run side by side, one plain and one with the feature, and alternate on the same texts.
+Idle ones cost next to nothing; processor time, unlike wall time, is hardly affected by other processes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COLLECTOR = "opentelemetry.proto.collector.trace.v1.TraceService"
 
 
 class Deployment:
-    """Three services with some features, and how to ask them."""
+    """Three services with some features, and their client."""
 
     def __init__(self, features: frozenset[str], folder: Path, exits: ExitStack) -> None:
         self._scraped: list[str] = []
@@ -88,7 +88,7 @@ class Deployment:
         self._client["credentials"] = channel_credentials(TlsFiles(certificate, key, file).read())
 
     async def milliseconds_a_token(self, streams: int, number: int) -> float:
-        """Return the processor time of all services for a token of so many streams at once, in milliseconds."""
+        """Return the processor time of all services per token, in milliseconds, with `streams` concurrent streams."""
         prompts = held_out(streams, tokens=64, seed=number)
         async with AsyncClient(self._address, timeout=300, **self._client) as client:
 
@@ -122,7 +122,7 @@ class Deployment:
 
 @contextmanager
 def _collector() -> Iterator[str]:
-    """The address of a collector of traces that keeps none."""
+    """Yield the address of a collector that drops all traces."""
     export: Any = grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
     server = grpc.server(ThreadPoolExecutor(2))
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(COLLECTOR, {"Export": export}),))
@@ -140,7 +140,7 @@ def _fetch(url: str) -> bytes:
 
 
 async def measure(plain: Deployment, featured: Deployment, streams: int, rounds: int) -> list[tuple[float, float]]:
-    """Return pairs of milliseconds a token, (plain, with the feature), each first in turn."""
+    """Return pairs of milliseconds a token, (plain, with the feature), alternating which is first."""
     pairs = []
     for number in range(-1, rounds):  # the first warms both
         order = [plain, featured] if number % 2 else [featured, plain]

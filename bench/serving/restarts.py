@@ -1,17 +1,17 @@
-"""Measure what users notice while servers die: specdec, and vLLM's servers that die by the same schedule.
+"""Measure the effects on users while servers die: specdec, and vLLM's servers under the same schedule.
 
     python -m bench restarts --vllm-python build/vllm/bin/python [--seconds 180 --every 20]
 
-Each system has two servers of the target: specdec two verifiers, and two drafts and two orchestrators beside them; vLLM
-two `vllm serve`. Requests come at Poisson times, at a rate that all can serve while nothing is wrong. Then one process
-is killed (SIGKILL) every 20 s and started again at once: of specdec a pod of each role in turns, of vLLM its servers in
-turns. (So each server of vLLM dies every 40 s, and each verifier every 120 s.) specdec's client library resumes a text
-by itself. Who asks vLLM does what a patient application does: it asks the servers in turns, and asks another one from
-the beginning when a stream breaks, for a minute.
+Each system has two servers of the target: specdec two verifiers, with two drafts and two orchestrators; vLLM two `vllm
+serve`. Requests arrive at Poisson times, at a rate that all can serve without faults. Then one process is killed
+(SIGKILL) every 20 s and restarted at once: for specdec a pod of each role in turns, for vLLM its servers in turns. (So
+each server of vLLM dies every 40 s, and each verifier every 120 s.) specdec's client library resumes a text by itself.
+The client of vLLM acts like a patient application: it alternates between the servers, and restarts a broken stream at
+another one from the beginning, for up to a minute.
 
-It reports, for calm and for trouble: requests that failed, texts that were begun again before their user's eyes, texts
-that are not what the same seed gave in calm, times to the first token and between tokens, the longest silence in a
-text, and tokens of complete texts a second.
+It reports, for calm and for faults: failed requests, texts restarted in their user's view, texts that differ from those
+of the same seed in calm, times to the first token and between tokens, the longest silence in a text, and tokens of
+complete texts a second.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ TOKENS = 128
 TEMPERATURE = 0.8
 PROMPTS = 64
 PATIENCE_SECONDS = 60.0
-"""Seconds for which a request is asked again where no server answers."""
+"""Seconds for which a request is retried while no server answers."""
 
 AT_ONCE = 8
 LOAD = 0.4
-"""The load, as a part of what the slowest system completes with AT_ONCE requests under way. It is low, since a process
-that starts takes cores from the others here, which on machines of their own it would not."""
+"""Load as a fraction of the slowest system's throughput with AT_ONCE requests in flight. It is low, since a starting
+process takes cores from the others here; on separate machines it would not."""
 
 ROUND = ("verifier", "draft", "orchestrator")
-"""Roles of specdec, of which one pod after the other is killed."""
+"""Roles of specdec, one pod of which is killed after the other."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Seen:
 
     number: int
     begin: float
-    times: list[float] = field(default_factory=list)  # when its pieces came
+    times: list[float] = field(default_factory=list)  # arrival times of its pieces
     sizes: list[int] = field(default_factory=list)  # tokens of each
     text: str = ""
     begun_again: int = 0
@@ -81,13 +81,13 @@ class Seen:
 
 
 class System(Protocol):
-    """Servers that serve the same target, and how they are asked."""
+    """Servers of the same target, and their client."""
 
     async def ask(self, seen: Seen) -> None:
-        """Have a text written to its end; mark it where it fails."""
+        """Generate a text to its end; mark it if it fails."""
 
     def kill(self, turn: int) -> None:
-        """Kill a process and start it again."""
+        """Kill a process and restart it."""
 
 
 class Specdec:
@@ -120,7 +120,7 @@ class Specdec:
 
 
 class VllmServer:
-    """A `vllm serve` that is killed and started again at the same port."""
+    """A `vllm serve` that is killed and restarted on the same port."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], port: int) -> None:
         self._command = (*command, "--host", HOST, "--port", str(port))
@@ -139,14 +139,14 @@ class VllmServer:
         )
 
     def kill(self) -> None:
-        """Kill it and the engine that it started."""
+        """Kill it and its engine process."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
 class Vllm:
-    """Two `vllm serve`, asked in turns as a load balancer would."""
+    """Two `vllm serve`, used alternately as by a load balancer."""
 
     def __init__(self, servers: list[VllmServer], model: str, client: httpx2.AsyncClient) -> None:
         self._servers = servers
@@ -198,7 +198,7 @@ class Vllm:
         server.start()
 
     async def ready(self) -> None:
-        """Wait until all servers serve."""
+        """Wait until all servers are ready."""
         deadline = time.monotonic() + 300
         for server in self._servers:
             while True:
@@ -230,7 +230,7 @@ async def specdec() -> AsyncIterator[System]:
 
 @asynccontextmanager
 async def vllm(python: str) -> AsyncIterator[System]:
-    """Two servers with a core each, as the verifiers have one, and without compilation, which starts sooner."""
+    """Run two servers with a core each, like the verifiers, and without compilation, for a faster start."""
     target, servers = str((DEMO / "target").resolve()), list[VllmServer]()
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", target, "--dtype", "float32"]
     command += ["--max-model-len", "1024", "--enforce-eager"]
@@ -253,7 +253,7 @@ async def vllm(python: str) -> AsyncIterator[System]:
 
 
 async def in_turns(system: System, numbers: Sequence[int]) -> list[Seen]:
-    """Ask for these texts, AT_ONCE at a time."""
+    """Request these texts, AT_ONCE at a time."""
     waiting, done = iter(numbers), list[Seen]()
 
     async def ask_on() -> None:
@@ -266,8 +266,8 @@ async def in_turns(system: System, numbers: Sequence[int]) -> list[Seen]:
 
 
 async def capacity(system: System) -> float:
-    """Return the texts a second that a system completes with AT_ONCE under way."""
-    await in_turns(system, range(AT_ONCE))  # what is used first is slow
+    """Return a system's throughput in texts a second with AT_ONCE in flight."""
+    await in_turns(system, range(AT_ONCE))  # the first use is slow
     begin = time.monotonic()
     done = await in_turns(system, range(PROMPTS))
     if any(seen.failed for seen in done):
@@ -276,7 +276,7 @@ async def capacity(system: System) -> float:
 
 
 async def arrivals(system: System, rate: float, seconds: float) -> list[Seen]:
-    """Ask at Poisson times, so many a second for so long; return what was seen of each text."""
+    """Send requests at Poisson times at `rate` per second for `seconds`; return the texts as seen by users."""
     dice, asked, tasks = random.Random(3), list[Seen](), list[asyncio.Task[None]]()
     begin = at = time.monotonic()
     for number in itertools.cycle(range(PROMPTS)):
@@ -360,7 +360,7 @@ async def measure(
             print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
             killing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await killing  # with the error that ended it, if one did
+                await killing  # raises its error, if any
     return "\n".join(markdown_table("", COLUMNS, rows))
 
 

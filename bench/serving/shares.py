@@ -1,10 +1,10 @@
-"""Measure what a text takes beside another tenant's texts, by what those ask for.
+"""Measure the latency of a text beside another tenant's load, by the kind of that load.
 
     python -m bench shares [--rounds 3 --texts 6 --kinds plain samples]
 
-Two tenants of equal weight. In turns a quiet one asks alone, text after text, and beside another tenant, which has
-`REQUESTS` requests under way at any time, from a process of its own. The ratio of the medians is what counts: by fair
-sharing it is at most 2. The kind `cancels` opens and cancels requests instead, some 490 a second.
+Two tenants of equal weight. In turns a quiet one runs text after text alone, and beside another tenant with `REQUESTS`
+requests in flight at any time, from a separate process. The figure is the ratio of the medians: with fair sharing it is
+at most 2. The kind `cancels` opens and cancels requests instead, some 490 a second.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOKENS = 48
 """Tokens of a prompt and of a text."""
 
 REQUESTS = 16
-"""Requests of the other tenant under way at any time."""
+"""Requests of the other tenant in flight at any time."""
 
 CANCELS_A_SECOND = 490
 
@@ -67,7 +67,7 @@ async def ask(client: AsyncClient, prompt: list[int]) -> Taken:
 
 
 def crowd(address: str, kind: str, seed: int, running: Event, over: Event) -> None:
-    """Keep the other tenant's requests under way until it is `over`; a process of its own."""
+    """Keep the other tenant's requests in flight until `over` is set, in a separate process."""
     outcomes: Counter[str] = Counter()
 
     async def texts(client: AsyncClient, prompts: list[list[int]]) -> None:

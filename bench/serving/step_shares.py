@@ -1,10 +1,10 @@
-"""Measure what a text takes beside another tenant's in a verifier's step loop, in processor time.
+"""Measure the processor time of a text beside another tenant's load in a verifier's step loop.
 
     python -m bench step-shares [--kinds texts lookahead --texts 8 --rounds 1]
 
-The loop is turned by hand in one thread, without messages, drafts or processes, and its clock is processor time too. So
-the ratios hold on a busy machine better than those of `bench shares`. A quiet tenant decodes text after text alone,
-then beside another tenant of equal weight that always has as many sessions as its kind says. By fair sharing the ratio
+The loop is stepped in one thread, without messages, drafts or processes, and its clock is processor time too, so on a
+busy machine the ratios are more reliable than those of `bench shares`. A quiet tenant decodes text after text alone,
+then beside another tenant of equal weight with a constant number of sessions of one kind. With fair sharing the ratio
 is at most 2.
 """
 
@@ -93,7 +93,7 @@ class Stream:
     def over(self) -> bool:
         if self.mail.error is not None:
             raise self.mail.error
-        self.session.consumed = self.session.tree.base  # what is there is read
+        self.session.consumed = self.session.tree.base  # all of it has been read
         return bool(self.mail.finish)
 
 
@@ -109,7 +109,7 @@ class Site:
         self._sessions = 0
 
     def crowd(self, kind: str) -> None:
-        """Have the other tenant keep up the sessions of a kind from now on."""
+        """Keep up the other tenant's sessions of a kind."""
         asked = KINDS[kind]
         self._sessions = asked.sessions
         self._more = lambda: Stream(self.loop, "other", next(self._prompts), asked)
@@ -141,13 +141,13 @@ class Site:
 
 
 def prompts() -> Iterator[list[int]]:
-    """Yield prompts without end, another each time for as long as there are any."""
+    """Yield prompts endlessly, distinct until all are used."""
     for seed in count():
         yield from held_out(64, tokens=PROMPT_TOKENS, seed=seed)
 
 
 def measured(site: Site, kind: str, texts: int, warm_up: int) -> dict[str, Any]:
-    """Return what a quiet text takes beside this kind, in multiples of what it takes alone, by medians."""
+    """Return the cost of a quiet text beside this kind of load as a multiple of its cost alone, by medians."""
     alone = [site.text() for _ in range(texts)]
     site.crowd(kind)
     for _ in range(warm_up):
@@ -172,9 +172,9 @@ def main(given: list[str]) -> None:
     parser.add_argument("--warm-up", type=int, default=50, help="steps of the other tenant alone (default: 50)")
     args = parser.parse_args(given)
     torch.set_num_threads(1)
-    time.monotonic = time.process_time  # what the loop learns of its steps
+    time.monotonic = time.process_time  # the loop's own step times
     site = Site()
-    for _ in range(args.texts):  # what is learned at first
+    for _ in range(args.texts):  # warm-up of the loop's estimates
         site.text()
     for _ in range(args.rounds):
         for kind in args.kinds:

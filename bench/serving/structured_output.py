@@ -1,4 +1,4 @@
-"""Measure what a JSON schema does to tokens a second and tokens a step, with drafts and without.
+"""Measure the effect of a JSON schema on tokens a second and tokens a step, with and without drafts.
 
     python -m bench structured-output [--rounds 5] [--streams 1 16]
 
@@ -26,7 +26,7 @@ from testing.schemas import random_schema
 
 MOST_TOKENS = 64
 REQUESTS = 48
-"""Requests of a round, asked one after another or at once."""
+"""Requests of a round, sequential or concurrent."""
 
 
 class Figures(NamedTuple):
@@ -54,7 +54,7 @@ def requests(number: int) -> list[dict[str, Any]]:
 
 
 async def figures(client: AsyncClient, way: str, asked: Sequence[dict[str, Any]], streams: int) -> Figures:
-    """Ask a round's requests one way, so many at once."""
+    """Send a round's requests one way, `streams` concurrently."""
     places = asyncio.Semaphore(streams)
 
     async def one(request: dict[str, Any]) -> tuple[int, int]:
@@ -65,7 +65,7 @@ async def figures(client: AsyncClient, way: str, asked: Sequence[dict[str, Any]]
                 **WAYS[way],
                 max_tokens=MOST_TOKENS,
                 temperature=0.8,
-                tenant=way,  # no way computes another's prompts
+                tenant=way,  # no way reuses another's cached prompts
             )
         return len(result.completions[0].tokens), result.completions[0].finish.speculation.steps
 

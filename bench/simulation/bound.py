@@ -1,6 +1,6 @@
 """Upper bound on tokens a second of any schedule, from the language and the devices alone.
 
-A session's step verifies a tree. Let it bring E tokens, the target's own included, with N candidates, whose parents are
+A session's step verifies a tree. Let it yield E tokens, the target's own included, with N candidates, whose parents are
 R nodes. Then
 
 - the target takes T_v(S (1 + N)) for a step of S sessions. T_v is convex, so that steps of unequal size only take
@@ -9,10 +9,10 @@ R nodes. Then
   committed or contradicted. So no computed node serves two steps, and pods that compute rho nodes a second in all
   sustain one step of S sessions in S R / rho seconds.
 
-The rate is at most S E / max(T_v(S (1 + N)), S R / rho). Trees are best chosen by prices: with
-lambda for a candidate and mu for computing a node, a candidate of path probability r is taken, and expanded, while the
-tokens that it brings are worth it. The draft does not know how certain it will be below a node before it has computed
-it, so the decision to compute depends on r alone: its worth, W(r), follows from the worth of nodes further down,
+The rate is at most S E / max(T_v(S (1 + N)), S R / rho). Trees are best chosen by prices: with lambda for a candidate
+and mu for computing a node, a candidate of path probability r is taken, and expanded, while its expected tokens are
+worth it. The draft does not know its certainty below a node before computing it, so the decision to compute depends on
+r alone: its worth, W(r), follows from the worth of nodes further down,
 
     W(r) = -mu + sum over children with path probability c of max(0, c - lambda + max(0, W(c))),
 
@@ -45,7 +45,7 @@ Grid = NDArray[np.float64]
 @dataclass(frozen=True)
 class Trees:
     """Trees by price of a candidate and of computing a node, each [len(CANDIDATE_PRICES), len(READ_PRICES)]: tokens E
-    that a session's step brings, candidates N and computed nodes R that it takes."""
+    of a session's step, its candidates N and its computed nodes R."""
 
     tokens: Grid
     candidates: Grid

@@ -3,21 +3,21 @@
     python -m bench cost --out build/cost
     python -m bench cost --preset demo --acceptance 0.6 --latency-ms 2,4 --draft-price 0.25
 
-SIMULATED, all of it: devices are what models run on, and there are none here to measure. The services run their real
-code (`bench/simulation`); modelled are the time of a forward pass (`devices.PRESETS`), the language of target and
-draft, and how a device is shared. Left out are networks, processors, and the memory that a co-located draft takes.
+SIMULATED, all of it, including the devices. The services run their real code (`bench/simulation`); modelled are the
+time of a forward pass (`devices.PRESETS`), the language of target and draft, and the sharing of a device. Left out are
+networks, processors, and the memory of a co-located draft.
 
 Deployments of one target:
 
 - plain: the target's device alone.
-- draft apart: on devices of its own, one per pod, it drafts on while the target verifies. Each device is paid for.
+- draft apart: on its own devices, one per pod, it keeps drafting while the target verifies. Each device is paid for.
 - co-located: the same on the target's device, which the two use in turns of half a millisecond.
 - co-located, lockstep: the draft proposes for all streams, then the target verifies for all, as in engines with a local
   draft; the best of several sizes of tree.
 
 Drafts propose whether or not it pays: the speculation controller, which falls back to plain decoding, is off. A
-stream's time per token is the mean, streams / tokens a second, since tokens come several at once. Capacity is the most
-streams with which it stays within a target. Writes cost.json, cost.md and cost.png.
+stream's time per token is the mean, streams / tokens a second, since several tokens come together. Capacity is the
+maximum number of streams within a target latency. Writes cost.json, cost.md and cost.png.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ WARM_UP = 60
 """Steps of the warm-up, prompts included."""
 
 ALONE = 10
-"""Factor by which a single stream is measured for more steps: the tokens of one step vary by a factor of two."""
+"""Factor on the measured steps of a single stream: the tokens of one step vary by a factor of two."""
 
 RESOLUTION = 16
-"""Precision of a capacity: one part in this many."""
+"""Precision of a capacity: one part in this number."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,10 @@ def deployments(plain: Scenario, drafts: Sequence[int]) -> list[Deployment]:
 
 
 def capacity(rate: Callable[[int], float], seconds: float, most: int) -> int:
-    """Return how many streams, `most` at most, each get a token every `seconds` or sooner; 0 if not even one does.
+    """Return the number of streams, `most` at most, that each get a token within `seconds`; 0 if not even one does.
 
-    Time per token is assumed to grow with streams: their number is doubled until it is too long, then bisected."""
+    Time per token is assumed to grow with streams: their number is doubled until it is too long, then bisected.
+    """
     low, high = 0, 1
     while high <= seconds * rate(high):
         if high == most:

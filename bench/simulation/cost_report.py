@@ -7,12 +7,12 @@ from typing import Any
 
 
 def _device(report: dict[str, Any]) -> str:
-    """Return the unit that figures are divided by: devices, all alike or by their price."""
+    """Return the unit by which figures are divided: devices, equal or weighted by price."""
     return "device" if report["draft_price"] == 1 else "priced device"
 
 
 def _streams(found: dict[str, Any], most: int) -> str:
-    """Return a capacity as text, with "or more" if it is the search's limit."""
+    """Return a capacity as text, with "or more" at the search's limit."""
     return f"{found['streams']}" + (" or more" if found["streams"] == most else "")
 
 

@@ -44,11 +44,11 @@ PROMPT = 32
 """Tokens of a prompt."""
 
 MOST_A_STEP = 32
-"""Most tokens per step that a session commits on average, which limits the length of texts."""
+"""Maximum average tokens per step of a session, which limits the length of texts."""
 
 
 class Spelling:
-    """A tokenizer as far as a generation needs one: every token is a letter."""
+    """The part of a tokenizer needed by a generation: every token is a letter."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(chr(0x100 + token) for token in tokens)
@@ -70,7 +70,7 @@ class Spelling:
 
 
 class Letters:
-    """The characters of a text, each of which is one token."""
+    """The characters of a text, one token each."""
 
     def whole_after(self, token: int) -> bool:
         return True
@@ -86,7 +86,7 @@ class Letters:
 class Totals:
     """Counters of a deployment at one moment."""
 
-    time: float  # at which the last step ended
+    time: float  # end of the last step
     tokens: int
     steps: int
     rows: int
@@ -151,7 +151,7 @@ class Deployment:
             stop=(),
             top_logprobs=None,
             speculation=Speculation(
-                # The language of the simulation is drawn anew, token by token: it repeats nothing to look up.
+                # The language of the simulation has independent tokens: it repeats nothing to look up.
                 drafters=frozenset({Drafter.REMOTE}) if self._drafts else NO_DRAFTERS,
                 forced=self._scenario.always or self._scenario.synchronous,
                 max_candidates=0,
@@ -222,7 +222,7 @@ class Deployment:
 
 
 def prompt(number: int) -> list[int]:
-    """Return the prompt of a session: no two are alike, from their first tokens on."""
+    """Return the prompt of a session: all differ, starting at their first tokens."""
     return [(number >> (6 * place)) % 64 if place < 4 else place for place in range(PROMPT)]
 
 
@@ -270,6 +270,6 @@ def _difference(before: Totals, after: Totals) -> Outcome:
 
 
 def simulate(scenario: Scenario) -> Outcome:
-    """Run a scenario on a virtual clock of its own; the services' logs are dropped."""
+    """Run a scenario on its own virtual clock; the services' logs are dropped."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
     return virtual_time.run(_measure(scenario))

@@ -1,7 +1,7 @@
 """Simulated engines, which take the time of a device and generate the synthetic language.
 
-A KV cache slot holds the hash of the text that ends there, computed from the slot that a row has as its predecessor: a
-wrong slot, path or copy gives another text, and other tokens.
+A KV cache slot holds the hash of the text ending there, computed from the slot of the row's predecessor: a wrong slot,
+path or copy gives another text, and other tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from verifier_service.settings.tuning import DEFAULTS
 @dataclass(frozen=True)
 class Device:
     """A simulated device. A forward pass over n rows takes `base` + `row` n seconds, and `beyond` more for each row
-    past `flat`: a device that reads its weights once for all rows is bound by memory first, then by arithmetic."""
+    past `flat`: a device that reads its weights once for all rows is first memory-bound, then compute-bound."""
 
     base: float
     row: float
@@ -37,7 +37,7 @@ class Device:
         return self.base + self.row * rows + self.beyond * max(0.0, rows - self.flat)
 
     def latency(self) -> StepLatency:
-        """Return the step latency, which is certain: no step explores."""
+        """The step latency, known with certainty: no step explores."""
         tuning = replace(DEFAULTS.latency, certain_error=math.inf)
         return StepLatency(MEASURED_ROWS, [self.seconds(rows) for rows in MEASURED_ROWS], tuning)
 
@@ -49,14 +49,14 @@ class Device:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Devices that a deployment runs on."""
+    """The devices of a deployment."""
 
     target: Device
     draft: Device
 
 
 PRESETS = {
-    # 140 GB of weights over a few accelerators: memory for 30 ms, arithmetic from 64 rows on.
+    # 140 GB of weights over a few accelerators: memory reads for 30 ms, compute-bound above 64 rows.
     "70b": Hardware(Device(0.030, 20e-6, 64, 200e-6), Device(0.002, 10e-6, 16, 100e-6)),
     # The demo pair on two cores.
     "demo": Hardware(Device(0.0029, 100e-6), Device(0.00125, 50e-6)),
@@ -64,17 +64,17 @@ PRESETS = {
 
 
 SLICE = 0.0005
-"""Seconds for which one engine has a shared device while another wants it."""
+"""Time slice in seconds of an engine on a shared device while another is waiting."""
 
 
 class SharedDevice:
     """A device shared by several engines: it works for one at a time, in turns of a SLICE. Switching costs nothing."""
 
     def __init__(self) -> None:
-        self._free = 0.0  # time at which the slices requested so far end
+        self._free = 0.0  # end of the slices requested so far
 
     def occupy(self, seconds: float) -> None:
-        """Let a pass run, in a worker; it takes `seconds` if no other engine wants the device."""
+        """Run a pass, in a worker; it takes `seconds` if no other engine wants the device."""
         slices = max(1, math.ceil(seconds / SLICE))
         for _ in range(slices):
             now = asyncio.get_running_loop().time()

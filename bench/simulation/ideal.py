@@ -1,9 +1,9 @@
-"""An idealised schedule with latency: drafts know what they can know in time, and no policy makes mistakes.
+"""An idealised schedule with latency: drafts know all that can reach them in time, and no policy makes mistakes.
 
 All sessions step together, so one stands for all, with its share of the drafts' rows. The draft always computes the
 pending nodes of highest path probability, `width` at a time. Verify results and candidates take two hops each. A step
-begins a fixed pause after the last, with all candidates that have arrived and are worth their rows at the present rate.
-The best of several widths and pauses counts.
+begins a fixed pause after the last, with all arrived candidates that are worth their rows at the current rate. The best
+of several widths and pauses counts.
 
 It is no bound: pauses that depend on the trees may do better. Left out are the services' limits of depth, width and
 nodes, errors of estimates, and the send timer.
@@ -25,17 +25,17 @@ from bench.simulation.language import Language
 
 WIDTHS = (1, 2, 4, 16)
 PAUSES = (0, 2, 4)
-"""Pauses in steps of the draft; those above 0 also include the time of a verify result and its answer on the way."""
+"""Pauses in steps of the draft; those above 0 also include the travel time of a verify result and its answer."""
 
 TRIAL, MEASUREMENT = 300, 2400
-"""Steps of a trial and of the measurement. A short trial picks the schedule, and other texts measure it: the best of
-several noisy figures would be too good."""
+"""Steps of a trial and of the measurement. A short trial picks the schedule, and other texts measure it: the maximum of
+several noisy figures would be biased upwards."""
 
 SETTLING = 50
-"""Steps at the start that are not counted."""
+"""Uncounted steps at the start."""
 
 LEAST = 1e-3
-"""Least path probability of nodes that are computed or verified, at any cost."""
+"""Minimum path probability of computed or verified nodes, at any cost."""
 
 SMOOTHING = 0.1
 
@@ -43,8 +43,8 @@ SMOOTHING = 0.1
 @dataclass(eq=False)
 class Text:
     """A node. Its children, (logprob, node) by rank, exist once `apply` has settled it; the draft sees them once the
-    node is computed (`read`), the target from `arrived` on. `next` is the rank that the target takes; one past the
-    last: none of them."""
+    node is computed (`read`), the target once they have `arrived`. `next` is the rank of the target's choice; one past
+    the last: none of them."""
 
     children: list[tuple[float, Text]] = field(default_factory=list)
     next: int = -1
@@ -83,7 +83,7 @@ class Reader:
                 self._push(score - negative_reach, child)
 
     def apply(self, node: Text) -> None:
-        """Decide, once, what follows a text."""
+        """Decide, once, the continuation of a text."""
         if node.next >= 0:
             return
         (probabilities,) = self._random.choices(self._kinds, self._shares)
@@ -99,7 +99,7 @@ class Reader:
 
 
 def _worth(root: Text, now: float, price: float) -> Iterator[Text]:
-    """Yield candidates that have arrived and whose path probability is at least `price`."""
+    """Yield arrived candidates with path probability of at least `price`."""
     least = math.log(max(price, LEAST))
     pending = [(0.0, root)]
     while pending:

@@ -23,7 +23,7 @@ EASY, HARD = 0.95, 0.4
 """Acceptance of the draft's best token, by kind of text."""
 
 DECAY = 0.5
-"""Ratio of the probabilities of a rank and the one before it, from the third rank on."""
+"""Ratio of consecutive ranks' probabilities, from the third rank on."""
 
 CERTAIN = 10.0
 """Logit of the target's next token; all others are 0."""
@@ -38,7 +38,7 @@ def hash_of(text: Sequence[int]) -> int:
 
 
 def following(text: int, token: int) -> int:
-    """Return the hash of a text with one token more."""
+    """Return the hash of a text extended by a token."""
     return mix(text ^ mix(token))
 
 
@@ -75,13 +75,13 @@ class Language:
         return (first.astype(np.int64) + rank) % self.vocabulary
 
     def next(self, texts: Hashes) -> NDArray[np.int64]:
-        """Return [n]: the token that follows each text."""
+        """Return [n]: the next token of each text."""
         below = np.cumsum(self.kinds, axis=1)[self.kind(texts)]
         rank = (below < _uniform(texts, 1)[:, None]).sum(axis=1)
         return self.token(texts, np.minimum(rank, self.vocabulary - 1))
 
     def continuation(self, text: Sequence[int], count: int) -> list[int]:
-        """Return `count` tokens with which the target continues a text."""
+        """Return `count` tokens of the target's continuation of a text."""
         value, tokens = hash_of(text), []
         for _ in range(count):
             (token,) = self.next(np.asarray([value], dtype=np.uint64)).tolist()

@@ -14,9 +14,10 @@ class Scenario:
     """A scenario to simulate.
 
     `delay`: seconds from any service to another, one way. `warm_up` and `measured`: durations, in steps of the target
-    with every session's root in it. `nodes`: candidates that a draft may have alive or, if `synchronous`, answers with
-    (`bench.systems.synchronous`). `branches`: children of one node; 0: the services' default. `lockstep`: a synchronous
-    step waits for the answers of all drafts."""
+    with every session's root in it. `nodes`: limit on a draft's live candidates or, if `synchronous`, size of its
+    answer (`bench.systems.synchronous`). `branches`: children of one node; 0: the services' default. `lockstep`: a
+    synchronous step waits for the answers of all drafts.
+    """
 
     hardware: Hardware
     language: Language = field(default_factory=Language)

@@ -1,17 +1,17 @@
-"""Simulate the services on a virtual clock, with devices, networks and numbers of sessions that are not at hand.
+"""Simulate the services on a virtual clock, with arbitrary devices, networks and numbers of sessions.
 
     python -m bench simulate --preset 70b --sessions 1,16,64 --drafts 1,4 --delays 0,0.3
 
-SIMULATED: devices, network and language are models; the services run their real code (`bench/simulation`). A delay is
-a round trip between any two of the three services, in steps of the target; a verify result takes two hops to reach the
+SIMULATED: devices, network and language are models; the services run their real code (`bench/simulation`). A delay is a
+round trip between any two of the three services, in steps of the target; a verify result takes two hops to reach the
 draft, and candidates two to come back.
 
-Each row is one deployment after its warm-up. Tokens a second are of all sessions together; beside them are those of the
+Each row is one deployment after its warm-up. Tokens a second are of all sessions together; for comparison, those of the
 target alone (plain), of drafts that wait for each verify result (synchronous), of an idealised schedule of the same
 deployment (`ideal.py`), and the upper bound (`bound.py`).
 
-Synchronous drafting is the best of chains and trees of up to 64 nodes, both with steps for sessions that are ready, so
-that sessions split into groups that take turns, and with steps that wait for all; short trials pick what is measured.
+Synchronous drafting is the best of chains and trees of up to 64 nodes, both with steps for ready sessions, so that
+sessions split into alternating groups, and with steps that wait for all; short trials pick the variants to measure.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ TREES = tuple((nodes, 0) for nodes in (4, 8, 16, 32, 64))
 """(nodes, branches) of a synchronous draft's answer."""
 
 TOO_MANY = 16 * MOST_CANDIDATES
-"""Limit on candidates of all sessions, sixteen times what a step takes: longer synchronous answers are not tried."""
+"""Limit on candidates of all sessions, sixteen times a step's maximum: longer synchronous answers are not tried."""
 
 TRIAL, FINALISTS = 1 / 4, 3
-"""Length of a trial as a fraction of the measured time; number of variants that are measured after trials."""
+"""Length of a trial as a fraction of the measured time; number of variants measured after trials."""
 
 SESSION_STEPS = 600
-"""Least session-steps that are measured: the tokens of one vary by a factor of two."""
+"""Minimum number of measured session-steps: the tokens of one vary by a factor of two."""
 
 measured = cache(simulate)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: a deployment and what it is compared with."""
+    """A row of the table: a deployment and its baselines."""
 
     scenario: Scenario
     trip: float  # a round trip, in steps of the target
@@ -81,7 +81,9 @@ def synchronous(scenario: Scenario, answers: Sequence[tuple[int, int]] = CHAINS 
     """Return the best synchronous variant of the same deployment; `answers` are (nodes, branches), as in CHAINS."""
     variants = [
         replace(scenario, synchronous=True, lockstep=lockstep, nodes=nodes, branches=branches)
-        for lockstep in ((False, True) if scenario.sessions > 1 else (False,))  # one session waits for itself anyway
+        for lockstep in (
+            (False, True) if scenario.sessions > 1 else (False,)
+        )  # a single session waits for itself anyway
         for nodes, branches in answers
         if scenario.sessions * nodes <= TOO_MANY
     ]

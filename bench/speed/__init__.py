@@ -1,1 +1,1 @@
-"""How fast texts come: specdec beside other systems, and beside itself in other configurations."""
+"""Speed of generation: specdec beside other systems, and in several configurations."""

@@ -1,4 +1,4 @@
-"""A comparison under way: rounds in which all configurations take turns at the same loads."""
+"""A comparison in progress: rounds in which all configurations take turns at the same loads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ACCEPTED = "remote_draft", "local_model", "ngram", "lookahead", "grammar"
 
 
 class Comparison:
-    """All rounds of a comparison. A system that fails is left out from then on, and its reason is kept."""
+    """All rounds of a comparison. A system that fails is left out afterwards, with its reason recorded."""
 
     def __init__(self, config: SpeedConfig, running: dict[Launch, SystemUnderTest], step_times: StepTimes) -> None:
         self.running = running
@@ -36,7 +36,7 @@ class Comparison:
         self._texts: dict[tuple[Any, ...], int] = {}
 
     def run(self, console: Console) -> None:
-        """Run all rounds; the first one warms up and is not kept."""
+        """Run all rounds; the first one warms up and is dropped."""
         plan = cells(self._config)
         with Progress(console=console, disable=not console.is_terminal) as bar:
             work = bar.add_task("rounds", total=(self._config.rounds + 1) * len(plan))
@@ -75,7 +75,7 @@ class Comparison:
         return Load(prompts, config.tokens, cell.temperature)
 
     def _teach(self, system: SystemUnderTest, configuration: Configuration, cell: Cell) -> None:
-        """Run other loads until the system has had time to find out which speculation is best for such ones."""
+        """Run other loads until the system has had time to find the best speculation for them."""
         begin = time.monotonic()
         for number in itertools.count(1):
             system.run(self._load(cell, -1000 * number + cell.streams), configuration.mode)

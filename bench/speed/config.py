@@ -23,20 +23,20 @@ from specdec.engine.preflight.device import check_device
 
 @dataclass(frozen=True)
 class SpeedConfig:
-    """The settings of a comparison: what is measured, with which models, beside which systems."""
+    """The settings of a comparison: figures, models, and systems."""
 
     target: Path
     draft: Path | None
     dtype: Dtype
     device: str  # of the target
     kinds: Sequence[str]
-    streams: Sequence[int]  # at once
+    streams: Sequence[int]  # concurrent
     temperatures: Sequence[float]
     prompt_tokens: int
-    tokens: int  # that continue a prompt
-    rounds: int  # besides one that warms up
-    learning_seconds: float  # of other such loads, which adaptive configurations get first
-    patience_seconds: float  # to wait for a quiet machine each time
+    tokens: int  # generated per prompt
+    rounds: int  # after one warm-up round
+    learning_seconds: float  # of additional loads before, for adaptive configurations
+    patience_seconds: float  # maximum wait for a quiet machine each time
     seed: int  # of the prompts
     windows: Sequence[Window]
     bad_drafts: bool
@@ -44,8 +44,8 @@ class SpeedConfig:
     vllm_python: str | None
     llama: LlamaFiles | None
     only: Sequence[str]
-    over: str  # configuration that the others are compared with
-    threads: int | None  # of the target; None: as many as there are cores
+    over: str  # the baseline configuration
+    threads: int | None  # of the target; None: one per core
     out: Path | None
 
     @property

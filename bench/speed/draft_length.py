@@ -3,11 +3,11 @@
     python -m bench draft-length --out build/draft-length
     python -m bench draft-length --target DIR --draft DIR --temperature 0.8
 
-specdec verifies a chain of up to that many candidates, whether or not they pay; transformers' assisted generation
-drafts that many for every step (a constant schedule, no confidence threshold). All take turns prompt by prompt; the
-report has the median over prompts of the time for a text, and of its ratio to the same system's plain decoding of the
-same prompt. The prompts are tokens of the demo's vocabulary, which the models must share. Every text at temperature 0
-is compared with plain decoding's. Writes draft-length.json, .md and .png.
+specdec verifies a chain of up to that length, whether or not it pays; transformers' assisted generation drafts that
+many tokens for every step (a constant schedule, no confidence threshold). All take turns prompt by prompt; the report
+has the median over prompts of the time for a text, and of its ratio to the same system's plain decoding of the same
+prompt. The prompts are tokens of the demo's vocabulary, which the models must share. Every text at temperature 0 is
+compared with plain decoding's. Writes draft-length.json, .md and .png.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from specdec.local import DEMO, LocalError, Stack
 
 SYSTEMS = ("specdec", "transformers")
 DRAFTED = {"specdec": "specdec, draft service", "transformers": "transformers, assisted generation"}
-"""Names of the systems where they draft, in the plot."""
+"""Names of the drafting configurations in the plot."""
 PLAIN = 0
 """Number of tokens drafted in plain decoding."""
 

@@ -2,7 +2,7 @@
 
     python -m bench leaderboard build/speed build/speed-60m
 
-Each report is a row, each temperature and number of streams that any of them has is a column.
+Each report is a row; each temperature and number of streams in any of them is a column.
 """
 
 from __future__ import annotations

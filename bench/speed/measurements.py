@@ -1,4 +1,4 @@
-"""The measurements of a comparison, and how reports find them."""
+"""The measurements of a comparison, and queries for reports."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Measurement:
     first: list[float]  # seconds to each stream's first token
     pauses: list[float]  # seconds between arrivals
     tokens_per_step: float | None
-    acceptance: float | None  # of candidates that were verified
+    acceptance: float | None  # of verified candidates
     sources: dict[str, int]
     ideal: float | None  # tokens a second
-    cores: dict[str, float]  # taken by its own processes
-    waiting_cores: float  # taken by the other systems under test, which should sleep
-    foreign_cores: float  # taken by processes outside the benchmark
+    cores: dict[str, float]  # used by its own processes
+    waiting_cores: float  # used by the other systems under test, which should sleep
+    foreign_cores: float  # used by processes outside the benchmark
     text: int | None  # for specdec: equal numbers mean equal texts
 
 

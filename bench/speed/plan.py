@@ -1,4 +1,4 @@
-"""The plan of a comparison: the systems to start, and the cells in which all their configurations are measured."""
+"""The plan of a comparison: the systems to start, and the cells in which all configurations are measured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from demo.prompts import MIXED
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of the comparison: the load that all configurations get in a round."""
+    """A cell of the comparison: the load of all configurations in a round."""
 
     kind: str
     streams: int
@@ -28,7 +28,7 @@ class Cell:
 
 
 def launches(config: SpeedConfig) -> list[Launch]:
-    """Return the systems under test, each with its configurations, in the order in which they take turns."""
+    """Return the systems under test, each with its configurations, in the order of their turns."""
     setup = config.setup
     found = specdec.launches(setup, config.windows)
     if config.bad_drafts:
@@ -39,7 +39,7 @@ def launches(config: SpeedConfig) -> list[Launch]:
         found += vllm.launches(setup, config.vllm_python) + vllm_verifier.launches(setup, config.vllm_python)
     if config.llama is not None:
         found += llama_cpp.launches(setup, config.llama)
-    plain, *others = found  # others are compared with it
+    plain, *others = found  # the baseline first
     return [plain, *(each for each in others if any(word in each.name for word in config.only))]
 
 

@@ -31,7 +31,7 @@ WORDS = {
     "transformers assisted, 5": "transformers, assisted by the draft, 5 tokens",
     "transformers prompt lookup": "transformers, prompt lookup",
 }
-"""Configurations as a plot names them."""
+"""Names of configurations in a plot."""
 
 
 def model_label(directory: Path) -> str:
@@ -111,7 +111,7 @@ def _details(report: Report, temperature: float, streams: int) -> list[str]:
 
 
 def _step_times(rounds: list[dict[str, float]]) -> list[str]:
-    """Return the table of step times by rows: a candidate is one row more."""
+    """Return the table of step times by rows: a candidate is one additional row."""
     median = {name: 1e3 * statistics.median(times[name] for times in rounds) for name in rounds[0]}
     target: dict[str, dict[str, str]] = {}
     for name, milliseconds in median.items():
@@ -126,7 +126,7 @@ def _step_times(rounds: list[dict[str, float]]) -> list[str]:
 
 
 def _facts(report: Report) -> list[str]:
-    """Return lines on what else a reader must know."""
+    """Return lines on the other conditions of the run."""
     memory = [
         f"{name} " + " + ".join(f"{part} {size / 2**20:.0f}".strip() for part, size in parts.items())
         for name, parts in report["peak_bytes"].items()
@@ -140,8 +140,8 @@ def _facts(report: Report) -> list[str]:
 
 
 def differences(report: Report) -> str:
-    """Return a sentence, for each engine with several configurations, on how many loads got different texts from them:
-    none may where its numerics are exact."""
+    """Return a sentence, for each engine with several configurations, on the number of loads with different texts from
+    them: none with exact numerics."""
     exact = [name for name in configurations(report) if name != PLAIN]
     engines = [[name for name in exact if name.startswith(words)] for words in (NAME, SERVED)]
     return " ".join(_compared(report, each) for each in engines if len(each) > 1)
@@ -200,7 +200,7 @@ def plot(report: Report, file: Path) -> None:
 
 
 def _in_words(name: str) -> str:
-    """Return a configuration's name for the plot, which has no page beside it that explains it."""
+    """Return a configuration's name for the plot, understandable without the page."""
     return WORDS.get(name, name)
 
 

@@ -10,26 +10,26 @@
     python -m bench speed --peers none --kinds code --streams 1 --bad-drafts
     python -m bench speed --peers none --kinds code --streams 1 --windows 2,2,1 5,3,5 7,4,7 15,5,15
 
-At each temperature there is one stream at a time for each kind of prompt, then several at once of all kinds mixed.
-specdec runs as its three services, and a streaming client uses it over gRPC, whose work counts. Its configurations are
-plain at its best (no draft, fast numerics, no speculation requested, all cores), the verifier's own proposals
-(lookahead), the draft alone, both, and the verifier's proposals with a local draft. --bad-drafts adds drafts that are
-slow, random, or of another tokenizer: none may be slower than no draft. --windows adds lookahead windows of these
-sizes, in every step, whether or not they pay. --threads gives all targets so many threads, beside a draft service as
-without: drafts and all else have the other cores, as if targets had a device of their own. --device puts the target,
-and a local draft, on a GPU, and adds plain decoding without CUDA graphs; the draft service stays on the CPU.
+At each temperature there is one stream at a time for each kind of prompt, then several concurrent ones of all kinds
+mixed. specdec runs as its three services, and a streaming client uses it over gRPC, whose work counts. Its
+configurations are plain at its best (no draft, fast numerics, no speculation requested, all cores), the verifier's own
+proposals (lookahead), the draft alone, both, and the verifier's proposals with a local draft. --bad-drafts adds drafts
+that are slow, random, or of another tokenizer: none may be slower than no draft. --windows adds lookahead windows of
+these sizes, in every step, whether or not they pay. --threads sets the threads of all targets, with or without a draft
+service: drafts and all else have the other cores, as if targets had their own device. --device puts the target, and a
+local draft, on a GPU, and adds plain decoding without CUDA graphs; the draft service stays on the CPU.
 
-The other systems are called inside their own processes, which spares them a network protocol: transformers' `generate`
+The other systems are called inside their own processes, which saves them a network protocol: transformers' `generate`
 (plain, assisted with its own schedule and with a fixed length, prompt lookup; one stream only), its continuous
-batching, and vLLM's CPU build (plain, n-grams, draft model, our draft service as its remote drafter), which `make
-bench-peers` installs; with it, specdec serves vLLM as well, as its verifier's engine. llama.cpp's
-`llama-server` (plain, n-grams, draft model) is started if its path is given, and used over HTTP, as a server.
+batching, and vLLM's CPU build (plain, n-grams, draft model, our draft service as its remote drafter), installed by
+`make bench-peers`; with it, specdec serves vLLM as well, as its verifier's engine. llama.cpp's `llama-server` (plain,
+n-grams, draft model) is started if its path is given, and used over HTTP, as a server.
 
 All are loaded first and then take turns: in a round all get the same prompts, new in every round; the first round warms
-up. In it configurations that measure what speculation brings while they serve first get other prompts for some seconds.
-The report has medians over rounds (and kinds), ratios within a round, and, for specdec, efficiency: the rate over that
-of an ideal system with the step times of the same round (`step_times.py`) and the acceptance of the same answer. Writes
-speed.json, .md and .png.
+up. In it configurations that adapt their speculation while serving first get other prompts for some seconds. The report
+has medians over rounds (and kinds), ratios within a round, and, for specdec, efficiency: the rate over that of an ideal
+system with the step times of the same round (`step_times.py`) and the acceptance of the same answer. Writes speed.json,
+.md and .png.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from specdec.local import LocalError
 
 
 def measure(config: SpeedConfig, console: Console) -> Report:
-    """Measure and return the report. After Ctrl-C it has what was measured until then, if anything was."""
+    """Measure and return the report. After Ctrl-C it has the measurements so far, if any."""
     running: dict[Launch, SystemUnderTest] = {}
     failed: dict[str, str] = {}
     cut_off = False

@@ -1,8 +1,8 @@
 """Step times of target and draft alone, and the tokens a second of a system without overhead at these times.
 
-T_v(n) is the target's forward pass over n rows, each after a text of its own, in the services' exact numerics, on all
-cores and on those that a draft leaves free, or on a GPU; t_d is the draft's step over one row, on one core. They are
-measured in the same rounds as the systems, since machines change their pace.
+T_v(n) is the target's forward pass over n rows, each after a different text, in the services' exact numerics, on all
+cores and on those left free by a draft, or on a GPU; t_d is the draft's step over one row, on one core. They are
+measured in the same rounds as the systems, since machines change their speed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from specdec.engine.placement import Dtype
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 WARM_SECONDS = 0.1
-"""Seconds of warm-up passes that are not counted: kernels are compiled for each number of rows, and caches hold the
-data of others."""
+"""Seconds of uncounted warm-up passes: kernels are compiled for each number of rows, and caches are cold."""
 
 FEWEST, MOST, ENOUGH_SECONDS = 5, 15, 0.5
-"""Limits on the passes that are counted: fewest, most, and seconds after which they are enough."""
+"""Limits on the counted passes: minimum, maximum, and sufficient seconds."""
 
 Times = dict[str, float]
 """Seconds of a step: the target's by "threads/rows", the draft's by "draft"."""
@@ -46,8 +45,8 @@ class StepTimes:
         device: str = "cpu",
         threads: int | None = None,
     ) -> None:
-        """Each row comes after a text of `text` tokens; the target is on `device`, and if that is the CPU, it has
-        `threads` if they are given."""
+        """Each row comes after a text of `text` tokens; the target is on `device`, with `threads` if given and on the
+        CPU."""
         cores = cores_given()
         self._threads = [threads] if threads else sorted({cores, max(1, cores - 1)}, reverse=True)
         if device != "cpu":  # a draft takes no cores from it
@@ -81,9 +80,10 @@ class StepTimes:
     ) -> float:
         """Return tokens a second of an ideal system: `streams` with prompts of `prompt` tokens, `total` tokens in all.
 
-        Per stream, a step has `candidates` candidates and brings `tokens` tokens, `drafted` of them from a draft. All
+        Per stream, a step has `candidates` candidates and yields `tokens` tokens, `drafted` of them from a draft. All
         prompts are one step; then each step begins when the last one ends, and takes the time of its rows, but at least
-        what the draft needs to compute `drafted` nodes one after the other. There is no network and no overhead."""
+        the draft's time for `drafted` sequential nodes. There is no network and no overhead.
+        """
         alone, shared = self._threads[0], self._threads[-1 if drafted else 0]
         step = max(_seconds(times, shared, streams * (1.0 + candidates)), drafted * times.get("draft", 0.0))
         return total / (_seconds(times, alone, streams * prompt) + total / (streams * tokens) * step)
@@ -97,7 +97,7 @@ def _seconds(times: Times, threads: int, rows: float) -> float:
 
 
 def of_answer(tokens: int, steps: int, candidates: int, sources: Mapping[str, int]) -> dict[str, float]:
-    """Return the figures per step that `ideal` takes."""
+    """Return the figures per step needed by `ideal`."""
     return {
         "tokens": tokens / steps,
         "candidates": candidates / steps,

@@ -1,6 +1,6 @@
-"""specdec with drafts that are no good: slow ones, a random one, one that cannot be paired.
+"""specdec with bad drafts: slow ones, a random one, one that cannot be paired.
 
-None may be slower than no draft. A slow draft sleeps for the rest of each step's least time.
+None may be slower than no draft. A slow draft sleeps until the end of each step's minimum time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from bench.systems.system import Configuration, Launch, Setup
 from specdec.local import PROGRAMS
 
 LEAST_MS = (1.0, 5.0, 50.0)
-"""Least milliseconds of a slow draft's step."""
+"""Minimum milliseconds of a slow draft's step."""
 
 
 def launches(setup: Setup) -> list[Launch]:
-    """Return a system for each bad draft, made from the setup's; it is asked for drafts alone."""
+    """Return a system for each bad draft, made from the setup's; its requests use the draft alone."""
 
     def launch(kind: str, start: Callable[[], AbstractContextManager[Specdec]]) -> Launch:
         return Launch(f"specdec, {kind}", start, (Configuration(f"specdec {kind}", "draft", adaptive=True),))
@@ -40,7 +40,7 @@ def _slow(setup: Setup, least: float) -> AbstractContextManager[Specdec]:
 
 @contextlib.contextmanager
 def _replaced(setup: Setup, make: Callable[[Path, Path], Path]) -> Iterator[Specdec]:
-    """Run specdec with a draft that is made of the right one; the check before the start sees the right one."""
+    """Run specdec with a draft derived from the right one; the check before the start sees the right one."""
     assert setup.draft is not None
     with tempfile.TemporaryDirectory() as folder:
         other = make(setup.draft, Path(folder, "draft"))
@@ -62,7 +62,7 @@ def random_weights(draft: Path, folder: Path) -> Path:
 
 
 def other_tokenizer(draft: Path, folder: Path) -> Path:
-    """Write a copy of a draft in which two tokens have changed places; return its folder."""
+    """Write a copy of a draft with two tokens swapped; return its folder."""
     shutil.copytree(draft, folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokens = tokenizer["model"]["vocab"]

@@ -1,4 +1,4 @@
-"""Devices by the times of their passes, in a file: several processes can have the same ones."""
+"""Devices as pass times in a file, so that several processes can share them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from verifier_service.costs.step_latency import MEASURED_ROWS, StepLatency
 
 
 def write_devices(file: Path, latencies: Mapping[str, StepLatency], slower: float) -> None:
-    """Write devices by name, each so many times slower than was measured."""
+    """Write devices by name, each slower than measured by the factor `slower`."""
     times = {name: [slower * latency.of(rows) for rows in MEASURED_ROWS] for name, latency in latencies.items()}
     file.write_text(json.dumps(times))
 
 
 def read_device(file: Path, name: str) -> Lasting:
-    """Return how long passes take on the device of this name."""
+    """Return the pass times of the device of this name."""
     return StepLatency(MEASURED_ROWS, json.loads(file.read_text())[name]).of

@@ -1,6 +1,6 @@
-"""A server of another system that is used over HTTP: a process on loopback that ends with the benchmark.
+"""A server of another system, used over HTTP: a process on loopback that ends with the benchmark.
 
-It is healthy when `/health` says so. What it says otherwise, this module does not know.
+It is healthy once `/health` succeeds. This module knows nothing of its other endpoints.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def free_port() -> int:
 def healthy(
     name: str, command: Sequence[str], port: int, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a server that is to listen at this port, wait until it is healthy, and end it and all that it started on
-    leaving; or raise NotServingError, with its name. `environment` is in place of this process's."""
+    """Start a server on this port and wait until it is healthy; end it and all its children when the context exits.
+    Raise NotServingError, with its name, if it fails. `environment` replaces this process's."""
     with tempfile.TemporaryDirectory() as folder, open(log := Path(folder, "log"), "wb") as said:
         process = subprocess.Popen(
             command,
@@ -55,7 +55,7 @@ def healthy(
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_SECONDS)
-            with contextlib.suppress(ProcessLookupError):  # whatever of its group is left
+            with contextlib.suppress(ProcessLookupError):  # the rest of its group
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
@@ -66,12 +66,12 @@ def end_with_parent() -> None:
 
 
 def connection(port: int, seconds: float) -> http.client.HTTPConnection:
-    """Return a connection, not opened yet, whose answers take `seconds` at most."""
+    """Return an unopened connection with this response time limit."""
     return http.client.HTTPConnection(HOST, port, timeout=seconds)
 
 
 def get(port: int, path: str) -> tuple[int, bytes]:
-    """Return status and content of an answer."""
+    """Return status and content of a response."""
     with contextlib.closing(connection(port, LOAD_SECONDS)) as opened:
         opened.request("GET", path)
         answer = opened.getresponse()
@@ -91,7 +91,7 @@ def _await_health(name: str, process: subprocess.Popen[bytes], port: int, log: P
 
 
 def last_words(log: Path) -> str:
-    """Return the first exception that a log tells of, else its first line that mentions an error, else the last one."""
+    """Return the first exception in a log, else its first line that mentions an error, else the last one."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     telling = [line for line in lines if "WARNING" not in line]
     raised = [found.group() for line in telling if (found := _EXCEPTION.search(line))]

@@ -1,8 +1,8 @@
 """llama.cpp's server as a system under test: the user's `llama-server`, started on loopback and used over HTTP.
 
-Its client is in this process, as specdec's is, and the client's work counts; tokens are streamed, so that first tokens
-and pauses are seen. Each mode of speculation has a server of its own, since a server's mode is fixed when it starts.
-The options are those of its releases since spring 2026, in which `--spec-type` chooses speculation.
+Its client is in this process, like specdec's, and the client's work counts; tokens are streamed, to measure first
+tokens and pauses. Each mode of speculation has its own server, since a server's mode is fixed at its start. The options
+are those of its releases since spring 2026, in which `--spec-type` chooses speculation.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from bench.systems.protocol import Record
 from bench.systems.system import ANSWER_SECONDS, Answer, Configuration, Launch, Load, NotServingError, Setup
 
 DRAFTED, LOOKED_UP = 5, 10
-"""Most tokens proposed per step by a draft and by n-gram lookup: as many as for other systems."""
+"""Maximum tokens proposed per step by a draft and by n-gram lookup, as for other systems."""
 AGREEING = 2
-"""Tokens that must match for n-gram lookup: as few as for vLLM."""
+"""Tokens that must match for n-gram lookup, as for vLLM."""
 NGRAMS = ["--spec-ngram-map-k-size-n", str(AGREEING), "--spec-ngram-map-k-size-m", str(LOOKED_UP)]
 SPECULATION = {
     "none": [],
@@ -86,7 +86,8 @@ class LlamaServer:
     @classmethod
     @contextlib.contextmanager
     def start(cls, binary: Path, target: Path, draft: Path | None, given: list[str]) -> Iterator[LlamaServer]:
-        """Start the server, wait until its models are loaded, and end it on leaving; or raise NotServingError."""
+        """Start the server, wait until its models are loaded, and end it when the context exits; NotServingError if it
+        fails."""
         port = free_port()
         models = ["--model", str(target), *(() if draft is None else ("--model-draft", str(draft)))]
         command = [str(binary), "--host", HOST, "--port", str(port), *models, *given]
@@ -100,7 +101,7 @@ class LlamaServer:
             connections = [
                 exits.enter_context(contextlib.closing(connection(self.port, ANSWER_SECONDS))) for _ in load.prompts
             ]
-            # The pool is left first: a connection that is closed before its request would open itself again.
+            # The pool must exit first: a connection closed before its request would reopen itself.
             pool = exits.enter_context(ThreadPoolExecutor(len(load.prompts)))
             try:
                 for each in connections:
@@ -118,7 +119,7 @@ class LlamaServer:
 
 
 def _query(opened: http.client.HTTPConnection, load: Load, number: int, record: Record) -> int:
-    """Have one prompt continued, and record arrivals; return how many of the tokens were accepted candidates."""
+    """Continue one prompt, and record arrivals; return the number of accepted candidates among the tokens."""
     asked = {
         "prompt": load.prompts[number],
         "n_predict": load.max_tokens,
@@ -131,12 +132,12 @@ def _query(opened: http.client.HTTPConnection, load: Load, number: int, record: 
     }
     opened.request("POST", "/completion", json.dumps(asked), {"Content-Type": "application/json"})
     socket_, known = opened.sock, 0
-    with opened.getresponse() as answer:  # leaving it closes the socket, even if it broke off
+    with opened.getresponse() as answer:  # leaving it closes the socket, even after an error
         if answer.status != http.client.OK:
             raise NotServingError(f"HTTP {answer.status}: {answer.read(300).decode(errors='replace')}")
         for line in answer:
             # The server sends the next token only once the last is acknowledged, and the kernel delays an
-            # acknowledgement by some 40 ms unless this option is set anew each time.
+            # acknowledgement by some 40 ms unless this option is set again each time.
             socket_.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
             kind, _, text = line.partition(b": ")
             if kind == b"error":

@@ -1,7 +1,7 @@
-"""An engine whose passes take as long as on another device, which is slower than this machine's processor.
+"""An engine whose passes take the time of another device, slower than this machine's processor.
 
 It computes here and sleeps for the rest of each forward pass, which takes no processor time of the host, as if a GPU
-did the work. So services that share a few cores here seem to have a device each.
+did the work. So services sharing a few cores seem to have one device each.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from specdec.engine.kv.slots import Slots
 T = TypeVar("T")
 
 Lasting = Callable[[int], float]
-"""A function from the rows of a pass to the seconds that it takes on the device."""
+"""Returns the seconds of a pass on the device from its number of rows."""
 
 
 def at_least(seconds: float) -> Lasting:
-    """Have every pass take so long: another row costs nothing until a pass takes longer here."""
+    """Make every pass take at least `seconds`: further rows are free until a pass takes longer here."""
     return lambda _: seconds
 
 
@@ -55,8 +55,8 @@ class LongSteps:
         self._inner.copy(source, target)
 
     def _lengthened(self, batch: PackedBatch, run: Callable[[], T]) -> T:
-        """Run a pass over this batch, and return what it returns when it has lasted long enough."""
-        # A clock of its own: on virtual time `time.monotonic` is another one.
+        """Run a pass over this batch, and return its result once it has lasted long enough."""
+        # Real time: under virtual time `time.monotonic` is another clock.
         end = time.perf_counter() + self._lasting(len(batch.tokens))
         result = run()
         time.sleep(max(0.0, end - time.perf_counter()))
@@ -64,7 +64,7 @@ class LongSteps:
 
 
 class LongCpuSteps(LongSteps):
-    """Long steps of an engine whose number of threads can be changed."""
+    """Long steps of an engine with a variable number of threads."""
 
     def __init__(self, inner: Engine, threaded: CpuThreads, lasting: Lasting) -> None:
         super().__init__(inner, lasting)
@@ -84,7 +84,7 @@ class LongGpuSteps(LongSteps):
 
 
 def with_long_steps(engine: Engine, lasting: Lasting) -> Engine:
-    """Return an engine that does what this one does, in long steps."""
+    """Return an engine like this one, in long steps."""
     if isinstance(engine, GpuSampling):
         return LongGpuSteps(engine, engine, lasting)
     threaded = cpu_threads(engine)

@@ -1,4 +1,4 @@
-"""Command-line options that name the target and the draft of a benchmark: the demo pair, unless others are given."""
+"""Command-line options for the target and the draft of a benchmark, by default the demo pair."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command-line options that name other systems' programs, for the benchmarks that measure beside them."""
+"""Command-line options with the paths of other systems' programs, for comparative benchmarks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def vllm_python(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:
-    """Return the interpreter that has vLLM, if one is given."""
+    """Return the interpreter with vLLM, if given."""
     if args.vllm_python is not None and not os.path.isfile(args.vllm_python):
         parser.error(f"--vllm-python: {args.vllm_python} is no file")
     given: str | None = args.vllm_python
@@ -26,7 +26,7 @@ def vllm_python(parser: argparse.ArgumentParser, args: argparse.Namespace) -> st
 
 
 def llama_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> LlamaFiles | None:
-    """Return llama.cpp's files, if all exist that are needed and no option is given in vain."""
+    """Return llama.cpp's files if all that are needed exist and no option is given in vain."""
     server, target, draft = args.llama_server, args.llama_gguf, args.llama_draft_gguf
     if (server is None) != (target is None):
         parser.error("--llama-server and --llama-gguf: one needs the other")

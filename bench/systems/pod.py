@@ -1,11 +1,11 @@
-"""Run a verifier or a draft as a process, in the variants that benchmarks compare.
+"""Run a verifier or a draft as a process, in the variants compared by benchmarks.
 
     python -m bench.systems.pod verifier --model demo/target [--synchronous] [--step-ms 30]
 
-takes the place of `python -m verifier_service` in a Stack; `draft` likewise. `--synchronous` serves the baseline of
-`bench.systems.synchronous`. `--step-ms` makes every forward pass as long as a larger model's, `--devices` as long as on
-the devices of a file (`bench.systems.devices`), which has a `target`, a `draft` and a `local draft`. With `--profile`
-nothing is computed: the device is simulated (`bench.systems.simulated_gpu`).
+replaces `python -m verifier_service` in a Stack; `draft` likewise replaces the draft service. `--synchronous` serves
+the baseline of `bench.systems.synchronous`. `--step-ms` makes every forward pass as long as a larger model's,
+`--devices` as long as on the devices of a file (`bench.systems.devices`), with a `target`, a `draft` and a `local
+draft`. With `--profile` nothing is computed: the device is simulated (`bench.systems.simulated_gpu`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.step_loop import StepLoop
 
 WRONG = 4
-"""A simulated draft errs at one position in so many."""
+"""A simulated draft is wrong at one position in this number."""
 
 
 def verifier(args: argparse.Namespace) -> Service:

@@ -12,20 +12,21 @@ _TICKS = os.sysconf("SC_CLK_TCK")  # per second
 _SAMPLE_SECONDS = 0.5
 
 DISTURBED = 0.2
-"""Cores taken by other processes, from which on a measurement counts as disturbed."""
+"""Cores taken by other processes at which a measurement counts as disturbed."""
 
 
 class Watch:
-    """A watch on processor time, from its creation on.
+    """A watch on processor time since its creation.
 
-    Sessions are those of setsid(2): a process and all that it starts. Those of the system under test have names."""
+    Sessions are those of setsid(2): a process and all its descendants. Those of the system under test have names.
+    """
 
     def __init__(self, system: Mapping[str, int], others: Iterable[int]) -> None:
         self._system, self._others = dict(system), set(others)
         self._begin = self._now()
 
     def cores(self) -> tuple[dict[str, float], float, float]:
-        """Return cores used on average so far: (each named session, the other sessions, all other processes)."""
+        """Return average cores used so far: (each named session, the other sessions, all other processes)."""
         now, before = self._now(), self._begin
         seconds = now[0] - before[0]
         client, others, all_ = (after - then for after, then in zip(now[2:], before[2:], strict=True))
@@ -54,8 +55,8 @@ def peak_bytes(session: int) -> int:
 
 
 def await_quiet(sessions: Iterable[int], cores: float, patience: float) -> float:
-    """Wait until processes outside these sessions take less than `cores`, or for `patience` seconds; return what they
-    took at last."""
+    """Wait until processes outside these sessions take less than `cores`, or for `patience` seconds; return their last
+    usage."""
     deadline = time.perf_counter() + patience
     sessions = list(sessions)
     while True:
@@ -67,7 +68,7 @@ def await_quiet(sessions: Iterable[int], cores: float, patience: float) -> float
 
 
 def processor_seconds(sessions: set[int]) -> float:
-    """Return the processor time that the live processes of some sessions have taken so far."""
+    """Return the processor time of the live processes of some sessions so far."""
     ticks = 0
     for process in _members(sessions):
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -84,12 +85,12 @@ def _members(sessions: set[int]) -> Iterator[Path]:
 
 
 def _fields(process: Path) -> list[str]:
-    """Return the fields of a process's stat from field 3 on, see proc(5)."""
+    """Return the fields of a process's stat starting at field 3, see proc(5)."""
     return (process / "stat").read_text().rsplit(")", 1)[1].split()
 
 
 def _busy_seconds() -> float:
-    """Return busy seconds of all cores, of any process, with what a hypervisor took."""
+    """Return busy seconds of all cores, of any process, including time stolen by a hypervisor."""
     user, nice, system, _idle, _wait, irq, softirq, steal = map(
         int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     )

@@ -1,4 +1,4 @@
-"""Profiles of hardware: how long passes of a target and of its draft take, by rows, and where the times are from."""
+"""Profiles of hardware: pass times of a target and of its draft by rows, and the source of the times."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of passes over some numbers of rows, a line between two of them; beyond the last as between the last
-    two."""
+    """Milliseconds of passes over some numbers of rows, interpolated linearly; extrapolated from the last two."""
 
     rows: tuple[int, ...]
     ms: tuple[float, ...]
@@ -24,7 +23,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Profile:
-    """A target and a draft, on a device each."""
+    """A target and a draft, each on its own device."""
 
     about: str
     target: Times

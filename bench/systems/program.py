@@ -1,6 +1,6 @@
-"""A system under test that is a program of its own: it gets loads as lines of JSON (`protocol.py`).
+"""A system under test in its own program: it gets loads as lines of JSON (`protocol.py`).
 
-It is called inside its own process, which spares it a network protocol, and may have another interpreter than the
+It is called inside its own process, which saves it a network protocol, and may run under another interpreter than the
 benchmark.
 """
 
@@ -37,7 +37,7 @@ class Program:
     @classmethod
     @contextlib.contextmanager
     def start(cls, name: str, python: str, module: str, options: Sequence[str]) -> Iterator[Program]:
-        """Start `python -m MODULE`, wait until its model is loaded, and end it on leaving."""
+        """Start `python -m MODULE`, wait until its model is loaded, and end it when the context exits."""
         with tempfile.TemporaryDirectory() as folder, open(log := Path(folder, "stderr"), "w") as stderr:
             process = subprocess.Popen(
                 [python, "-m", module, *options],

@@ -1,10 +1,10 @@
 """The protocol of programs under test: one line of JSON in, one out, for as long as stdin is open.
 
-Once its model is loaded, a program first writes hello, {"versions": {...}, "flags": {...}}, or why it cannot serve,
-{"error": "..."}. Then it answers {"prompts": [[ids]...], "max_tokens": n, "temperature": t, "mode": "..."} with
+Once its model is loaded, a program first writes hello, {"versions": {...}, "flags": {...}}, or the reason why it cannot
+serve, {"error": "..."}. Then it answers {"prompts": [[ids]...], "max_tokens": n, "temperature": t, "mode": "..."} with
 {"seconds": s, "arrivals": [[[s, n]...]...], "steps": n}, or with {"error": "..."}. Arrivals are, for each prompt,
-seconds since it was sent and how many tokens came then. Steps are those of the target, summed over all prompts, or null
-if they are not counted.
+(seconds since it was sent, number of tokens). Steps are those of the target, summed over all prompts, or null if they
+are not counted.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class Record:
 
 
 Generate = Callable[[Request, Record], None]
-"""A function that answers a request: all its tokens are recorded on return."""
+"""Handles a request, with all its tokens recorded on return."""
 Start = Callable[[contextlib.ExitStack], tuple[dict[str, Any], Generate]]
-"""A function that loads the model and returns (hello, function). What must be closed at the end goes on the stack."""
+"""Loads the model and returns (hello, function). Put whatever must be closed at the end on the stack."""
 
 
 def serve(start: Start) -> None:
     """Load, say hello, and answer until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print must not mix with answers
+    os.dup2(2, 1)  # output of libraries must not mix with answers
 
     def answer(message: dict[str, Any]) -> None:
         answers.write(json.dumps(message) + "\n")
@@ -80,6 +80,6 @@ def serve(start: Start) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return the error in one line, without a library's advice after it."""
+    """Return the error in one line, without a library's trailing advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"

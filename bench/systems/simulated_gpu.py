@@ -1,8 +1,8 @@
 """A simulated GPU: passes take the time of a profile, without using this machine's cores meanwhile.
 
-Nothing is computed. What a row chooses depends on its position alone: one of `PERIOD` rows of made-up logits, which
-fall with their rank as a language model's do. All that the host does for a pass is real: packing, sampling queries, the
-choice from the shortlist that a GPU would have sent, a target's or a draft's.
+Nothing is computed. A row's choice depends on its position alone: one of `PERIOD` rows of made-up logits, which fall
+with their rank as a language model's do. All of the host's work for a pass is real: packing, sampling queries, the
+choice from the shortlist of a GPU, a target's or a draft's.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ from specdec.engine.gpu.shortlist import RANKED, UNDECIDED, Greedy, Narrowing, R
 from specdec.engine.kv.slots import Slots
 
 PERIOD = 16
-"""Positions after which the made-up logits repeat."""
+"""Period of the made-up logits, in positions."""
 
 SLOPE, NOISE, LEAD = 1.1, 0.35, 0.5
-"""How fast logits fall with the logarithm of their rank, the deviation of what is added to each, and by how much the
-first one leads."""
+"""Decrease of logits with the logarithm of their rank, the deviation of their noise, and the lead of the first one."""
 
 SHARED_HEADS = 4
-"""Query heads for each head of keys, for the packer."""
+"""Query heads per key head, for the packer."""
 
 NEVER = -50.0
 """Logit of the end token."""
 
 
 class SimulatedGpu:
-    """An engine (`Engine`, `GpuSampling`, `Shortlisting`) whose passes over n rows take seconds(n). It errs at one
-    position in `wrong` as compared with another one; 0: at none."""
+    """An engine (`Engine`, `GpuSampling`, `Shortlisting`) whose passes over n rows take seconds(n). It differs from a
+    correct one at one position in `wrong`; 0: at none."""
 
     exact = True
     numerics = "simulated"
@@ -83,7 +82,7 @@ class SimulatedGpu:
         return SimulatedDraftLogits(self, places)
 
     def copy(self, source: Slots, target: Slots) -> None:
-        pass  # rows depend on nothing that was computed
+        pass  # rows depend on nothing computed before
 
     def total(self, place: int, temperature: float) -> float:
         """Return the sum of the weights of a row of the table, relative to its largest."""
@@ -96,7 +95,7 @@ class SimulatedGpu:
         return time.perf_counter() + self._seconds(len(batch.tokens))
 
     def _places(self, batch: PackedBatch) -> NDArray[np.int64]:
-        """Return which row of the table each wanted row is."""
+        """Return the table row of each wanted row."""
         positions = batch.positions[batch.wanted]
         places = positions % PERIOD
         if self._wrong:
@@ -105,7 +104,7 @@ class SimulatedGpu:
 
 
 class SimulatedLogits:
-    """Step logits of a simulated GPU, which answer as `GpuLogits` does."""
+    """Step logits of a simulated GPU, with the interface of `GpuLogits`."""
 
     def __init__(self, engine: SimulatedGpu, places: NDArray[np.int64], asked: Mapping[int, SamplingQuery]) -> None:
         self._engine = engine
@@ -138,7 +137,7 @@ class SimulatedLogits:
             self._known.update(zip(rows, tokens.tolist(), strict=True))
 
     def _of_largest(self, places: NDArray[np.int64], queries: Sequence[SamplingQuery]) -> Tokens:
-        """Choose as from the shortlist that a GPU would have sent."""
+        """Choose as from a GPU's shortlist."""
         engine = self._engine
         divisors = temperatures([query.sampler.sampling for query in queries])
         z = engine.leading[places] / divisors[:, None]
@@ -151,7 +150,7 @@ class SimulatedLogits:
 
 
 class SimulatedDraftLogits:
-    """Draft logits of a simulated GPU, which answer as `GpuDraftLogits` does."""
+    """Draft logits of a simulated GPU, with the interface of `GpuDraftLogits`."""
 
     def __init__(self, engine: SimulatedGpu, places: NDArray[np.int64]) -> None:
         self._engine = engine

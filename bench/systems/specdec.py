@@ -24,16 +24,16 @@ from specdec.client import AsyncClient, GenerateOptions
 from specdec.local import PROGRAMS, Stack
 
 NAME = "specdec"
-"""The word that the names of its configurations begin with."""
+"""First word of its configurations' names."""
 PLAIN = "specdec plain"
-"""The configuration that others are compared with."""
+"""The baseline configuration."""
 
 Window = tuple[int, int, int]
 """Size of a lookahead window: W, N, G."""
 
 
 def isolated_tenant() -> str:
-    """Return a new tenant, for whom no prompt has been computed yet: other systems compute every prompt of a load."""
+    """Return a new tenant without cached prompts: other systems compute every prompt of a load."""
     return uuid.uuid4().hex
 
 
@@ -83,7 +83,7 @@ class Specdec:
 
     async def _run(self, load: Load, speculation: GenerateOptions) -> Answer:
         async with AsyncClient(self.stack.address, timeout=ANSWER_SECONDS) as client:
-            await client.models()  # connected before the clock starts
+            await client.models()  # connect before the clock starts
             record, finishes = Record(len(load.prompts)), []
             tenant = isolated_tenant()
             texts: list[list[int]] = [[] for _ in load.prompts]

@@ -1,7 +1,7 @@
-"""Stage times: the processor time of a step loop's or a draft loop's thread, by what it does.
+"""Stage times: the processor time of a step loop's or a draft loop's thread, by activity.
 
-Methods are replaced by ones that take the time, in a process that is only run to be measured. A stage that another one
-calls counts as itself alone.
+Methods are replaced by timed ones, in a process dedicated to the measurement. Time in a nested stage counts only for
+the inner one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Seconds = dict[str, float]
 
 
 class Stages:
-    """The stages of one thread. `seconds` are of its processor time, so far."""
+    """The stages of one thread. `seconds`: its processor time so far."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -38,7 +38,7 @@ class Stages:
         self._since = 0.0
 
     def time(self, owner: Any, name: str, stage: str) -> None:
-        """Count the time in this method or function of `owner` as the stage's."""
+        """Count the time in this method or function of `owner` for the stage."""
         setattr(owner, name, self.timed(getattr(owner, name), stage))
 
     def timed(self, run: Callable[..., Any], stage: str) -> Callable[..., Any]:
@@ -60,13 +60,13 @@ class Stages:
         self._since = now
 
     def write(self, file: Path) -> None:
-        """Write the seconds so far to a file; who reads it meanwhile has the ones before."""
+        """Write the seconds so far to a file, atomically for its readers."""
         beside = file.with_suffix(".new")
         beside.write_text(json.dumps(dict(self.seconds)))
         os.replace(beside, file)
 
     def keep(self, file: Path) -> None:
-        """Write them again and again, from a thread of its own, for as long as the process runs."""
+        """Write them periodically, from another thread, as long as the process runs."""
 
         def write() -> None:
             while True:

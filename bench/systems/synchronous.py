@@ -1,7 +1,7 @@
 """The synchronous baseline: speculative decoding by request and response (Leviathan et al. 2023), over our protocol.
 
 After every verify result the draft proposes K candidates for the new text and sends them as one Extend; the verifier
-steps a session once the Extend for its present text has come. Nothing is drafted ahead and nothing is sent in between:
+steps a session once the Extend for its current text has come. Nothing is drafted ahead and nothing is sent in between:
 a round takes a target step, the draft's steps (K for a chain) and every hop between them. Engines, loops, protocol and
 orchestrator are those of the ordinary system, and so are the tokens. `bench.systems.pod` runs either service as a
 process.
@@ -35,7 +35,7 @@ from verifier_service.servicer import response
 from verifier_service.settings.tuning import DEFAULTS
 
 TUNING = replace(DEFAULTS, latency=replace(DEFAULTS.latency, certain_error=math.inf))
-"""A step has the whole answer of the draft: none leaves candidates out to learn what fewer rows cost."""
+"""A step verifies the draft's whole answer: none omits candidates to learn the cost of fewer rows."""
 
 
 class AllAtOnce(SendQueue):
@@ -61,7 +61,7 @@ class AllAtOnce(SendQueue):
         return -math.inf if self.answered != self._tree.base and self._complete() else math.inf
 
     def take(self, now: float) -> Extension:
-        """Return the K best candidates, and those of them only that are probable enough; an answer may have none."""
+        """Return those of the K best candidates that are probable enough; an answer may have none."""
         self.answered = self._tree.base
         while self._held_back and len(self._unsent) < self._policy.max_nodes:
             path_logprob, node = self._held_back.take()
@@ -76,7 +76,7 @@ class AllAtOnce(SendQueue):
 
 
 class DraftSession(draft_service.session.Session):
-    """A draft session that drafts anew after each commit, and answers it once."""
+    """A draft session that drafts from scratch after each commit, and answers it once."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -85,7 +85,7 @@ class DraftSession(draft_service.session.Session):
         )
 
     def commit(self, base: int, tokens: list[int]) -> RootMove:
-        """Append committed tokens, and start the tree anew: the root is computed again, for its children."""
+        """Append committed tokens, and restart the tree: the root is recomputed, for its children."""
         move = super().commit(base, tokens)
         if not move.tokens:
             return move
@@ -114,7 +114,7 @@ class DraftServicer(draft_service.servicer.DraftServicer):
         return DraftSession(plain.request, plain.policy, plain.vocabulary, calibration)
 
     def _policy(self, message: draft_pb2.DraftPolicy, most_nodes: int) -> ExpansionPolicy:
-        """Return a policy of K nodes, whatever the break-even probability; improbable nodes are left out, for a quicker
+        """Return a policy of K nodes, whatever the break-even probability; improbable nodes are omitted, for a faster
         answer."""
         policy = super()._policy(message, most_nodes)
         nodes = min(policy.max_depth, most_nodes)
@@ -127,13 +127,13 @@ class DraftServicer(draft_service.servicer.DraftServicer):
 
 
 class VerifierSession(verifier_service.sessions.session.Session):
-    """A verifier session that sits out steps until its draft has answered."""
+    """A verifier session that skips steps until its draft has answered."""
 
     _answered = 0  # base of the last Extend
 
     @property
     def computable(self) -> int:
-        """Committed tokens that a step can take: all, but without the root until the draft has answered."""
+        """Committed tokens available for a step: all, but without the root until the draft has answered."""
         return self.remaining_prompt + (self._answered == self.tree.base or not self.policy.remote)
 
     def extend(self, base: int, paths: Paths, arrived: float, held: float = 0.0) -> None:
@@ -164,6 +164,6 @@ class VerifierServicer(verifier_service.servicer.VerifierServicer):
 
 
 def _free_of_charge(result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:
-    """Tell a draft that its candidates are wanted whatever they cost: it would pause, and this verifier wait for it for
-    ever."""
+    """Tell a draft that its candidates are wanted at any cost: otherwise it would pause, and this verifier would wait
+    for it for ever."""
     return response(result, replace(times, drafting_wanted=True, min_candidate_probability=0.0))

@@ -1,8 +1,8 @@
 """Systems under test: servers that are loaded once and then get a load now and then.
 
-Each has processes of its own, in process sessions of their own, so that its processor time can be measured, above all
-while it is idle: all of them wait side by side on the same cores. Each system's module says how it is launched, and in
-which configurations it is measured.
+Each has its own processes, in their own process sessions, to measure their processor time, above all while they should
+be idle: all systems wait side by side on the same cores. Each system's module defines its launch and its measured
+configurations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NotServingError(Exception):
 
 @dataclass(frozen=True)
 class Load:
-    """A load: prompts sent at once, each to be continued by `max_tokens`, end tokens ignored."""
+    """A load: prompts sent concurrently, each to be continued by `max_tokens`, end tokens ignored."""
 
     prompts: list[list[int]]
     max_tokens: int
@@ -59,11 +59,11 @@ class Answer:
 
     @property
     def pauses(self) -> list[float]:
-        """Seconds between one arrival and the next of the same text."""
+        """Seconds between consecutive arrivals of the same text."""
         return [after - before for stream in self.arrivals for (before, _), (after, _) in pairwise(stream)]
 
     def checked(self, name: str, load: Load) -> Answer:
-        """Return the answer if it has all tokens of the load; NotServingError if not."""
+        """Return the answer if it has all tokens of the load; raise NotServingError if not."""
         wanted = len(load.prompts) * load.max_tokens
         if self.tokens != wanted:
             raise NotServingError(f"{name} gave {self.tokens} tokens instead of {wanted}")
@@ -86,20 +86,20 @@ class SystemUnderTest(Protocol):
 
 @dataclass(frozen=True)
 class Setup:
-    """The setup that all systems are started for: the models, and the most that they will be asked for."""
+    """The setup for which all systems are started: the models, and the maximum load."""
 
     target: Path
     draft: Path | None
     dtype: Dtype
-    streams: int  # at once, at most
-    context: int  # tokens of a sequence, at most
+    streams: int  # maximum concurrency
+    context: int  # maximum tokens of a sequence
     device: str = "cpu"  # of the target; drafts of other processes stay on the CPU
-    threads: int | None = None  # of the target on the CPU; None: a core each, less one beside a draft service
+    threads: int | None = None  # of the target on the CPU; None: one per core, less one beside a draft service
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A configuration that is measured: a system under test in one of its modes."""
+    """A measured configuration: a system under test in one of its modes."""
 
     name: str
     mode: str = ""
@@ -109,7 +109,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Launch:
-    """How a system under test is started, and the configurations that it serves."""
+    """How to start a system under test, and the configurations that it serves."""
 
     name: str
     start: Callable[[], AbstractContextManager[SystemUnderTest]]

@@ -1,9 +1,9 @@
-"""transformers' own continuous batching as a system under test: what `generate_batch` and `transformers serve` run on.
+"""transformers' own continuous batching as a system under test, the basis of `generate_batch` and `transformers serve`.
 
     python -m bench.systems.transformers_batching --model DIR --dtype bfloat16
 
-is the program that answers loads. Its manager runs from call to call, as a server's does: `generate_batch` would start
-and stop its thread in every call, which costs a tenth of a second. Idle, it looks for requests ten times a second.
+is the program that answers loads. Its manager runs across calls, as in a server: `generate_batch` would start and stop
+its thread in every call, which costs a tenth of a second. Idle, it looks for requests ten times a second.
 """
 
 from __future__ import annotations

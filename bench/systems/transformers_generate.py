@@ -23,13 +23,14 @@ PLAIN, ASSISTED, LOOKUP = "plain", "assisted", "prompt lookup"
 """Modes of `generate`."""
 
 LOOKED_UP = 10
-"""Most tokens that prompt lookup copies, as in transformers' documentation."""
+"""Maximum tokens copied by prompt lookup, as in transformers' documentation."""
 
 
 def assisted(tokens: int) -> str:
-    """Return the mode that drafts `tokens` tokens for each step, however sure the assistant is.
+    """Return the mode that drafts `tokens` tokens for each step, at any confidence of the assistant.
 
-    ASSISTED drafts as many as transformers decides, by default with a schedule and a confidence threshold."""
+    ASSISTED leaves the number to transformers, by default a schedule and a confidence threshold.
+    """
     return f"{ASSISTED} of {tokens}"
 
 
@@ -39,7 +40,7 @@ MODES = {
     "transformers assisted, 5": assisted(5),
     "transformers prompt lookup": LOOKUP,
 }
-"""Modes that are measured, by the name of the configuration."""
+"""Measured modes, by the name of the configuration."""
 
 
 def launches(setup: Setup) -> list[Launch]:

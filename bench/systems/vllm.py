@@ -2,10 +2,10 @@
 
     python -m bench.systems.vllm --model DIR --dtype bfloat16 --speculation none --threads 2
 
-is the program that answers loads, under the interpreter of an environment that has vLLM (`make bench-peers`). The
-engine runs in this process. As a server vLLM gives its scheduler a core and a process that polls; on a machine of few
-cores that costs more than it brings, and an idle one would disturb its neighbours. OpenMP is set as vLLM sets it for
-its own workers: Intel's runtime, a thread bound to every core.
+is the program that answers loads, under the interpreter of an environment with vLLM (`make bench-peers`). The engine
+runs in this process. As a server vLLM gives its scheduler a core and a polling process; on a machine with few cores
+that costs more than it gains, and an idle one would disturb its neighbours. OpenMP is set as vLLM sets it for its own
+workers: Intel's runtime, a thread bound to every core.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from bench.systems.system import Configuration, Launch, Setup
 
 NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 SPECULATION = {"vLLM": "none", "vLLM n-gram": "ngram", "vLLM drafted": "draft"}
-"""Kinds of speculation that are measured, by the name of the configuration: each has an engine of its own."""
+"""Measured kinds of speculation, by the name of the configuration: each has its own engine."""
 
 
 def launches(setup: Setup, python: str) -> list[Launch]:
-    """Return vLLM's systems; `python` is the interpreter that has vLLM."""
+    """Return vLLM's systems; `python` is the interpreter with vLLM."""
     found = []
     for name, speculation in SPECULATION.items():
         options = [*options_of(setup, threads_of(setup)), "--speculation", speculation]
@@ -47,13 +47,13 @@ def options_of(setup: Setup, threads: int) -> list[str]:
 
 
 def threads_of(setup: Setup, spared: int = 0) -> int:
-    """Return how many threads vLLM computes with: a core each, where it may use all but those that are `spared`."""
+    """Return vLLM's number of threads: one per available core, less those `spared`."""
     return setup.threads or max(1, len(os.sched_getaffinity(0)) - spared)
 
 
 def openmp(prefix: Path, threads: int) -> dict[str, str]:
-    """Return the environment variables that give an environment with vLLM, at this place, Intel's OpenMP, if it has
-    that, and threads with a core each. They must be set before any library is loaded."""
+    """Return the environment variables for a vLLM environment at `prefix`: Intel's OpenMP if installed, and threads
+    with a core each. They must be set before any library is loaded."""
     library = prefix / "lib" / "libiomp5.so"
     if not library.is_file():
         return {}
@@ -68,7 +68,7 @@ def openmp(prefix: Path, threads: int) -> dict[str, str]:
 
 
 def prepare_process(threads: int) -> None:
-    """Restart the process, once, with what must be set before any library is loaded."""
+    """Restart the process, once, with the variables that must be set before any library is loaded."""
     if "libiomp" in os.environ.get("LD_PRELOAD", "") or not (variables := openmp(Path(sys.prefix), threads)):
         return
     os.environ |= variables

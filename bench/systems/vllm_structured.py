@@ -18,7 +18,7 @@ from bench.systems.vllm import NGRAM, prepare_process
 
 
 def speeds(llm: Any, rounds: list[list[dict[str, Any]]], streams: int, tokens: int) -> list[float]:
-    """Return tokens a second of each round but the first, which warms."""
+    """Return tokens a second of each round except the first, a warm-up."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 

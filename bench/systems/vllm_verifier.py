@@ -2,8 +2,8 @@
 
     python -m bench.systems.vllm_verifier PYTHON --model DIR ...
 
-takes the place of `python -m verifier_service` in a Stack, under the interpreter of an environment that has vLLM, with
-OpenMP as vLLM wants it.
+replaces `python -m verifier_service` in a Stack, under the interpreter of an environment with vLLM, with OpenMP set as
+for vLLM.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from specdec.local import PROGRAMS
 from specdec.local.child import Child, stop
 
 SERVED = "vLLM served by specdec"
-"""The words that the names of its configurations begin with."""
+"""Prefix of its configurations' names."""
 REMOTE = "vLLM remote draft"
 
 
 def is_of_both(name: str) -> bool:
-    """Return whether a configuration is one of specdec and vLLM together, and neither's alone."""
+    """Return whether a configuration combines specdec and vLLM."""
     return name.startswith((SERVED, REMOTE))
 
 
 def launches(setup: Setup, python: str) -> list[Launch]:
-    """Return the systems; `python` is the interpreter that has vLLM."""
+    """Return the systems; `python` is the interpreter with vLLM."""
     programs = PROGRAMS | {"verifier": ("bench.systems.vllm_verifier", python)}
     start = partial(Specdec.start, setup, verifier_options=("--engine", "vllm", "--compile"), programs=programs)
     found = [Launch(SERVED, start, (Configuration(SERVED, "off"),))]
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--threads-while-drafting", type=int)
     args, options = parser.parse_known_args()
-    # Threads are bound to cores, one to each: their number does not change.
+    # Threads are bound to cores, one each: their number is fixed.
     threads = args.threads_while_drafting or args.threads
     os.environ |= openmp(Path(args.python).parents[1], threads)
     os.execv(args.python, [args.python, "-m", "verifier_service", *options, "--threads", str(threads)])

@@ -1,1 +1,1 @@
-"""Tools: models made larger or written in other formats, and tables made of results."""
+"""Tools: models made larger or converted to other formats, and tables made of results."""

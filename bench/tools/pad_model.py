@@ -1,9 +1,9 @@
-"""Pad a model: make a copy with the same outputs and a higher cost, to stand in for a larger one in measurements.
+"""Pad a model: make a copy with the same outputs and a higher cost, standing in for a larger one in measurements.
 
     python -m bench pad-model --source demo/target --out build/padded-60m --parameters 60M
 
-`testing/padded_model.py` says how. The copy is labelled, in its README.md and in its config.json: it is no better than
-its source.
+`testing/padded_model.py` describes the method. README.md and config.json of the copy label it as padded: it is no
+better than its source.
 """
 
 from __future__ import annotations

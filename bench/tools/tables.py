@@ -3,11 +3,11 @@
     python -m bench tables            # write the tables into the pages
     python -m bench tables --check    # fail if a page differs from the results
 
-A result file, NAME.json, is the latest answer to one question on one kind of machine. A page names what it shows, and
-everything down to the end mark is generated:
+A result file, NAME.json, is the latest answer to one question on one kind of machine. A page names the results it
+shows, and everything down to the end mark is generated:
 
     <!-- results: NAME#TITLE -->    one of its tables, and nothing else
-    <!-- results: NAME -->          its other tables, where they come from, and the commands that measure them again
+    <!-- results: NAME -->          its other tables, their source, and the commands that measure them again
     <!-- answers: PAGE PAGE -->     a row for each result of these pages: question, machine, answer
     <!-- machines -->               the kinds of machines
     <!-- end -->
@@ -34,12 +34,12 @@ OPENING = re.compile(r"<!-- (?:results|answers|machines)\b")
 
 
 class TablesError(Exception):
-    """A page or a result file that cannot be used as it is."""
+    """An unusable page or result file."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of figures, as the benchmark printed them."""
+    """A table of figures, as printed by the benchmark."""
 
     title: str
     columns: list[str]
@@ -56,7 +56,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of machine, by what decides how fast matrix products are."""
+    """A kind of machine, by the factors that decide the speed of matrix products."""
 
     cores: str
     processor: str
@@ -122,7 +122,7 @@ class Book:
         return [self.root / "README.md", *sorted((self.root / "docs" / "benchmarks").glob("*.md"))]
 
     def filled(self, page: Path) -> str:
-        """Return the page with every generated part as the results have it."""
+        """Return the page with every generated part updated from the results."""
         text = page.read_text(encoding="utf-8")
         marks = list(MARK.finditer(text))
         if len(marks) != len(OPENING.findall(text)) or len(marks) != text.count("<!-- end -->"):
@@ -133,7 +133,7 @@ class Book:
             raise TablesError(f"{page.name}: {error}") from error
 
     def problems(self) -> list[str]:
-        """Return what is wrong: pages that differ from the results, tables that no page shows."""
+        """Return the problems: pages that differ from the results, tables shown on no page."""
         different = [page for page in self.pages if self.filled(page) != page.read_text(encoding="utf-8")]
         shown = {each for page in self.pages for each in self._shown(page)}
         unused = [
@@ -166,7 +166,7 @@ class Book:
         return [mark.group(2) for mark in marks if mark.group(1) == "results"]
 
     def _whole(self, page: Path, result: Result) -> str:
-        """Return all tables of a result; below them what a reader must know to trust them or to repeat them."""
+        """Return all tables of a result, followed by the conditions and commands that a reader needs to repeat them."""
         parts = [f"**{table.title}**\n\n{table.markdown}" for table in self._not_alone(result)]
         if result.machine not in self.machines:
             raise TablesError(f"{result.name}: machines.json has no {result.machine}")
@@ -179,7 +179,7 @@ class Book:
         return "\n\n".join(parts)
 
     def _not_alone(self, result: Result) -> list[Table]:
-        """Return the tables of a result but those that a page shows by themselves."""
+        """Return the tables of a result without those shown separately on a page."""
         alone = {each for page in self.pages for each in self._shown(page)}
         return [table for table in result.tables if f"{result.name}#{table.title}" not in alone]
 
@@ -211,7 +211,7 @@ def grid(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def shell(command: str) -> str:
-    """Return a command in lines that a shell joins again; an option and its value stay together."""
+    """Split a command into shell continuation lines; an option and its value stay together."""
     tied = re.sub(r"(--\S+) (?!-)", "\\1\0", command)
     lines = textwrap.wrap(tied, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
     return " \\\n".join(lines).replace("\0", " ")

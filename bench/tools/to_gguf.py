@@ -1,10 +1,9 @@
-"""Convert a Llama model directory to one GGUF file, which is what llama.cpp reads.
+"""Convert a Llama model directory to one GGUF file, the format of llama.cpp.
 
     python -m bench to-gguf demo/target build/target.gguf
 
-llama.cpp's own converter knows many architectures and, by name, their tokenizers; it refuses a custom tokenizer.
-This one knows Llama with a byte-level BPE, all that the demo pair needs. Weights keep their type unless another is
-given.
+llama.cpp's own converter knows many architectures and, by name, their tokenizers; it refuses a custom tokenizer. This
+one supports Llama with a byte-level BPE, all that the demo pair needs. Weights keep their type unless another is given.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def convert(directory: Path, file: Path, dtype: str | None = None) -> None:
         values = weight.to(torch.float32).numpy()
         if module.endswith(("q_proj", "k_proj")):
             values = _interleaved(values, heads if module.endswith("q_proj") else kept)
-        as_ = GGMLQuantizationType.F32 if values.ndim == 1 else kind  # llama.cpp wants norms in float32
+        as_ = GGMLQuantizationType.F32 if values.ndim == 1 else kind  # llama.cpp requires norms in float32
         writer.add_tensor(f"{_name(module)}.weight", quants.quantize(values, as_), raw_dtype=as_)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
