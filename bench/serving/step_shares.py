@@ -172,7 +172,7 @@ def main(given: list[str]) -> None:
     parser.add_argument("--warm-up", type=int, default=50, help="steps of the other tenant alone (default: 50)")
     args = parser.parse_args(given)
     torch.set_num_threads(1)
-    time.monotonic = time.process_time  # the loop's own step times
+    time.monotonic = time.process_time  # the clock of the loop's own step times
     site = Site()
     for _ in range(args.texts):  # warm-up of the loop's estimates
         site.text()
