@@ -1,4 +1,4 @@
-"""Stream a completion, and print which drafter its tokens came from."""
+"""Stream a completion, and print the sources of its tokens."""
 
 import sys
 

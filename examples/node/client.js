@@ -1,5 +1,5 @@
-// A client of specdec's gRPC API. A stream whose orchestrator goes away is taken up at another one: its reader sees a
-// pause, never a repeat or a gap.
+// A client of specdec's gRPC API. A stream that loses its orchestrator is resumed at another one: its reader sees a pause,
+// never a repeat or a gap.
 
 import { setTimeout as sleep } from "node:timers/promises";
 import { fileURLToPath } from "node:url";
@@ -11,28 +11,28 @@ import { SpecdecError } from "./errors.js";
 const PROTOS = fileURLToPath(new URL("../../proto", import.meta.url));
 const definition = loader.loadSync("specdec/v2/generation.proto", {
   includeDirs: [PROTOS],
-  keepCase: true, // fields are called as in the contract
+  keepCase: true, // field names as in the contract
   longs: String, // a seed has 64 bits, a number 53
   enums: String,
-  defaults: true, // of fields that are not set; those of `optional` ones stay undefined
+  defaults: true, // for unset fields; `optional` ones stay undefined
 });
 const { GenerationService } = grpc.loadPackageDefinition(definition).specdec.v2;
 
-// A server that is gone without a word is given up within half a minute: by itself gRPC waits for ever.
+// A silent server is given up within half a minute: by default gRPC waits for ever.
 const CHANNEL_OPTIONS = { "grpc.keepalive_time_ms": 20_000, "grpc.keepalive_timeout_ms": 10_000 };
 
 const PAUSE_MS = 100;
 const LONGEST_PAUSE_MS = 2000;
-const LONGEST_WAIT_MS = 60_000; // of those that servers ask for
+const LONGEST_WAIT_MS = 60_000; // limit on retry delays requested by servers
 
 export class Client {
   /**
    * @param {string[]} addresses of orchestrators, each "host:port"
    * @param {object} [options]
-   * @param {string} [options.apiKey] for orchestrators that want one
+   * @param {string} [options.apiKey] for orchestrators that require one
    * @param {grpc.ChannelCredentials} [options.credentials] without them the connection is not encrypted
-   * @param {number} [options.maxFailures] how many calls in a row may fail without a new token
-   * @param {grpc.ChannelOptions} [options.channelOptions] in addition to the client's own, or in their place
+   * @param {number} [options.maxFailures] limit on consecutive failed calls without a new token
+   * @param {grpc.ChannelOptions} [options.channelOptions] override the client's own
    */
   constructor(
     addresses,
@@ -46,13 +46,13 @@ export class Client {
   }
 
   /**
-   * Ask for a completion, and yield each GenerateResponse as it comes. Leaving the loop cancels the call.
+   * Stream a completion: yield each GenerateResponse as it comes. Leaving the loop cancels the call.
    * @param {object} request a GenerateRequest with n = 1: `text`, `tokens` or `chat`, and options
-   * @throws {SpecdecError} where the text cannot go on
+   * @throws {SpecdecError} if the text cannot continue
    */
   async *generate(request) {
     if ((request.n ?? 1) > 1) throw new RangeError(`n = ${request.n}: a text is taken up only where n is 1`);
-    const asked = structuredClone(request); // always asks for exactly what has not arrived yet
+    const asked = structuredClone(request); // always requests exactly the tokens not received yet
     asked.generated_tokens ??= [];
     let begun = false;
     let failures = 0;
@@ -71,7 +71,7 @@ export class Client {
       } catch (error) {
         if (typeof error.code !== "number") throw error; // not a status
         const seen = new SpecdecError(error);
-        const waits = begun && seen.code === "RESOURCE_EXHAUSTED"; // a text that has begun waits for room
+        const waits = begun && seen.code === "RESOURCE_EXHAUSTED"; // a text already begun waits for room
         failures += 1;
         if (!(seen.isLoss || waits) || failures > this.maxFailures) throw seen;
         this.turn += 1;
@@ -98,17 +98,17 @@ export class Client {
   }
 }
 
-// Leave nothing open that the first server has resolved: another one might resolve it differently.
+// Set every field resolved by the first server: another one might resolve it differently.
 function makeExplicit(asked, response) {
   const { resolved } = response;
-  if (!resolved) return; // an older server, which is asked again as at first
+  if (!resolved) return; // an older server: repeat the original request
   asked.model_fingerprint = response.model_fingerprint;
   asked.sampling = { ...resolved.sampling, ...asked.sampling, seed: response.seed };
   asked.max_tokens = resolved.max_tokens;
-  asked.ignore_end_token = true; // it is among these
+  asked.ignore_end_token = true; // it is among these tokens
   asked.stop_tokens = resolved.end_tokens;
   asked.prompt_digest = resolved.prompt_digest;
-  if (resolved.model) asked.model = resolved.model; // the revision that it got
-  if (resolved.reasoning) asked.reasoning = resolved.reasoning; // which tokens are no part of the answer
+  if (resolved.model) asked.model = resolved.model; // the revision in use
+  if (resolved.reasoning) asked.reasoning = resolved.reasoning; // the position of the reasoning
   if (resolved.time && asked.chat) asked.chat.time = resolved.time;
 }

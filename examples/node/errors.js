@@ -1,4 +1,4 @@
-// Errors of calls, with what a service tells about them.
+// Errors of calls, with the details sent by the service.
 
 import { fileURLToPath } from "node:url";
 import grpc from "@grpc/grpc-js";
@@ -6,33 +6,33 @@ import protobuf from "protobufjs";
 
 const details = protobuf.loadSync(fileURLToPath(new URL("rpc_details.proto", import.meta.url)));
 
-/** Reasons of a server that will not serve a text soon, where another one may. */
+/** Reasons of a server that cannot serve a text soon, while another one may. */
 const SETTLED = ["DRAFT_REQUIRED", "MODEL_CHANGED", "PROMPT_CHANGED", "VERIFIER_LOST"];
 
-/** Statuses of a connection that broke, where no server has given a reason, nor a proxy refused the call by HTTP. */
+/** Statuses of a broken connection, unless a server gave a reason or a proxy refused the call by HTTP. */
 const BROKEN = ["CANCELLED", "INTERNAL", "UNKNOWN"];
 const REFUSED = /HTTP status code:? 4\d\d/;
 
-/** A call failed. */
+/** The error of a failed call. */
 export class SpecdecError extends Error {
-  /** @param {grpc.ServiceError} error as gRPC raised it */
+  /** @param {grpc.ServiceError} error from gRPC */
   constructor(error) {
     const told = detailsOf(error);
     super(error.details || grpc.status[error.code]);
     this.name = "SpecdecError";
     /** The status's name, such as "INVALID_ARGUMENT". */
     this.code = grpc.status[error.code];
-    /** The server's name for what happened, such as "OVERLOADED"; empty if it gave none. */
+    /** The server's reason, such as "OVERLOADED"; empty if it gave none. */
     this.reason = told.ErrorInfo?.reason ?? "";
-    /** {field, description} of each field that the server refused. */
+    /** {field, description} of each field refused by the server. */
     this.violations = told.BadRequest?.fieldViolations ?? [];
-    /** Seconds after which the server suggests to try again, if it does. */
+    /** The server's retry delay in seconds, if any. */
     this.retryAfter = told.RetryInfo ? secondsOf(told.RetryInfo.retryDelay) : undefined;
   }
 
   /**
-   * Whether the server, and not the request, is to blame: another one may well answer. What no server has given a
-   * reason for is a connection that broke.
+   * Whether the server, not the request, is at fault, so that another one may succeed. A failure without a server's
+   * reason counts as a broken connection.
    */
   get isLoss() {
     if (SETTLED.includes(this.reason)) return true;

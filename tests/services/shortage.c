@@ -1,5 +1,5 @@
-/* Fails allocations of at least `least` bytes for as long as `on` is set: preloaded into a service by a test, which sets
-   both in a file that they share. */
+/* Fails allocations of at least `least` bytes while `on` is set. A test preloads it into a service and sets both in a
+   shared file. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>

@@ -113,7 +113,7 @@ class Mistaken(RepeatLastToken):
 
 
 def test_a_mistake_in_a_drafter_ends_the_session_that_reveals_it() -> None:
-    """Neither the service nor the other sessions."""
+    """Neither the service nor other sessions end."""
     loop = DraftLoop(Mistaken())
     doomed, good = session(prompt=[1, 9]), session()
     listeners = Listener(loop, doomed), Listener(loop, good)

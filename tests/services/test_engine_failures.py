@@ -48,7 +48,7 @@ def victim(services: Stack) -> VerifierPod:
 
 
 async def test_a_pass_that_fails_is_a_pause(directories: Directories) -> None:
-    """For all sessions in the step."""
+    """All sessions in the step pause, and continue with the same tokens."""
     faults = Faults()
     async with stack(directories.target, directories.near, target_delay=faults) as services:
         want = await services.generate(PROMPT, **dict(FIELDS))

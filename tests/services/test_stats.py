@@ -97,7 +97,7 @@ async def test_the_draft_counts_what_it_sends_and_what_comes_true(directories: D
 
 
 async def test_requests_that_run_are_told_and_those_that_are_given_up(directories: Directories) -> None:
-    """While a step is held in progress."""
+    """Counted while a step is held in progress."""
     gate = Gate()
     async with stack(directories.target, None, target_delay=gate) as services:
         with gate.closed():
@@ -138,7 +138,7 @@ async def test_failures_and_lost_pods_are_told(directories: Directories) -> None
 
 
 async def test_fast_paths_that_are_off_are_told(directories: Directories) -> None:
-    """By the verifier and the draft, one line each."""
+    """The verifier and the draft report one line each."""
     fast_paths.found_off("test", "it is off here", "it costs nothing")
     try:
         async with stack(directories.target, directories.near) as services:
