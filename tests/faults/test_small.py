@@ -63,7 +63,7 @@ async def test_a_verifier_is_killed(pods: Cluster, wants: dict[int, Record], ora
         Event(Received(300), "kill", "verifier-1"),
     )
     assert failover_events["verifier_lost"]
-    assert not failover_events["resumed"]  # an event of the orchestrator, not of a verifier
+    assert not failover_events["resumed"]  # clients resume only if an orchestrator is lost
 
 
 async def test_both_verifiers_are_killed(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:

@@ -190,7 +190,7 @@ class TestTiles:
 class Disturbed(ThreadedTextEngine):
     """An engine whose logits are perturbed by something they should not depend on."""
 
-    vocabulary = BAD  # without the perturbed vocabulary
+    vocabulary = BAD  # excludes the BAD token
     threads: tuple[int, ...] = (1,)
 
     def __init__(self, disturbance: Callable[[PackedBatch], NDArray[Any]]) -> None:
@@ -274,7 +274,7 @@ class Layers(torch.nn.Module):
 class Replaced(TextEngine):
     """An engine with layers that it does not run."""
 
-    vocabulary = BAD  # without it
+    vocabulary = BAD  # excludes the BAD token
 
     def __init__(self, **layers: torch.nn.Linear) -> None:
         super().__init__(10)
@@ -299,7 +299,7 @@ class TestCounterparts:
     def test_of_a_layer_that_depends_on_the_number_of_rows(self) -> None:
         steady, fickle = Fickle(lambda rows: 0), Fickle(lambda rows: int(rows > 16), outputs=5)
         engine, other = Replaced(steady=steady, fickle=fickle), Fickle(lambda rows: 0, outputs=5)
-        counterparts = {id(fickle): other}  # the steady layer is not tried
+        counterparts = {id(fickle): other}  # the steady layer must not be looked up
         assert make_exact(engine, instead=lambda layer: counterparts[id(layer)])
         assert engine.model.steady is steady
         assert engine.model.fickle is other
