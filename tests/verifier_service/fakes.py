@@ -1,10 +1,8 @@
-"""A target without a model, and sessions that are driven by hand.
+"""A target without a model, and hand-driven sessions.
 
-`TextEngine` keeps in every slot of its memory the name of the text that ends there, worked out from what a row
-reads through the slots it is told to read. So a wrong slot, path, position or copy is a fault at once, and its
-logits, a function of that text alone, are those of another text. `reference` says which tokens a session must
-get, whatever happens on the way.
-"""
+`TextEngine` stores in every KV slot the number of the text ending there, computed from the slots that a row is told
+to read. A wrong slot, path, position or copy therefore fails at once: the logits, a function of that text alone,
+become those of another text. `reference` returns the tokens that a session must get under any schedule."""
 
 from __future__ import annotations
 
@@ -46,20 +44,20 @@ REMOTE = frozenset({Drafter.REMOTE})
 VOCABULARY = 12
 END = 1
 BAD = 11
-"""The engine makes no numbers of it, nor of anything that sees it."""
+"""Token id with NaN logits, for its own row and every row reading its slot."""
 
 UNWRITTEN = -1
 
 
 class Language:
-    """What follows every text. Texts have numbers: 0 is the empty one."""
+    """The fake model: logits for every text. Texts are numbered; 0 is the empty one."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, int], int] = {}
         self.seeds = [0]
-        self.tokens = [0]  # the last of each text
+        self.tokens = [0]  # last token of each text
         self._logits: dict[int, NDArray[np.float32]] = {}
-        self.prefixes: list[NDArray[np.int64]] = [np.arange(0)]  # numbers of a text's beginnings, itself the last
+        self.prefixes: list[NDArray[np.int64]] = [np.arange(0)]  # numbers of a text's prefixes, itself included
 
     def number(self, before: int, token: int) -> int:
         number = self._numbers.get((before, token))
@@ -87,7 +85,7 @@ LANGUAGE = Language()
 
 
 def reference(request: SessionRequest) -> list[int]:
-    """The tokens of a session, chosen one by one by the plain rule."""
+    """Return a session's expected tokens, chosen one by one by plain decoding."""
     sampler, text = request.sampler, request.prompt + request.generated
     penalty_state = PenaltyState(VOCABULARY, request.prompt, request.generated) if sampler.sampling.penalises else None
     number = LANGUAGE.number_of(text)
@@ -104,7 +102,7 @@ def reference(request: SessionRequest) -> list[int]:
 
 
 class TextEngine:
-    """Memory for `blocks` blocks, the first of them nobody's, and `tree_slots` slots more."""
+    """An engine with `blocks` blocks (the first reserved) and `tree_slots` further slots."""
 
     exact = True
     numerics = "text"
@@ -116,17 +114,17 @@ class TextEngine:
         self.memory = np.full(self.capacity, UNWRITTEN)
         self.broken = np.zeros(self.capacity, dtype=bool)  # holds NaN
         self.faults: list[str] = []
-        self.steps: list[int] = []  # rows of each, padding not counted
-        self.failure: Exception | None = None  # of the next pass
-        self.poison: int | None = None  # a token over which no pass succeeds
-        self.dead = False  # no pass succeeds
+        self.steps: list[int] = []  # rows per step, without padding
+        self.failure: Exception | None = None  # raised by the next pass
+        self.poison: int | None = None  # every pass over this token fails
+        self.dead = False  # every pass fails
         self._rows = rows
 
     def packer(self) -> RaggedPacker:
         return RaggedPacker(rows=self._rows)
 
     def speak(self, number: int) -> NDArray[np.float32]:
-        """Logits [V] of what follows a text."""
+        """Return the logits [V] after a text."""
         return LANGUAGE.logits(number)
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
@@ -138,13 +136,13 @@ class TextEngine:
             failure, self.failure = self.failure, None
             raise failure
         if self.dead or self.poison in batch.tokens:
-            self.broken[written] = True  # it has begun
+            self.broken[written] = True  # a failed pass may have written already
             raise RuntimeError("the device is gone" if self.dead else "a token that cannot be")
         if len(set(written.tolist())) < len(written):
             self.faults.append("two rows write one slot")
         numbers = np.zeros(len(batch.tokens), dtype=np.int64)
         paths = [batch.keys[f : f + p + 1] for f, p in zip(batch.first, batch.positions, strict=True)]
-        for row in np.argsort(batch.positions, kind="stable").tolist():  # a row reads what others have just written
+        for row in np.argsort(batch.positions, kind="stable").tolist():  # rows read what earlier rows have written
             path, slot = paths[row], int(batch.slots[row])
             before = max(0, int(self.memory[path[-2]])) if len(path) > 1 else 0
             numbers[row] = self.memory[slot] = LANGUAGE.number(before, int(batch.tokens[row]))
@@ -163,7 +161,7 @@ class TextEngine:
 
 
 class ThreadedTextEngine(TextEngine):
-    """A text engine on the CPU: `used` threads compute."""
+    """A CPU text engine with an adjustable thread count, `used`."""
 
     threads: tuple[int, ...] = (2, 1)
 
@@ -177,7 +175,7 @@ class ThreadedTextEngine(TextEngine):
 
 
 class DeviceTextEngine(TextEngine):
-    """Its logits stay on a device; a row that nobody announced is not answered."""
+    """A text engine whose logits stay on the device; rows not announced in advance cannot be chosen from."""
 
     def step(self, batch: PackedBatch, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
         return Announced(torch.from_numpy(self.forward(batch)), asked())
@@ -190,7 +188,7 @@ class Announced(GpuLogits):
 
 
 class Decided(SpeculationController):
-    """What is verified is settled beforehand."""
+    """A controller with a fixed mode."""
 
     def __init__(self, mode: Mode) -> None:
         super().__init__()
@@ -205,10 +203,10 @@ class Decided(SpeculationController):
 
 
 class FixedLatency(StepLatency):
-    """A step costs `of_any`, and each of its rows `slope`; whatever is measured."""
+    """Step latency of `of_any` + `slope` per row; observations are ignored."""
 
     def __init__(self, slope: float, *, of_any: float = 1.0) -> None:
-        certain = LatencyTuning(start_error=0.0)  # no step explores what it costs
+        certain = LatencyTuning(start_error=0.0)  # no exploration
         super().__init__((1, 1001), [of_any + slope, of_any + 1001 * slope], certain)
 
     def observe(self, rows: int, seconds: float) -> None:
@@ -219,7 +217,7 @@ FREE, DEAR = FixedLatency(0.0), FixedLatency(10.0)
 
 
 class PagedTextEngine(Paged):
-    """A text engine that takes chains in blocks alone, and has no slots for others."""
+    """A text engine for chains in blocks only, without tree slots."""
 
     inner: TextEngine
 
@@ -228,7 +226,7 @@ class PagedTextEngine(Paged):
 
 
 class Client:
-    """A session of a step loop whose thread was never started."""
+    """A session of a step loop whose thread is not started: tests call `turn`."""
 
     def __init__(
         self,
@@ -290,11 +288,12 @@ class Client:
         return self.session.table is not None
 
     def read(self) -> None:
-        """Take what has come, as the wire would tell."""
+        """Mark all received tokens as consumed, as the stream would."""
         self.session.consumed = len(self.session.request.prompt + self.session.request.generated) + len(self.tokens)
 
     def offer(self, right: int, wrong: Sequence[int] = ()) -> None:
-        """A chain of the next `right` tokens, and beside each a wrong one for as long as there are some."""
+        """Propose the next `right` correct tokens as a chain, with one token of `wrong` as a sibling at each
+        position."""
         done = len(self.tokens)
         chain = self.want[done : done + right]
         tokens, parents, logprobs = list(chain), list(range(len(chain))), [-0.1] * len(chain)
@@ -302,7 +301,7 @@ class Client:
             if parent >= len(chain) or token != chain[parent]:
                 tokens.append(token)
                 parents.append(parent)
-                logprobs.append(-0.05 if parent % 2 else -1.0)  # some look better than what is right
+                logprobs.append(-0.05 if parent % 2 else -1.0)  # some siblings look better than the correct token
         self.session.extend(self.session.tree.base, Paths(tokens, parents, logprobs), 0.0)
 
     def cancel(self) -> None:
@@ -310,7 +309,7 @@ class Client:
 
 
 def run(loop: StepLoop | PlainLoop, *clients: Client, turns: int = 2000) -> None:
-    """Turn until all are over, reading everything; AssertionError if it takes longer or nothing moves."""
+    """Turn until all clients are over, reading everything; raise AssertionError past `turns` or without progress."""
     for _ in range(turns):
         for client in clients:
             client.read()

@@ -1,4 +1,4 @@
-"""Whoever runs a target can serve the Verify protocol: here a backend that counts, without a model."""
+"""Any backend can serve the Verify protocol: here one that counts, without a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VOCABULARY, CONTEXT = 100, 64
 
 
 class Count:
-    """A text that goes on with the next number."""
+    """A text continued with the next number."""
 
     def __init__(self, request: SessionRequest, policy: Policy) -> None:
         self.request, self.policy = request, policy
@@ -47,7 +47,7 @@ class Count:
 
 
 class Counting(SessionBackend):
-    """Says a number a turn once it has been told that the client has read the one before."""
+    """Emits one number per turn, once the client has read the previous one."""
 
     context = CONTEXT
 

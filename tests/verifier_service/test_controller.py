@@ -20,22 +20,22 @@ TUNING = DEFAULTS.controller
 
 @dataclass
 class Pod:
-    """Steps of a pod on which tokens come at another rate in each mode."""
+    """Simulated steps of a pod with a different token rate in each mode."""
 
     controller: SpeculationController
     drafted: float
     plain: float
     local: float = 0.0
-    own: float | None = None  # of a draft of its own, if it has one
-    expected: float | None = None  # of plain decoding; what it brings indeed, if not given
+    own: float | None = None  # rate with a local draft model, if it has one
+    expected: float | None = None  # true rate of plain decoding, if not the one measured
     has_drafts: bool = True
     guesses: bool = True
-    speculates: bool = True  # finds anything to verify
+    speculates: bool = True  # has candidates to verify
     shares_cores: bool = True  # with drafts
     step: float = STEP  # seconds
 
     def run(self, seconds: float, sessions: int = 4, *, drawn: bool = False) -> dict[Mode, float]:
-        """For so long; the part of the time that each mode had."""
+        """Run for `seconds`; return each mode's share of the time."""
         spent = dict.fromkeys(Mode, 0.0)
         rates = {
             Mode.REMOTE_DRAFT: self.drafted,
@@ -91,7 +91,7 @@ def test_a_draft_of_its_own_is_tried_only_where_there_is_one() -> None:
 
 @pytest.mark.parametrize("step", [0.002, 0.03, 0.1, 0.4])
 def test_steps_may_take_any_time(step: float) -> None:
-    """Of those that last a tenth of a second a window has five."""
+    """Of steps of 0.1 s, a window holds five."""
     pod = Pod(SpeculationController(), drafted=700, plain=1000, guesses=False, step=step)
     pod.run(TUNING.min_steps * step * 3 + TUNING.window_seconds)
     assert pod.run(300 * max(step, 0.1))[Mode.OFF] > 0.85
@@ -121,7 +121,7 @@ def test_it_comes_back_when_it_pays_again() -> None:
 
 
 def test_a_machine_that_changes_its_speed_changes_nothing() -> None:
-    """Every mode is half as fast, twice as fast: what was measured long ago must not be compared with today."""
+    """Every mode is half or twice as fast: old measurements must not be compared with new ones."""
     pod = Pod(SpeculationController(), drafted=2000, local=1500, plain=1000)
     for factor in (0.5, 2.0) * 6:
         pod.run(47)
@@ -134,19 +134,19 @@ def test_a_machine_that_changes_its_speed_changes_nothing() -> None:
 def test_what_has_no_chance_is_seen_at_a_glance() -> None:
     pod = Pod(SpeculationController(), drafted=100, local=100, plain=1000)
     assert pod.run(1.0)[Mode.OFF] > 0.65
-    assert pod.run(60.0)[Mode.OFF] > 0.95  # its first minute, two such modes
+    assert pod.run(60.0)[Mode.OFF] > 0.95  # its first minute, with two such modes
     assert pod.run(600.0)[Mode.OFF] > 0.98
 
 
 def test_to_have_had_nothing_to_guess_is_not_held_against_it() -> None:
-    """It has cost nothing."""
+    """It cost nothing."""
     pod = Pod(SpeculationController(), drafted=0, local=700, plain=1000, has_drafts=False, speculates=False)
     pod.run(STEP)
     assert pod.run(TUNING.first_probe_pause - TUNING.window_seconds)[Mode.NGRAM] > 0.99
 
 
 def test_a_mode_that_has_next_to_nothing_to_verify_is_compared_with_plain_decoding() -> None:
-    """A poor draft whose candidates are not worth a row delays steps all the same."""
+    """A poor draft whose candidates are not worth a row still delays steps."""
     pod = Pod(SpeculationController(), drafted=900, plain=1000, expected=1100, guesses=False)
     pod.speculates = pod.shares_cores = False  # no step has candidates
     assert pod.run(TUNING.window_seconds)[Mode.OFF] == 0
@@ -163,7 +163,7 @@ def test_a_draft_that_brings_nothing_costs_its_core() -> None:
 
 
 def test_a_few_long_steps_tell_nothing() -> None:
-    """Drafts read the prompt meanwhile."""
+    """Drafts are reading the prompt meanwhile."""
 
     def look(controller: SpeculationController) -> None:
         long = 2 * TUNING.early_stop_seconds / TUNING.min_steps
@@ -191,7 +191,7 @@ def test_each_number_of_sessions_has_its_own() -> None:
     assert controller.mode is Mode.OFF
     assert alone.run(5, sessions=1)[Mode.REMOTE_DRAFT] > 0.9
     many.run(STEP, sessions=40)
-    assert controller.mode is Mode.OFF  # it remembers
+    assert controller.mode is Mode.OFF  # remembered
 
 
 def test_what_greedy_texts_teach_is_not_applied_to_drawn_ones() -> None:
@@ -218,7 +218,7 @@ def test_what_sessions_do_not_allow_is_not_tried() -> None:
     drafts.run(STEP)
     assert drafts.run(100)[Mode.REMOTE_DRAFT] > 0.99
     both.run(STEP)
-    assert both.run(10)[Mode.NGRAM] > 0.9  # it remembers
+    assert both.run(10)[Mode.NGRAM] > 0.9  # remembered
 
 
 def test_trials_become_rarer() -> None:
@@ -230,9 +230,9 @@ def test_trials_become_rarer() -> None:
 
 @pytest.mark.parametrize("stay", [0.02, 0.1])
 def test_a_measurement_goes_on_where_it_was_left(stay: float) -> None:
-    """Sessions come and go: their number crosses a power of two long before a window is over."""
+    """Sessions come and go: their number crosses a power of two long before a window ends."""
     pod = Pod(SpeculationController(), drafted=1000, plain=2000)
-    for _ in range(round(7 * TUNING.window_seconds / stay)):  # each comes to a decision, and does not look again yet
+    for _ in range(round(7 * TUNING.window_seconds / stay)):  # each profile is decided, and not due for another probe
         pod.run(stay, sessions=8)
         pod.run(stay, sessions=9)
     for sessions in (8, 9):
@@ -268,7 +268,7 @@ def test_trials_cost_a_small_part_of_all_tokens(drafted: float) -> None:
 
 
 def test_another_batch_is_served_in_its_own_mode_from_its_first_step_on() -> None:
-    """Which is one over prompts, perhaps, that tells nothing."""
+    """Even if that step has prompts and measures nothing."""
     controller = SpeculationController()
     Pod(controller, drafted=3000, plain=1000, guesses=False).run(5, sessions=1)
     Pod(controller, drafted=700, plain=2000, guesses=False).run(2, sessions=16)
@@ -317,12 +317,13 @@ def test_a_batch_that_some_have_left_goes_on_as_before() -> None:
     assert controller.mode_for(BatchProfile(8, True, False, False), 0.0) is Mode.OFF
     assert (
         controller.mode_for(BatchProfile(4, True, False, False), 0.0) is Mode.REMOTE_DRAFT
-    )  # much smaller: it is hoped to pay
+    )  # much smaller: speculation is expected to pay
 
 
 @pytest.mark.parametrize("most", [16, 64])
 def test_what_is_left_of_a_full_batch_is_of_its_kind(most: int) -> None:
-    """Batches of as many as somebody has chosen, of whom the first soon leaves: all is learned, and used, for them."""
+    """Bursts of `most` sessions, of which a quarter leaves after the first step: all is learned, and applied, under
+    the full batch's profile."""
     controller = SpeculationController()
     now = 0.0
     for burst in range(10):

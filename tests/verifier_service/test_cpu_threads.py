@@ -1,5 +1,5 @@
-"""All threads for who has no draft at work, fewer beside one, or beside a stranger for whom all would have to wait;
-each number with what its steps cost."""
+"""Thread counts of a CPU engine: all while no draft is active, fewer beside a draft or beside another process
+competing for the cores; step latency is measured for each count."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_steps_are_measured_with_each_number() -> None:
     assert engine.used == 1
     assert cores.latency is not cores.plain_latency
     cores.choose(drafting=False, now=0.9 * DEFAULTS.threads.linger_seconds)
-    assert engine.used == 1  # they may not have heard of it yet
+    assert engine.used == 1  # sessions may not have received the news yet
     cores.choose(drafting=False, now=DEFAULTS.threads.linger_seconds)
     assert engine.used == 2
     assert cores.latency is cores.plain_latency
 
 
 def test_an_engine_whose_threads_cannot_be_changed_is_only_measured() -> None:
-    """And so is one beside it that could: they take turns on one device."""
+    """Nor is an engine beside it changed, even if it could be: they take turns on one device."""
     beside = ThreadedTextEngine(BLOCKS)
     measured: list[StepLatency] = []
 
@@ -71,13 +71,13 @@ def test_room_is_left_where_candidates_of_drafts_are_taken(mode: Mode, speculate
     engine = ThreadedTextEngine(BLOCKS)
     loop = step_loop(engine, controller=Decided(mode))
     Client(loop, [3, 4, 5], policy=Policy(REMOTE if speculate else NO_DRAFTERS, 8, 0.0, forced=always))
-    for _ in range(2):  # over the prompt, and over its first token
+    for _ in range(2):  # prompt, then first token
         loop.turn()
     assert engine.used == (1 if speculate and (always or mode is Mode.REMOTE_DRAFT) else 2)
 
 
 class Machine:
-    """Whose steps take `seconds` by the number of threads: what they took when nobody was in the way, at first."""
+    """Steps take `seconds` by thread count; the initial values are those without interference."""
 
     def __init__(self, of_two: float = 0.003, of_one: float = 0.005) -> None:
         self.engine = ThreadedTextEngine(BLOCKS)
@@ -86,7 +86,7 @@ class Machine:
         self.clock = 0.0
 
     def steps(self, seconds: float) -> dict[int, float]:
-        """Make steps for so long; how much of it with which number of threads."""
+        """Make steps for `seconds`; return the time spent with each thread count."""
         spent = {1: 0.0, 2: 0.0}
         until = self.clock + seconds
         while self.clock < until:
@@ -103,7 +103,7 @@ def test_a_stranger_takes_one_thread_s_core_not_all_of_the_time() -> None:
     assert machine.steps(5.0)[1] == 0
     machine.seconds = {2: 0.1, 1: 0.006}
     spent = machine.steps(60.0)
-    assert spent[2] < 0.1 * 60  # a few steps to see it, a few in every trial
+    assert spent[2] < 0.1 * 60  # a few steps to notice, a few in every probe
     machine.seconds = {2: 0.003, 1: 0.005}
     machine.steps(DEFAULTS.threads.longest_probe_pause + DEFAULTS.threads.first_probe_pause)
     assert machine.steps(5.0)[1] == 0
@@ -113,7 +113,7 @@ def test_a_slower_machine_is_no_stranger() -> None:
     machine = Machine()
     machine.seconds = {2: 0.012, 1: 0.02}  # longer texts, a slow spell
     spent = machine.steps(10.0)
-    assert spent[1] < 0.05 * 10  # long enough to see that one thread suffers as well
+    assert spent[1] < 0.05 * 10  # long enough to see that one thread is slower too
 
 
 def test_a_model_that_gains_nothing_by_threads_has_one() -> None:
@@ -133,7 +133,7 @@ def test_drafts_that_share_the_cores_say_nothing_of_all_threads() -> None:
 
 
 def test_a_draft_that_reads_now_and_then_is_no_stranger() -> None:
-    """One step in thirty takes eight times as long: all of them together are still faster than with one thread."""
+    """One step in thirty takes eight times as long: on average, still faster than with one thread."""
     machine = Machine()
     for number in range(3000):
         taken = 0.024 if number % 30 == 0 else machine.seconds[machine.engine.used]

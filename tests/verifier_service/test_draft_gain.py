@@ -1,4 +1,4 @@
-"""A text whose draft brings nothing leaves it alone for a while; what that says is its tenant's alone."""
+"""A text whose draft brings nothing pauses it for a while; what is learned stays within its tenant."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def steps_of_rest(gain: DraftGain) -> int:
 
 def test_a_draft_without_an_accepted_candidate_is_tried_more_and_more_rarely() -> None:
     gain = DraftGain()
-    assert steps_until_rest(gain) in (16, 17)  # what it divides is rounded
+    assert steps_until_rest(gain) in (16, 17)  # the quotient is rounded
     rests = []
     for _ in range(6):
         rests.append(steps_of_rest(gain))
@@ -68,7 +68,7 @@ def test_a_new_text_expects_what_its_tenants_texts_had() -> None:
 
 
 def test_a_useless_draft_is_paused_and_tried_again() -> None:
-    """The draft is told so with the commits; a session that insists has its draft all the same."""
+    """Commits inform the draft; a session with forced speculation keeps its draft active."""
     engine = TextEngine(64)
     engine.bad = -1
     loop = step_loop(engine, controller=Decided(Mode.REMOTE_DRAFT))
@@ -117,7 +117,7 @@ def test_each_tenant_has_its_own_modes() -> None:
     assert known.of(one).mode is Mode.OFF
     assert known.of(other).mode is Mode.REMOTE_DRAFT
     third = Client(loop, [3, 4], tenant="c").session
-    assert known.of(third).mode is Mode.REMOTE_DRAFT  # what others found says nothing
+    assert known.of(third).mode is Mode.REMOTE_DRAFT  # other tenants' results have no influence
 
 
 def test_what_is_known_of_tenants_is_bounded() -> None:

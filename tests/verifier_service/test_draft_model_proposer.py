@@ -1,4 +1,4 @@
-"""The local draft changes no token, computes nothing twice, reads no wrong slot, and leaves nothing behind."""
+"""The local draft changes no token, computes nothing twice, reads no wrong slot and leaves nothing allocated."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CONTEXT = 10_000
 
 
 class Narrow(TextEngine):
-    """Without the last ids."""
+    """A vocabulary without the last ids."""
 
     vocabulary = 8
 
@@ -52,13 +52,13 @@ class Narrow(TextEngine):
 
 
 class Unsound(TextEngine):
-    """Makes no numbers of a text that has a 7."""
+    """NaN logits after any text with token 7."""
 
     bad = 7
 
 
 class Quick(FixedLatency):
-    """A hundredth of what a step costs."""
+    """A hundredth of the target's step latency."""
 
     def of(self, rows: int) -> float:
         return 0.01
@@ -68,7 +68,7 @@ QUICK, SLOW = Quick(0.0), FixedLatency(1000.0)
 
 
 class OftenWrong(TextEngine):
-    """A draft that takes every third row for another."""
+    """A draft with wrong logits in every third row."""
 
     def forward(self, batch: Any) -> Any:
         logits = super().forward(batch)
@@ -100,7 +100,7 @@ def sources(*clients: Client) -> list[int]:
 
 
 def check_over(loop: StepLoop, draft: TextEngine, *clients: Client) -> None:
-    """All got what they should, nothing was read from a wrong slot, and nothing is held."""
+    """Check that all clients got their tokens, no wrong slot was read, and nothing is held."""
     for each in clients:
         assert each.mail.error is None
         assert each.tokens == each.want
@@ -122,7 +122,7 @@ def test_many_get_what_each_would_get_alone(sampling: Sampling, kind: Any, rows:
 
 
 def test_what_was_proposed_right_is_not_computed_again() -> None:
-    """Of every token one row, but for the last of each step: what follows it is asked anew."""
+    """One row per token, except the last of each step, whose successor is needed again."""
     draft = TextEngine(60)
     loop = loop_with(draft)
     one = client(loop, 5, max_tokens=200)
@@ -144,7 +144,7 @@ def test_long_texts_are_read_in_pieces() -> None:
 
 
 def test_guesses_that_do_not_pay_are_not_made() -> None:
-    """Where a row more costs as much as ten steps, or a pass as much as a thousand: no chain goes on."""
+    """Where an additional row costs ten steps, or a pass a thousand: chains stay at one token."""
     for latency, own_cost in ((DEAR, QUICK), (FREE, SLOW)):
         draft = TextEngine(60)
         loop = step_loop(
@@ -157,11 +157,11 @@ def test_guesses_that_do_not_pay_are_not_made() -> None:
         run(loop, one)
         check_over(loop, draft, one)
         assert len(draft.steps) <= sum(result.steps for result in one.mail.results)
-        assert (LOCAL_MODEL in sources(one)) is (latency is FREE)  # what the tip's own row tells costs nothing more
+        assert (LOCAL_MODEL in sources(one)) is (latency is FREE)  # the candidate from the tip's own row is free
 
 
 def test_the_last_token_is_not_guessed() -> None:
-    """Nothing comes after it: it saves no step."""
+    """No token follows it: proposing it saves no step."""
     draft = TextEngine(60)
     loop = loop_with(draft)
     one, other = client(loop, 600, max_tokens=1), client(loop, 5, max_tokens=2)
@@ -212,7 +212,7 @@ def test_a_text_beyond_its_context_goes_on_without() -> None:
 
 
 def test_a_token_that_it_does_not_know() -> None:
-    """Its vocabulary is narrower; what the request says of others does it no harm."""
+    """Its vocabulary is narrower; request options naming other tokens are harmless."""
     draft = Narrow(60)
     loop = loop_with(draft)
     few = Sampling(banned_tokens=frozenset(range(8, VOCABULARY)), logit_bias={11: -5.0, 2: 0.5})
@@ -234,7 +234,7 @@ def test_memory_that_is_full_costs_no_token() -> None:
 
 
 def test_one_that_fails_is_not_asked_again() -> None:
-    """The verifier goes on as if it had none; leaving is no trouble."""
+    """The verifier continues as without a local draft; sessions still end cleanly."""
     draft = TextEngine(60)
     loop = loop_with(draft)
     one = client(loop, max_tokens=100)
@@ -252,7 +252,7 @@ def test_one_that_fails_is_not_asked_again() -> None:
 
 
 def test_a_broken_draft_harms_nobody() -> None:
-    """Of a text with a 7 it makes no numbers, which spread wherever they are read: its memory is wiped, once."""
+    """A 7 gives NaN logits, which would spread to later readers: its memory is wiped once."""
     draft = Unsound(30)
     loop = loop_with(draft)
     sound = Sampling(banned_tokens=frozenset({7, BAD}))
@@ -311,7 +311,8 @@ def test_a_common_beginning_is_read_once() -> None:
 
 
 def test_draws_have_their_places_to_themselves() -> None:
-    """REJECTION: what the text repeats would take them, and whoever draws like the target is always accepted."""
+    """Under REJECTION, n-grams would take the positions of draws, and a draft that samples like the target is always
+    accepted."""
     draft = TextEngine(60)
     loop = loop_with(draft)
     clients = [client(loop, 8, i, 60, sampling=WARM, rule=Rule.REJECTION) for i in range(3)]

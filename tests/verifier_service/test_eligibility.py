@@ -1,4 +1,4 @@
-"""Who uses a remote draft, by what a candidate costs of late."""
+"""Which sessions use a remote draft, by the recent cost of candidates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Serving:
 
 
 def test_no_draft_is_used_while_no_candidate_pays() -> None:
-    """It is told to pause: nobody waits for it, and no token counts as undrafted. Who insists on drafts has them."""
+    """Drafts pause: no step waits for them, and no token counts as undrafted. Sessions with forced drafts keep them."""
     loop = step_loop(TextEngine(40))
     eligibility = Eligibility(Controllers(shared=Decided(Mode.REMOTE_DRAFT)), None)
     drafted = Client(loop, [3, 4], policy=Policy(REMOTE, 8, 0.0)).session
@@ -57,7 +57,7 @@ def test_a_forced_session_has_its_local_model_whatever_the_mode_is() -> None:
 
 
 def test_what_a_local_draft_takes_is_charged_to_its_users() -> None:
-    """What is looked up before the delay, to all that use proposers."""
+    """Lookups before the step delay are charged to all users of proposers."""
     loop = step_loop(TextEngine(40))
     threads = FixedThreads(StepLatency((1, 2), [1.0, 2.0]))
     local_model: Any = Serving()

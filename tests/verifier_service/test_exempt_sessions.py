@@ -1,4 +1,4 @@
-"""Beside sessions that speculate whatever the mode is, the mode of the others is measured and selected as ever."""
+"""Sessions with forced speculation do not affect how the mode of the others is measured and selected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WINDOWED = Request(
 
 
 def modes(scenario: Scenario) -> list[str]:
-    """Return the mode of each step, for as long as the first request lives."""
+    """Return the mode of each step during the first request."""
     found = []
     for line in record(scenario, made_up).lines:
         found += re.findall(r"mode=(\S+)", line)
@@ -39,11 +39,11 @@ def modes(scenario: Scenario) -> list[str]:
 
 @pytest.mark.parametrize(
     ("exempt", "draft_base"),
-    [(FORCED, 0.02), (CONTRASTED, 0.0001), (WINDOWED, 0.02)],  # a draft that is late lets CONTRASTIVE sit steps out
+    [(FORCED, 0.02), (CONTRASTED, 0.0001), (WINDOWED, 0.02)],  # a late draft makes CONTRASTIVE sit out steps
     ids=["forced", "contrastive", "window"],
 )
 def test_a_mode_that_does_not_pay_is_left_beside_a_session_that_is_exempt(exempt: Request, draft_base: float) -> None:
-    """Drafts that are wrong: without the exempt session the others soon decode plainly."""
+    """Drafts are wrong: without the exempt session, the others soon decode plainly."""
     wrong = SCENARIOS["wrong drafts"]
     assert "off" in modes(replace(wrong, requests=(exempt, *wrong.requests), draft_base=draft_base, ticks=900))
 
@@ -79,14 +79,14 @@ def test_what_is_learnt_beside_exempt_sessions_is_of_such_batches_only() -> None
     controller.select(alone, 1.0)
     learn(controller, {Mode.REMOTE_DRAFT: 3000, Mode.OFF: 1000}, alone, 10)
     controller.select(beside, 11.0)
-    assert controller.mode is Mode.REMOTE_DRAFT  # to begin with
+    assert controller.mode is Mode.REMOTE_DRAFT  # initially
     learn(controller, {Mode.REMOTE_DRAFT: 500, Mode.OFF: 1000}, beside, 10)
     assert controller.mode_for(alone, 30.0) is Mode.REMOTE_DRAFT
     assert controller.mode_for(beside, 30.0) is Mode.OFF
 
 
 def test_an_exempt_session_that_sits_out_steps_does_not_change_the_mode() -> None:
-    """As CONTRASTIVE does while its draft is late."""
+    """As under CONTRASTIVE while its draft is late."""
     controller = SpeculationController()
     alone, beside = BatchProfile(4, True, False, False), BatchProfile(4, True, False, False, exempt=1)
     controller.select(beside, 1.0)

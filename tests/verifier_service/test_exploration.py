@@ -1,4 +1,4 @@
-"""Whatever was measured at start, steps soon have the candidates that pay: on a virtual clock, by exploring."""
+"""From wrong initial measurements, steps converge by exploration on the candidates that pay: on a virtual clock."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ STEP = 0.005
 TUNING = DEFAULTS.latency
 
 ROW_COSTS = (0.0, 0.05, 0.3, 1.0)
-"""What a row more costs, in steps over one row."""
+"""Cost of an additional row, in steps over one row."""
 
 PROBABILITIES = (0.5, 0.9)
-"""Of each candidate of a chain, if the one before it is right."""
+"""Acceptance probability of each candidate of a chain, given its parent."""
 
 WRONG: dict[str, Callable[[int], float]] = {
     "dear beyond one row": lambda rows: 4.0 if rows > 1 else 1.0,
@@ -41,11 +41,11 @@ WRONG: dict[str, Callable[[int], float]] = {
 
 
 class Machine:
-    """Makes steps of a session whose candidates are a chain; T(n) = STEP * (1 + row_cost * (n - 1))."""
+    """Steps of a session whose candidates form a chain; T(n) = STEP * (1 + row_cost * (n - 1))."""
 
     def __init__(self, row_cost: float, probability: float, latency: StepLatency) -> None:
         self.latency = latency
-        self.exploring = 0.0  # seconds by which steps took longer than they were worth
+        self.exploring = 0.0  # seconds by which steps exceeded their value
         self.clock = 0.0
         self._row_cost = row_cost
         self._chain = [probability**depth for depth in range(1, 64) if probability**depth >= 0.02]
@@ -54,7 +54,7 @@ class Machine:
         return STEP * (1.0 + self._row_cost * (rows - 1))
 
     def run(self, until: float, delay: Callable[[], float] = lambda: 1.0) -> float:
-        """Make steps; return the goodput of the choice at the end, as a share of the best that there is."""
+        """Make steps; return the final choice's goodput as a fraction of the optimum."""
         while self.clock < until:
             nodes, _, exploring = select_candidates([self._offers()], self.latency, 1, 64, explore=True)
             rows = 1 + len(nodes[0])
@@ -75,7 +75,7 @@ class Machine:
 
 
 def measured(row_cost: float, factor: Callable[[int], float]) -> StepLatency:
-    """Return a latency that was measured wrong by a factor at each point."""
+    """Return a latency model with a factor of error at each point."""
     return StepLatency(MEASURED_ROWS, [STEP * (1.0 + row_cost * (n - 1)) * factor(n) for n in MEASURED_ROWS])
 
 
@@ -106,7 +106,7 @@ def test_no_start_decides_for_good(factors: list[float], row_cost: float, probab
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_steps_that_others_delay_decide_nothing(wrong: str) -> None:
-    """One step in five takes two to ten times as long: over five such machines, most of what there is is had."""
+    """One step in five takes two to ten times as long: over five such machines, goodput stays near the optimum."""
     shares = []
     for seed in range(5):
         random = Random(seed)
@@ -120,7 +120,7 @@ def test_steps_that_others_delay_decide_nothing(wrong: str) -> None:
 
 @pytest.mark.parametrize("row_cost", ROW_COSTS)
 def test_exploring_costs_a_small_part_of_the_time(row_cost: float) -> None:
-    """But for what it may take at once."""
+    """Apart from its initial allowance."""
     machine = Machine(row_cost, 0.8, measured(row_cost, WRONG["dear beyond one row"]))
     machine.run(10.0)
     before = machine.exploring
@@ -149,7 +149,7 @@ def test_two_steps_in_a_row_do_not_explore() -> None:
 
 
 def test_a_window_is_tried_where_it_is_not_certain_that_it_costs_too_much() -> None:
-    """The smallest, one in a step, and not again once it is known."""
+    """The smallest one, in one step, and not again once its cost is known."""
     sizes = DEFAULTS.ngrams.windows
     latency = measured(0.0, WRONG["dear beyond one row"])
     latency.observe(1, STEP)
@@ -168,7 +168,7 @@ def test_a_window_is_tried_where_it_is_not_certain_that_it_costs_too_much() -> N
 def test_a_verifier_speculates_within_a_second_if_and_only_if_that_pays(
     wrong: str, row_cost: float, least: float, most: float
 ) -> None:
-    """A whole step loop, whose session always has eight candidates that are right."""
+    """A whole step loop, whose session always has eight correct candidates."""
     clock = Clock()
     with clock.rules():
         inner = ThreadedTextEngine(64)
@@ -178,7 +178,7 @@ def test_a_verifier_speculates_within_a_second_if_and_only_if_that_pays(
         client = Client(loop, [3, 4, 5], 3500)
 
         def steps(seconds: float) -> float:
-            """Make steps for so long; return the tokens of each."""
+            """Make steps for `seconds`; return the tokens of each."""
             begin, had, count = clock.now, client.session.generated, engine.passes
             while clock.now < begin + seconds:
                 assert not client.over

@@ -1,4 +1,4 @@
-"""The forecast of memory: what running texts take until they end, by the lengths of those before them."""
+"""The memory forecast: growth of running texts until they end, estimated from earlier lengths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from verifier_service.sessions.session import Session
 
 
 class ToTheLimit(TextLengths):
-    """Expects every text to go on until its limit."""
+    """Expects every text to reach its limit."""
 
     def expected(self, generated: NDArray[np.int64]) -> NDArray[np.int64]:
         return generated + 1_000_000
@@ -35,7 +35,7 @@ def lengths_of(*tokens: int) -> TextLengths:
 
 
 def session(tokens: int, to_come: int, pool: BlockPool | None) -> Session:
-    """A text of so many tokens, which may have as many more; without a pool it waits for memory."""
+    """Return a session of `tokens` tokens and a limit on further ones; without a pool it waits for memory."""
     request = SessionRequest(text(tokens, 1), [], RequestSampler(Sampling()), frozenset(), to_come, None, 10_000)
     made = Session(request, Policy(NO_DRAFTERS, 8, 0.0), 64, VOCABULARY)
     if pool is not None:
@@ -64,7 +64,7 @@ class TestLengths:
 
 class TestGrowth:
     def test_one_text_takes_what_its_limit_asks(self) -> None:
-        """The last token is in no step."""
+        """The last token takes no slot: it is in no step."""
         pool = BlockPool(30)
         assert expected_growth([session(60, 5, pool)], ToTheLimit()) == 0
         assert expected_growth([session(60, 6, pool)], ToTheLimit()) == 1
@@ -75,7 +75,7 @@ class TestGrowth:
         assert expected_growth([session(60, 200, pool)], lengths_of(70)) == 2
 
     def test_a_newcomer_takes_its_text_as_well(self) -> None:
-        """But not what is found in the prefix cache."""
+        """Except the part found in the prefix cache."""
         pool, found = BlockPool(30), []
         for begun in (None, session(3 * BLOCK, 1, pool)):
             if begun is not None:
@@ -99,7 +99,7 @@ class TestGrowth:
     def test_what_is_shared_is_not_given_back(self) -> None:
         pool = BlockPool(30)
         long, first = session(BLOCK, 2 * BLOCK, pool), session(2 * BLOCK, 1, pool)
-        assert expected_growth([long, first], ToTheLimit()) == 0  # it takes two when two have been given back
+        assert expected_growth([long, first], ToTheLimit()) == 0  # it takes two blocks after two have been freed
         first.computed = 2 * BLOCK
         first.cache_prefix()
         same = session(2 * BLOCK, 1, pool)
@@ -124,7 +124,7 @@ def test_it_is_the_most_that_texts_take_token_by_token(texts: list[tuple[int, in
 
 
 def test_of_many_texts_it_is_nearly_the_most() -> None:
-    """More of them than moments are looked at."""
+    """With more texts than the forecast examines moments."""
     pool = BlockPool(2000)
     texts = [(1 + 7 * number % 60, 1 + 37 * number % 301) for number in range(300)]
     sessions = [session(tokens, to_come, pool) for tokens, to_come in texts]
@@ -135,9 +135,10 @@ def test_of_many_texts_it_is_nearly_the_most() -> None:
 
 
 def test_texts_that_their_callers_end_are_remembered() -> None:
-    """As by a stop string, which the verifier does not know; not those that have no token yet, or whose time was up."""
+    """Such as by a stop string, unknown to the verifier; texts without a token or past their deadline are not
+    counted."""
     loop = step_loop(TextEngine(8))
-    late = client(loop, 5, 3, 100, deadline=time.monotonic() - 1)  # while nothing runs, none is refused for that
+    late = client(loop, 5, 3, 100, deadline=time.monotonic() - 1)  # while nothing runs, none is refused as too late
     ended = client(loop, 5, 1, 100)
     while ended.session.generated < 30:
         loop.turn()

@@ -1,4 +1,4 @@
-"""What a session guesses by itself: as the papers have it, and never to the cost of a token."""
+"""A session's own proposers: as in the papers, and without changing a token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from verifier_service.sessions.session import Session
 from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.speculation.controller import Mode
 
-SOUND = frozenset({BAD})  # the engine makes numbers of all but this
+SOUND = frozenset({BAD})  # BAD alone has NaN logits
 SAMPLINGS = [Sampling(banned_tokens=SOUND), Sampling(temperature=0.8, seed=3, banned_tokens=SOUND)]
 REPETITIVE = [3, 4, 5, 6, 7] * 4
 
@@ -46,7 +46,7 @@ def guessing(lookahead: Lookahead | None = None, candidates: int = 192) -> Polic
 
 
 class Model:
-    """The target of the fakes: what it chooses after any text."""
+    """The fakes' target: its choice after any text."""
 
     def __init__(self, client: Client) -> None:
         self._sampler = client.session.request.sampler
@@ -56,8 +56,8 @@ class Model:
 
 
 class LookaheadDecoding:
-    """Fu et al. 2024, algorithm 2, as their code has it, one sequence and one token at a time: nothing is shared with
-    what is tested. The text is given, since more may be verified than this algorithm's guesses."""
+    """Fu et al. 2024, algorithm 2, following their code, one sequence and one token at a time; shares no code with
+    what is tested. The text is an argument, since more may be verified than this algorithm's own candidates."""
 
     def __init__(self, model: Model, size: Lookahead, prompt: list[int]) -> None:
         self.model = model
@@ -68,7 +68,7 @@ class LookaheadDecoding:
         self.pool: dict[int, list[tuple[int, ...]]] = defaultdict(list)
 
     def accepted(self, text: list[int]) -> int:
-        """How many tokens this algorithm's own step would have committed."""
+        """Return the number of tokens that this algorithm's own step would commit."""
         best = 1
         first = self.model(text)
         for guess in self.pool[text[-1]]:
@@ -118,7 +118,7 @@ def test_window_and_pool_are_the_papers_step_by_step(size: tuple[int, int, int],
     engine = TextEngine(8)
     loop = step_loop(engine)
     client = Client(loop, [2, 3, 4, 5], 60, sampling=sampling, policy=guessing(lookahead))
-    loop.turn()  # the prompt; there is no window yet
+    loop.turn()  # the prompt; no window yet
     paper = LookaheadDecoding(Model(client), lookahead, list(client.session.tree.committed))
     ngrams = client.session.ngrams
     steps = 0
@@ -143,12 +143,12 @@ def test_window_and_pool_are_the_papers_step_by_step(size: tuple[int, int, int],
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm"])
 @pytest.mark.parametrize("width", [2, 5, 12])
 def test_bigrams_are_jacobi_decoding(width: int, sampling: Sampling) -> None:
-    """Santilli et al. 2023, algorithm 1, on a block that moves on: all of it is computed anew until it stands still."""
+    """Santilli et al. 2023, algorithm 1, on a moving block: all of it is recomputed until a fixed point."""
     engine = TextEngine(8)
     loop = step_loop(engine)
     client = Client(loop, [2, 3, 4, 5], 60, sampling=sampling, policy=guessing(Lookahead(width, 2, 1)))
     model = Model(client)
-    loop.turn()  # the prompt; there is no window yet
+    loop.turn()  # the prompt; no window yet
     tail = list(client.session.tree.committed)[-(width - 1) :]
     block = [tail[i % len(tail)] for i in range(width - 1)]
     while client.session.tree.base + width - 1 <= client.session.end:
@@ -159,7 +159,7 @@ def test_bigrams_are_jacobi_decoding(width: int, sampling: Sampling) -> None:
         again = [model(text + block[:i]) for i in range(width)]
         standing = next((i for i, (old, new) in enumerate(zip(block, again, strict=False)) if old != new), width - 1)
         committed = client.session.tree.base - len(text)
-        assert committed >= standing + 1  # the text's own repetitions may bring more
+        assert committed >= standing + 1  # n-grams of the text may add more
         left = again[committed:]
         block = left + [again[-1]] * (width - 1 - len(left))
         assert window.levels == [block]
@@ -184,7 +184,7 @@ def steps(client: Client) -> int:
 
 
 class Parrot(TextEngine):
-    """A target that goes on with what followed the last time, whatever its language says."""
+    """A target that repeats the last continuation, ignoring its language."""
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         logits = super().forward(batch)
@@ -209,7 +209,7 @@ def test_a_text_that_repeats_itself_takes_few_steps() -> None:
 
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.REJECTION])
 def test_guesses_join_what_a_draft_offers_only_where_nothing_is_drawn(rule: Rule) -> None:
-    """A guess in the place of a draw would keep the better one out."""
+    """An n-gram in the place of a draw would displace the better candidate."""
     loop = step_loop(TextEngine(8))
     sampling = Sampling(temperature=1.0, seed=5)
     policy = Policy(ALL_DRAFTERS, 64, 0.0)
@@ -238,7 +238,7 @@ def test_without_a_draft_guesses_are_put_to_the_test_of_rejection() -> None:
     while not client.over:
         client.read()
         loop.turn()
-        for node in client.session.tree.root.walk():  # a node and its distribution come together
+        for node in client.session.tree.root.walk():  # a node and its distribution arrive together
             assert node.parent is not None
             assert node.parent.distribution is not None
             assert list(node.parent.children) == [node.token]
@@ -246,7 +246,7 @@ def test_without_a_draft_guesses_are_put_to_the_test_of_rejection() -> None:
 
 
 def test_a_window_that_looks_below_the_tip_does_not_decide_what_is_drawn_there() -> None:
-    """Where choices are made on a device, a row is asked one question. Here are the first tokens beside a window."""
+    """With device sampling, a row takes one query. Here the first tokens come beside a window."""
     firsts: list[list[int]] = []
     for kind in (TextEngine, DeviceTextEngine):
         firsts.append([])
@@ -254,7 +254,7 @@ def test_a_window_that_looks_below_the_tip_does_not_decide_what_is_drawn_there()
             loop, sampling = step_loop(kind(8)), Sampling(temperature=1.0, seed=seed, banned_tokens=SOUND)
             policy = guessing(Lookahead(3, 3, 2))
             client = Client(loop, REPETITIVE, 8, sampling=sampling, rule=Rule.REJECTION, policy=policy)
-            while len(client.tokens) < 2:  # the prompt's last piece has no window yet
+            while len(client.tokens) < 2:  # the prompt's last chunk has no window yet
                 loop.turn()
             firsts[-1].append(client.tokens[1])
     assert firsts[0] == firsts[1]
@@ -273,7 +273,7 @@ def test_who_asks_for_no_guesses_gets_none() -> None:
 
 
 def test_a_window_that_costs_more_than_it_brings_is_closed_and_tried_again() -> None:
-    """Of random text nothing can be predicted; at first it was hoped for, and after a while again."""
+    """Random text is unpredictable; the window starts on an optimistic prior and is retried later."""
     loop = step_loop(TextEngine(30), FixedLatency(0.06))
     client = Client(loop, [2, 3, 4], 1500, sampling=SAMPLINGS[1], policy=guessing())
     open_at = []
@@ -373,7 +373,7 @@ class TestConfidence:
 
 
 def test_what_is_right_is_told_apart_by_how_far_it_agrees() -> None:
-    """A session's own verify results move its logprobs."""
+    """A session's own verify results adjust its logprobs."""
     loop = step_loop(Parrot(8))
     client = Client(loop, [2 + (i + 1) % 7 for i in range(15)], 60, policy=guessing())
     before = SessionNgrams([2], 9, client.session.request.sampler).lookup_confidence

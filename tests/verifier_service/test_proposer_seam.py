@@ -1,4 +1,4 @@
-"""A drafter is one new file: the step loop takes it as it is. And what the plain loop says, speculation says."""
+"""A new proposer is one new file, without changes to the step loop; its tokens equal those of the plain loop."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_plain_loop_and_the_step_loop_say_the_same() -> None:
     assert [client.logprobs for client in got] == [client.logprobs for client in want]
     assert plain.pool.held == drafted.pool.held == 0
     assert plain.stats.committed == drafted.stats.committed
-    assert plain.stats.steps == 30  # one for each token of the longest text
+    assert plain.stats.steps == 30  # one per token of the longest text
     assert drafted.stats.steps < plain.stats.steps
 
 

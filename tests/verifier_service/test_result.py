@@ -1,4 +1,4 @@
-"""The verifier's enumerations are those of the contract, by name and number."""
+"""The verifier's enumerations equal those of the contract, by name and number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the servicer makes of the messages of a session."""
+"""How the servicer handles the messages of a session."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from verifier_service.sessions.session import Session
 
 
 class ParsingInThreads(VerifierServicer):
-    """Takes every `open` to be long."""
+    """Treats every `open` as long."""
 
     def takes_long(self, request: verifier_pb2.VerifyRequest) -> bool:
         return True
 
 
 def servicer(kind: type[VerifierServicer] = VerifierServicer) -> VerifierServicer:
-    """A servicer of a loop whose thread was never started."""
+    """Return a servicer of a loop whose thread is not started."""
     identity = model_pb2.ModelIdentity(vocabulary_size=VOCABULARY, context_tokens=256)
     return kind(step_loop(TextEngine(8)), identity, Limits())
 
@@ -53,7 +53,7 @@ def test_log_probabilities_are_asked_for_by_their_number(wanted: int | None) -> 
 
 
 def test_one_more_than_there_may_be_is_refused() -> None:
-    """Which once was the most there may be: k + 1 stood for k."""
+    """Guards against an off-by-one: k + 1 was once accepted for k."""
     assert violation(top_logprobs=MOST_LOGPROBS + 1) == ("top_logprobs", "is 21, must be at most 20")
 
 
@@ -102,7 +102,7 @@ def test_a_weight_that_cannot_be_is_refused(weight: float, told: str) -> None:
 
 
 def test_a_tenant_leaves_places_in_the_waiting_room_to_others() -> None:
-    """Of 128, alone it takes 114; then another one still has some, and both together never more than there are."""
+    """Alone it takes 114 of 128; another tenant still gets some, and together never more than 128."""
     service = servicer()
     load = service._backend.stats
 
@@ -124,14 +124,14 @@ def test_a_tenant_leaves_places_in_the_waiting_room_to_others() -> None:
         service.admit(verifier_pb2.VerifyRequest(open=verifier_pb2.VerifyOpen(prompt_tokens=[2], tenant="flood")), None)
     assert refused.value.retry_after > 0
     again = verifier_pb2.VerifyOpen(prompt_tokens=[2], tenant="flood", attempt=2)
-    service.admit(verifier_pb2.VerifyRequest(open=again), None)  # a text that has begun goes on
+    service.admit(verifier_pb2.VerifyRequest(open=again), None)  # resumptions are admitted
 
 
 @pytest.mark.parametrize("long", [False, True], ids=["parsed at once", "parsed in threads"])
 async def test_sessions_on_their_way_to_the_loop_take_places(long: bool) -> None:
-    """A step takes its time, and the loop takes no session meanwhile: a flood does not get more places by that."""
+    """The loop takes no session during a step: a flood gains no extra places by it."""
     service = servicer(ParsingInThreads if long else VerifierServicer)
-    service._backend.stats.waiting = 1  # so what comes waits as well
+    service._backend.stats.waiting = 1  # so the next session waits too
     service._backend.stats.new_of["other"] = 1
     opening = verifier_pb2.VerifyOpen(prompt_tokens=[2], max_tokens=10, tenant="flood")
 
@@ -153,21 +153,21 @@ async def test_sessions_on_their_way_to_the_loop_take_places(long: bool) -> None
 
 
 def test_preempted_texts_take_no_place_in_the_waiting_room() -> None:
-    """However many a flood has: another tenant is not refused for them."""
+    """Another tenant is not refused because of a flood's preempted texts."""
     service = servicer()
     load = service._backend.stats
     load.waiting, load.new_of["flood"], load.running, load.lifetime = 114 + 200, 114, 1, 0.01
     request = verifier_pb2.VerifyRequest(open=verifier_pb2.VerifyOpen(prompt_tokens=[2], tenant="other"))
     service.admit(request, None)
     assert service.capacity().room == 128 - 114
-    assert service.capacity().wait_us == pytest.approx(10_000 * 315, abs=1)  # it is behind all of them
+    assert service.capacity().wait_us == pytest.approx(10_000 * 315, abs=1)  # it queues behind all of them
     load.new_of["flood"] = 128
     with pytest.raises(OverloadedError, match="128 sessions wait for memory, the limit is 128"):
         service.admit(request, None)
 
 
 def test_a_text_that_cannot_be_finished_in_time_is_refused_at_once() -> None:
-    """As soon as it is known how long texts take: nothing is refused on a guess, nor while the pod is idle."""
+    """Only once text durations are known, and not while the pod is idle."""
     service, now = servicer(), time.monotonic()
     load = service._backend.stats
     long = verifier_pb2.VerifyRequest(open=verifier_pb2.VerifyOpen(prompt_tokens=[2], max_tokens=1000))
@@ -183,7 +183,7 @@ def test_a_text_that_cannot_be_finished_in_time_is_refused_at_once() -> None:
     long.open.max_tokens = 200
     service.admit(long, now + 30)
     load.waiting = 3
-    with pytest.raises(TooLateError, match=r"would take about 65\.0 s"):  # four of 40 s are over in 40 s, and then it
+    with pytest.raises(TooLateError, match=r"would take about 65\.0 s"):  # four of 40 s end after 40 s, then this one
         service.admit(long, now + 60)
     long.open.attempt = 2
-    service.admit(long, now + 1)  # a text that has begun goes on for as long as it may
+    service.admit(long, now + 1)  # resumptions are admitted

@@ -1,5 +1,5 @@
-"""One step of a session, with logits made up: what is taken, where it came from, what is copied. And its memory:
-taken, shared, given back."""
+"""One step of a session with made-up logits: which tokens, from which source, copied to which slots. And its memory:
+allocated, shared, freed."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def made(
     max_candidates: int = 8,
     rule: Rule = Rule.COUPLED,
 ) -> Session:
-    """A session without memory."""
+    """Return a session without memory."""
     sampler = RequestSampler(sampling or Sampling(), end, rule=rule)
     request = SessionRequest(prompt, list(generated), sampler, end, max_tokens, None, context, tenant)
     return Session(request, Policy(REMOTE if speculate else NO_DRAFTERS, max_candidates, 0.0), 64, VOCABULARY)
 
 
 def decoding(pool: BlockPool | None = None, **fields: Any) -> Session:
-    """A session with memory, of whose text all but the tip is computed."""
+    """Return a session with memory and all but the tip computed."""
     session = made(**fields)
     session.allocate(pool or BlockPool(4))
     session.computed = session.tree.base - 1
@@ -71,14 +71,14 @@ def decoding(pool: BlockPool | None = None, **fields: Any) -> Session:
 
 
 class Script:
-    """The target: after each text, one token it chooses."""
+    """A target with a scripted token after each text."""
 
     def __init__(self, choices: dict[tuple[int, ...], int], default: int = 0) -> None:
         self.choices = choices
         self.default = default
 
     def logits(self, packer: RaggedPacker, *sessions: Session) -> StepLogits:
-        """Each wanted row's, from the text that its path spells: the token at every slot."""
+        """Return logits for each wanted row from the text spelled by its path, given the token in every slot."""
         batch = packer.pack()
         token_at: dict[int, int] = {}
         for session in sessions:
@@ -94,7 +94,7 @@ class Script:
 
 
 def planned(session: Session, packer: RaggedPacker, tree_slots: list[int] | None = None) -> ScheduledRows:
-    """With the best candidates that it may have."""
+    """Plan a step with the best candidates within its limit."""
     nodes = session.tree.best(session.max_candidates)
     return session.plan(packer, 1, nodes, list(TREE_SLOTS) if tree_slots is None else tree_slots)
 
@@ -161,7 +161,7 @@ class TestStep:
         assert [node.token for node in session.tree.best(9)] == [5]
 
     def test_a_better_sibling_that_was_not_in_the_step_is_none_of_its_corrections(self) -> None:
-        """The candidate chosen came too late to be verified: its parent had no children then."""
+        """The chosen candidate came too late to be verified: its parent had no children in the step."""
         session = decoding()
         session.extend(3, Paths([4], [0], [-0.1]), 0.0)
         packer = RaggedPacker()
@@ -201,7 +201,7 @@ class TestStep:
         assert isinstance(verification.error, FloatingPointError)
 
     def test_penalties_see_the_candidates_before(self) -> None:
-        """After one token 4 the next is penalised, inside a step as well as in the next one."""
+        """A token 4 penalizes the next one, in the same step as well as in the next."""
         session = decoding(sampling=Sampling(presence_penalty=0.5, repetition_penalty=4.0))
         session.extend(3, Paths([4, 4], [0, 1], [-0.1, -0.1]), 0.0)
         script = Script({}, default=4)
@@ -272,7 +272,7 @@ class TestCandidates:
         assert session.wait_estimate(0.0, 0.0).expected == 1.0
 
     def test_those_past_the_memory_are_left_out(self) -> None:
-        """A text that all but fills its blocks: what there is room for is verified, the rest kept."""
+        """A text almost fills its blocks: candidates with room are verified, the others kept."""
         text = [1] * (BLOCK - 2)
         session = decoding(BlockPool(2), prompt=text)
         session.extend(len(text), Paths([4, 5, 6], [0, 1, 2], [-0.1] * 3), 0.0)
@@ -290,7 +290,7 @@ class TestCandidates:
         session.draft_timing.committed(3, 0.0)
         assert session.wait_estimate(0.0, 0.0).expected == 1.0
         session.extend(3, Paths([4, 5, 6], [0, 1, 2], [0.0] * 3), 0.0)
-        assert session.wait_estimate(0.0, 0.0).expected == 3.0  # the tip's and those of two candidates
+        assert session.wait_estimate(0.0, 0.0).expected == 3.0  # the tip and two candidates
         step(session, Script({(1, 2, 3): 4}, default=8))
         assert session.wait_estimate(0.0, 0.0).expected == 1.0
 
@@ -312,7 +312,7 @@ class TestMemory:
 
     @staticmethod
     def served(pool: BlockPool, text: list[int], tenant: str = "") -> None:
-        """A session has come, computed its text, and gone."""
+        """Return a session after prefill and release."""
         session = made(text, tenant=tenant)
         session.allocate(pool)
         session.computed = len(text)
@@ -344,7 +344,7 @@ class TestMemory:
         step(session, Script({(1, 2, 3): 7}))
         assert not len(session.free())
         assert (pool.held, session.table, session.computed) == (0, None, 0)
-        assert not len(session.free(wipe=True))  # nothing to leave any more
+        assert not len(session.free(wipe=True))  # nothing left to free
         session.cache_prefix()
         assert pool.cached == 0
         session.allocate(pool)
@@ -392,7 +392,7 @@ def test_a_draft_that_says_the_same_as_another_proposer_is_there() -> None:
 
 
 def test_rows_that_the_rule_cannot_use_are_dropped() -> None:
-    """And with them the draws that came with them: nothing in a step depends on what a draft sends."""
+    """And so are their draws: nothing in a step depends on what a draft sends."""
     session = decoding(sampling=Sampling(temperature=1.0), rule=Rule.REJECTION)
     misfit = DraftDistribution(None, np.zeros(VOCABULARY, np.float16))
     session.extend(3, Paths([4], [0], [-0.1], [(0, misfit)]), 0.0)

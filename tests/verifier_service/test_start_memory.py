@@ -1,4 +1,4 @@
-"""Memory of a verifier: a start without a cache, and texts, stay within what the preflight tells before it loads."""
+"""Memory of a verifier: a first start and its texts stay within the preflight's estimate."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from specdec.local.child import Child, stop
 from tests import models
 
 HIDDEN = 640
-"""Width of Gemma 3 270M: beside a large vocabulary, the output head is nearly all of such a model."""
+"""Width of Gemma 3 270M: with a large vocabulary, the output head is most of such a model."""
 
 KV_TOKENS = 4096
 
 TOLERANCE = 1.1
-"""What the process takes, in multiples of what is told before."""
+"""Limit on the process's memory, as a multiple of the estimate."""
 
 DRAFT_KV_TOKENS = 2048
 
@@ -37,14 +37,14 @@ CGROUPS = Path("/sys/fs/cgroup/memory")
 
 
 def model(folder: Path, vocabulary: int, dtype: torch.dtype, *, tied: bool) -> Path:
-    """A model of two layers whose weights are stored in `dtype`."""
+    """Write a model of two layers whose weights are stored in `dtype`."""
     fields = {"hidden_size": HIDDEN, "intermediate_size": 1024, "max_position_embeddings": 2048}
     made = models.ARCHITECTURES["llama"](vocab_size=vocabulary, tie_word_embeddings=tied, **fields)
     return models.save(made.to(dtype), folder / "model")
 
 
 class Watch:
-    """Watches how much memory of its own a process has: files that it maps are the system's cache."""
+    """Samples a process's private memory; mapped files belong to the page cache."""
 
     def __init__(self, process: int) -> None:
         self.peak = 0
@@ -61,7 +61,7 @@ class Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, KeyError, IndexError):  # it has ended
+        with contextlib.suppress(OSError, KeyError, IndexError):  # the process has ended
             while not self._over.wait(0.005):
                 numbers = dict(line.split(":", 1) for line in self._file.read_text().splitlines())
                 self.peak = max(self.peak, 1024 * int(numbers["RssAnon"].split()[0]))
@@ -69,7 +69,7 @@ class Watch:
 
 @contextlib.contextmanager
 def limited(process: int, size: int) -> Iterator[None]:
-    """Let a process have so many bytes, with its share of the system's cache, if this one may set such limits."""
+    """Limit a process's memory, page cache included, if this process may set limits."""
     group = CGROUPS / f"specdec-test-{os.getpid()}"
     with contextlib.suppress(OSError):
         group.mkdir()
@@ -83,7 +83,7 @@ def limited(process: int, size: int) -> Iterator[None]:
 
 
 def address_of(child: Child) -> str:
-    """Wait until a service is ready."""
+    """Wait until a service is ready; return its address."""
     deadline = time.monotonic() + READY_SECONDS
     while (address := child.ready_at()) is None:
         assert child.ending() is None, child.ending()
@@ -97,7 +97,7 @@ def told(path: Path, dtype: WantedDtype) -> int:
 
 
 def peak_of(path: Path, dtype: WantedDtype) -> int:
-    """Start a verifier within the memory that is told, have texts of it, and return the most that it took."""
+    """Start a verifier within the estimated memory, generate texts, and return its peak."""
     options = ("--dtype", dtype, "--threads", "1", "--kv-tokens", str(KV_TOKENS))
     common = ("--port", "0", "--stop-with-stdin", "--model", str(path))
     verifier = Child.start("verifier", "-m", "verifier_service", *common, *options)
@@ -140,7 +140,7 @@ def test_a_draft_is_exported_and_served_within_what_is_told(
 
 
 def test_a_large_vocabulary_starts_and_serves_within_what_is_told(tmp_path: Path) -> None:
-    """Its check of exactness is a new one: nothing is kept of this model."""
+    """Including the reference check: nothing is cached for this model."""
     path = model(tmp_path, 151_936, torch.float32, tied=True)
     assert peak_of(path, "auto") < TOLERANCE * told(path, "auto")
 
@@ -153,7 +153,7 @@ def test_a_large_vocabulary_starts_and_serves_within_what_is_told(tmp_path: Path
 def test_a_first_start_and_its_texts_take_what_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocabulary: int, stored: torch.dtype, tied: bool
 ) -> None:
-    """With weights stored in each dtype: float16 is computed in float32 on CPUs."""
+    """For weights stored in each dtype: float16 is computed in float32 on CPUs."""
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
     path = model(tmp_path, vocabulary, stored, tied=tied)
     assert peak_of(path, "auto") < TOLERANCE * told(path, "auto")

@@ -1,4 +1,4 @@
-"""What a verifier tells of its pace, by which texts are expected to be in time."""
+"""The verifier's pace statistics, from which completion times are estimated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from verifier_service.backend.stats import VerifierStats
 
 
 def test_the_pace_counts_all_that_texts_wait_for() -> None:
-    """A step that they sit out, and what goes before a step; not prompts while no text waits for them."""
+    """Steps that they sit out and the time before a step count; prompts do not, while no text waits for them."""
     stats = VerifierStats()
     one, three = [VerifyResult(9, 0, [5])], [VerifyResult(9, 2, [5, 6, 7])]
     stats.observe_pace(0.4, [], sat_out=False)

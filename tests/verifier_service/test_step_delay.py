@@ -1,4 +1,4 @@
-"""Waiting for candidates: only while it pays for all, and never past patience."""
+"""Step delay: waiting for candidates only while it pays for all sessions, and never past patience."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ STEP = 0.010
 def wait(
     draft_timing: DraftTiming, base: int, now: float, *, expected: float = 1.0, leaf: float = 1.0, patience: float = 1.0
 ) -> float | None:
-    """Of a session alone, at the end of a step."""
+    """Return the delay for a lone session at the end of a step."""
     wait_estimate = draft_timing.wait_estimate(base, now, expected=expected, leaf=leaf, price=0.0, patience=patience)
     return delay_until([wait_estimate], now, now, STEP)
 
 
 def learned(delay: float, gap: float = 0.001) -> DraftTiming:
-    """A draft timing that knows a draft which answers after `delay` and goes on every `gap`."""
+    """Return a draft timing for a draft that answers after `delay`, then every `gap`."""
     draft_timing = DraftTiming()
     for base in range(100):
         draft_timing.committed(base, float(base))
@@ -42,7 +42,7 @@ class TestRoundTrip:
         assert draft_timing.round_trip == pytest.approx(0.018)
 
     def test_who_does_not_say_or_cannot_be_right_teaches_nothing(self) -> None:
-        """It was told of the text by somebody else, before this verifier had it."""
+        """Another verifier sent the draft this text, before this one had it."""
         draft_timing = DraftTiming()
         draft_timing.committed(5, 10.0)
         draft_timing.arrived(5, 10.1)
@@ -95,7 +95,7 @@ class TestOneSession:
         assert until is not None
         assert wait(draft_timing, 100, until + 0.5) is None
         draft_timing.committed(101, 101.0)
-        assert wait(draft_timing, 101, 101.0) is not None  # its first answers are as quick as ever
+        assert wait(draft_timing, 101, 101.0) is not None  # its first answers are as quick as before
         draft_timing.arrived(101, 101.002)
         assert wait(draft_timing, 101, 101.002) is None
 
@@ -110,7 +110,7 @@ class TestOneSession:
 
     def test_late_messages_teach_that_a_draft_is_quick_again(self) -> None:
         draft_timing = learned(0.050)
-        for base in range(101, 140):  # the verifier steps on without waiting; answers come to what is past
+        for base in range(101, 140):  # the verifier does not wait; answers are for positions already passed
             draft_timing.committed(base, float(base))
             draft_timing.committed(base + 1000, base + 0.001)
             draft_timing.arrived(base, base + 0.002)
@@ -119,14 +119,14 @@ class TestOneSession:
 
     def test_it_remembers_only_recent_commits(self) -> None:
         draft_timing = learned(0.002)
-        draft_timing.arrived(5, 200.0)  # long past: nothing to learn
+        draft_timing.arrived(5, 200.0)  # long past: ignored
         assert wait(draft_timing, 100, 100.0) is not None
 
     def test_a_session_that_gets_memory_anew_starts_over_where_it_was(self) -> None:
         draft_timing = learned(0.002)
         draft_timing.arrived(100, 100.002)
         draft_timing.committed(100, 500.0)  # preempted meanwhile
-        assert wait(draft_timing, 100, 500.0) is None  # what was to come of the old message is long past
+        assert wait(draft_timing, 100, 500.0) is None  # answers to the old message are long past
         draft_timing.committed(101, 500.01)
         assert wait(draft_timing, 101, 500.01) is not None
 
@@ -155,7 +155,7 @@ class TestManySessions:
         assert delay_until([HOPEFUL, sooner, WaitEstimate(0.1)], 5.0, 5.0, STEP) == 5.001
 
     def test_time_spent_waiting_has_been_spent(self) -> None:
-        """What a step brings is divided by all the time since the last one."""
+        """A step's gain is divided by the whole time since the last one."""
         estimates = [HOPEFUL] + [WaitEstimate(1.0)] * 4
         assert delay_until(estimates, 5.0, 5.0, STEP) is None
         assert delay_until(estimates, 5.0, 5.0 - STEP, STEP) is not None
@@ -175,15 +175,15 @@ class TestManySessions:
         st.floats(0.0, 0.1),
     )
     def test_it_ends(self, estimates: list[WaitEstimate], step: float, waited: float) -> None:
-        """Hope ends in the future, at one of its ends; and more in hand never makes anyone wait longer."""
+        """The expected arrival ends in the future, at one of the ends; having more candidates never lengthens the
+        delay."""
         until = delay_until(estimates, 5.0, 5.0 - waited, step)
         assert until is None or until in [p.until for p in estimates if p.gain]
         richer = [*estimates, WaitEstimate(1e9)]
         assert delay_until(richer, 5.0, 5.0 - waited, step) is None
 
     def test_two_timings_together(self) -> None:
-        """A quick draft and a slow one: the step waits for the quick one's first message, and not again for
-        the slow one."""
+        """The step waits for the quick draft's first message, and not again for the slow one."""
         quick, slow = learned(0.002), learned(0.050)
         estimates = [
             p.wait_estimate(100, 100.0, expected=1.0, leaf=1.0, price=0.0, patience=1.0) for p in (quick, slow)
@@ -199,7 +199,7 @@ class TestManySessions:
 
 
 def test_a_row_must_be_worth_its_price() -> None:
-    """What could come is counted less what verifying it costs; there is no hope for what costs more."""
+    """Expected candidates are discounted by their verification cost; those above it are not waited for."""
     draft_timing = DraftTiming()
     draft_timing.committed(100, 100.0)
 
@@ -207,5 +207,5 @@ def test_a_row_must_be_worth_its_price() -> None:
         return draft_timing.wait_estimate(100, 100.0, expected=1.0, leaf=1.0, price=price, patience=1.0).gain
 
     free = gain(0.0)
-    assert 0 < gain(0.35) < 0.6 * free  # the first guess at acceptance is 0.7
+    assert 0 < gain(0.35) < 0.6 * free  # initial acceptance estimate: 0.7
     assert gain(0.75) == 0.0

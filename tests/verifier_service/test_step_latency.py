@@ -1,4 +1,4 @@
-"""T_v(n): never falls, goes through what was measured, and learns."""
+"""T_v(n) is monotonic, interpolates the measurements, and learns."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_rows_within_is_the_inverse(measured: list[float], time: float) -> None:
 
 @given(seconds, st.integers(1, ROWS[-1]), st.floats(0.01, 100.0))
 def test_one_observation_moves_towards_itself(measured: list[float], rows: int, factor: float) -> None:
-    """By less than the whole way."""
+    """Part of the way."""
     assume(not 0.99 < factor < 1.01)
     measured.sort()
     latency, before = StepLatency(ROWS, list(measured)), StepLatency(ROWS, list(measured))
@@ -83,10 +83,10 @@ def test_one_observation_moves_towards_itself(measured: list[float], rows: int, 
 
 @given(st.floats(1.0, 10.0), st.integers(2, ROWS[-1]))
 def test_a_slow_spell_is_put_down_to_the_machine(factor: float, rows: int) -> None:
-    """One that makes steps of many rows while it is slow, and of one row afterwards: less than half of it is taken for
-    the cost of rows."""
+    """Steps have many rows during the slow spell and one row after it: less than half of the slowdown is attributed
+    to rows."""
     latency = StepLatency(ROWS, [1e-3 * (1.0 + 0.02 * n) for n in ROWS])
-    for n in ROWS * 10:  # it has been at work for a while
+    for n in ROWS * 10:  # it has been running for a while
         latency.observe(n, 1e-3 * (1.0 + 0.02 * n))
     before = latency.of(rows) / latency.of(1)
     for _ in range(100):
@@ -102,7 +102,7 @@ def test_a_slow_spell_is_put_down_to_the_machine(factor: float, rows: int) -> No
 )
 @pytest.mark.parametrize(("step", "row"), [(0.01, 0.0), (0.01, 0.001), (0.0, 0.1)])
 def test_many_observations_convince(measured: list[float], step: float, row: float) -> None:
-    """Whatever was measured at the start, of a step whose time is a line."""
+    """From any initial measurement; the true step time is linear."""
     latency = StepLatency(ROWS, measured)
     for rows in Random(0).choices(range(1, ROWS[-1] + 1), k=12_000):
         latency.observe(rows, step + row * rows)
@@ -121,7 +121,7 @@ def test_it_is_measured_within_the_memory(blocks: int) -> None:
     latency = StepLatency.measure(engine, blocks * 64, enough=math.inf)
     sizes = [n for n in MEASURED_ROWS if n + WARM_UP_KEYS < blocks * 64]
     assert engine.steps == [*sizes] * REPEATS
-    assert len(sizes) >= 2  # or there would be no slope
+    assert len(sizes) >= 2  # otherwise there is no slope
     assert 0 < latency.of(1) <= latency.of(64) < math.inf
 
 
@@ -132,7 +132,7 @@ def test_where_steps_are_long_fewer_are_measured() -> None:
 
 
 def of_a_model(row: float, least: float) -> tuple[list[int], Callable[[int], float]]:
-    """Return the row counts of all steps made, and a function that makes one: `row` seconds each, `least` at least."""
+    """Return the row counts of all steps made, and a function making one: `row` seconds per row, at least `least`."""
     made: list[int] = []
 
     def seconds(rows: int) -> float:
@@ -147,8 +147,8 @@ def of_a_model(row: float, least: float) -> tuple[list[int], Callable[[int], flo
     [
         (1e-5, 1e-3, 256, REPEATS),
         (0.006, 0.06, 64, LEAST_ROUNDS),  # 64 rows take 0.38 s
-        (0.03, 0.24, 16, LEAST_ROUNDS),  # long, but nobody knows yet what a row costs
-        (0.2, 1.6, 16, 1),  # only the first is too long to be made twice
+        (0.03, 0.24, 16, LEAST_ROUNDS),  # long, but the cost of a row is not known yet
+        (0.2, 1.6, 16, 1),  # only the first is too long to repeat
     ],
 )
 def test_what_takes_long_is_extended_along_a_line(row: float, least: float, longest: int, rounds: int) -> None:

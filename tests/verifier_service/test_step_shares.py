@@ -1,4 +1,4 @@
-"""The rule by which tenants share the time of steps, over made-up latencies and sessions."""
+"""The rule for sharing step time by tenant, over made-up latencies and sessions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 60
 
 @dataclass
 class Text:
-    """What the rule sees of a session: it decodes, or has a prompt of `prompt` tokens to read."""
+    """The part of a session that the rule reads: decoding, or with `prompt` tokens left to prefill."""
 
     remaining_prompt: int = 0
 
@@ -53,7 +53,7 @@ latencies = st.builds(
 crowds = st.lists(
     st.tuples(
         st.sampled_from([0.5, 1.0, 3.0]),  # weight
-        st.lists(st.sampled_from([0.0, 0.0, 0.1, 5.0]), min_size=1, max_size=20),  # seconds beside rows, of each text
+        st.lists(st.sampled_from([0.0, 0.0, 0.1, 5.0]), min_size=1, max_size=20),  # seconds beside rows, per text
     ),
     min_size=1,
     max_size=4,
@@ -74,7 +74,7 @@ def cost(division: Division, entries: list[Any]) -> float:
 
 
 def divided(shares: StepShares, entries: list[Any], latency: StepLatency) -> Division | None:
-    """Begin the next step that measures nothing."""
+    """Plan the next step without a measurement."""
     while True:
         division = shares.divide(entries, latency)
         shares.begin(division)
@@ -86,7 +86,7 @@ def divided(shares: StepShares, entries: list[Any], latency: StepLatency) -> Div
 def test_no_step_is_longer_than_fair_sharing_allows(
     latency: StepLatency, crowd: list[tuple[float, list[float]]]
 ) -> None:
-    """But by what a tenant has left of its parts of the steps before; over all steps, but by a session of each."""
+    """Plus the tenant's unused parts of earlier steps; over all steps, plus one session of each tenant."""
     entries: Any = entries_of(crowd)
     shares = StepShares(64)
     took = allowed = 0.0
@@ -112,7 +112,7 @@ def test_no_step_is_longer_than_fair_sharing_allows(
 
 @given(latencies, crowds)
 def test_every_session_has_its_turn(latency: StepLatency, crowd: list[tuple[float, list[float]]]) -> None:
-    """After as many steps at most as its tenant's part needs for all of its sessions."""
+    """Within the number of steps that its tenant's part needs for all its sessions."""
     entries: Any = entries_of(crowd)
     shares = StepShares(64)
     division = shares.divide(entries, latency)
@@ -128,7 +128,7 @@ def test_every_session_has_its_turn(latency: StepLatency, crowd: list[tuple[floa
         steps = math.ceil(whole / (left * weight / sum(others.values())) * (1 + 1e-6)) + 1
         if steps > 2000:
             continue
-        steps += MEASURED_FIRST + 2 * steps // MEASURED_LATER + 1  # of which it has no part
+        steps += MEASURED_FIRST + 2 * steps // MEASURED_LATER + 1  # measuring steps, in which it has no part
         shares = StepShares(64)
         for e in entries:
             e.last_step = 0
@@ -141,7 +141,7 @@ def test_every_session_has_its_turn(latency: StepLatency, crowd: list[tuple[floa
 
 @pytest.mark.parametrize(("weight", "turns"), [(1.0, 100), (3.0, 33), (0.5, 200)])
 def test_rows_go_by_weight(weight: float, turns: int) -> None:
-    """Each row takes as long as the first: one text of a tenant of this weight, beside 20 of one of weight 1."""
+    """Rows all cost the same: one text with this weight, beside 20 of a tenant of weight 1."""
     latency = StepLatency((1, 256), [1.0, 256.0])
     entries: Any = [Entry("one", weight, 0, Text())] + [Entry("many", 1.0, 1 + i, Text()) for i in range(20)]
     shares, rows = StepShares(64), 0
@@ -161,7 +161,8 @@ def test_one_tenant_is_never_divided() -> None:
 
 @pytest.mark.parametrize("latency", [StepLatency((1, 256), [1.0, 256.0]), StepLatency((1, 256), [1.0, 1.0])])
 def test_rows_alone_are_measured_now_and_then(latency: StepLatency) -> None:
-    """Of the tenant at the minimum, more often at first; two that take turns there are not measured any more often."""
+    """For the tenant with the lowest counter, more often at first; two tenants alternating there are not measured
+    more often."""
     entries: Any = [Entry("one", 1.0, 0, Text()), Entry("two", 1.0, 1, Text())]
     entries += [Entry("crowd", 1.0, 2 + i, Text()) for i in range(20)]
     shares, measured = StepShares(64), []
@@ -192,7 +193,7 @@ def test_a_prompt_has_its_tenants_part_and_a_debt_is_paid() -> None:
         division = divided(shares, entries, latency)
         assert division is not None
         part = division.prompt_seconds["prompt"]
-        chunk = 8 if part > 0 else 0  # the least chunk
+        chunk = 8 if part > 0 else 0  # smallest chunk
         shares.charge("prompt", latency.of(1 + chunk) - latency.of(1) - part)
         read, seconds = read + chunk, seconds + latency.of(1 + chunk)
     assert 96 <= read <= 112
@@ -201,7 +202,7 @@ def test_a_prompt_has_its_tenants_part_and_a_debt_is_paid() -> None:
 
 @pytest.mark.parametrize(("prompts", "beside"), [(8, 0.0), (1, 0.012)])
 def test_a_text_takes_part_beside_prompts_of_its_own_tenant(prompts: int, beside: float) -> None:
-    """Though its row, or its grammar, costs more than its part of one step, and the prompts take more than theirs."""
+    """Even if its row or grammar costs more than its part of one step, and the prompts cost more than theirs."""
     latency = StepLatency((1, 256), [0.008, 0.518])
     text: Any = Entry("both", 1.0, 2, Text(), beside)
     entries: Any = [Entry("other", 1.0, 0, Text()), Entry("other", 1.0, 1, Text()), text]
@@ -214,6 +215,6 @@ def test_a_text_takes_part_beside_prompts_of_its_own_tenant(prompts: int, beside
         rows = len(division.taking_part)
         steps += text in division.taking_part
         for tenant, part in division.prompt_seconds.items():
-            chunk = 8 if part > 0 else 0  # the least chunk
+            chunk = 8 if part > 0 else 0  # smallest chunk
             shares.charge(tenant, latency.of(rows + chunk) - latency.of(rows) - part)
     assert steps >= 40

@@ -1,4 +1,4 @@
-"""What is kept of finished texts, and for whom."""
+"""Which finished texts are kept, and for which tenant."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_nothing_is_kept_unless_asked_for() -> None:
 
 @pytest.mark.parametrize(("tenant", "most", "heard"), [("a", 500, True), ("b", 500, False), ("a", 0, False)])
 def test_who_asks_again_is_answered_in_fewer_steps(tenant: str, most: int, heard: bool) -> None:
-    """The same request twice: the second time all of it has been said before, if it was said to the same tenant."""
+    """The second time, all of it is in the suffix cache, within the same tenant only."""
     policy = Policy(OWN_DRAFTERS, 64, 0.0)
     loop = step_loop(TextEngine(20), suffix_cache_tokens=most)
     steps = []

@@ -1,4 +1,4 @@
-"""Who gets rows in a step: properties of the choice of candidates, and of the shares of prompts."""
+"""Allocation of a step's rows: properties of the choice of candidates, and of prompt shares."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TUNING = DEFAULTS.prefill
 
 @st.composite
 def trees(draw: st.DrawFn) -> TokenTree:
-    """Any shape of up to 12 nodes; logprobs often tie."""
+    """Trees of any shape with up to 12 nodes; logprobs often tie."""
     tree = TokenTree([1, 2, 3], vocabulary=100, last_position=1000)
     nodes: list[Node] = [tree.root]
     for token in range(draw(st.integers(0, 12))):
@@ -50,7 +50,7 @@ Batch = list[tuple[TokenTree, int]]
 
 
 def chosen_of(batch: Batch, latency: StepLatency, rows: int, most: int) -> list[list[Node]]:
-    """`select_candidates` of trees that each offer so many of their nodes at most."""
+    """`select_candidates` over trees, each with a limit on its nodes."""
     return select_candidates(
         [BestNodes.of(tree.by_path_logprob(), limit) for tree, limit in batch], latency, rows, most
     ).nodes
@@ -61,7 +61,7 @@ class TestCandidates:
     def test_every_tree_gets_the_best_of_its_own(
         self, batch: Batch, latency: StepLatency, rows: int, most: int
     ) -> None:
-        """Which is connected, within its limit, and never a node of another tree."""
+        """Connected, within its limit, and without nodes of another tree."""
         chosen = chosen_of(batch, latency, rows, most)
         assert len(chosen) == len(batch)
         assert sum(map(len, chosen)) <= most
@@ -110,7 +110,7 @@ class TestCandidates:
 
     @given(batches.filter(bool), costs, rows_before)
     def test_it_pays(self, batch: Batch, latency: StepLatency, rows: int) -> None:
-        """Tokens a second: the last one taken has added to them, and the next one would not."""
+        """In tokens per second: the last candidate taken increases goodput, and the next one would not."""
         chosen = chosen_of(batch, latency, rows, 1000)
         gains = [math.exp(node.path_logprob()) for nodes in chosen for node in nodes]
         expected, count = rows + sum(gains), rows + len(gains)
@@ -143,7 +143,8 @@ class TestPrefillChunks:
     def test_shares_are_fair(
         self, prompts: list[int], decoding: int, latency: StepLatency, others: int, most: int
     ) -> None:
-        """Max-min: who does not get all has no less than anyone, but for the remainder of a division."""
+        """Max-min fairness: a session that does not get all it wants has at least as much as any other, up to
+        rounding."""
         shares = prefill_chunks(prompts, decoding, latency, decoding + others, most)
         assert len(shares) == len(prompts)
         for share, wanted in zip(shares, prompts, strict=True):
@@ -155,8 +156,8 @@ class TestPrefillChunks:
     def test_the_budget_is_used_up_and_kept(
         self, prompts: list[int], decoding: int, latency: StepLatency, others: int, most: int
     ) -> None:
-        """Up to `most` rows, or a multiple; and with decoders about, what does not stretch their step, of which some
-        is always granted."""
+        """Up to `most` rows, or a multiple. With decoders present, as many as do not lengthen their step, and always
+        at least a few."""
         rows, budget = decoding + others, most
         if decoding:
             readers = max(1.0, len(prompts) / decoding)
@@ -172,7 +173,7 @@ class TestPrefillChunks:
 
     @given(remaining, any_cost, budgets)
     def test_everything_goes_when_nobody_decodes(self, prompts: list[int], latency: StepLatency, most: int) -> None:
-        """As far as `most` goes, however dear."""
+        """Up to `most`, at any price."""
         assert prefill_chunks(prompts, 0, latency, 0, max(most, sum(prompts))) == prompts
         assert sum(prefill_chunks(prompts, 0, latency, 0, most)) == min(sum(prompts), max(most, len(prompts)))
 
@@ -187,7 +188,7 @@ class TestPrefillChunks:
     def test_few_do_not_hold_up_many(
         self, prompts: list[int], one: int, other: int, latency: StepLatency, most: int
     ) -> None:
-        """The more decode of the same rows, the fewer rows of prompts."""
+        """The more of the rows decode, the fewer rows prompts get."""
         few, many = sorted((one, other))
         held_up = sum(prefill_chunks(prompts, many, latency, 20, most))
         assert held_up <= sum(prefill_chunks(prompts, few, latency, 20, most))
@@ -212,7 +213,7 @@ class TestPrefillChunks:
     def test_rows_that_read_much_are_fewer(
         self, prompts: list[int], decoding: int, latency: StepLatency, slowdown: float, most: int
     ) -> None:
-        """What they make of the step is as long as ever."""
+        """The resulting step time stays the same."""
         usual = sum(prefill_chunks(prompts, decoding, latency, decoding, most))
         total = sum(prefill_chunks(prompts, decoding, latency, decoding, most, slowdown))
         assert total <= usual
@@ -224,7 +225,8 @@ class TestPrefillChunks:
             assert slowdown * latency.of(decoding + total) <= stretched * (1 + 1e-9)
 
     def test_prompts_teach_nothing_of_what_a_step_of_short_texts_takes(self) -> None:
-        """Rows deep in a long prompt take longer, and the bound on their steps would grow with what it is to bound."""
+        """Rows deep in a long prompt are slower; learning from them would raise the very limit that bounds their
+        steps."""
         latency = StepLatency((1, 512), [1.0, 512.0])
         loop = step_loop(TextEngine(20), latency=latency, step_rows=64)
         reader = client(loop, 900, 1, 5)
@@ -241,12 +243,12 @@ class TestPrefillChunks:
             slowdown.observe(0.01, 0.04)
         assert slowdown.factor == pytest.approx(4.0, rel=0.01)
         for _ in range(10):
-            slowdown.observe(0.01, 0.005)  # nor is a row ever cheaper than it is known to be
+            slowdown.observe(0.01, 0.005)  # nor does a row become cheaper than known
         assert slowdown.factor == pytest.approx(1.0, rel=0.01)
 
     @pytest.mark.parametrize(("rows", "total"), [(1, 255), (248, 8), (249, 263), (256, 256), (300, 212)])
     def test_many_candidates_leave_room(self, rows: int, total: int) -> None:
-        """A step is filled up, with the decoding rows that it has anyway; where these fill one, another."""
+        """A step, or a further one, is filled up including the decode rows that it has anyway."""
         assert sum(prefill_chunks([1000] * 3, 16, FREE, rows, 256)) == total
 
     def test_steps_that_hardly_anybody_notices_may_take_that_long(self) -> None:
@@ -256,7 +258,7 @@ class TestPrefillChunks:
         assert prefill_chunks([50, 50, 50, 50], 2, quick, 2, 512) == [12] * 4
 
     def test_a_long_prompt_gets_through(self) -> None:
-        """However dear its rows."""
+        """However expensive its rows."""
         left, steps = 1000, 0
         while left:
             (share,) = prefill_chunks([left], 4, FixedLatency(1e6), 4, 512)
@@ -266,7 +268,7 @@ class TestPrefillChunks:
 
 
 class TestWindowCosts:
-    """In a step of 4 rows and 4 tokens, where a row more costs as much as a row: a window's cost is its rows."""
+    """In a step of 4 rows and 4 tokens, where an additional row costs the average row: a window costs its rows."""
 
     sizes = (Lookahead(4, 3, 4), Lookahead(3, 2, 1))  # of 7 rows and of 2
 
@@ -279,7 +281,7 @@ class TestWindowCosts:
         assert WindowCosts(4.0, FREE, 4).affordable((), 9.0) is None
 
     def test_rows_that_others_have_taken_count(self) -> None:
-        """Of a step twice as long each row is half as dear."""
+        """In a step twice as long, each row costs half."""
         prices = WindowCosts(4.0, StepLatency((1, 2), [1.0, 2.0]), 4)
         assert prices.affordable(self.sizes, 3.5) == self.sizes[1]
         prices.add(4)
@@ -287,7 +289,7 @@ class TestWindowCosts:
 
 
 def test_a_fixed_cost_is_what_it_says() -> None:
-    """Of the fake that these tests and others lean on."""
+    """Of the fake latency that these tests use."""
     latency = FixedLatency(0.5)
     assert [latency.of(n) for n in (1, 2, 3, 2000)] == [1.5, 2.0, 2.5, 1001.0]
     latency.observe(1, 99.0)

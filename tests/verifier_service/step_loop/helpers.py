@@ -1,7 +1,6 @@
-"""Clients of a step loop that is turned by hand, over an engine that finds every wrong slot.
+"""Clients of a hand-driven step loop over an engine that detects every wrong slot.
 
-Nothing here depends on time: costs are fixed, sessions have no patience, and turns are counted.
-"""
+Nothing here depends on time: costs are fixed, sessions have no patience, and turns are counted."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ SAMPLINGS = [
 
 
 def text(length: int, seed: int) -> list[int]:
-    """Of ordinary tokens."""
+    """Return a random text of ordinary tokens."""
     return [int(token) for token in np.random.default_rng([seed, length]).integers(2, BAD, length)]
 
 
@@ -48,7 +47,7 @@ class NoGrowth(TextLengths):
 
 
 def expect_no_growth(loop: StepLoop) -> None:
-    """Let the loop admit sessions that do not fit as they grow."""
+    """Make the loop admit sessions without regard to their growth."""
     loop._queue.lengths = NoGrowth()
 
 
@@ -58,7 +57,7 @@ def turns(loop: StepLoop, count: int) -> None:
 
 
 def check_over(loop: StepLoop, engine: TextEngine, *clients: Client) -> None:
-    """All got what they should, and nothing is left."""
+    """Check that all clients got their tokens and nothing is left allocated."""
     for each in clients:
         assert each.mail.error is None
         assert each.tokens == each.want

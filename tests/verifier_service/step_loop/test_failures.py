@@ -1,4 +1,4 @@
-"""Forward passes that fail, broken logits, and what the loop says of its load."""
+"""Failed forward passes, NaN logits, and the load that the loop reports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from verifier_service.step_loop import StepLoop
 
 
 class Fails:
-    """A grammar that forbids nothing, and is too complex to be followed after some tokens."""
+    """A permissive grammar that raises GrammarTooComplexError after `after` tokens."""
 
     def __init__(self, after: int) -> None:
         self._left = after
@@ -57,7 +57,7 @@ class Fails:
 
 
 class Hesitates(Fails):
-    """A grammar that lets even tokens come alone, and says so when it is asked for the second time."""
+    """A grammar of even tokens that fails on the first query at each position and answers the second."""
 
     def __init__(self) -> None:
         super().__init__(after=1000)
@@ -72,7 +72,7 @@ class Hesitates(Fails):
 
 
 class OnDemand(TextEngine):
-    """Its logits stay on a device."""
+    """A text engine whose logits stay on the device."""
 
     def step(self, batch: PackedBatch, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
         return GpuLogits(torch.from_numpy(self.forward(batch)), asked())
@@ -88,7 +88,7 @@ SHORTAGES = [
 
 
 class OutOfMemory(TextEngine):
-    """No pass gets its memory while it is `short`."""
+    """A text engine whose passes raise MemoryError while it is `short`."""
 
     short = False
 
@@ -99,7 +99,7 @@ class OutOfMemory(TextEngine):
 
 
 def turns_until(loop: StepLoop, condition: Callable[[], bool]) -> None:
-    """Let the loop take turns, and wait for as long as it says."""
+    """Turn until `condition`, sleeping between turns as the loop asks."""
     while not condition():
         time.sleep(loop.turn() or 0.0)
 
@@ -107,7 +107,7 @@ def turns_until(loop: StepLoop, condition: Callable[[], bool]) -> None:
 class TestFailures:
     @pytest.mark.parametrize("steps", [0, 1, 4])
     def test_a_pass_that_fails_costs_nobody_a_token(self, steps: int) -> None:
-        """Whether it reads prompts, candidates or neither: its sessions are tried again, one by one."""
+        """Whether the pass has prompts, candidates or neither: its sessions are retried one by one."""
         engine = TextEngine(20)
         loop = step_loop(engine)
         several = [client(loop, 100, 1, 20), client(loop, 10, 2, 20), client(loop, 30, 3, 20)]
@@ -121,7 +121,7 @@ class TestFailures:
 
     @pytest.mark.parametrize("shortage", SHORTAGES, ids=lambda error: type(error).__name__)
     def test_no_text_is_blamed_for_a_shortage_of_memory(self, shortage: Exception) -> None:
-        """However often a step over it alone got none."""
+        """Even if a step with this text alone runs out of memory repeatedly."""
         engine = TextEngine(20)
         loop = step_loop(engine)
         reader = client(loop, 30, 1, 20)
@@ -140,7 +140,7 @@ class TestFailures:
         for _ in range(2 * len(SHORTAGE_PAUSES)):
             engine.failure = MemoryError()
             turns_until(loop, lambda: engine.failure is None)
-            done = len(engine.steps) + 2  # the engine is tried, then there is a step
+            done = len(engine.steps) + 2  # a probe of the engine, then a step
             turns_until(loop, lambda done=done: len(engine.steps) >= done)  # type: ignore[misc]
         run(loop, reader)
         check_over(loop, engine, reader)
@@ -172,7 +172,7 @@ class TestFailures:
         check_over(loop, engine, again)
 
     def test_what_no_pass_takes_is_ended_alone(self) -> None:
-        """And nothing of it stays."""
+        """And nothing of it stays in memory or in the prefix cache."""
         engine = TextEngine(20)
         engine.poison = BAD
         loop = step_loop(engine)
@@ -190,7 +190,7 @@ class TestFailures:
 
     @pytest.mark.parametrize("offered", [0, 3])
     def test_a_grammar_that_becomes_too_complex_ends_a_text_behind_what_was_chosen(self, offered: int) -> None:
-        """With candidates as without. Others keep the prefix that they share with it."""
+        """With and without candidates. Other sessions keep the shared prefix."""
         engine = TextEngine(20)
         loop = step_loop(engine)
         doomed = client(loop, 100, 1, 20)
@@ -202,7 +202,7 @@ class TestFailures:
             turns(loop, 1)
         assert isinstance(doomed.mail.error, GrammarFailureError)
         assert doomed.tokens == doomed.want[:7]
-        for result in doomed.mail.results:  # what orchestrators take: each step has a token of the target's own
+        for result in doomed.mail.results:  # orchestrators require a token of the target's own in each step
             assert result.accepted == sum(source == REMOTE_DRAFT for source in result.sources)
             assert result.steps == len(result.tokens) - result.accepted
         again = client(loop, 100, 1, 5)
@@ -210,7 +210,7 @@ class TestFailures:
         assert again.mail.times[0].cached == BLOCK
 
     def test_a_row_of_which_a_grammar_says_nothing_at_first_is_chosen_by_it_when_it_does(self) -> None:
-        """Where rows are answered in advance, on a GPU, that one is not."""
+        """The row is not answered in advance on a GPU."""
         loop = step_loop(OnDemand(20))
         bound = client(loop, 100, 1, 5)
         bound.session.grammar = Hesitates()  # type: ignore[assignment]
@@ -246,7 +246,7 @@ class TestFailures:
         check_over(loop, engine, stays)
 
     def test_an_engine_that_does_not_recover_ends_all_until_it_does(self) -> None:
-        """Those who run and those who wait can go elsewhere; nothing is found of what they had computed."""
+        """Running and waiting sessions can go elsewhere; their computed prefixes are not found again."""
         engine = TextEngine(8)
         loop = step_loop(engine)
         several = [client(loop, 130, 2, 30), client(loop, 200, 4, 5), client(loop, 100, 1, 30)]
@@ -272,7 +272,7 @@ class TestFailures:
         check_over(loop, engine, again)
 
     def test_an_engine_that_cannot_clear_single_tokens_comes_back(self) -> None:
-        """As vLLM's on CPUs: it loses all sessions, and no more."""
+        """Like vLLM on CPUs: it loses all sessions and nothing else."""
         paged = PagedTextEngine(8)
         paged.mixes_tokens = True
         engine, loop = paged.inner, step_loop(paged)
@@ -289,13 +289,13 @@ class TestFailures:
 
     @pytest.mark.parametrize("offered", [0, 4])
     def test_logits_that_are_no_numbers_end_one_session(self, offered: int) -> None:
-        """At the tip, or below it; the others of the step get their tokens, and no NaN stays."""
+        """At the tip or below it; other sessions of the step get their tokens, and no NaN stays in memory."""
         engine = TextEngine(20)
         loop = step_loop(engine)
         to_bad = Sampling(logit_bias={BAD: 100.0})
         good, doomed = client(loop, 100, 1, 20), client(loop, 100, 2, 20, sampling=to_bad)
         turns(loop, 1)
-        assert doomed.tokens == [BAD]  # itself it was chosen from numbers
+        assert doomed.tokens == [BAD]  # BAD itself was chosen from finite logits
         for each in (good, doomed):
             each.offer(right=offered, wrong=[2, 3])
         turns(loop, 1)
@@ -305,11 +305,11 @@ class TestFailures:
         run(loop, good)
         again = client(loop, 100, 2, 20)
         run(loop, again)
-        assert again.mail.times[0].cached == 0  # nor is anything found of the text
+        assert again.mail.times[0].cached == 0  # and no prefix of the text is found
         check_over(loop, engine, good, again)
 
     def test_a_prompt_of_no_numbers(self) -> None:
-        """Computed in pieces: it is known at its end only, and nobody shares it before."""
+        """Computed in chunks: NaN shows only at its end, and until then nobody shares the prefix."""
         engine = TextEngine(20)
         loop = step_loop(engine, step_rows=64)
         good = client(loop, 10, 1, 20)
@@ -326,7 +326,7 @@ class TestFailures:
         check_over(loop, engine, good, beside)
 
     def test_sharers_of_a_wiped_beginning_go_on(self) -> None:
-        """It is theirs as long as they hold it, and nobody else's."""
+        """They keep the wiped prefix while they hold it; no other session finds it."""
         engine = TextEngine(20)
         loop = step_loop(engine)
         prompt = text(BLOCK + 10, 1)

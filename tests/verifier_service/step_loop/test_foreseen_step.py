@@ -1,4 +1,4 @@
-"""Steps that are packed while the device computes the ones before."""
+"""Steps packed while the device computes the previous one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from verifier_service.step_loop import StepLoop
 
 
 class Watched(DeviceTextEngine):
-    """Notes of each batch whether it was begun while the device computed."""
+    """Records for each batch whether it was launched while the device was computing."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__(blocks)
@@ -56,7 +56,7 @@ class Watched(DeviceTextEngine):
 
 
 def begun(engine: Watched) -> StepLoop:
-    """A loop that has gone through its first steps, which measure and compile."""
+    """Return a loop past its first steps, which measure and compile."""
     loop = step_loop(engine)
     run(loop, client(loop))
     return loop
@@ -113,7 +113,7 @@ def _has_candidates(loop: StepLoop, one: Client) -> list[Client]:
 def test_what_was_not_foreseen_is_planned_when_it_is_due(
     comes: Callable[[StepLoop, Client], list[Client]], planned: int
 ) -> None:
-    """`planned`: steps; the one after a step with candidates is not foreseen."""
+    """`planned`: number of steps packed late. The step after one with candidates is never packed ahead."""
     engine = Watched(30)
     loop = begun(engine)
     one, other = client(loop, 5, 1, 60), client(loop, 5, 2, 60)
@@ -148,7 +148,7 @@ def test_a_failed_pass_is_repeated() -> None:
 
 
 def test_no_text_loses_its_memory_to_a_foreseen_token() -> None:
-    """Where memory is short, as many are preempted as without foresight."""
+    """With little memory, preemptions are as many as without packing ahead."""
 
     def preempted(engine: TextEngine) -> int:
         loop = step_loop(engine)
@@ -183,7 +183,7 @@ def test_nothing_is_kept_of_texts_that_have_left() -> None:
 
 
 class Memory:
-    """What a foreseen step needs of a run queue that has enough memory."""
+    """The part of a run queue with enough memory that a foreseen step reads."""
 
     def reserve_ahead(self, session: Session, length: int) -> bool:
         assert session.table is not None
@@ -194,9 +194,9 @@ class Memory:
 @pytest.mark.parametrize("packer", [RaggedPacker, SplitKvPacker, BlockPacker])
 @pytest.mark.parametrize("rows", [None, InvariantRowCounts((4, 8))], ids=["any-rows", "row-class"])
 def test_it_is_the_step_that_would_be_planned(packer: type[Packer], rows: InvariantRowCounts | None) -> None:
-    """In every layout, whichever tokens the texts get. A long text comes first."""
+    """In every attention layout, whichever tokens are chosen. The first text is long."""
     if packer is BlockPacker:
-        rows = None  # as of vLLM
+        rows = None  # as with vLLM
     pool = BlockPool(40)
     loop: Any = SimpleNamespace(context=1000, attach=lambda _: None)
     entries = [Client(loop, text(length, length), 50).running for length in (300, 5, 70)]

@@ -1,4 +1,4 @@
-"""Prompts, shared prefixes, and who gets memory or gives it up."""
+"""Prompts, shared prefixes, admission and preemption."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class TestPrompts:
         rest = {each.session.computed for each in clients[1:]}
         assert max(rest) - min(rest) <= 2
         run(loop, *clients)
-        assert engine.steps[:-1] == [32] * (len(engine.steps) - 1)  # full as long as there is enough to do
+        assert engine.steps[:-1] == [32] * (len(engine.steps) - 1)  # full while enough prompt tokens remain
         assert sum(engine.steps) == 20 + 101 + 102 + 103
         check_over(loop, engine, *clients)
 
     def test_those_who_decode_go_on(self) -> None:
-        """Each step of a long prompt, short pieces of it if rows are dear, brings them a token."""
+        """Each step of a long prompt brings them a token; chunks are short where rows are expensive."""
         engine = TextEngine(30)
         loop = step_loop(engine, DEAR, step_rows=64)
         decoding = client(loop, 10, 1, 60)
@@ -71,7 +71,7 @@ def test_where_chains_are_taken_alone_all_memory_is_for_texts() -> None:
     turns(loop, 1)
     drafted.offer(right=4)
     turns(loop, 1)
-    assert len(drafted.tokens) == 1 + 5  # the candidates were verified all the same
+    assert len(drafted.tokens) == 1 + 5  # candidates were verified nevertheless
     longest = client(loop, 7 * BLOCK - 10, 2, 10)
     run(loop, drafted, longest)
     check_over(loop, engine.inner, drafted, longest)
@@ -80,7 +80,7 @@ def test_where_chains_are_taken_alone_all_memory_is_for_texts() -> None:
 class TestSharing:
     @pytest.mark.parametrize("over", [True, False])
     def test_what_was_computed_is_not_computed_again(self, over: bool) -> None:
-        """By a session that has gone, and by one that still goes on."""
+        """Neither after the first session has gone nor while it is running."""
         engine = TextEngine(30)
         loop = step_loop(engine)
         first = client(loop, 200, 1, 20)
@@ -136,7 +136,7 @@ class TestSharing:
         assert again.mail.times[0].cached == 3 * BLOCK
 
     def test_what_is_shared_is_never_written(self) -> None:
-        """Five sessions on one prefix, each with candidates of its own, the first among the others' ancestors."""
+        """Five sessions share a prefix; each has its own candidates, and the first one's tree slots are also shared."""
         engine = TextEngine(30)
         loop = step_loop(engine)
         first = client(loop, 2 * BLOCK - 3, 1, 40, sampling=SAMPLINGS[1])
@@ -158,7 +158,7 @@ class TestSharing:
 
 class TestMemory:
     def test_who_comes_first_is_let_in_first(self) -> None:
-        """Even if there is room for one that came later."""
+        """Even if only a later one fits."""
         engine = TextEngine(5)
         loop = step_loop(engine)
         first, large, small = client(loop, 100, 1, 20), client(loop, 200, 2, 20), client(loop, 10, 3, 20)
@@ -190,7 +190,7 @@ class TestMemory:
         check_over(loop, engine, *clients)
 
     def test_the_preempted_go_before_the_new(self) -> None:
-        """They have waited longer, though they come to wait later; and in order of arrival."""
+        """They rejoin the queue later but have waited longer; among themselves, in order of arrival."""
         engine = TextEngine(4)
         loop = step_loop(engine)
         expect_no_growth(loop)
@@ -207,11 +207,11 @@ class TestMemory:
                     order.append(each)
             clients[0].read()
             assert loop.turn() == 0.0
-        assert order == [clients[1], clients[2], new] or order == [clients[1], new]  # the last was in between turns
+        assert order == [clients[1], clients[2], new] or order == [clients[1], new]  # the last may run unobserved
         check_over(loop, engine, *clients, new)
 
     def test_room_to_grow_stays_for_those_who_run(self) -> None:
-        """Four blocks would do for four prompts, but not for three texts."""
+        """Four prompts fit into four blocks, but not three texts."""
         engine = TextEngine(5)
         loop = step_loop(engine)
         clients = [client(loop, 60, seed, 20) for seed in range(4)]
@@ -223,7 +223,7 @@ class TestMemory:
         check_over(loop, engine, *clients)
 
     def test_who_ends_first_makes_room(self) -> None:
-        """A newcomer need not wait for memory that is free again before it needs it."""
+        """A newcomer is admitted if memory will be free by the time it needs it."""
         engine = TextEngine(5)
         loop = step_loop(engine)
         ending, first, second = client(loop, 60, 1, 3), client(loop, 60, 2, 20), client(loop, 50, 3, 20)
@@ -236,7 +236,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("blocks", [2, 3, 4, 6])
     def test_the_smallest_memory_serves_everyone(self, blocks: int) -> None:
-        """One after the other if need be: the tokens are those of a large one."""
+        """One session at a time if necessary: tokens equal those with large memory."""
         answers = []
         for engine in (TextEngine(blocks), TextEngine(100)):
             loop = step_loop(engine)
@@ -250,7 +250,7 @@ class TestMemory:
         assert answers[0] == answers[1]
 
     def test_preemption_keeps_what_was_computed_where_it_can(self) -> None:
-        """The memory of the preempted is found again if nobody took it."""
+        """A preempted session finds its blocks again if nobody took them."""
         engine = TextEngine(5)
         loop = step_loop(engine)
         expect_no_growth(loop)
@@ -262,6 +262,6 @@ class TestMemory:
         assert old.running.preemptions == 0
         assert young.running.preemptions == 1
         assert sum(engine.steps) < 120 + 30 + 125 + 10 + 125 - BLOCK // 2
-        assert {times.cached for times in young.mail.times} == {0}  # none was there when it first came
+        assert {times.cached for times in young.mail.times} == {0}  # nothing was cached on first admission
         assert loop.stats.cached_tokens == 0
         check_over(loop, engine, old, young)

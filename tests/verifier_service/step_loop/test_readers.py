@@ -1,4 +1,4 @@
-"""Readers that are slow, and clients that leave."""
+"""Slow readers, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TestReaders:
         run(loop, eager)
         assert loop.turn() is None
         assert len(lazy.tokens) == 7
-        assert lazy.has_memory  # nobody else wants it
+        assert lazy.has_memory  # nobody else needs the memory
         lazy.read()
         turns(loop, 1)
         assert len(lazy.tokens) == 8
@@ -30,7 +30,7 @@ class TestReaders:
         check_over(loop, engine, lazy, eager)
 
     def test_it_gives_up_its_memory_to_who_waits(self) -> None:
-        """Though it is the oldest; and gets some again when it has caught up."""
+        """Even the oldest session; it is readmitted once its reader has caught up."""
         engine = TextEngine(3)
         loop = step_loop(engine, max_unread_tokens=6)
         lazy = client(loop, 70, 1, 30)
@@ -40,7 +40,7 @@ class TestReaders:
         run(loop, eager)
         assert lazy.running.preemptions == 1
         assert not lazy.has_memory
-        assert loop.turn() is None  # it is not let in before it reads
+        assert loop.turn() is None  # not readmitted before it reads
         late = client(loop, 70, 3, 10)
         lazy.read()
         turns(loop, 1)
@@ -50,7 +50,7 @@ class TestReaders:
         check_over(loop, engine, lazy, eager, late)
 
     def test_coming_back_it_is_as_old_as_ever(self) -> None:
-        """Of two that run, the one that came later gives way, though it was let in first."""
+        """Age is by arrival, not by readmission: of two running sessions, the later arrival is preempted."""
         engine = TextEngine(3)
         loop = step_loop(engine, max_unread_tokens=6)
         expect_no_growth(loop)
@@ -64,7 +64,7 @@ class TestReaders:
         check_over(loop, engine, lazy, large, young)
 
     def test_an_old_one_that_does_not_read_stops_nobody_who_grows(self) -> None:
-        """The young one finds no room, gives up its own, and gets the old one's."""
+        """The young one is preempted for lack of memory, then gets the memory of the old one."""
         engine = TextEngine(3)
         loop = step_loop(engine, max_unread_tokens=6)
         expect_no_growth(loop)
@@ -123,7 +123,7 @@ class TestCancel:
         assert stalled.has_memory
         stalled.cancel()
         assert loop.pool.held == 0
-        kept[0].cancel()  # over, as the stream's end tells
+        kept[0].cancel()  # already over: the end of the stream also detaches
         check_over(loop, engine, *kept)
         assert [each.tokens for each in (in_prompt, large)] == [[], []]
         assert decoding.tokens == decoding.want[: len(decoding.tokens)]

@@ -1,4 +1,4 @@
-"""Tenants share a verifier by their weights, whoever comes first and however much of it one wants."""
+"""Tenants share a verifier by weight, regardless of arrival order and demand."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.step_loop import StepLoop
 
 SHORT, LONG = 40, 70
-"""Tokens of prompts that take one block of memory, and two."""
+"""Prompt lengths in tokens: within one block, and two."""
 
 
 def order_of(loop: StepLoop, clients: list[Client]) -> list[Client]:
-    """Turn until all are over; return the clients in the order in which they first got memory."""
+    """Turn until all are over; return the clients in the order of their first admission."""
     order: list[Client] = []
     while not all(each.over for each in clients):
         for each in clients:
@@ -39,8 +39,8 @@ def order_of(loop: StepLoop, clients: list[Client]) -> list[Client]:
 
 @pytest.mark.parametrize("weight", [1.0, 3.0])
 def test_turns_go_by_weight(weight: float) -> None:
-    """One text fits at a time, and one tenant was there first with all of its own: the other is next all the same, and
-    from then on gets its share of the turns."""
+    """One text fits at a time, and one tenant queued all of its own first: the other is next nevertheless, then gets
+    its share of the turns."""
     engine = TextEngine(3)
     loop = step_loop(engine)
     flood = [client(loop, LONG, seed, 30, tenant="flood") for seed in range(24)]
@@ -53,7 +53,7 @@ def test_turns_go_by_weight(weight: float) -> None:
 
 
 def test_who_was_away_gets_its_share_and_no_more() -> None:
-    """Turns that a tenant did not want are not saved up for it."""
+    """Unused turns are not saved up."""
     engine = TextEngine(3)
     loop = step_loop(engine)
     early = client(loop, LONG, 1, 5, tenant="late")
@@ -72,7 +72,7 @@ def test_who_was_away_gets_its_share_and_no_more() -> None:
 
 
 def test_what_a_tenant_had_while_nobody_wanted_any_is_not_held_against_it() -> None:
-    """Nor does it wait until a newcomer has had as much, but for the few texts that a newcomer may have at once."""
+    """It need not wait until a newcomer has caught up; the newcomer's lead is limited to a few texts."""
     engine = TextEngine(3)
     loop = step_loop(engine)
     alone = [client(loop, LONG, seed, 30, tenant="early") for seed in range(12)]
@@ -88,8 +88,9 @@ def test_what_a_tenant_had_while_nobody_wanted_any_is_not_held_against_it() -> N
 
 @pytest.mark.parametrize("read", [False, True], ids=["not read", "read at last"])
 def test_a_session_that_is_left_open_saves_nothing_up(read: bool) -> None:
-    """Its tenant has all it wants, and wants more later: others did not take that from it. Nor does a third tenant, for
-    which this one is the only other, start with its credit. Its session has lost its memory, and may want that back."""
+    """Its tenant has all it wants, and wants more later: it took nothing from others meanwhile. A third tenant, whose
+    only competitor is this one, does not start with that credit either. The idle session has lost its memory and may
+    want it back."""
     engine = TextEngine(4)
     loop = step_loop(engine, max_unread_tokens=20)
     idle = client(loop, 5, 1, 50, tenant="idle")
@@ -125,12 +126,12 @@ def test_priority_orders_the_requests_of_a_tenant_alone() -> None:
     other = client(loop, LONG, 5, 30, tenant="b", priority=100)
     order = order_of(loop, [first, low, usual, urgent, other])
     assert [each for each in order if each is not other] == [first, urgent, usual, low]
-    assert order.index(other) == 1  # it had nothing yet
+    assert order.index(other) == 1  # its counter is 0
     check_over(loop, engine, *order)
 
 
 def test_a_tenant_with_too_much_memory_gives_some_to_one_with_less() -> None:
-    """At once, not when its texts are over; its oldest text keeps its memory."""
+    """At once, without waiting for its texts to end; its oldest text keeps its memory."""
     engine = TextEngine(5)
     loop = step_loop(engine)
     expect_no_growth(loop)
@@ -147,7 +148,7 @@ def test_a_tenant_with_too_much_memory_gives_some_to_one_with_less() -> None:
 
 
 def test_texts_that_would_give_way_do_not_count() -> None:
-    """All of a tenant that holds a quarter more but its oldest one, which is never preempted for others."""
+    """For a tenant with a quarter more memory: all its texts but the oldest, which is never preempted for others."""
     engine = TextEngine(30)
     loop = step_loop(engine)
     flood = [client(loop, SHORT, seed, 20, tenant="flood") for seed in range(4)]
@@ -163,7 +164,7 @@ def test_texts_that_would_give_way_do_not_count() -> None:
 
 
 def test_nobody_is_preempted_for_a_text_that_would_not_fit_even_so() -> None:
-    """By forecast: the newcomer and the flood's oldest text, which is never preempted for others, take all memory."""
+    """By forecast, the newcomer and the flood's oldest text (never preempted for others) fill all memory."""
     engine = TextEngine(30)
     loop = step_loop(engine)
     loop._queue.lengths.add(900)
@@ -180,7 +181,6 @@ def test_nobody_is_preempted_for_a_text_that_would_not_fit_even_so() -> None:
 
 
 def test_a_prefix_that_texts_share_is_counted_once() -> None:
-    """As it takes its memory once."""
     engine = TextEngine(40)
     loop = step_loop(engine)
     prefix = text(4 * BLOCK, 1)
@@ -199,7 +199,7 @@ def test_a_prefix_that_texts_share_is_counted_once() -> None:
 
 
 def test_texts_that_nobody_reads_give_up_the_prefix_that_they_share() -> None:
-    """Neither alone gives it back."""
+    """Preempting only one would free no shared block."""
     engine = TextEngine(12)
     loop = step_loop(engine, max_unread_tokens=5)
     prefix = text(8 * BLOCK, 1)
@@ -244,7 +244,7 @@ def test_memory_is_not_taken_from_who_has_no_more() -> None:
 
 
 def test_prompts_share_a_step_by_tenant() -> None:
-    """Twenty prompts of one tenant are computed no faster than one of another."""
+    """Twenty prompts of one tenant progress no faster than one of another."""
     engine = TextEngine(200)
     loop = step_loop(engine, step_rows=64)
     flood = [client(loop, 3 * BLOCK, seed, 2, tenant="flood") for seed in range(20)]
@@ -261,7 +261,7 @@ def test_prompts_share_a_step_by_tenant() -> None:
 
 @pytest.mark.parametrize("decoding", [2, 3])
 def test_a_prompt_is_not_cut_up_for_a_tenant_that_has_more(decoding: int) -> None:
-    """Three texts of the other tenant are as many as the flood has, its own prompt included, or fewer."""
+    """The other tenant's three texts are no more than the flood's, counting its own prompt."""
     engine = TextEngine(200)
     loop = step_loop(engine, latency=DEAR)
     flood = [client(loop, 5, seed, 200, tenant="flood") for seed in range(decoding)]
@@ -298,7 +298,7 @@ def test_texts_of_a_flood_sit_out_a_step_with_a_prompt_of_another_if_it_is_short
 
 
 def test_prompt_after_prompt_does_not_stop_a_flood() -> None:
-    """Its texts sit out steps only while the other tenant has had no more than it."""
+    """The flood's texts sit out steps only while the other tenant has been served no more than it."""
     engine = TextEngine(200)
     loop = step_loop(engine, latency=DEAR)
     flood = [client(loop, 5, seed, 1000, tenant="flood") for seed in range(12)]
@@ -317,7 +317,7 @@ def test_prompt_after_prompt_does_not_stop_a_flood() -> None:
 
 
 def test_texts_of_a_third_tenant_go_on_beside_a_prompt_that_others_yield_to() -> None:
-    """They have no more than the tenant whose prompt it is."""
+    """The third tenant has no more sessions than the tenant with the prompt."""
     engine = TextEngine(200)
     loop = step_loop(engine, latency=DEAR)
     flood = [client(loop, 5, seed, 200, tenant="flood") for seed in range(12)]
@@ -331,14 +331,14 @@ def test_texts_of_a_third_tenant_go_on_beside_a_prompt_that_others_yield_to() ->
     prompt = client(loop, BLOCK, 9, 2, tenant="other")
     turns(loop, 1)
     assert len(third.tokens) == before + 1
-    assert sum(len(each.tokens) for each in flood) <= sum(had) + 1  # one text at most, which is its tenant's part
+    assert sum(len(each.tokens) for each in flood) <= sum(had) + 1  # at most one text, its tenant's part
     assert prompt.tokens
     for each in (*flood, third, prompt):
         each.cancel()
 
 
 def test_a_prompt_does_not_lengthen_each_step_where_texts_need_not_sit_out() -> None:
-    """A new name for each: in every third step prompts are cut up for the texts."""
+    """Each prompt has a new tenant; in every third step, prompts are cut to leave room for the texts."""
     engine = TextEngine(400)
     loop = step_loop(engine, latency=FixedLatency(0.01))
     texts = [client(loop, 5, seed, 1000, tenant="there") for seed in range(12)]
@@ -356,7 +356,7 @@ def test_a_prompt_does_not_lengthen_each_step_where_texts_need_not_sit_out() -> 
 
 @pytest.mark.parametrize("name", ["newcomer", "newcomer {}"], ids=["one tenant", "a new tenant each"])
 def test_newcomers_never_stop_the_texts_that_are_there(name: str) -> None:
-    """A text takes part in every third step at least, even if each prompt comes under a name that had nothing yet."""
+    """A text takes part in at least every third step, even if each prompt has a new tenant with a zero counter."""
     engine = TextEngine(200)
     loop = step_loop(engine, latency=DEAR)
     texts = [client(loop, 5, seed, 1000, tenant="there") for seed in range(3)]
@@ -371,22 +371,22 @@ def test_newcomers_never_stop_the_texts_that_are_there(name: str) -> None:
         assert all(each.session.generated > count for each, count in zip(texts, before, strict=True))
         for each in texts:
             each.read()
-    run(loop, *newcomers)  # what they want beyond their share of the steps waits
+    run(loop, *newcomers)  # requests beyond the newcomers' share wait
     for each in texts:
         each.cancel()
 
 
 def test_no_step_is_spent_on_a_text_that_cannot_be_finished_in_time() -> None:
-    """It is refused when its turn comes, not begun; those behind it are served."""
+    """It is refused when its turn comes, before it starts; requests behind it are served."""
     engine = TextEngine(3)
     loop = step_loop(engine)
     first = client(loop, LONG, 1, 30)
     turns(loop, 3)
-    loop.stats.interval, loop.stats.usual_tokens = 1000.0, 30.0  # seconds a token
+    loop.stats.interval, loop.stats.usual_tokens = 1000.0, 30.0  # seconds per token
     late = client(loop, LONG, 2, 30, deadline=time.monotonic() + 60)
     patient = client(loop, LONG, 3, 30)
     begun = client(loop, SHORT, 4, 30, deadline=time.monotonic() + 60)
-    begun.running.preemptions = 1  # its reader has some of it
+    begun.running.preemptions = 1  # preempted: its reader has part of the text
     run(loop, first, late, patient, begun)
     assert isinstance(late.mail.error, TooLateError)
     assert not late.tokens
@@ -408,20 +408,20 @@ def test_what_is_not_computed_of_a_prompt_is_not_charged() -> None:
 
 
 def test_texts_that_sit_out_a_long_step_are_told_what_they_have_before_it() -> None:
-    """Their readers would wait for its end, though the tokens are there."""
+    """Readers would otherwise wait for the end of the step, though the tokens exist."""
     engine = TextEngine(200)
     loop = step_loop(engine, latency=DEAR)
-    alone = Policy(frozenset(), 8, 0.0)  # no draft waits for what they have
+    alone = Policy(frozenset(), 8, 0.0)  # no draft waits for commits
     flood = [client(loop, 5, seed, 200, tenant="flood", policy=alone) for seed in range(12)]
     while not all(each.tokens for each in flood):
         turns(loop, 1)
     turns(loop, 2)
     for each in flood:
         each.read()
-    assert any(each.running.pending_result for each in flood)  # the last ones are not due yet
+    assert any(each.running.pending_result for each in flood)  # the last results are still being coalesced
     other = client(loop, 30, 100, 5, tenant="other")
     had, forward = [each.session.generated for each in flood], engine.forward
-    pending: list[int] = []  # of the flood, when a pass begins
+    pending: list[int] = []  # flood sessions with a pending result at the start of a pass
 
     def pass_begins(batch: PackedBatch) -> NDArray[np.float32]:
         pending.append(sum(each.running.pending_result is not None for each in flood))
@@ -430,14 +430,14 @@ def test_texts_that_sit_out_a_long_step_are_told_what_they_have_before_it() -> N
     engine.forward = pass_begins  # type: ignore[method-assign]
     turns(loop, 1)
     engine.forward = forward  # type: ignore[method-assign]
-    assert [each.session.generated for each in flood] == had  # they sat it out
+    assert [each.session.generated for each in flood] == had  # they sat the step out
     assert pending == [0]
     run(loop, *flood, other)
     check_over(loop, engine, *flood, other)
 
 
 def test_tenants_that_are_gone_are_forgotten_in_time() -> None:
-    """The latest ones keep their counters: whoever leaves with much and returns at once is not given it anew."""
+    """The most recent ones keep their counters: leaving with a high counter and returning at once does not reset it."""
     loop = step_loop(TextEngine(8))
     shares = loop._queue.shares
     early = client(loop, 5, 0, 1, tenant="early")
@@ -459,7 +459,7 @@ def test_tenants_that_are_gone_are_forgotten_in_time() -> None:
     ),
 )
 def test_everyone_gets_its_tokens(blocks: int, asked: list[tuple[str, int, int, float]]) -> None:
-    """However little memory there is and however uneven the weights: nobody waits for ever, and no token differs."""
+    """With little memory and uneven weights: no session starves, and no token differs."""
     engine = TextEngine(blocks + 2)
     loop = step_loop(engine)
     weights = {tenant: weight for tenant, _, _, weight in asked}

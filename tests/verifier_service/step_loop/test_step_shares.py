@@ -1,7 +1,7 @@
-"""The time of steps is shared by tenants: what rows, candidates, windows, grammars and prompts of one cost another.
+"""Step time is shared by tenants: the effect of one tenant's rows, candidates, windows, grammars and prompts on
+another.
 
-Steps take virtual time, as long as their rows say; what a text takes alone and beside others is exact.
-"""
+Steps take virtual time, computed from their rows, so a text's duration alone and beside others is exact."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Propos
 from verifier_service.step_loop import StepLoop
 
 FAIR = 2.2
-"""Times as long as alone that a text may take beside a tenant of equal weight: 2, and what does not come out even."""
+"""Maximal slowdown of a text beside one tenant of equal weight: 2, plus rounding."""
 
 PLAIN = Policy(frozenset(), 8, 0.0)
 FORCED = Policy(frozenset({Drafter.REMOTE}), 64, 0.0, forced=True)
@@ -35,7 +35,7 @@ TOKENS = 60
 
 
 class SlowGrammar:
-    """Allows everything, and takes its time over it."""
+    """Allows everything, and takes `seconds` for each mask."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         self._clock, self._seconds = clock, seconds
@@ -56,7 +56,7 @@ class SlowGrammar:
 
 
 class SlowProposer(Proposer):
-    """Proposes nothing, and takes its time over it."""
+    """Proposes nothing, and takes `seconds` for it."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         self._clock, self._seconds = clock, seconds
@@ -71,7 +71,7 @@ class OneThread(ThreadedTextEngine):
 
 
 class Site:
-    """A step loop on a virtual clock: a pass over n rows takes `base` + `row` n seconds."""
+    """A step loop on a virtual clock: a pass over n rows takes `base` + `row` * n seconds."""
 
     def __init__(self, clock: Clock, base: float, row: float, proposing: float, latency: StepLatency | None) -> None:
         self.clock = clock
@@ -83,7 +83,7 @@ class Site:
             proposers=[SlowProposer(clock, proposing)],
         )
         self.others: list[Client] = []
-        self.prompts = 0  # tokens of the prompt that the other tenant always has
+        self.prompts = 0  # length of the other tenant's prompts, of which one is always present
 
     def other(self, seed: int, policy: Policy = PLAIN, grammar: float = 0.0, **fields: Any) -> None:
         made = Client(self.loop, text(5, seed), 200, tenant="other", policy=policy, sampling=NO_BAD, **fields)
@@ -92,13 +92,13 @@ class Site:
         self.others.append(made)
 
     def prompt(self) -> None:
-        """Have the other tenant ask for one token after a long prompt, again and again from now on."""
+        """Keep one request of the other tenant present: a long prompt and one token."""
         self.prompts += 1
         self.others.append(Client(self.loop, text(600, self.prompts), 1, tenant="other", policy=PLAIN, sampling=NO_BAD))
 
     def seconds(self, policy: Policy = PLAIN, tokens: int = TOKENS, draft: int = 0) -> float:
-        """Return what a text of another tenant takes from its first token to its last; `draft`: right candidates that
-        it has in each step."""
+        """Return the seconds from first to last token of another tenant's text; `draft`: correct candidates in each
+        step."""
         mine = Client(self.loop, text(5, 7), tokens, tenant="quiet", policy=policy, sampling=NO_BAD)
         begin: float | None = None
         while not mine.over:
@@ -119,8 +119,7 @@ class Site:
 
 @contextmanager
 def site(base: float, row: float, *, proposing: float = 0.0, latency: StepLatency | None = None) -> Iterator[Site]:
-    """`proposing`: seconds that a proposer takes for each session; `latency`: what the loop begins with, if it is not
-    to measure."""
+    """`proposing`: seconds a proposer takes per session; `latency`: the initial model, None to measure it."""
     clock = Clock()
     with clock.rules():
         yield Site(clock, base, row, proposing, latency)
@@ -143,7 +142,7 @@ CROWDS: Mapping[str, Callable[[Site], None]] = {
 }
 
 CPU, LINEAR, GPU = (0.001, 0.0003), (0.0, 0.002), (0.010, 0.0)
-"""Seconds of a pass, and of a row: on a CPU, where every row costs as much, and where further ones are free."""
+"""Seconds per pass, and per row: on a CPU, with rows all equally expensive, and with free additional rows."""
 
 
 @pytest.mark.parametrize("cost", [CPU, LINEAR], ids=["cpu", "linear"])
@@ -169,7 +168,7 @@ def test_a_text_that_speculates_takes_twice_as_long_beside_one_tenant(name: str)
 
 
 def test_what_proposers_cost_is_shared_too() -> None:
-    """A row takes little beside what is looked up for it."""
+    """Lookups dominate the cost of a row."""
     with site(*CPU, proposing=0.002) as one:
         alone = one.seconds()
         crowd(one, 16, LOOKUPS)
@@ -182,7 +181,7 @@ def test_what_proposers_cost_is_shared_too() -> None:
 @pytest.mark.parametrize("name", ["16 texts", "96 samples", "lookahead"])
 @pytest.mark.parametrize("slope", [0.1, 3.0])
 def test_what_was_measured_at_start_may_be_wrong(name: str, slope: float) -> None:
-    """While both are there no step has the quiet tenant's row alone, but now and then to measure what it takes."""
+    """While both tenants are active, no step has the quiet tenant's row alone, except occasionally to measure it."""
     base, row = CPU
     begun = [(base + row) * (1 + slope * row / base * (count - 1)) for count in MEASURED_ROWS]
     with site(base, row, latency=StepLatency(MEASURED_ROWS, begun)) as one:
@@ -204,7 +203,7 @@ def test_nobody_sits_out_where_further_rows_are_free() -> None:
 
 
 def test_a_crowd_gets_what_a_quiet_tenant_leaves() -> None:
-    """Its texts take turns, and have half of the time together."""
+    """Its texts take turns and together get half of the time."""
     with site(*LINEAR) as one:
         crowd(one, 16)
         turns(one.loop, 10)

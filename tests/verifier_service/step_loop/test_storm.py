@@ -1,4 +1,4 @@
-"""Many sessions that come, go, are preempted and drafted for, in any order."""
+"""Many sessions arriving, leaving, preempted and drafted for, in any order."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from verifier_service.backend.request import Policy
 from verifier_service.step_loop import MOST_CANDIDATES
 
 PROMPTS = st.tuples(
-    st.sampled_from([1, 10, BLOCK - 1, BLOCK, BLOCK + 1, 100]),  # of a common text
-    st.sampled_from([0, 0, 1, 5, 40]),  # of an own one
+    st.sampled_from([1, 10, BLOCK - 1, BLOCK, BLOCK + 1, 100]),  # length of a shared prefix
+    st.sampled_from([0, 0, 1, 5, 40]),  # length of its own text
 )
 
 
@@ -50,7 +50,7 @@ ENGINES: list[type[TextEngine | PagedTextEngine]] = [TextEngine, DeviceTextEngin
 
 
 class ManySessions(RuleBasedStateMachine):
-    """Whatever sessions do to a loop, and whatever is drafted for them."""
+    """All operations of sessions and drafts on a loop, as a state machine."""
 
     @initialize(
         blocks=st.integers(2, 9),
@@ -76,7 +76,7 @@ class ManySessions(RuleBasedStateMachine):
         if not foreseen:
             expect_no_growth(self.loop)
         self.clients: list[Client] = []
-        self.failed = False  # some session has, whether or not it was cancelled afterwards
+        self.failed = False  # for some session, cancelled later or not
 
     @property
     def alive(self) -> list[Client]:
@@ -113,7 +113,7 @@ class ManySessions(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule(who=WHO, back=st.integers(1, 3))
     def draft_late(self, who: int, back: int) -> None:
-        """From a place that the text has passed since."""
+        """Propose below a position that the text has passed."""
         each = self.alive[who % len(self.alive)]
         base = max(1, each.session.tree.base - back)
         chain = (each.session.tree.committed + each.want[len(each.tokens) :])[base : base + 4]
@@ -150,7 +150,8 @@ class ManySessions(RuleBasedStateMachine):
         self.check_tokens(each)
 
     def check_tokens(self, each: Client) -> None:
-        """The reference's, as far as they go; all of them at the end, or up to a BAD one if there is an error."""
+        """Check tokens against the reference: a prefix of it while running, all of it at the end, or up to a BAD one
+        on error."""
         assert each.tokens == each.want[: len(each.tokens)]
         if each.mail.error is not None:
             self.failed = True
@@ -190,7 +191,7 @@ TestManySessions.settings = settings(max_examples=30, stateful_step_count=40)
 
 @pytest.mark.parametrize("seed", range(9))
 def test_a_storm(seed: int) -> None:
-    """The same, with many more sessions than there is memory for."""
+    """The same, with far more sessions than memory."""
     dice = Random(seed)
     clients = ManySessions()
     clients.start(
@@ -202,7 +203,7 @@ def test_a_storm(seed: int) -> None:
         ENGINES[seed // 3],
         foreseen=False,
     )
-    clients.clients.append(Client(clients.loop, [5, BAD], tenant="a"))  # it fails, whatever becomes of the others
+    clients.clients.append(Client(clients.loop, [5, BAD], tenant="a"))  # fails under any schedule
     for _ in range(300):
         who = dice.randrange(100)
         if dice.random() < 0.3:
@@ -224,14 +225,14 @@ def test_a_storm(seed: int) -> None:
         clients.memory_is_accounted_for()
     load = clients.loop.stats
     assert min(load.preemptions, load.drafted - load.accepted, load.cached_tokens) > 0
-    assert load.accepted or seed % 3 == 2  # where rows are dear, hardly any candidate that is right is verified
+    assert load.accepted or seed % 3 == 2  # expensive rows: hardly any correct candidate is verified
     assert clients.failed
-    assert sum(bool(each.mail.finish) for each in clients.clients) > 5  # in the least memory, few texts have an end
+    assert sum(bool(each.mail.finish) for each in clients.clients) > 5  # with the smallest memory, few texts finish
     clients.teardown()
 
 
 def test_the_fake_engine_finds_wrong_slots() -> None:
-    """Or nothing here could fail."""
+    """Otherwise nothing here could fail."""
     engine = TextEngine(4)
     packer = engine.packer()
     packer.add_path(np.arange(64, 67), packer.add_rows([2, 3, 4], 0, np.arange(64, 67)))

@@ -1,4 +1,4 @@
-"""Every session gets the tokens that it would get alone, and what goes with them."""
+"""Every session gets the tokens, logprobs and results that it would get alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TestTokens:
     @pytest.mark.parametrize("rows", [None, InvariantRowCounts((4, 6, 16))], ids=["any-rows", "row-class"])
     @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm", "penalised"])
     def test_many_get_what_each_would_get_alone(self, sampling: Sampling, rows: InvariantRowCounts | None) -> None:
-        """Drafted well and badly and not at all, by an engine that pads and one that does not."""
+        """With good, bad and no drafts; by engines with and without padding."""
         engine = TextEngine(30, rows=rows)
         loop = step_loop(engine)
         clients = [client(loop, 30 * i + 1, i, 40, sampling=sampling) for i in range(5)]
@@ -81,7 +81,7 @@ class TestTokens:
 
     @pytest.mark.parametrize("always", [False, True])
     def test_the_controller_says_whether_candidates_are_used(self, always: bool) -> None:
-        """And drafts are told; a session that speculates always does not listen."""
+        """Drafts are informed; a session with forced speculation ignores the controller."""
         loop = step_loop(TextEngine(8), controller=Decided(Mode.OFF))
         one = client(loop, 10, 1, 12)
         one.session.policy = Policy(REMOTE, 8, 10.0, forced=always)
@@ -89,13 +89,13 @@ class TestTokens:
         one.offer(right=4)
         while not one.over:
             one.read()
-            assert loop.turn() == 0.0  # nothing is waited for: what is there will do
+            assert loop.turn() == 0.0  # no step delay: existing candidates suffice
         offered = sum(result.offered for result in one.mail.results)
         assert offered == (4 if always else 0)
         assert {times.drafting_wanted for times in one.mail.times[1:]} == {always}
 
     def test_a_draft_hears_at_once_that_it_may_pause(self) -> None:
-        """Else it would be at work for nothing, beside a step that wants its core."""
+        """Otherwise it would work for nothing, next to a step that wants its core."""
         controller = Decided(Mode.REMOTE_DRAFT)
         loop = step_loop(TextEngine(8), controller=controller)
         one = client(loop, 10, 1, 12)
@@ -108,7 +108,7 @@ class TestTokens:
         assert not times.drafting_wanted
 
     def test_drafts_that_share_the_cores_wait_until_prompts_are_read(self) -> None:
-        """While more texts go on than prompts are read, they do not."""
+        """They keep drafting while more texts decode than prompts are prefilled."""
         engine = ThreadedTextEngine(40)
         loop = step_loop(engine, step_rows=16, controller=Decided(Mode.REMOTE_DRAFT))
         first = client(loop, 40, 1, 50)
@@ -121,7 +121,7 @@ class TestTokens:
         assert engine.used == 1
         clients = [client(loop, 40, seed, 50) for seed in (2, 3)]
         turns(loop, 1)
-        assert not first.mail.times[-1].drafting_wanted  # for how long it keeps its core: test_cpu_threads.py
+        assert not first.mail.times[-1].drafting_wanted  # how long it keeps its core: test_cpu_threads.py
         while any(each.session.remaining_prompt for each in clients):
             turns(loop, 1)
         turns(loop, 1)
@@ -138,7 +138,7 @@ class TestTokens:
 
     @pytest.mark.parametrize("forced", [False, True])
     def test_a_draft_that_is_forced_is_wanted_though_nothing_pays(self, forced: bool) -> None:
-        """A second row costs more than a step: the break-even probability goes up to 1."""
+        """An additional row costs more than a step: the break-even probability rises to 1."""
 
         loop = step_loop(TextEngine(8), FixedLatency(2.0, of_any=-1.0), controller=Decided(Mode.REMOTE_DRAFT))
         one = client(loop, 10, 1, 300, policy=Policy(REMOTE, 8, 0.0, forced=forced))
@@ -147,7 +147,7 @@ class TestTokens:
         assert one.mail.times[-1].drafting_wanted is forced
 
     def test_candidates_come_at_any_time(self) -> None:
-        """Before there is memory, in the prompt, and late: they are kept for as long as they can be taken."""
+        """Before admission, during prefill, and late: they are kept while they can still be accepted."""
         engine = TextEngine(3)
         loop = step_loop(engine, step_rows=16)
         first, second = client(loop, 100, 1, 10), client(loop, 100, 2, 10)
@@ -158,7 +158,7 @@ class TestTokens:
         assert not second.has_memory
         while not first.tokens:
             turns(loop, 1)
-        assert first.mail.results[0].accepted == 0  # the step that ends a prompt has no room for candidates
+        assert first.mail.results[0].accepted == 0  # the step ending a prompt has no room for candidates
         turns(loop, 1)
         assert first.mail.results[1].accepted == 3
         late = first.session.tree.base - 2
@@ -168,7 +168,7 @@ class TestTokens:
         check_over(loop, engine, first, second)
 
     def test_more_candidates_than_side_slots(self) -> None:
-        """In the smallest memory there is."""
+        """With the smallest memory."""
         engine = TextEngine(2, tree_slots=3)
         loop = step_loop(engine)
         one = client(loop, 10, 1, 30)
@@ -192,7 +192,7 @@ class TestTokens:
         check_over(loop, engine, one, other)
 
     def test_the_controller_hears_of_no_step_in_which_a_prompt_ends(self) -> None:
-        """It takes longer than one that speculates, and brings a token."""
+        """Such a step takes longer than a speculating one, and brings a token."""
 
         class Listening(SpeculationController):
             heard = 0
@@ -214,7 +214,7 @@ class TestTokens:
         assert controller.heard == 3
 
     def test_nobody_speculates(self) -> None:
-        """Candidates are not used, and commits may be told together."""
+        """Candidates are ignored, and commits may be coalesced."""
         engine = TextEngine(12)
         loop = step_loop(engine)
         plain = client(loop, 10, 1, 30, top_logprobs=1)
@@ -229,7 +229,7 @@ class TestTokens:
         check_over(loop, engine, plain)
 
     def test_who_has_time_hears_less_often(self) -> None:
-        """Unless a draft must hear."""
+        """Unless a draft needs each commit."""
         engine = TextEngine(12)
         loop = step_loop(engine)
         undrafted, begin = Policy(NO_DRAFTERS, 8, 0.0), time.monotonic()
@@ -247,7 +247,7 @@ class TestTokens:
         alone = client(loop, 10, 1, 60, policy=Policy(NO_DRAFTERS, 8, 0.0))
         run(loop, alone)
         assert len(alone.mail.results) <= 2 + (time.monotonic() - begin) / DEFAULTS.commits.coalesce_seconds
-        assert len(alone.mail.results[0].tokens) == 1  # nobody waits for the first
+        assert len(alone.mail.results[0].tokens) == 1  # the first token is never delayed
         check_over(loop, engine, alone)
 
     def test_another_tuning_sends_every_commit(self) -> None:
@@ -260,7 +260,7 @@ class TestTokens:
         check_over(loop, engine, alone)
 
     def test_a_reader_hears_of_everything_before_it_is_waited_for(self) -> None:
-        """However many commits are told together."""
+        """However many commits are coalesced."""
         engine = TextEngine(12)
         loop = step_loop(engine, max_unread_tokens=3)
         clients = [client(loop, 10, seed, 60) for seed in range(3)]
@@ -272,7 +272,7 @@ class TestTokens:
 
 class TestLogprobs:
     def test_they_are_those_of_each_token(self) -> None:
-        """In a step with accepted candidates, among sessions that want others or none."""
+        """In a step with accepted candidates, among sessions that want other numbers of logprobs or none."""
         engine = TextEngine(12)
         loop = step_loop(engine)
         wants = (3, None, 0, 11)
