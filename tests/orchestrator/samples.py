@@ -45,7 +45,7 @@ def sample(**fields: Any) -> Sample:
 
 
 def context(peers: Peers | None = None, **fields: Any) -> SampleContext:
-    """The context of a sample with these fields, that has no deadline."""
+    """Return the context of a sample with these fields and no deadline."""
     wanted = sample(**fields)
     text, granted = CommittedText(wanted), GrantedLimits(wanted.speculation)
     timeline = SampleTimeline(Timeline())

@@ -1,4 +1,4 @@
-"""Servers that play pods, each with one servicer."""
+"""Servers in the role of pods, each with one servicer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import grpc
 
 @asynccontextmanager
 async def addresses(add: Callable[[Any, grpc.aio.Server], object], *servicers: object) -> AsyncIterator[list[str]]:
-    """Serve each of these, which `add` registers with a server; their addresses."""
+    """Serve each servicer, registered by `add`; yield their addresses."""
     async with AsyncExitStack() as exits:
         found = []
         for servicer in servicers:

@@ -1,4 +1,4 @@
-"""One asks while room is not known; beyond it nobody does."""
+"""While free capacity is unknown, one request at a time tries; once a verifier is full, none does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Clock:
 
 
 class Verifier:
-    """Takes so many sessions, when it is let; says how many it has left."""
+    """Admits a number of sessions when allowed to; reports how many are left."""
 
     def __init__(self, room: int) -> None:
         self.clock = Clock()

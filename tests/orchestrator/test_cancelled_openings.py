@@ -1,4 +1,4 @@
-"""A tenant that cancels what it opens pays for it with places, while others are there."""
+"""A tenant that cancels sessions while they open loses places for it, while other tenants compete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Clock:
 
 
 def storm(cancelled: CancelledOpenings, clock: Clock, seconds: float, a_second: int) -> int:
-    """Open and cancel at once, as often as it is let; return how often."""
+    """Open and cancel at once, as often as admitted; return how often."""
     opened = 0
     for _ in range(int(seconds * a_second)):
         clock.now += 1 / a_second
@@ -46,7 +46,7 @@ def test_a_storm_of_cancelled_requests_opens_a_few_sessions(a_second: int, secon
 
 
 def test_tenants_that_are_gone_are_forgotten() -> None:
-    """Anybody may name a tenant where there are no keys."""
+    """Without keys, a caller may send any tenant name."""
     clock = Clock()
     cancelled = CancelledOpenings(clock)
     for number in range(100):
@@ -130,7 +130,7 @@ async def test_requests_wait_for_a_place_and_those_of_others_do_not() -> None:
         assert isinstance(admission.refusal("storm"), TenantLimitError)
         assert admission.refusal("other") is None
         clock.now += CANCELLED_SECONDS
-        await enter("other")  # its end lets those that wait look again
+        await enter("other")  # its end wakes the waiting ones
         await asyncio.gather(*waiting)
     assert not admission._waiting
 

@@ -1,4 +1,4 @@
-"""A draft that sends what it was asked for is never given up, and one that floods soon is."""
+"""A draft within its limits is never given up, and a flooding one soon is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REFILL = MESSAGES_A_COMMIT + NODES // 4
 
 @given(st.lists(st.integers(0, REFILL), max_size=200))
 def test_a_draft_that_answers_commits_is_never_given_up(answers: list[int]) -> None:
-    """Even if it has sent all that it may before the first one."""
+    """Even if it sent its whole allowance before the first commit."""
     flow = CandidateFlow(NODES)
     assert not any(flow.violation(ONE) for _ in range(2 * NODES))
     for messages in answers:
@@ -68,7 +68,7 @@ def test_so_is_one_that_sends_megabytes() -> None:
 
 
 def test_what_belongs_to_candidates_counts_like_them() -> None:
-    """Empty distributions would cost their sender two bytes each, and everybody else much more."""
+    """Empty distributions cost the sender two bytes each, and the receiver far more."""
     for most, fields in (
         (MAX_NODES_A_MESSAGE + 1, {"distributions": [model_pb2.DraftDistribution()]}),
         (MAX_NODES_A_MESSAGE, {"parents": [0]}),

@@ -1,4 +1,4 @@
-"""Which revision a request gets, and what happens to one that is served no more."""
+"""Which revision serves a request, and what becomes of a revision removed from the file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_single_model_needs_no_name() -> None:
 def test_a_request_names_a_model_or_a_revision() -> None:
     catalog = Catalog([revision("big", "a"), revision("big", "b", 0.0), revision("small", "c"), revision("x@y")])
     assert asked(catalog, "big") == "big@a"
-    assert asked(catalog, "big@b") == "big@b"  # without a share, for whoever asks for it
+    assert asked(catalog, "big@b") == "big@b"  # a revision without a share, named explicitly
     assert asked(catalog, "small") == "small@c"
     assert asked(catalog, "x@y") == "x@y"
 
@@ -72,7 +72,7 @@ def test_a_text_that_is_resumed_goes_to_the_revision_that_it_was_begun_with() ->
     old.readiness.served("f1")
     resumed = generation_pb2.GenerateRequest(model="big", model_fingerprint="f1", generated_tokens=[1])
     assert catalog.choose(resumed) is old
-    resumed.model_fingerprint = "f2"  # nobody is known to have it
+    resumed.model_fingerprint = "f2"  # no revision is known to have this fingerprint
     assert catalog.choose(resumed) is new
 
 
@@ -111,7 +111,7 @@ async def test_a_revision_that_comes_back_counts_on() -> None:
     ("name", "lost"), [("big", True), ("big@b", True), ("gone", True), ("gone@a", True), ("big@a", False)]
 )
 def test_what_cannot_be_read_here_may_be_served_elsewhere(name: str, lost: bool) -> None:
-    """A client that has several orchestrators asks another one; what is unknown it would give up."""
+    """So that a client retries at another orchestrator; an unknown model would end the request."""
     catalog = Catalog([revision("big", "a", 0.0)])
     catalog.missing = [("big", "b"), ("gone", "a")]
     request = generation_pb2.GenerateRequest(model=name)

@@ -1,4 +1,4 @@
-"""Joined responses say what the single ones said."""
+"""Coalesced responses hold exactly what the single ones held."""
 
 from __future__ import annotations
 

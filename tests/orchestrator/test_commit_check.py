@@ -1,4 +1,4 @@
-"""Every commit that a verifier may send is taken, and none that it may not."""
+"""Every valid commit is accepted, and every invalid one rejected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ NONE = model_pb2.FINISH_REASON_UNSPECIFIED
 
 
 def commit(generated: int, steps: list[tuple[list[int], int]], finish: int = NONE, **fields: Any) -> Any:
-    """Of steps: (accepted candidates, the target's own token; -1 if the text ends with the last candidate)."""
+    """Return a commit of steps (accepted candidates, the target's own token or -1 if the last candidate ends the
+    text)."""
     tokens: list[int] = []
     sources: list[int] = []
     for accepted, own in steps:
@@ -54,7 +55,7 @@ ordinary = st.integers(10, VOCABULARY - 1)
     st.sampled_from([None, 0, 1, 2]),
 )
 def test_what_a_verifier_sends_is_taken(steps: list[tuple[list[int], int]], end: str, asked: int | None) -> None:
-    """Steps of any number of candidates, ended in any way, with log-probabilities or without."""
+    """Steps of any number of candidates, with any ending, with and without logprobs."""
     finish, last = NONE, steps[-1]
     if end == "end token":
         steps, finish = [*steps[:-1], (last[0], END)], STOP
@@ -73,7 +74,7 @@ def test_what_a_verifier_sends_is_taken(steps: list[tuple[list[int], int]], end:
 
 
 def changed(change: Callable[[Any], None], **options: Any) -> str:
-    """What is found wrong with a commit once it was changed, and right before."""
+    """Return the violation found in a commit after `change`; there was none before."""
     found = commit(5, [([10, 11], 12), ([], 13)], **options)
     assert violation(found) == ""
     change(found)

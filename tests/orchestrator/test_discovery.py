@@ -1,4 +1,4 @@
-"""Names that are resolved again, and wrong addresses at start."""
+"""Periodic DNS resolution, and invalid addresses at start-up."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_what_is_no_address_stops_the_start(option: str, text: str) -> None:
 
 
 class Names:
-    """The records of every name, as a resolver finds them."""
+    """A resolver with fixed records for every name."""
 
     def __init__(self) -> None:
         self.records: list[tuple[int, str]] = []
@@ -61,7 +61,7 @@ async def test_every_record_of_a_name_is_a_pod() -> None:
     names.records = [(socket.AF_INET, "10.0.0.2"), (socket.AF_INET, "10.0.0.3")]
     await become(["10.0.0.2:50051", "10.9.9.9:1", "10.0.0.3:50051"])
     assert next(iter(pods)) is kept
-    names.records = []  # a resolver that is down takes no pod away
+    names.records = []  # a failing resolver removes no pod
     before = names.asked
     async with asyncio.timeout(10):
         while names.asked < before + 3:

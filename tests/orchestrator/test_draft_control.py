@@ -1,4 +1,4 @@
-"""What a draft is told of each commit, and when it pauses."""
+"""What a draft receives with each commit, and when it pauses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
 
 
 class Text:
-    """Commits of a token each."""
+    """Commits of one token each."""
 
     def __init__(self) -> None:
         self.base = 10
@@ -37,7 +37,7 @@ def test_a_draft_expands_what_may_be_worth_its_row_a_step_later() -> None:
     policy, committed = draft_control.messages(text.commit(0.5, step_us=1000))
     assert abs(policy.policy.min_path_probability - PRICE_SHARE * 0.5) < 1e-6
     assert (committed.committed.base, list(committed.committed.tokens)) == (10, [11])
-    assert kinds(list(draft_control.messages(text.commit(0.52, step_us=1000)))) == ["committed"]  # hardly another
+    assert kinds(list(draft_control.messages(text.commit(0.52, step_us=1000)))) == ["committed"]  # hardly changed
 
 
 def test_before_the_first_commit_it_expands_only_what_is_probable() -> None:
@@ -80,7 +80,7 @@ def test_many_sessions_send_fewer_messages_each() -> None:
         for n in (1, 100)
     )
     assert alone.policy.extend_interval_us == 10_000
-    assert crowded.policy.extend_interval_us == 40_000  # one a step
+    assert crowded.policy.extend_interval_us == 40_000  # one message per step
 
 
 def test_a_draft_is_told_the_round_trip_when_it_changes() -> None:
@@ -90,7 +90,7 @@ def test_a_draft_is_told_the_round_trip_when_it_changes() -> None:
         return kinds(list(draft_control.messages(text.commit(0.5, step_us=40_000, round_trip_us=round_trip_us))))
 
     assert told(0) == ["policy", "committed"]
-    assert told(1000) == ["committed"]  # of 40,000
+    assert told(1000) == ["committed"]  # small against 40,000
     assert told(9000) == ["policy", "committed"]
     assert told(9500) == ["committed"]
     policy, _ = draft_control.messages(text.commit(0.5, step_us=40_000, round_trip_us=20_000))

@@ -1,4 +1,4 @@
-"""A draft is told what the target decides, and given up when it is of no use."""
+"""A draft receives the target's decisions, and is given up when useless."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STATE = SpeculationState(True, max_nodes=NODES, drafting_wanted=True, min_candid
 
 
 class Stream:
-    """Notes what a draft is sent, and why it is given up."""
+    """Records messages sent to a draft, and why it was given up."""
 
     def __init__(self, at_work: bool = True) -> None:
         self.pod = Pod("draft", SimpleNamespace())  # type: ignore[arg-type]
@@ -69,12 +69,12 @@ def commit(**fields: Any) -> verifier_pb2.Commit:
 
 ACCEPTED = {"offered": 4, "accepted": 1, "sources": [model_pb2.TOKEN_SOURCE_REMOTE_DRAFT, model_pb2.TOKEN_SOURCE_BONUS]}
 OF_ANOTHER = {"offered": 4, "accepted": 1, "sources": [model_pb2.TOKEN_SOURCE_NGRAM, model_pb2.TOKEN_SOURCE_BONUS]}
-"""Commits in which a candidate was right: the draft's, or another proposer's."""
+"""Commits with one accepted candidate: the draft's, or another proposer's."""
 
 
 @pytest.mark.parametrize(("late", "why"), [(0, UselessError), (1, LaggingError)])
 def test_a_draft_without_an_accepted_candidate_is_given_up(late: int, why: type[Exception]) -> None:
-    """Other proposers have candidates as well, which say nothing of the draft's."""
+    """Candidates of other proposers do not count for the draft."""
     stream = Stream()
     session = session_over(stream)
     wrong = commit(offered=4, undrafted_tokens=late)
@@ -85,7 +85,7 @@ def test_a_draft_without_an_accepted_candidate_is_given_up(late: int, why: type[
 
 
 def test_steps_in_which_a_text_leaves_its_draft_alone_do_not_count() -> None:
-    """It tries again, and each time for a few steps."""
+    """The text retries its draft, for a few steps each time."""
     stream = Stream()
     session = session_over(stream)
     wrong, resting = commit(offered=4), commit(drafting_wanted=False)
@@ -149,7 +149,7 @@ def test_a_verifier_that_wants_no_candidates_says_nothing_of_a_drafts_pod() -> N
     [
         (Stream(at_work=False), {}, Rule.COUPLED),  # it has not begun
         (Stream(), {"drafting_wanted": False}, Rule.COUPLED),
-        (Stream(), {}, Rule.CONTRASTIVE),  # its distributions are used, whatever is accepted
+        (Stream(), {}, Rule.CONTRASTIVE),  # its distributions are used even if nothing is accepted
     ],
 )
 def test_a_draft_that_cannot_be_judged_is_kept(stream: Stream, fields: dict[str, Any], rule: Rule) -> None:
@@ -161,12 +161,12 @@ def test_a_draft_that_cannot_be_judged_is_kept(stream: Stream, fields: dict[str,
 
 @pytest.mark.parametrize("failover_seconds", [0.0, 3600.0])
 async def test_a_draft_that_never_begins_is_given_up_in_the_end(failover_seconds: float) -> None:
-    """Its service answers, its device is stuck."""
+    """Its service answers, but its device hangs."""
     stream = Stream(at_work=False)
     given = context(Peers(Pods(), failover_seconds=failover_seconds))
     session = DraftSession(cast("DraftStream", stream), given, STATE)
     await session.open()
-    session.on_commit(commit(drafting_wanted=False))  # nobody waits for it
+    session.on_commit(commit(drafting_wanted=False))  # no step waits for it
     session.on_commit(commit(drafting_wanted=False))
     assert stream.aborted_by is None
     session.on_commit(commit())

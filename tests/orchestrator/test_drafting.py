@@ -1,4 +1,4 @@
-"""What a text does that has no draft to ask, or one that is late."""
+"""A text without a draft, or with a late one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.orchestrator.servers import addresses
 
 
 class Sink:
-    """Notes what drafting has for a verifier."""
+    """Records what drafting sends to a verifier."""
 
     def __init__(self) -> None:
         self.policies: list[verifier_pb2.VerifyPolicy] = []
@@ -81,7 +81,7 @@ async def test_the_time_without_a_draft_that_cannot_be_had_is_counted() -> None:
         async with asyncio.timeout(20):
             while not sink.policies:  # which take the draft out
                 await asyncio.sleep(0.01)
-        drafting.on_commit(commit())  # before it, the text had to be computed
+        drafting.on_commit(commit())  # before the first commit, the text is computed
         assert not text.fallback_seconds
         drafting.on_commit(commit())
         drafting.on_commit(commit())
@@ -93,7 +93,7 @@ async def test_the_time_without_a_draft_that_cannot_be_had_is_counted() -> None:
 async def test_the_time_of_steps_whose_draft_is_late_is_counted() -> None:
     peers = Peers(Pods(), Pods(["127.0.0.1:1"]))
     text = context(peers)
-    async with Drafting(text, Sink()) as drafting:  # nobody wants a draft yet, so that none is asked
+    async with Drafting(text, Sink()) as drafting:  # no draft is wanted yet, so none is contacted
         drafting.on_opened(verifier_pb2.VerifyOpened(max_nodes=8))
         for undrafted in (2, 0, 0):
             drafting.on_commit(commit(undrafted))
@@ -115,7 +115,7 @@ async def test_a_text_that_wants_no_draft_or_waits_for_it_does_not_go_on_without
 
 
 class Mute(draft_pb2_grpc.DraftServiceServicer):
-    """A draft that opens sessions and sends candidates which are of no use, never a distribution."""
+    """A draft that opens sessions and sends useless candidates, but never a distribution."""
 
     def __init__(self) -> None:
         self.opened = 0
@@ -134,7 +134,7 @@ class Mute(draft_pb2_grpc.DraftServiceServicer):
 
 
 class Leaving(Mute):
-    """One that leaves each session when it is told to."""
+    """A draft that ends each session on demand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Leaving(Mute):
 
 
 class Full(Mute):
-    """One that has no room."""
+    """A draft without capacity."""
 
     async def Draft(self, requests: Any, context: Any) -> None:  # type: ignore[override]
         self.opened += 1
@@ -162,7 +162,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def test_a_lost_draft_is_replaced_when_one_is_wanted() -> None:
-    """Not while nobody would use its candidates, however often it is looked for."""
+    """Not while its candidates would go unused, even after repeated lookups."""
     draft, sink = Leaving(), PatientSink()
     async with addresses(draft_pb2_grpc.add_DraftServiceServicer_to_server, draft) as found:
         peers = Peers(Pods(), Pods(found, connect=grpc.aio.insecure_channel))
@@ -174,7 +174,7 @@ async def test_a_lost_draft_is_replaced_when_one_is_wanted() -> None:
             draft.leave.set()
             await until(lambda: text.events.counts["draft_lost"])
             await until(lambda: drafting._session is None)
-            assert model_pb2.DRAFTER_REMOTE in drafting.policy.drafters  # as before the first one
+            assert model_pb2.DRAFTER_REMOTE in drafting.policy.drafters  # as before the first draft
             assert draft.opened == 1
             drafting.on_commit(verifier_pb2.Commit(drafting_wanted=True, steps=1))
             await until(lambda: draft.opened == 2)
@@ -182,7 +182,7 @@ async def test_a_lost_draft_is_replaced_when_one_is_wanted() -> None:
 
 
 async def test_a_draft_that_is_full_for_a_text_is_left_alone_by_it_unless_it_needs_one() -> None:
-    """Others try: they may be shorter."""
+    """Other texts may be shorter, so they try it."""
     draft, sinks = Full(), [Sink(), Sink()]
     wanted = verifier_pb2.VerifyOpened(max_nodes=8, drafting_wanted=True)
     async with addresses(draft_pb2_grpc.add_DraftServiceServicer_to_server, draft) as found:
@@ -209,7 +209,7 @@ class PatientSink(Sink):
 
 
 async def test_contrast_waits_no_longer_for_several_useless_drafts_than_for_one() -> None:
-    """They take turns: each one is at work, and none sends what the text waits for."""
+    """They take turns: each is active, and none sends the distributions that the text waits for."""
     drafts, sink = [Mute(), Mute()], PatientSink()
     async with addresses(draft_pb2_grpc.add_DraftServiceServicer_to_server, *drafts) as found:
         peers = Peers(Pods(), Pods(found, connect=grpc.aio.insecure_channel), failover_seconds=4.0)

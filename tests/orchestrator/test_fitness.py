@@ -1,4 +1,4 @@
-"""A pod is fit if it speaks a version of the protocol that is spoken here, whatever else it speaks."""
+"""A pod is fit if its range of protocol versions overlaps with ours."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def identity(newest: int, oldest: int) -> model_pb2.ModelIdentity:
 @pytest.mark.parametrize(
     ("newest", "oldest"),
     [
-        (PROTOCOL_VERSION, 0),  # a pod that tells no range
+        (PROTOCOL_VERSION, 0),  # a pod without a range
         (PROTOCOL_VERSION, PROTOCOL_VERSION),
         (PROTOCOL_VERSION + 3, OLDEST_PROTOCOL_VERSION),
         (PROTOCOL_VERSION + 1, PROTOCOL_VERSION),

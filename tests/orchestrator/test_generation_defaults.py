@@ -1,4 +1,4 @@
-"""Defaults of generation_config.json hold where a request is silent, and nowhere else."""
+"""Defaults of generation_config.json apply only where a request leaves a field unset."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model(directory: Path) -> ServedModel:
 
 
 def with_config(directory: Path, to: Path, **fields: Any) -> ModelDirectory:
-    """The model with these fields in its generation_config.json."""
+    """Return the model with these fields in its generation_config.json."""
     shutil.copytree(directory, to)
     (to / "generation_config.json").write_text(json.dumps(fields))
     return ModelDirectory(to)
@@ -178,7 +178,7 @@ def test_a_fallback_temperature_holds_where_nobody_names_one(model: ServedModel)
         ({"do_sample": False, "temperature": 0.7}, 0.0),
         ({"temperature": 0}, 0.0),
         ({"do_sample": True, "temperature": 0.0}, 0.0),
-        ({"top_p": 0.9}, 0.5),  # as many published files have it
+        ({"top_p": 0.9}, 0.5),  # as in many published files
         ({"do_sample": None}, 0.5),
         ({}, 0.5),
     ],

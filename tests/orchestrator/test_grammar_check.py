@@ -1,5 +1,5 @@
-"""A grammar under which a pod has died is tried again along its text before another pod gets it, and is refused for a
-while if pods go on dying."""
+"""After a pod has died under a grammar, the grammar is replayed along its text before another pod gets it, and
+quarantined if pods keep dying."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DIED = LostError("UNAVAILABLE: Socket closed", conclusive=True, died=True)
 
 
 class Trials:
-    """Trials with these outcomes, one after another; the last one stays."""
+    """Trials with these outcomes in order; the last one repeats."""
 
     def __init__(self, *outcomes: str | Exception) -> None:
         self.outcomes = outcomes
@@ -91,13 +91,13 @@ def pod(address: str = "a", sessions: int = 0) -> Pod:
 
 
 def lose(given: SampleContext, lost: Pod) -> None:
-    """Have a text lose its session at a pod, which has died."""
+    """Lose a text's session at a pod, which died."""
     given.peers.verifiers.died(lost)
     watch_of(given).lost(lost, DIED)
 
 
 class Dying(Refusing):
-    """A verifier that takes a text and is gone: with these last words, or without any."""
+    """A verifier that opens a session, then fails with these errors in order, or without a status (None)."""
 
     def __init__(self, *last_words: ServiceError | None) -> None:
         super().__init__("")
@@ -117,7 +117,7 @@ class Dying(Refusing):
 async def end_of(
     verifiers: Sequence[Refusing], check: GrammarCheck, tokens: Iterable[int] = (), **peers: Any
 ) -> Exception:
-    """Return the error with which a text with a grammar ends, which has these verifiers alone."""
+    """Return the error that ends a grammar-bound text served by these verifiers alone."""
     async with AsyncExitStack() as servers:
         addresses = [await servers.enter_async_context(serving(verifier)) for verifier in verifiers]
         pods = Pods(addresses, connect=grpc.aio.insecure_channel)
@@ -173,7 +173,7 @@ async def test_a_verifier_that_was_never_there_is_no_death_under_a_grammar() -> 
 
 
 async def test_a_machine_too_busy_to_try_ends_no_text() -> None:
-    """It goes on, and is tried the next time; deaths count all the same."""
+    """The text continues, and its grammar is replayed before the next session; deaths count regardless."""
     check, trials = checking(OverloadedError("busy"), "")
     given = watched(check)
     watch_of(given).lost(pod(), DIED)
@@ -184,7 +184,7 @@ async def test_a_machine_too_busy_to_try_ends_no_text() -> None:
 
 
 async def test_a_text_that_grows_is_not_blamed_for_one_pod_after_another() -> None:
-    """Of a grammar that is open everywhere, pods of a crowd die without its doing."""
+    """With many users of one grammar on crowded pods, deaths are not its fault."""
     check, _ = checking("")
     texts = [watched(check) for _ in range(10)]
     for number in range(10):
@@ -196,7 +196,7 @@ async def test_a_text_that_grows_is_not_blamed_for_one_pod_after_another() -> No
 
 @pytest.mark.parametrize("others", [False, True])
 async def test_pods_that_die_under_one_text_after_another_are_its_grammars_fault(others: bool) -> None:
-    """Each text is a new request; beside another one at its pod it counts half."""
+    """Each text is a new request; deaths of pods shared with other sessions count half."""
     pods = Pods()
     check, _ = checking("")
     if others:
@@ -228,7 +228,7 @@ async def test_a_pod_that_goes_without_a_word_has_died(last_words: ServiceError 
 
 @pytest.mark.parametrize("others", [False, True])
 async def test_pods_that_die_without_a_grammar_too_speak_for_it(others: bool) -> None:
-    """Where something kills pods at random, a text may lose several before it grows. They may be gone for good."""
+    """If something else kills pods, a text may lose several before it grows. Those pods may be gone for good."""
     pods = Pods()
     check, _ = checking("")
     given = watched(check, Peers(pods))
@@ -258,7 +258,7 @@ async def test_a_draft_that_dies_with_its_verifier_does_not_speak_for_its_gramma
 
 
 async def test_texts_do_not_speak_for_their_own_grammar() -> None:
-    """Two of them kill pods by turns."""
+    """Two texts kill pods alternately."""
     check, _ = checking("")
     peers = Peers(Pods())
     one, other = watched(check, peers), watched(check, peers)

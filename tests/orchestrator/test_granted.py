@@ -1,4 +1,4 @@
-"""What pods grant of the limits that a request sets."""
+"""The limits of a request as granted by pods."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GRANTS = st.lists(st.integers(0, 128), max_size=4)
 
 @given(asked=ASKED, grants=GRANTS)
 def test_the_least_that_any_pod_grants_is_told(asked: int, grants: list[int]) -> None:
-    """0 says nothing, as a pod that does not know the field."""
+    """0 means unset, as from a pod without the field."""
     granted = GrantedLimits(Speculation(max_candidates=asked, max_branches=asked))
     for grant in grants:
         granted.by_verifier(verifier_pb2.VerifyOpened(max_candidates=grant))

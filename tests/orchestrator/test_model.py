@@ -1,4 +1,4 @@
-"""What two orchestrators compare to know that they take a request alike."""
+"""The text fingerprint, by which orchestrators verify that they interpret requests alike."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_copy_has_the_same_fingerprint(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", [normalised, another_begin, another_template, another_end])
 def test_what_else_a_request_depends_on_shows(source: Path, tmp_path: Path, change: Callable[[Path], None]) -> None:
-    """Ids and texts are the same in all of them: draft and target may be paired."""
+    """While the tokenizer fingerprint is equal in all of them: draft and target may be paired."""
     copy = shutil.copytree(source, tmp_path / "m")
     change(copy)
     before, after = ServedModel.of(ModelDirectory(source)), ServedModel.of(ModelDirectory(copy))

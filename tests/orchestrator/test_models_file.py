@@ -1,4 +1,4 @@
-"""A file of models is read as it says, and a wrong one is refused by what is wrong in it."""
+"""Parsing and reloading of the models file, and error messages that name what is wrong in it."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, why: str) -> None:
 
 
 def written(tmp_path: Path, **directories: Path) -> None:
-    """Write a file with a revision for each directory, as Kubernetes replaces files: all at once."""
+    """Write a file with a revision for each directory, atomically, as Kubernetes does."""
     revisions = {
         name: {"directory": str(directory), "verifiers": ["a:1"], "share": 1} for name, directory in directories.items()
     }
@@ -142,7 +142,7 @@ def test_a_directory_may_come_after_the_file_that_names_it(tmp_path: Path) -> No
     watched = Watched(ModelsFile(tmp_path / "models.yaml"))
     written(tmp_path, a=target, b=tmp_path / "late")
     assert not watched.changed()
-    assert [each.entry.revision for each in watched.contents] == ["a"]  # what it said before holds
+    assert [each.entry.revision for each in watched.contents] == ["a"]  # the previous contents stay active
     (tmp_path / "late").symlink_to(target)
     assert watched.changed()
     assert [each.entry.revision for each in watched.contents] == ["a", "b"]
@@ -171,7 +171,7 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 
 
 def test_at_first_a_directory_that_cannot_be_used_is_left_out(tmp_path: Path) -> None:
-    """An orchestrator that starts serves what it can; one that runs goes on with what it has."""
+    """On start-up it is skipped; on reload the previous contents stay active."""
     target = make("llama", tmp_path / "target")
     written(tmp_path, a=target, b=tmp_path / "late")
     with captured_logs() as logs:

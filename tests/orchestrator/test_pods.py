@@ -1,4 +1,4 @@
-"""Which pod is asked next, and what is known of each."""
+"""Pod selection and pod state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Clock:
 
 
 class Wire:
-    """A channel as far as pods care."""
+    """The part of a channel that pods use."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -93,11 +93,11 @@ def test_equal_numerics_come_first() -> None:
     three = pods("abc")
     for pod, numerics in zip(three, ("x", "y", ""), strict=True):
         pod.numerics = numerics
-    assert set(chosen(three, 4, numerics="y")) == {"b", "c"}  # c has not said yet
+    assert set(chosen(three, 4, numerics="y")) == {"b", "c"}  # c has not reported yet
 
 
 def test_whose_memory_holds_the_text_comes_first() -> None:
-    """With less memory the text ends sooner, and with other pods elsewhere."""
+    """A text that outgrows a pod's memory ends there, or has to move to another pod."""
     three = pods("abc")
     small, large, unknown = three
     small.context_tokens, large.context_tokens = 100, 1000
@@ -155,7 +155,7 @@ def test_pauses_double_and_come_to_an_end() -> None:
     clock = Clock()
     backoff = Backoff(10.0, longest=2.0, clock=clock, jitter=lambda: 1.0)
     assert not backoff.exhausted
-    clock.now += 100  # waiting for memory, say: nothing has failed
+    clock.now += 100  # waiting for memory, for example: not a failure
     backoff.failed()
     pauses = [backoff.pause() for _ in range(8)]
     assert pauses == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0])

@@ -1,4 +1,4 @@
-"""Prefix-aware routing: who is asked for cached prefixes, and who is preferred then."""
+"""Prefix-aware routing: which verifiers are queried for cached prefixes, and which is preferred."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT = list(range(3 * HASHED_TOKENS + 7))
 
 
 class Holding(verifier_pb2_grpc.VerifierServiceServicer):
-    """A verifier that has so many blocks of any text, for one tenant."""
+    """A verifier with `blocks` cached blocks of any text, for one tenant."""
 
     def __init__(self, blocks: int, sessions: int = 0) -> None:
         self.blocks, self.sessions = blocks, sessions
@@ -46,14 +46,14 @@ class Holding(verifier_pb2_grpc.VerifierServiceServicer):
 
 
 class Boasting(Holding):
-    """Says that it has more than there is."""
+    """Reports more blocks than the text has."""
 
     async def FindPrefix(self, request: Any, context: Any) -> verifier_pb2.FindPrefixResponse:
         return verifier_pb2.FindPrefixResponse(cached_tokens=2**32 - 1)
 
 
 class Older(Holding):
-    """Is of a version without prefixes."""
+    """A version without prefix queries."""
 
     async def FindPrefix(self, request: Any, context: Any) -> verifier_pb2.FindPrefixResponse:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
@@ -79,7 +79,7 @@ async def asking(*verifiers: Holding) -> AsyncIterator[list[Pod]]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine an answer may take longer than a request would wait for it."""
+    """On a busy machine an answer may exceed the time a request would wait for it."""
     monkeypatch.setattr(prefix_routing, "ASK_SECONDS", 5.0)
 
 

@@ -1,4 +1,4 @@
-"""Readiness: an orchestrator serves from the first verifier that it finds, and no longer than without any it may."""
+"""Readiness: SERVING from the first verifier found until the last one has been missing for too long."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IDENTITY = model_pb2.ModelIdentity(
 
 
 class Health(health.aio.HealthServicer):  # type: ignore[misc]
-    """Counts how often it is asked."""
+    """Counts its calls."""
 
     checks = 0
 
@@ -35,7 +35,7 @@ class Health(health.aio.HealthServicer):  # type: ignore[misc]
 
 
 class Verifier(verifier_pb2_grpc.VerifierServiceServicer):
-    """A verifier that tells what it serves and how it is, and nothing else."""
+    """A verifier that reports its identity and health only."""
 
     def __init__(self) -> None:
         self.identity = IDENTITY
@@ -176,7 +176,7 @@ async def test_a_verifier_whose_address_goes_away_while_it_is_asked_is_none() ->
 
 
 def test_only_the_latest_fingerprints_are_remembered() -> None:
-    """A verifier that tells another one each time fills no memory."""
+    """A verifier reporting a new fingerprint each time must not fill memory."""
     found = Readiness(Peers(Pods()), MODEL)
     for number in range(2 * MOST_FINGERPRINTS):
         found.served("ours")

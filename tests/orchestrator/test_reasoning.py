@@ -1,4 +1,5 @@
-"""Whether a model reasons is read off its chat template, and whether an answer does off the end of the prompt."""
+"""Reasoning support is detected from the chat template, and whether an answer starts in reasoning from the end of
+the prompt."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ ASKED = [{"role": "user", "content": "what is </think> or <think>?"}]
 def test_the_end_of_the_prompt_says_how_an_answer_begins(
     model: ServedModel, arguments: dict[str, Any], begun: bool | None
 ) -> None:
-    """Marks in what others say are no marks."""
+    """Marks inside messages are ignored."""
     reasoning = parse(request_of(ASKED, arguments), model).samples[0].reasoning
     assert (None if reasoning is None else reasoning.begun) == begun
 
@@ -50,7 +51,7 @@ def test_only_chats_are_split(model: ServedModel) -> None:
 
 
 def test_a_grammar_is_about_the_answer(model: ServedModel) -> None:
-    """Unless the request itself says where it begins."""
+    """Unless the request sets where reasoning is."""
     grammar = model_pb2.Grammar(regex="a+")
     for arguments, expected in (
         ({}, model_pb2.Grammar(regex="a+", after_token=CLOSE, opening_token=OPEN)),
@@ -65,7 +66,7 @@ def test_a_grammar_is_about_the_answer(model: ServedModel) -> None:
 
 
 def test_a_request_may_say_where_its_reasoning_is(model: ServedModel) -> None:
-    """Which holds for any prompt, and for its grammar."""
+    """This applies to any prompt, and to its grammar."""
     said = generation_pb2.Reasoning(opening_token=70, closing_token=71, begun=True)
     request = generation_pb2.GenerateRequest(text="abc", reasoning=said, grammar=model_pb2.Grammar(regex="a+"))
     (sample,) = parse(request, model).samples
@@ -86,7 +87,7 @@ def test_the_template_sees_the_reasoning_of_earlier_turns(model: ServedModel) ->
 
 @pytest.mark.parametrize("without", ["template", "token"])
 def test_other_models_have_no_reasoning(tmp_path: Path, without: str) -> None:
-    """Neither where the template does not know the marks, nor where they are no tokens."""
+    """Neither if the template lacks the marks, nor if they are no tokens."""
     directory = reasoning_model(make("llama", tmp_path / "plain"), tmp_path / "reasons")
     if without == "template":
         settings = json.loads((directory / "tokenizer_config.json").read_text())

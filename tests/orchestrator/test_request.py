@@ -1,4 +1,4 @@
-"""What is wrong with a request is said before it costs anything, a field at a time."""
+"""Requests are validated before they cost anything, with one violation per field."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sampling(**fields: Any) -> generation_pb2.SamplingParameters:
 
 
 class Untouched(Tokenizer):
-    """A tokenizer that nobody may ask for tokens."""
+    """A tokenizer that must not be called."""
 
     def __init__(self) -> None:
         pass
@@ -49,7 +49,7 @@ class Untouched(Tokenizer):
     chat_templates = None
 
     def added_token(self, _: str) -> None:
-        """It has none."""
+        """No added tokens."""
 
     def encode(self, *_: Any, **__: Any) -> list[int]:
         raise AssertionError("it was encoded")
@@ -88,7 +88,7 @@ def with_argument(value: str | float) -> generation_pb2.ChatPrompt:
     ],
 )
 def test_what_cannot_fit_is_refused_unread(field: str, fields: dict[str, Any]) -> None:
-    """By its size, which is told; nothing of it is encoded, rendered or compared."""
+    """By its size alone: nothing of it is encoded, rendered or compared."""
     model = ServedModel("m", Untouched(), "", CONTEXT, VOCABULARY, frozenset())
     ((found, problem),) = violations(model, **fields)
     assert found == field
@@ -97,7 +97,7 @@ def test_what_cannot_fit_is_refused_unread(field: str, fields: dict[str, Any]) -
 
 
 def test_the_first_of_many_wrong_values_is_named(model: ServedModel) -> None:
-    """300 of them made an error that gRPC would not carry, and 1 MB of them 13 MB of log."""
+    """With all of 300 named, the error exceeded gRPC's limit; 1 MB of values gave 13 MB of log."""
     biases = dict.fromkeys(range(300), math.nan)
     ((field, problem),) = violations(model, sampling=sampling(logit_bias=biases))
     assert field.startswith("sampling.logit_bias[")
@@ -116,7 +116,7 @@ def test_an_argument_that_json_does_not_have(model: ServedModel, number: float) 
 
 
 def test_whole_numbers_stay_whole(model: ServedModel) -> None:
-    """On the wire they are floats; a template would print the point."""
+    """They arrive as floats; a template would print the point."""
     seen: list[Any] = []
 
     class Recording(Untouched):
@@ -172,7 +172,7 @@ def test_no_text_that_fits_is_longer_than_the_longest_tokens(model: ServedModel,
 
 
 def test_a_text_that_is_far_too_long_is_not_tokenised_as_a_whole(model: ServedModel) -> None:
-    """As one of 5 million tokens was, which took 2 GB and left most of it taken."""
+    """A text of 5 million tokens, encoded as a whole, took 2 GB and kept most of it."""
     tokenizer = Tokenizer(ModelDirectory(Path(DEMO / "target")))
     text = "def main(x): return 1\n" * 100_000
     with pytest.raises(TooManyTokensError, match="more than 2000 tokens"):
@@ -185,7 +185,7 @@ def test_a_text_that_is_far_too_long_is_not_tokenised_as_a_whole(model: ServedMo
 
 @pytest.mark.parametrize("length", [100, 9000])
 def test_a_text_that_fits_is_tokenised_as_a_whole(length: int) -> None:
-    """Though it was counted in pieces before."""
+    """Even though it was counted in pieces before."""
     tokenizer = Tokenizer(ModelDirectory(Path(DEMO / "target")))
     text = " " * (length // 2) + "x" * (length // 2)
     tokens = tokenizer.encode(text)
@@ -193,7 +193,7 @@ def test_a_text_that_fits_is_tokenised_as_a_whole(length: int) -> None:
 
 
 def test_a_long_text_leaves_the_interpreter_to_others() -> None:
-    """Who encodes in a thread holds up no event loop: its longest pause is a small part of the time that it takes."""
+    """Encoding in a thread must not block the event loop: its longest pause is a small part of the total time."""
     tokenizer = Tokenizer(ModelDirectory(Path(DEMO / "target")))
     text = "def main(x): return 1\n" * 100_000
     over = threading.Event()
@@ -203,7 +203,7 @@ def test_a_long_text_leaves_the_interpreter_to_others() -> None:
         nonlocal longest
         last = time.process_time()
         while not over.wait(0.001):
-            now = time.process_time()  # what others do with the processor is no matter
+            now = time.process_time()  # CPU time: unaffected by other processes
             longest, last = max(longest, now - last), now
 
     ticking = threading.Thread(target=tick)
@@ -267,7 +267,7 @@ def test_the_owner_of_the_key_is_the_tenant(model: ServedModel) -> None:
 
 
 def test_a_token_that_the_tokenizer_has_and_the_model_has_not(tmp_path: Path) -> None:
-    """A padding token, say, that was added without a row in the model."""
+    """Such as a padding token added without a row in the model."""
     added = directory(word_level(), tmp_path / "model", pad_token="[PAD]")
     assert added.tokens["[PAD]"] == added.vocabulary
     model = ServedModel.of(added)
@@ -277,4 +277,4 @@ def test_a_token_that_the_tokenizer_has_and_the_model_has_not(tmp_path: Path) ->
     ):
         parse(generation_pb2.GenerateRequest(text="hello [PAD]"), model)
     (sample,) = parse(generation_pb2.GenerateRequest(text="hello", stop=["[PAD]"]), model).samples
-    assert added.vocabulary not in sample.end_tokens  # no pod would take it, and none ever chooses it
+    assert added.vocabulary not in sample.end_tokens  # pods would reject it, and the model never chooses it

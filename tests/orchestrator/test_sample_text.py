@@ -1,5 +1,5 @@
-"""A text is split into reasoning and answer at the marks, and what is readable of each is exactly what its tokens
-spell."""
+"""A text is split into reasoning and answer at the marks; the readable part of each is exactly the text of its
+tokens."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def commit_of(tokens: list[int], *, last: bool) -> verifier_pb2.Commit:
 
 
 def told(model: ServedModel, sample: Sample, tokens: list[int]) -> generation_pb2.GenerateResponse:
-    """What a client is told of a text whose tokens all come with one commit."""
+    """Return the responses to a text whose tokens all come in one commit."""
     response = SampleTranscript(sample, model, 0.0).take(commit_of(tokens, last=True))
     assert response is not None
     assert "".join(response.token_texts) == response.reasoning + response.text
@@ -75,7 +75,7 @@ def test_it_is_split_at_the_marks(model: ServedModel, begun: bool, reasoning: li
 
 @given(answer=PARTS)
 def test_an_answer_that_a_grammar_is_about_loses_nothing(model: ServedModel, answer: list[int]) -> None:
-    """White space at its beginning may be what the grammar asks for."""
+    """The grammar may require leading white space."""
     sample = sample_of(model, begun=True, grammar=model_pb2.Grammar(regex=" yes"))
     space = model.tokenizer.encode(" ", special=False)
     found = told(model, sample, [70, CLOSE, *space, *answer])
@@ -84,7 +84,7 @@ def test_an_answer_that_a_grammar_is_about_loses_nothing(model: ServedModel, ans
 
 @given(answer=PARTS)
 def test_a_text_that_does_not_begin_with_the_mark_has_no_reasoning(model: ServedModel, answer: list[int]) -> None:
-    """Wherever a mark stands in it later."""
+    """Even if a mark occurs later."""
     tokens = [70, *answer, OPEN, *answer, CLOSE, 70]
     marked = told(model, sample_of(model, begun=False), tokens)
     assert marked.text == told(model, sample_of(model, begun=False, reasoning=None), tokens).text
@@ -100,7 +100,7 @@ def test_stop_strings_end_the_answer_alone(model: ServedModel) -> None:
 
 @pytest.mark.parametrize("last", [END, 70])
 def test_reasoning_that_never_ends_is_no_answer(model: ServedModel, last: int) -> None:
-    """What is held back at the end, and the end token, belong to it as well."""
+    """Including text held back at the end, and the end token."""
     thought = model.tokenizer.encode("so be it", special=False)
     half = model.tokenizer.encode("\U0001f600", special=False)[:1]
     tokens = [*thought, *([] if last == END else half), last]
@@ -126,7 +126,7 @@ def test_a_resumed_text_is_split_where_it_would_have_been(model: ServedModel) ->
 
 
 def in_pieces(model: ServedModel, sample: Sample, tokens: list[int]) -> list[generation_pb2.GenerateResponse]:
-    """What a client is told of a text whose tokens come one by one, until it ends."""
+    """Return the responses to a text whose tokens come one by one, until it ends."""
     transcript = SampleTranscript(sample, model, 0.0)
     told = []
     for count, token in enumerate(tokens, 1):
@@ -142,7 +142,7 @@ def in_pieces(model: ServedModel, sample: Sample, tokens: list[int]) -> list[gen
 def test_reasoning_may_begin_after_white_space(
     model: ServedModel, space: str, reasoning: list[int], answer: list[int]
 ) -> None:
-    """Models write a line break before the mark; it belongs to the reasoning, however its tokens come."""
+    """Models write a line break before the mark; it belongs to the reasoning, however tokens are split."""
     before = [token for character in space for token in model.tokenizer.encode(character, special=False)]
     thought = [*before, OPEN, *reasoning, CLOSE]
     whole = told(model, sample_of(model, begun=False), [*thought, *answer])
@@ -161,7 +161,7 @@ def test_reasoning_may_begin_after_white_space(
 
 @pytest.mark.parametrize("tokens", ["  x", "\n" * (MAX_SPACE_BEFORE_MARK + 1) + "x", "\n\n"])
 def test_white_space_that_no_mark_follows_is_the_answers(model: ServedModel, tokens: str) -> None:
-    """So is a mark after more of it than any model writes."""
+    """So does a mark after more white space than models write."""
     text = [token for character in tokens for token in model.tokenizer.encode(character, special=False)]
     for behind in ([], [OPEN, *text]):
         if behind and len(text) <= MAX_SPACE_BEFORE_MARK and not tokens.endswith("x"):
@@ -179,7 +179,7 @@ def test_a_stop_string_of_white_space_ends_the_text_at_its_token(model: ServedMo
 
 
 def test_under_a_grammar_the_mark_is_the_first_token(model: ServedModel) -> None:
-    """The grammar holds from the first token that is not the mark."""
+    """The grammar applies from the first token after the mark."""
     space, x = model.tokenizer.encode(" x", special=False)
     sample = sample_of(model, begun=False, grammar=model_pb2.Grammar(regex=" x"))
     parts = in_pieces(model, sample, [space, x])
@@ -209,7 +209,7 @@ def test_a_stop_string_that_is_a_special_token_is_an_end_token(model: ServedMode
 
 @pytest.mark.parametrize("stop", ["<think>", "</think>"])
 def test_a_stop_string_may_be_a_mark_of_reasoning(reasoning: ServedModel, stop: str) -> None:
-    """Texts do not show it either; it ends them wherever it stands."""
+    """A mark used as a stop string ends the text anywhere, and is not shown."""
     chat = generation_pb2.ChatPrompt(messages=[generation_pb2.ChatMessage(role="user", content="what?")])
     (sample,) = parse(generation_pb2.GenerateRequest(chat=chat, stop=[stop]), reasoning).samples
     mark = {"<think>": OPEN, "</think>": CLOSE}[stop]
@@ -225,7 +225,7 @@ def test_a_stop_string_may_be_a_mark_of_reasoning(reasoning: ServedModel, stop: 
 
 
 def test_a_stop_string_may_contain_the_closing_mark(reasoning: ServedModel) -> None:
-    """From the mark on, the answer is searched as it was written, white space included that it does not show."""
+    """Past the mark, stop strings are matched on the raw answer, including white space that is not shown."""
     sample = sample_of(reasoning, begun=True, stop=("</think>\n\nyes",))
     text = reasoning.tokenizer.encode("\n\nyes, sir", special=False)
     found = told(reasoning, sample, [70, CLOSE, *text])

@@ -1,4 +1,4 @@
-"""Long prompts are tokenised one after another, and hold up no short one."""
+"""Long prompts are tokenized one at a time, and do not delay short ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.stack import served, until
 
 
 class Blocked(Tokenizer):
-    """A tokenizer that takes long over long texts, until it is let go, and finds every text too long."""
+    """A tokenizer that blocks on long texts until released, and finds every text too long."""
 
     longest_token = 1 << 20
 
@@ -54,7 +54,7 @@ async def test_long_prompts_wait_for_each_other_and_only_so_many() -> None:
         long = [asyncio.create_task(ask(2 * LONG_BYTES)) for _ in range(MAX_WAITING_LONG + 1)]
         await until(lambda: servicer._long.waiting == MAX_WAITING_LONG)
         assert await ask(2 * LONG_BYTES) is grpc.StatusCode.RESOURCE_EXHAUSTED
-        long.pop().cancel()  # whoever leaves makes room
+        long.pop().cancel()  # a cancelled call frees its place
         await until(lambda: servicer._long.waiting == MAX_WAITING_LONG - 1)
         assert await ask(10) is grpc.StatusCode.INVALID_ARGUMENT
         assert tokenizer.begun == 1

@@ -1,4 +1,4 @@
-"""What a verifier and a draft are told follows from what is known of a text's speculation."""
+"""Messages to verifier and draft, derived from a text's speculation state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_verifier_that_grants_nothing_grants_one() -> None:
     [
         (True, False, {}, False),
         (True, True, {}, True),
-        (False, False, {}, True),  # of one that has no draft, a verifier cannot say
+        (False, False, {}, True),  # without a draft, the verifier cannot judge
         (True, False, {"speculation": FORCED}, True),
         (True, False, {"rule": Rule.CONTRASTIVE}, True),
     ],

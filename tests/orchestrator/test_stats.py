@@ -1,4 +1,4 @@
-"""Samples count as goodput if, and only if, their texts became complete."""
+"""Samples count as goodput if and only if their texts were completed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specdec.v2 import generation_pb2, model_pb2
 
 
 def transcript(tokens: int) -> Any:
-    """Of a text that came with two tokens, and has so many now."""
+    """Return a transcript that began with two tokens and now has `tokens`."""
     return SimpleNamespace(
         usage=generation_pb2.Usage(prompt_tokens=5, completion_tokens=tokens),
         statistics=Statistics(),

@@ -1,4 +1,4 @@
-"""Tokenize: a prompt as the tokens that a completion would begin with, and what each stands for."""
+"""Tokenize: a prompt as the tokens that a completion would start from, with the bytes of each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODEL = ServedModel.of(ModelDirectory(HOME / "target"))
 
 @pytest.fixture
 async def address() -> AsyncIterator[str]:
-    """An orchestrator that has no verifier: none is needed."""
+    """Yield the address of an orchestrator without verifiers: Tokenize needs none."""
     async with served(GenerationServicer(Catalog.of(MODEL, Peers(Pods())))) as (address, _):
         yield address
 
@@ -82,7 +82,7 @@ async def test_the_count_is_told_without_pieces(address: str) -> None:
 
 
 def test_bytes_of_every_token_of_a_byte_level_vocabulary() -> None:
-    """They are what the library decodes, where that is text at all."""
+    """They equal what the library decodes, where that is valid text."""
     for token in range(1, MODEL.vocabulary):
         spelt = MODEL.tokenizer.piece(token)
         assert spelt

@@ -1,5 +1,5 @@
-"""What a forced call looks like: in each format it is as the model's template writes calls, fits its schema, and is
-read back."""
+"""Forced tool calls: written as the model's template writes them, valid under their schema, and parsed back, in each
+tool format."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ class Follower:
         self._matcher = compiler.compile(Grammar(Kind.LARK, (grammar.lark,)))._shared.matcher
 
     def takes(self, text: str) -> bool:
-        """Whether a whole text fits."""
+        """Return whether the grammar accepts a whole text."""
         matcher, tokens = self._matcher.deep_copy(), self._tokenizer.encode(text, special=False)
         return (
             matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
         )
 
     def text(self, seed: int, most: int = 600) -> str:
-        """A text that fits, each token drawn among those that the grammar allows; short ones are likelier to end."""
+        """Draw an accepted text token by token; short texts are likelier to end."""
         matcher, draws, tokens = self._matcher.deep_copy(), random.Random(seed), list[int]()
         while not (matcher.is_accepting() and (draws.random() < 0.5 or matcher.is_stopped())):
             bias = matcher.compute_logit_bias()
@@ -199,7 +199,7 @@ def test_schemas_that_tagged_calls_cannot_be_held_to(
 
 
 def test_arguments_of_a_function_without_properties(source: Path, tmp_path: Path) -> None:
-    """They may be any, unless the schema says that there are none."""
+    """Any arguments, unless the schema forbids them."""
     model = model_of(source, tmp_path / "m", TEMPLATES[QWEN_CODER])
     call = written(QWEN_CODER, [("f", {"a": "b", "c": 5})])
     free = Follower(model, tmp_path / "m", chat({"f": {"type": "object"}}, tool_required=True))
@@ -226,7 +226,7 @@ def test_arguments_of_a_function_without_properties(source: Path, tmp_path: Path
     ids=lambda schema: json.dumps(schema)[:60],
 )
 def test_schemas_that_make_no_sense_break_nothing(source: Path, tmp_path: Path, schema: dict[str, Any]) -> None:
-    """What is no schema is judged where the grammar is tried."""
+    """Invalid schemas are rejected by the grammar trial."""
     model = model_of(source, tmp_path / "m", TEMPLATES[QWEN_CODER])
     asked = chat({"f": {"type": "object", **schema}}, tool_required=True)
     tool_violations(asked, model)

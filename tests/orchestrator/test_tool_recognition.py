@@ -1,4 +1,4 @@
-"""A model's tool format is the one in which its own template writes a call."""
+"""A model's tool format is detected from a call rendered by its own chat template."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FORMS: dict[str, tuple[str, ToolFormat | None]] = {
 
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_that_differ(source: Path, tmp_path: Path, name: str) -> None:
-    """In white space they may; what is written in another form is not guessed."""
+    """They may differ in white space only; no other form is guessed."""
     call, wanted = FORMS[name]
     for word, expression in (
         ("NAME", "{{ c.function.name }}"),

@@ -1,4 +1,4 @@
-"""An orchestrator's TraceService: its own part of a request and those of pods, real sockets."""
+"""An orchestrator's TraceService: its own part of a request and those of pods, over real sockets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECOND = 1_000_000
 
 
 class Telling(TraceServicer):
-    """A pod that says what it is told to say, after a while. It is not asked by anybody else."""
+    """A pod that answers after `seconds`, with one timeline of these `ages`. It asks no other process."""
 
     def __init__(self, *, ages: tuple[int, int] | None = None, seconds: float = 0.0) -> None:
         super().__init__("verifier", Timelines())
@@ -53,7 +53,7 @@ class Orchestrator(OrchestratorTraceServicer):
 
 
 async def trace(*pods: Telling, others: tuple[str, ...] = (), asked: str = "r") -> trace_pb2.GetTraceResponse:
-    """What an orchestrator tells of the request `r`, which has used these pods, and pods at other addresses."""
+    """Return an orchestrator's trace of request `r`, which used these pods and pods at other addresses."""
     async with AsyncExitStack() as exits:
         addresses = [(await exits.enter_async_context(served(pod)))[0] for pod in pods]
         peers = Peers(Pods([*addresses, *others[:1]], connect=grpc.aio.insecure_channel))
@@ -74,7 +74,7 @@ async def trace(*pods: Telling, others: tuple[str, ...] = (), asked: str = "r") 
 
 
 async def test_every_pod_is_asked_once_and_its_ages_are_those_of_the_answer() -> None:
-    """The slower one has told its ages before the other one did; they grow by the time since."""
+    """The slower pod measured its ages before the faster one answered; they are advanced by the time since."""
     quick, slow = Telling(ages=(5 * SECOND, 4 * SECOND)), Telling(ages=(5 * SECOND, 4 * SECOND), seconds=0.4)
     told = await trace(quick, slow)
     assert (quick.asked, slow.asked) == (["r"], ["r"])
@@ -84,7 +84,7 @@ async def test_every_pod_is_asked_once_and_its_ages_are_those_of_the_answer() ->
     assert of_quick.pod
     assert of_slow.pod != of_quick.pod
     for part in (of_quick, of_slow):
-        # Whenever in its answer a pod has looked at its clock, that is within the error that is told.
+        # A pod may have read its clock at any moment of its answer: the reported error covers that.
         assert part.age_us >= 5 * SECOND
         assert part.age_us - part.end_age_us == SECOND
         assert part.events[0].age_us == part.end_age_us
@@ -109,7 +109,8 @@ async def test_a_pod_may_say_anything() -> None:
 
 
 async def test_whichever_worker_is_asked_tells_what_all_have_recorded(tmp_path: Path) -> None:
-    """A request that was resumed at another worker has a part at each. One worker has died, one has nothing of it."""
+    """A request resumed at another worker has a part at each. Of two further workers, one has died and one has no
+    part."""
     pod = Telling()
     async with AsyncExitStack() as exits:
         verifier, _ = await exits.enter_async_context(served(pod))

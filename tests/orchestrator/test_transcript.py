@@ -1,4 +1,4 @@
-"""The transcript enters what it alone knows: which bytes the tokens of log-probabilities stand for."""
+"""The transcript adds the bytes of each token to logprobs: verifiers do not know them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pod whose single answers cannot be read is asked like one that does not answer: nothing breaks of it."""
+"""A pod with undecodable unary answers is treated like one without an answer."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.orchestrator.samples import MODEL
 from tests.stack import until
 
 BROKEN = b"\xff\xff"
-"""No message of any kind."""
+"""Undecodable as any message."""
 
 
 @pytest.fixture
 async def garbling() -> AsyncIterator[str]:
-    """The address of a server that answers every call so."""
+    """Yield the address of a server that answers every call with `BROKEN`."""
 
     class Anything(grpc.GenericRpcHandler):
         def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:

@@ -1,4 +1,4 @@
-"""Verification: verifiers that do not take a text, and those that lose it before it has a token."""
+"""Verifiers that refuse a text, and those that lose it before its first token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.stack import until
 
 
 class Refusing(verifier_pb2_grpc.VerifierServiceServicer):
-    """A verifier that ends every session at once. `reasons` are those of the first ones; the last one stays."""
+    """A verifier that ends every session at once, for `reasons` in order; the last one repeats."""
 
     def __init__(self, *reasons: str) -> None:
         self.reasons = reasons
@@ -48,8 +48,8 @@ class Refusing(verifier_pb2_grpc.VerifierServiceServicer):
 
 
 class Changing(Refusing):
-    """A verifier that opens each session with another identity, and is gone before it has committed a token. It waits
-    until the opening was read (`read`): gRPC may drop a message if its stream ends right after it."""
+    """A verifier that opens each session with another identity, then fails before it commits a token. It waits until
+    the opening was read (`read`): gRPC may drop a message if its stream ends right after it."""
 
     def __init__(self, *identities: model_pb2.ModelIdentity) -> None:
         super().__init__("gone")
@@ -125,7 +125,7 @@ async def test_a_verifier_of_something_else_is_asked_once_for_all_texts(fields: 
 
 
 async def test_a_text_without_a_token_may_begin_at_other_weights() -> None:
-    """Nothing of the ones that it was opened with before is in it."""
+    """No token comes from the weights of the earlier session."""
     verifier = Changing(identity(), identity(model_fingerprint="b", numerics_fingerprint="m"))
     async with serving(verifier) as address:
         pods = Pods([address], connect=grpc.aio.insecure_channel)
@@ -142,7 +142,7 @@ async def test_a_text_without_a_token_may_begin_at_other_weights() -> None:
 
 
 class Small(Refusing):
-    """A verifier without the memory for any text."""
+    """A verifier without memory for any text."""
 
     async def Verify(self, requests: Any, context: Any) -> None:  # type: ignore[override]
         self.asked += 1
@@ -151,7 +151,7 @@ class Small(Refusing):
 
 
 class Compiling(Changing):
-    """A verifier that compiles the text's grammar while it is asked the first two times."""
+    """A verifier still compiling the grammar on the first two attempts."""
 
     pending = 2
 
@@ -164,7 +164,7 @@ class Compiling(Changing):
 
 
 async def test_a_new_text_waits_for_its_grammar_and_others_do_not() -> None:
-    """That a pod cannot take the grammar yet says nothing of its room."""
+    """A verifier that is compiling the grammar may still have room for other texts."""
     verifier = Compiling(identity())
     async with serving(verifier) as address:
         pods = Pods([address], connect=grpc.aio.insecure_channel)
@@ -184,7 +184,7 @@ async def test_a_new_text_waits_for_its_grammar_and_others_do_not() -> None:
 
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_text_that_has_begun_waits_for_a_verifier_with_the_memory(begun: bool) -> None:
-    """One that is down now. A new text is told at once what is wrong with it."""
+    """That verifier is down now. A new text is refused at once with the reason."""
     verifier = Small("")
     with socket.socket() as down:
         down.bind(("127.0.0.1", 0))
@@ -201,7 +201,7 @@ async def test_a_text_that_has_begun_waits_for_a_verifier_with_the_memory(begun:
 
 
 async def test_an_answer_to_an_opening_is_small() -> None:
-    """Its memory is kept with the session."""
+    """It stays in memory with the session."""
 
     class Staying(Changing):
         async def Verify(self, requests: Any, context: Any) -> None:  # type: ignore[override]
@@ -220,7 +220,7 @@ async def test_an_answer_to_an_opening_is_small() -> None:
 
 @for_all(st.lists(st.floats(0, 600), min_size=1, max_size=20))
 def test_a_peer_is_not_blamed_for_heartbeats_of_a_time_in_which_nobody_read(pauses: list[float]) -> None:
-    """It sends four a second; after each pause they come at once."""
+    """The peer sends four a second; after a pause of the reader, they arrive together."""
     now = 0.0
     stream = PeerStream(cast("Any", None), context(Peers(Pods())), clock=lambda: now)
 

@@ -1,4 +1,4 @@
-"""Silence is noticed; what is no silence is not."""
+"""The watchdog detects silence, and only silence."""
 
 from __future__ import annotations
 

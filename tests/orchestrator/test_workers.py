@@ -1,4 +1,4 @@
-"""`--workers`, with real processes: who serves, who comes back, and that nobody is left behind."""
+"""`--workers`, with real processes: serving, restarts, and no process left behind."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from tests.stack import request_of, served, until
 
 WORKERS = 2
 LONG = 4000
-"""Tokens of a text that is not over before the test says so."""
+"""Tokens of a text that runs until the test ends it."""
 
 LAST = 6
-"""The token that ends it."""
+"""Its end token."""
 
 PATIENCE = 120.0
 
@@ -48,12 +48,12 @@ pytestmark = pytest.mark.timeout(600)
 
 
 class SlowVerifier(verifier_pb2_grpc.VerifierServiceServicer):
-    """Commits a token now and then, until it is told that a text may end."""
+    """Commits a token now and then, until a text may end."""
 
     name = "specdec.v2.VerifierService"
 
     def __init__(self) -> None:
-        self.open: Counter[str] = Counter()  # sessions, by the process that opened them
+        self.open: Counter[str] = Counter()  # sessions by the process that opened them
         self.may_end = asyncio.Event()
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -105,7 +105,7 @@ class SlowVerifier(verifier_pb2_grpc.VerifierServiceServicer):
 
     @property
     def workers(self) -> int:
-        """Processes that have sessions."""
+        """Return the processes with sessions."""
         return len(+self.open)
 
 
@@ -131,7 +131,7 @@ async def address_of(process: Process) -> str:
 
 @asynccontextmanager
 async def orchestrator(verifier: str, *options: str) -> AsyncIterator[Process]:
-    """A process that is ended on leaving, as are its workers."""
+    """Yield a process; end it and its workers on leaving."""
     process = await spawn("--verifier", verifier, "--log-level", "warning", *options)
     try:
         yield process
@@ -142,7 +142,7 @@ async def orchestrator(verifier: str, *options: str) -> AsyncIterator[Process]:
 
 
 async def ended(process: Process) -> tuple[int, str, str]:
-    """(status, rest of stdout, stderr)."""
+    """Return (status, rest of stdout, stderr)."""
     async with asyncio.timeout(PATIENCE):
         out, errors = await process.communicate()
     assert process.returncode is not None
@@ -150,14 +150,15 @@ async def ended(process: Process) -> tuple[int, str, str]:
 
 
 class Clients:
-    """Each stream over a connection of its own, since a connection stays with one worker."""
+    """Streams, each over its own connection, since a connection stays with one worker."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self.streams: list[asyncio.Task[grpc.StatusCode]] = []
 
     async def stream(self, tokens: int = LONG) -> None:
-        """Begin one and read on; its task's result is how it ended. Its request's id is its number."""
+        """Start a stream and read it in the background; its task's result is how it ended. Its number is its request
+        id."""
         begun, number = asyncio.Event(), str(len(self.streams))
 
         async def read() -> grpc.StatusCode:
@@ -180,7 +181,7 @@ class Clients:
         await begun.wait()
 
     async def reach_all(self, verifier: SlowVerifier) -> None:
-        """Begin streams until every worker has one: the kernel picks, by chance, among those that are ready."""
+        """Start streams until every worker has one: the kernel picks at random among the ready ones."""
         async with asyncio.timeout(PATIENCE):
             while verifier.workers < WORKERS:
                 await self.stream()
@@ -199,7 +200,7 @@ async def test_a_worker_that_dies_is_replaced_and_all_drain(verifier: tuple[Slow
         clients = Clients(address)
         await clients.reach_all(slow)
 
-        # 1. What it served ends, and nothing else.
+        # 1. Its own streams end, and nothing else.
         before = slow.open.total()
         os.kill(victim, signal.SIGKILL)
         await until(lambda: slow.workers == 1)
@@ -207,7 +208,7 @@ async def test_a_worker_that_dies_is_replaced_and_all_drain(verifier: tuple[Slow
         assert 0 < survived < before
         await until(lambda: sum(stream.done() for stream in clients.streams) == before - survived)
 
-        # 2. New requests are served, by the other one or by its successor, who gets its share.
+        # 2. New requests are served, by the other worker or by the replacement, which gets its share.
         brief = Clients(address)
         for _ in range(3):
             await brief.stream(tokens=1)
@@ -217,7 +218,7 @@ async def test_a_worker_that_dies_is_replaced_and_all_drain(verifier: tuple[Slow
         newcomers = Clients(address)
         await newcomers.reach_all(slow)
 
-        # 3. SIGTERM: what is running is brought to its end.
+        # 3. SIGTERM: running requests are finished.
         workers = children_of(process.pid)
         process.terminate()
         await until(lambda: not accepts(address))
@@ -279,7 +280,7 @@ async def test_workers_that_cannot_stay_up_are_given_up() -> None:
         async with asyncio.timeout(PATIENCE):
             while process.returncode is None:
                 for pid in set(children_of(process.pid)) - killed:
-                    if len(killed) < 2 * DEATHS - 1:  # so that one of the two dies so often
+                    if len(killed) < 2 * DEATHS - 1:  # so that one of the two dies that often
                         os.kill(pid, signal.SIGKILL)
                         killed.add(pid)
                 await asyncio.sleep(0.01)
@@ -293,7 +294,7 @@ READY_FOR_LONG = "import time; print('ready', flush=True); time.sleep(600)"
 
 
 async def test_many_that_die_at_once_are_all_started_again() -> None:
-    """Of memory, say: what each of them does in a row is what counts."""
+    """Out of memory, for example: only each worker's own consecutive deaths count."""
     count, ready = 2 * DEATHS, asyncio.Event()
     workers = Workers(lambda number: [sys.executable, "-c", READY_FOR_LONG], ready.set)
     running = asyncio.create_task(workers.run(count))
@@ -308,7 +309,7 @@ async def test_many_that_die_at_once_are_all_started_again() -> None:
 
 
 async def test_a_worker_that_cannot_be_started_now_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the machine has no memory for it, say. The others go on."""
+    """While the machine lacks memory for it, for example. The others go on."""
     ready, spawn, refused = asyncio.Event(), asyncio.create_subprocess_exec, iter((False, False, True, True, False))
 
     async def scarce(*command: str, **options: Any) -> Process:

@@ -1,4 +1,4 @@
-"""A tenant gets what its limits say, and no more."""
+"""A tenant's limits: all of them granted, and nothing beyond."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_tokens_a_minute_may_leave_a_debt() -> None:
     clock = Clock()
     account = Account(Tenant("acme", tokens_per_minute=60), clock)
     with account.request():
-        account.spend_tokens(90)  # a text is not cut off for its length
+        account.spend_tokens(90)  # a text is not cut off by the budget
     with pytest.raises(TenantLimitError, match="tokens_per_minute is 60") as refused, account.request():
         pass
     assert refused.value.retry_after == pytest.approx(31)

@@ -1,4 +1,4 @@
-"""With a file of tenants every call needs an API key, which says whose call it is."""
+"""With a tenants file, every call needs an API key, which determines its tenant."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.stack import served, until
 MODEL = ServedModel.of(ModelDirectory(HOME / "target"))
 ACME, WATCHER = "acme's key", "watcher's key"
 ASK_SECONDS = 0.02
-"""Pause between two tries of a key that may not be known yet: a caller that is refused more often is closed."""
+"""Pause between two tries of a key that may not be known yet: too many refused calls would close the connection."""
 
 METHODS = {
     "Generate": generation_pb2.GenerateRequest,
@@ -43,14 +43,14 @@ METHODS = {
 
 
 class Site:
-    """An orchestrator without verifiers, and its file of tenants."""
+    """An orchestrator without verifiers, and its tenants file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.write(f"acme: {{api_keys: ['{api_keys.hash_of(ACME)}']}}")
 
     def write(self, *tenants: str) -> None:
-        """Replace the file; who watches is always there."""
+        """Replace the file; the operator `watcher` stays in it."""
         watcher = f"watcher: {{api_keys: ['{api_keys.hash_of(WATCHER)}'], operator: true}}"
         new = self.path.with_suffix(".new")
         new.write_text("tenants:\n" + "".join(f"  {each}\n" for each in (watcher, *tenants)))
@@ -71,7 +71,7 @@ async def address(site: Site) -> AsyncIterator[str]:
 
 
 async def status(address: str, method: str, *metadata: tuple[str, str | bytes]) -> tuple[grpc.StatusCode, str]:
-    """Return the status that a call with an empty request ends with, and its message."""
+    """Return the status code and message of a call with an empty request."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
         call = getattr(stub, method)(METHODS[method](), metadata=metadata, timeout=20)
@@ -107,7 +107,7 @@ async def test_no_call_is_served_without_a_key_that_is_known(
 
 
 async def test_a_key_is_asked_for_before_anything_is_read(address: str) -> None:
-    """Whoever has none makes the server decode nothing: what cannot be decoded is not found out."""
+    """Without a key, not even an undecodable request is decoded."""
     async with grpc.aio.insecure_channel(address) as channel:
         ask: Any = channel.unary_unary("/specdec.v2.GenerationService/Tokenize")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -136,7 +136,7 @@ async def test_only_operators_see_what_concerns_all(address: str) -> None:
 
 
 async def test_only_operators_see_traces(address: str) -> None:
-    """Which tell of anybody's request whose id is known."""
+    """Traces describe any request whose id is known."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = trace_pb2_grpc.TraceServiceStub(channel)
         codes = []
@@ -151,13 +151,13 @@ async def test_keys_and_limits_change_without_a_restart(address: str, site: Site
         return (await status(address, "ListModels", ("authorization", f"Bearer {key}")))[0]
 
     async def until_code(key: str, wanted: grpc.StatusCode) -> None:
-        while await code(key) is not wanted:  # the test's own time limit ends it
+        while await code(key) is not wanted:  # ended by the test's own time limit
             await asyncio.sleep(ASK_SECONDS)
 
     assert await code("new") is grpc.StatusCode.UNAUTHENTICATED
     site.write(f"acme: {{api_keys: ['{api_keys.hash_of(ACME)}', '{api_keys.hash_of('new')}']}}")
     await until_code("new", grpc.StatusCode.OK)
-    assert await code(ACME) is grpc.StatusCode.OK  # both count while clients change over
+    assert await code(ACME) is grpc.StatusCode.OK  # both keys are valid during a key change
     site.write(f"acme: {{api_keys: ['{api_keys.hash_of('new')}'], requests_per_minute: 1}}")
     await until_code(ACME, grpc.StatusCode.UNAUTHENTICATED)
     async with AsyncClient(address, api_key="new") as client:

@@ -1,4 +1,4 @@
-"""A file of tenants is read as it says, and a wrong one is refused by what is wrong in it."""
+"""Parsing of the tenants file, and error messages that name what is wrong in it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_wrong_file_is_refused_by_what_is_wrong(tmp_path: Path, text: str, why
     assert why in str(refused.value)
     assert str(refused.value).startswith(f"--tenants {tmp_path}/tenants.yaml: ")
     assert "\n" not in str(refused.value)
-    assert "secret" not in str(refused.value)  # what may be a key is not repeated
+    assert "secret" not in str(refused.value)  # a possible key is not repeated
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
