@@ -1,4 +1,4 @@
-"""Work in threads: so many callers may wait for one, of an owner half of them, and nobody for longer than it likes."""
+"""Bounded thread pools: a limit on waiting callers, half of it per owner, and a limit on each one's waiting time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.stack import until
 
 @asynccontextmanager
 async def busy(limit: int) -> AsyncIterator[tuple[BoundedThreads, threading.Event]]:
-    """Threads of which the only one is at work until the event is set."""
+    """Yield a pool whose only thread is busy until the event is set."""
     threads, over, begun = BoundedThreads("jobs", 1, limit), threading.Event(), threading.Event()
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Closed, open, half-open: what each event makes of a breaker."""
+"""Circuit breaker: transitions between closed, open and half-open."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def breaker(clock: Clock) -> Breaker:
 
 
 def state(breaker: Breaker) -> str:
-    """As it is by now."""
+    """Return the state at the current time."""
     return breaker.state
 
 
@@ -58,7 +58,7 @@ def test_after_a_pause_one_goes_through(breaker: Breaker, clock: Clock) -> None:
     clock.now += FIRST_OPEN_SECONDS
     assert state(breaker) == "half-open"
     breaker.attempt()
-    assert state(breaker) == "open"  # to others
+    assert state(breaker) == "open"  # for others
 
 
 def test_a_trial_that_succeeds_closes_it(breaker: Breaker, clock: Clock) -> None:

@@ -1,5 +1,5 @@
-"""Only clients whose certificates are for certain names are served, by calls of their own and by streams of a
-multiplexed connection; the method of a stream sees who its caller is. A name counts as what it is alone."""
+"""Only clients with an allowed certificate name are served, by unary calls and by streams of a multiplexed
+connection; a stream's method sees its caller's identity. Names are compared as wholes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ORCHESTRATOR = "orchestrator.specdec.svc"
 
 
 class Names:
-    """A service whose one method answers with the names of its caller's certificate."""
+    """A service whose one method answers with the names in its caller's certificate."""
 
     name = SERVICE
 
@@ -51,7 +51,7 @@ def authority(tmp_path: Path) -> Authority:
 
 @asynccontextmanager
 async def serving(authority: Authority, *names: str) -> AsyncIterator[str]:
-    """The address of a server that serves clients with these names."""
+    """Yield the address of a server that serves clients with these names."""
     server = grpc.aio.server(interceptors=[CallInterceptor(caller_gates=[CertificateNames(map(parse_name, names))])])
     registered(Names(), server)
     files = TlsFiles(*authority.issue("server"), authority.file)
@@ -64,7 +64,7 @@ async def serving(authority: Authority, *names: str) -> AsyncIterator[str]:
 
 
 async def asked(authority: Authority, address: str, name: str, *, multiplexed: bool) -> bytes:
-    """Return the answer to a client with a certificate for this name."""
+    """Return the answer to a client with a certificate for `name`."""
     certificate, key = authority.issue("client", name)
     contents = TlsFiles(certificate, key, authority.file).read()
     channel: Any = grpc.aio.secure_channel(address, channel_credentials(contents))
@@ -89,8 +89,8 @@ async def test_a_name_among_them_is_served(authority: Authority, multiplexed: bo
 
 @pytest.mark.parametrize("multiplexed", [False, True])
 async def test_any_other_name_is_refused(authority: Authority, multiplexed: bool) -> None:
-    """Though the authority vouches for it; a name that merely begins alike is another one. A stream ends as with any
-    connection that cannot be had: another pod may serve it."""
+    """Even with a certificate from the same authority, or with a name of the same prefix. A stream ends as on any
+    failed connection: another pod may serve it."""
     code = grpc.StatusCode.UNAVAILABLE if multiplexed else grpc.StatusCode.PERMISSION_DENIED
     async with serving(authority, ORCHESTRATOR) as address:
         for name in ("draft.specdec.svc", f"{ORCHESTRATOR}.evil.example", "127.0.0.1"):
@@ -109,19 +109,19 @@ HOST, EVIL = "orchestrator.svc", "evil.example"
     [
         (HOST, EVIL, [x509.DNSName(HOST)], True),
         (HOST, EVIL, [x509.DNSName(EVIL), x509.DNSName(HOST)], True),
-        (HOST, EVIL, [x509.DNSName("ORCHESTRATOR.svc.")], True),  # the case and the dot of the root say nothing
+        (HOST, EVIL, [x509.DNSName("ORCHESTRATOR.svc.")], True),  # case and the trailing dot of the root are ignored
         ("Orchestrator.SVC", EVIL, [x509.DNSName(HOST)], True),
         (HOST, EVIL, [x509.DNSName(f"{HOST}\0.{EVIL}")], False),
         (HOST, EVIL, [x509.DNSName(f"{HOST}.{EVIL}")], False),
-        (HOST, EVIL, [x509.DNSName("*.svc")], False),  # a wildcard names no caller
+        (HOST, EVIL, [x509.DNSName("*.svc")], False),  # a wildcard is no caller's name
         (HOST, EVIL, [x509.UniformResourceIdentifier(HOST)], False),
         (HOST, EVIL, [x509.UniformResourceIdentifier(f"spiffe://{HOST}")], False),
         (HOST, EVIL, [x509.RFC822Name(HOST)], False),
         (HOST, EVIL, [x509.RFC822Name(f"x@{HOST}")], False),
-        (HOST, HOST, [], False),  # the common name is none
+        (HOST, HOST, [], False),  # the common name is ignored
         (HOST, HOST, [x509.DNSName(EVIL)], False),
         ("10.0.0.7", EVIL, [x509.IPAddress(ip_address("10.0.0.7"))], True),
-        ("10.0.0.7", EVIL, [x509.DNSName("10.0.0.7")], False),  # an address is no host's name
+        ("10.0.0.7", EVIL, [x509.DNSName("10.0.0.7")], False),  # an address is no host name
         ("2001:DB8:0::1", EVIL, [x509.IPAddress(ip_address("2001:db8::1"))], True),
         ("spiffe://svc/orchestrator", EVIL, [x509.UniformResourceIdentifier("spiffe://svc/orchestrator")], True),
         ("spiffe://svc/orchestrator", EVIL, [x509.UniformResourceIdentifier("spiffe://svc/Orchestrator")], False),

@@ -1,4 +1,4 @@
-"""One client may have so many sessions, whatever connections it opens; others have theirs beside it."""
+"""Limits on the sessions of one client, over all its connections; other clients have their own."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def serving(most: int | None, files: TlsFiles | None = None) -> AsyncItera
 
 
 async def hold(channel: Any) -> Any:
-    """Open a session; return its call, or the error that it is refused with."""
+    """Open a session; return its call, or the error of its refusal."""
     call = channel.stream_stream(f"/{SERVICE}/hold", bytes, bytes)(timeout=20)
     try:
         await call.write(b"?")
@@ -93,13 +93,13 @@ async def test_a_client_is_known_by_its_certificate_on_all_its_connections(tmp_p
             return found
 
         one, again, other = channel("one.svc"), channel("one.svc"), channel("other.svc")
-        first, second = await hold(one), await hold(again)  # kept: a call that nobody holds is cancelled
+        first, second = await hold(one), await hold(again)  # references are kept: a collected call is cancelled
         assert not any(isinstance(call, grpc.aio.AioRpcError) for call in (first, second))
         assert refusal(await hold(one)) == "2 sessions are open for one client, the limit is reached"
         assert not isinstance(await hold(other), grpc.aio.AioRpcError)
         first.cancel()
         found: Any = grpc.aio.AioRpcError
-        for _ in range(100):  # until the server knows that it has left
+        for _ in range(100):  # until the server has noticed the cancellation
             if not isinstance(found := await hold(again), grpc.aio.AioRpcError):
                 break
         assert not isinstance(found, grpc.aio.AioRpcError)

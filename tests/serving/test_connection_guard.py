@@ -1,5 +1,5 @@
-"""A connection that only wastes calls is closed, and its address slowed; those of callers who may call are left
-alone, whatever others do."""
+"""A connection that only wastes calls is closed, and its address slowed down; connections of authorized callers are
+left alone."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ ASK, HOLD = f"/{SERVICE}/Ask", f"/{SERVICE}/Hold"
 KEY = (("authorization", "Bearer key"),)
 PATIENCE = 30.0
 ENOUGH = 2 * int(guards.CONNECTION_BURST)
-"""Calls that use up the budget of a connection."""
+"""Number of calls using up a connection's budget."""
 
 
 class Guarded:
-    """A server that wants a key, and its guard."""
+    """A server requiring a key, with its guard."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.guard = ConnectionGuard(clock=clock)
@@ -95,7 +95,7 @@ async def guarded(clock: Callable[[], float] = time.monotonic) -> AsyncIterator[
 
 @asynccontextmanager
 async def caller(address: str, *options: tuple[str, int | str]) -> AsyncIterator[Any]:
-    """A channel with connections of its own."""
+    """Yield a channel with its own connections."""
     options = (("grpc.use_local_subchannel_pool", 1), *options)
     async with grpc.aio.insecure_channel(address, options=options) as channel:
         yield channel
@@ -116,7 +116,7 @@ def asked(channel: Any, method: str = ASK, metadata: Any = KEY) -> Any:
     ],
 )
 async def test_a_connection_that_only_wastes_calls_is_closed(kind: str, path: str) -> None:
-    """While callers with a key, of the same address, are served on old and on new connections."""
+    """Meanwhile callers with a key, at the same address, are served on old and on new connections."""
     async with guarded() as service, caller(service.address) as old:
         assert await asked(old) == b"?"
         async with RawConnection(service.address) as attacker:
@@ -137,7 +137,7 @@ async def test_a_connection_that_only_wastes_calls_is_closed(kind: str, path: st
 
 
 async def test_resets_by_a_caller_with_a_key_are_closed_too() -> None:
-    """However late a busy machine notices them, since time stands still."""
+    """Regardless of when a busy machine notices them: time stands still here."""
     async with guarded(clock=lambda: 0.0) as service, RawConnection(service.address) as attacker:
         for _ in range(ENOUGH // MAX_STREAMS):
             attacker.send("reset", MAX_STREAMS, HOLD, key="key")
@@ -145,7 +145,7 @@ async def test_resets_by_a_caller_with_a_key_are_closed_too() -> None:
 
 
 async def test_a_connection_with_good_calls_is_left_alone() -> None:
-    """Such as a proxy's, that carries calls of all kinds of callers."""
+    """Such as a proxy's connection, shared by all kinds of callers."""
     async with guarded() as service, caller(service.address) as proxy:
         held = asked(proxy, HOLD)
         await service.until_held(1)
@@ -185,7 +185,7 @@ async def test_our_clients_open_connections_for_more_calls() -> None:
     ],
 )
 async def test_a_connection_that_makes_no_calls_is_closed(limit: str, said: bytes) -> None:
-    """By gRPC itself, which may call its options otherwise one day."""
+    """gRPC does so itself, by an option; the test would notice a renamed one."""
     options = [(name, 100 if name == limit else value) for name, value in SERVER_OPTIONS]
     assert options != list(SERVER_OPTIONS)
     server = grpc.aio.server(options=options)
@@ -194,7 +194,7 @@ async def test_a_connection_that_makes_no_calls_is_closed(limit: str, said: byte
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(said)
-        with contextlib.suppress(ConnectionError):  # as the end of a connection may be
+        with contextlib.suppress(ConnectionError):  # one way a connection ends
             await asyncio.wait_for(reader.read(), PATIENCE)
     finally:
         writer.close()
@@ -203,7 +203,7 @@ async def test_a_connection_that_makes_no_calls_is_closed(limit: str, said: byte
 
 async def test_a_refusal_is_answered_before_the_request_is_read() -> None:
     async with guarded() as service, caller(service.address) as channel:
-        call = channel.stream_unary(ASK)(timeout=PATIENCE)  # without a word
+        call = channel.stream_unary(ASK)(timeout=PATIENCE)  # sends no message
         assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
         unknown = channel.unary_unary(f"/{SERVICE}/Unknown")(b"", timeout=PATIENCE)
         assert await unknown.code() is grpc.StatusCode.UNIMPLEMENTED
@@ -218,7 +218,7 @@ class Clock:
 
 
 class Closing:
-    """Where a guard's connections are closed, in a test."""
+    """Records closed connections, in place of the sockets."""
 
     def __init__(self) -> None:
         self.closed = set[Peer]()
@@ -274,7 +274,7 @@ async def test_connections_of_such_an_address_are_muted_before_they_are_closed()
 
 
 async def test_probes_of_such_an_address_are_not_muted() -> None:
-    """A balancer checks health over a connection that lasts, and its address may be everybody's."""
+    """A load balancer checks health over a long-lived connection, and may share its address with all callers."""
     guard = ConnectionGuard(Closing(), Clock())
     for port in range(1, 9):
         await wasted_until_closed(guard, named(port))
@@ -325,7 +325,7 @@ def test_a_muted_connection_hears_nothing_until_it_is_closed() -> None:
 
 
 async def test_a_few_wasted_calls_are_not_logged() -> None:
-    """Callers change their minds now and then. Many at once are, then and every ten seconds."""
+    """Callers cancel occasionally. Many wasted calls are logged, at most every ten seconds."""
     now = 0.0
     guard = ConnectionGuard(close=lambda closing, muting: 0, clock=lambda: now)
     with captured_logs() as lines:
@@ -404,7 +404,8 @@ def test_names_of_peers_are_parsed() -> None:
 
 
 def test_only_the_connection_of_that_peer_is_closed() -> None:
-    """Not one of ours to the same address, nor one of another peer; of IPv4 on a socket of IPv6, too."""
+    """Neither another of our connections to the same address, nor one of another peer; also for IPv4 on an IPv6
+    socket."""
     with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
         port = server.getsockname()[1]
         with (
@@ -414,7 +415,7 @@ def test_only_the_connection_of_that_peer_is_closed() -> None:
             server.accept()[0] as ends,
             socket.create_server(("127.0.0.1", 0)) as elsewhere,
         ):
-            # A port that nobody listens on is not ours: such as that of a connection to a pod.
+            # A local port without a listener is not ours, such as that of an outgoing connection to a pod.
             assert close_connections({(ip_address("127.0.0.1"), port)}) == 0
             assert close_connections({(ip_address("127.0.0.1"), bad.getsockname()[1])}) == 1
             assert bad.recv(1) == b""

@@ -1,4 +1,4 @@
-"""Certificates of pods must be for the name by which a pod was found, or for the one that is given."""
+"""A pod's certificate must be valid for the host by which the pod was found, or for the configured name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.certificates import Authority
     [
         (None, "verifier.example", True),  # by DNS
         (None, "other.example", False),
-        (None, None, False),  # by its number, which the certificate does not hold
+        (None, None, False),  # by its IP address, missing in the certificate
         ("verifier.example", None, True),
         ("verifier.example", "other.example", True),
         ("other.example", "verifier.example", False),

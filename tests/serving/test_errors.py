@@ -1,4 +1,4 @@
-"""Whatever was sent, the error about it fits a status, tells where to look it up, and gives nothing away."""
+"""For any input, an error fits a gRPC status, names the request to look up, and discloses no internals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from specdec.v2 import generation_pb2
 from tests.stack import served
 
 MOST_HEADER_BYTES = 8192
-"""What gRPC allows for a status and all that goes with it."""
+"""gRPC's limit for a status with its metadata."""
 
 texts = st.text(alphabet=st.characters(codec="utf-8"), max_size=20).flatmap(
     lambda text: st.integers(0, 3000).map(lambda times: text * times)
@@ -37,7 +37,7 @@ texts = st.text(alphabet=st.characters(codec="utf-8"), max_size=20).flatmap(
 
 
 def header_bytes(error: ServiceError) -> int:
-    """As gRPC counts them: the message percent-encoded, binary values in base64, 32 more for each entry."""
+    """Return the size as gRPC counts it: percent-encoded message, base64 binary values, plus 32 for each entry."""
     status = to_status(error, "r" * 64)
     ((key, value),) = status.trailing_metadata
     message = urllib.parse.quote(status.details)
@@ -83,13 +83,13 @@ def test_what_is_echoed_is_short() -> None:
 
 
 def test_every_error_of_ours_says_which_request() -> None:
-    """Where a person would have to look it up, in words too."""
+    """In the message too, where a person reads it."""
     for error in (InternalError(), EngineLostError(), PeerLostError("lost", "VERIFIER_LOST")):
         assert "(request 0123abcd)" in to_status(error, "0123abcd").details
 
 
 class Service:
-    """Answers a call with what it was made with: an error, raised."""
+    """A service that raises `error` in every call."""
 
     name = "specdec.v2.GenerationService"
 
@@ -122,7 +122,7 @@ async def calling(error: Exception) -> AsyncIterator[grpc.aio.Channel]:
 
 
 async def failure(channel: grpc.aio.Channel, method: str, message: bytes = b"") -> grpc.aio.AioRpcError:
-    """How a call ends, which on the wire is the same for one answer as for several."""
+    """Return the error of a call; unary and streaming responses look the same on the wire."""
     call: Any = channel.unary_stream(f"/{Service.name}/{method}")(
         message,  # type: ignore[arg-type]
         metadata=(("x-request-id", "from-the-caller"),),

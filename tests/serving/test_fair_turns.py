@@ -1,4 +1,4 @@
-"""Places go round the owners that wait, and a named owner leaves one place to others."""
+"""Places are given to waiting owners in turn, and a named owner leaves one place to others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specdec.serving.fair_turns import FairTurns
 
 
 async def taken_in_order(turns: FairTurns, owners: list[str]) -> list[str]:
-    """Return the order in which callers of these owners, who come in this order, have their turns."""
+    """Return the order of turns for callers of these owners, arriving in this order."""
     order: list[str] = []
 
     async def take(owner: str) -> None:

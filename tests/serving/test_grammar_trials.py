@@ -1,4 +1,4 @@
-"""Grammars are tried in processes of their own, which may be slow, or die, and are then other ones."""
+"""Grammars are tried in separate processes; slow and dead ones are replaced."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ OTHER = Grammar(Kind.REGEX, ("b+",))
 WRONG = Grammar(Kind.REGEX, ("(",))
 PROPERTIES = {f"p{n}": {"type": "string", "pattern": f"^[a-z]{{{n % 40}}}$"} for n in range(5000)}
 LONG = Grammar(Kind.JSON_SCHEMA, (json.dumps({"properties": PROPERTIES}),))
-"""It takes many seconds of a processor."""
+"""Takes many seconds of CPU time."""
 DEEP = Grammar(Kind.LARK, ("start: a0\n" + "".join(f"a{n}: a{n + 1}\n" for n in range(999)) + 'a999: "x"',))
-"""It takes 3.3 MB of stack."""
+"""Takes 3.3 MB of stack."""
 HEAVY = Grammar(Kind.JSON_SCHEMA, ('{"type": "integer", "multipleOf": 20011}',))
 
 
@@ -48,7 +48,7 @@ def only(trials: GrammarTrials) -> TrialProcess:
 
 
 async def stopped(trials: GrammarTrials) -> TrialProcess:
-    """Have the only process stand still."""
+    """Stop the only process."""
     await trials.verdict(GOOD)
     process = only(trials)
     await stop(process)
@@ -56,7 +56,7 @@ async def stopped(trials: GrammarTrials) -> TrialProcess:
 
 
 async def stop(process: TrialProcess) -> None:
-    """Have all threads of a process stand still."""
+    """Stop all threads of a process."""
     assert process.process is not None
     process.process.send_signal(signal.SIGSTOP)
     threads = Path(f"/proc/{process.process.pid}/task")
@@ -70,14 +70,14 @@ async def test_verdicts_are_told_and_remembered() -> None:
         assert 10_000 < good.bytes < 5_000_000
         wrong = await trials.verdict(WRONG)
         assert wrong.problem == "cannot be used: error: unclosed group"
-        await trials.close()  # what is asked now is remembered
+        await trials.close()  # from here on, only remembered verdicts
         assert await trials.verdict(GOOD) == good
         assert await trials.verdict(WRONG) == wrong
         assert not trials._processes
 
 
 async def test_verdicts_are_an_owners_own() -> None:
-    """Else the time of an answer would tell what others use."""
+    """Otherwise response times would reveal other owners' grammars."""
     async with trying() as trials:
         await trials.verdict(GOOD, "one")
         assert trials.known(GOOD, "one") is not None
@@ -93,13 +93,13 @@ async def test_verdicts_expire(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_texts_do_not_wait_while_a_grammar_that_passed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor are they refused if there is no room to try it; one that did not pass is tried before it is used."""
+    """Nor are they refused if no place is free to retry it; a grammar that failed is retried before use."""
     async with trying() as trials:
         monkeypatch.setattr(module, "VERDICT_SECONDS", 0.0)
         good, wrong = await trials.verdict(GOOD), await trials.verdict(WRONG)
         await stopped(trials)
         trials._patience = 0.2
-        # A trial that was under way may have ended meanwhile: the grammar is compiled again, into other bytes.
+        # A trial in progress may have ended meanwhile: the grammar is compiled again, with another size.
         assert (await trials.verdict(GOOD)).problem == good.problem
         monkeypatch.setattr(module, "MAX_WAITING", 0)
         assert (await trials.verdict(GOOD)).problem == good.problem
@@ -130,7 +130,7 @@ async def test_an_owner_has_its_own_limit_of_verdicts(monkeypatch: pytest.Monkey
 
 async def test_what_takes_too_much_of_a_processor_is_ended() -> None:
     async with trying(seconds=0.4) as trials:
-        for _ in range(2):  # which is remembered
+        for _ in range(2):  # the second verdict is remembered
             assert "more than 0.4 s of a processor to compile, or" in (await trials.verdict(LONG)).problem
             assert not trials._processes
         assert (await trials.verdict(GOOD)).problem == ""
@@ -143,7 +143,7 @@ async def test_what_nests_too_deep_is_ended() -> None:
 
 
 async def test_a_heavy_grammar_is_weighed_and_leaves_nothing_behind() -> None:
-    """The process is as small afterwards as before."""
+    """The process's memory is the same afterwards."""
 
     def resident(process: TrialProcess) -> int:
         assert process.process is not None
@@ -160,7 +160,7 @@ async def test_a_heavy_grammar_is_weighed_and_leaves_nothing_behind() -> None:
 
 
 async def test_a_processor_that_is_busy_with_other_things_refuses_no_grammar() -> None:
-    """The process is stopped for longer than a grammar may take."""
+    """The process is stopped for longer than the CPU limit."""
     async with trying(seconds=0.1) as trials:
         process = (await stopped(trials)).process
         assert process is not None
@@ -183,7 +183,7 @@ async def test_what_cannot_be_tried_in_time_may_come_again() -> None:
 
 
 async def test_a_process_that_dies_takes_one_grammar_with_it() -> None:
-    """It aborts for want of memory; here it is told to while it works on the grammar."""
+    """It aborts when memory is short; here, by a signal during the trial."""
     async with trying() as trials:
         process = (await stopped(trials)).process
         assert process is not None
@@ -196,7 +196,7 @@ async def test_a_process_that_dies_takes_one_grammar_with_it() -> None:
 
 
 async def test_a_process_that_is_killed_says_nothing_of_its_grammar() -> None:
-    """As by the kernel of a machine without memory."""
+    """As by the kernel's OOM killer."""
     async with trying() as trials:
         process = (await stopped(trials)).process
         assert process is not None
@@ -210,7 +210,7 @@ async def test_a_process_that_is_killed_says_nothing_of_its_grammar() -> None:
 
 @pytest.mark.parametrize("started", [False, True])
 async def test_a_caller_that_leaves_gets_nobody_anothers_answer(started: bool) -> None:
-    """Whether it leaves while the process starts, or while its grammar is tried."""
+    """Whether it leaves while the process starts or during the trial."""
     async with trying() as trials:
         process = (await stopped(trials)).process if started else None
         asked = asyncio.create_task(trials.verdict(WRONG))
@@ -231,7 +231,7 @@ async def test_what_took_too_much_is_tried_again_later(monkeypatch: pytest.Monke
 
 
 async def test_an_owner_has_a_share_of_the_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with grammars whose requests have left: each takes the process's time all the same."""
+    """Including trials of cancelled requests: they still take the process's time."""
     monkeypatch.setattr(module, "MAX_WAITING", 16)
     async with trying() as trials:
         for number in range(2):
@@ -284,7 +284,7 @@ async def test_a_text_is_followed_again_whatever_is_known_of_its_grammar() -> No
         process.send_signal(signal.SIGSEGV)
         process.send_signal(signal.SIGCONT)
         assert "nests too deep" in (await again).problem
-        assert "nests too deep" in (await trials.verdict(GOOD)).problem  # and it is refused from now on
+        assert "nests too deep" in (await trials.verdict(GOOD)).problem  # refused from now on
 
 
 async def test_a_process_that_has_ended_by_itself_refuses_no_grammar() -> None:
@@ -298,7 +298,7 @@ async def test_a_process_that_has_ended_by_itself_refuses_no_grammar() -> None:
 
 
 async def test_an_owners_texts_do_not_all_wait_to_be_followed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But a text under which pods have died in a row does."""
+    """Except a text under which several pods in a row have died."""
     monkeypatch.setattr(module, "MAX_REPLAYS", 1)
     async with trying() as trials:
         await stopped(trials)

@@ -1,4 +1,4 @@
-"""Grammars of sessions are compiled once for all who want them, and hold up nobody else for long."""
+"""Grammars of sessions are compiled once for all sessions, and delay no others for long."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.stack import until
 
 
 class Compiler:
-    """Compiles what begins with "slow" when it may, and nothing that begins with "wrong"."""
+    """Compiles sources beginning with "slow" when allowed to, and fails on those beginning with "wrong"."""
 
     def __init__(self) -> None:
         self.may = threading.Event()
@@ -58,7 +58,7 @@ async def test_all_who_want_one_wait_for_it_however_long_it_takes(monkeypatch: p
     grammars, compiler = made()
     asking = [asyncio.create_task(grammars.prepare(regex("slow"))) for _ in range(5)]
     await until(lambda: compiler.begun == ["slow"])
-    asking[0].cancel()  # it leaves; the others go on waiting
+    asking[0].cancel()  # cancelled; the others go on waiting
     await asyncio.wait([asking[0]])
     compiler.may.set()
     await asyncio.gather(*asking[1:])
@@ -106,7 +106,7 @@ async def test_what_the_checks_of_a_message_refuse_is_not_compiled(message: mode
 
 
 class Trials:
-    """Trials that know nothing yet, and give these results when they may."""
+    """Trials without known verdicts, which return `results` in order once `may` is set."""
 
     def __init__(self, *results: TrialResult | Exception) -> None:
         self.results = list(results)
@@ -149,7 +149,7 @@ async def test_a_grammar_is_charged_what_its_trial_found() -> None:
 
 
 async def test_a_pod_says_in_time_that_it_is_not_done_and_is_done_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes on with what nobody waits for any more."""
+    """It continues even if no session is waiting any more."""
     monkeypatch.setattr(module, "SILENCE_SECONDS", 0.05)
     grammars, compiler, trials = tried(TrialResult())
     trials.may.clear()
@@ -174,7 +174,7 @@ async def test_a_pod_says_in_time_that_it_is_not_done_and_is_done_later(monkeypa
 async def test_want_of_room_for_grammars_refuses_texts_with_grammars_alone(
     source: str, owner: str, result: TrialResult | Exception, refusal: type[OverloadedError]
 ) -> None:
-    """An OverloadedError would have an orchestrator send no text at all for a while."""
+    """An OverloadedError would make an orchestrator send no texts for a while, with or without a grammar."""
     grammars, _, _ = tried(result)
     with pytest.raises(OverloadedError) as refused:
         await grammars.prepare(regex(source), owner)

@@ -1,4 +1,4 @@
-"""What health checks are told follows what the service can do."""
+"""Health checks report what the service can do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specdec.serving.timeline import Timelines
 
 
 class Service:
-    """One that works, or does not."""
+    """A service with an adjustable health."""
 
     name = "a.Service"
     max_request_bytes = 1
@@ -40,7 +40,7 @@ class Service:
 
 @asynccontextmanager
 async def reported(service: Service) -> AsyncIterator[Callable[..., Awaitable[None]]]:
-    """Health checks of a service; what is yielded waits until those of these names have a status."""
+    """Yield a function that waits until health checks of a service report a status for these names."""
     checks = HealthServicer()
     reporting = asyncio.create_task(report_health(service, checks))
 
@@ -91,7 +91,7 @@ async def test_what_a_service_needs_is_told_under_the_names_of_these_services() 
 
 
 class Context:
-    """Raises what a call would be ended with."""
+    """Raises instead of ending the call."""
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> None:
         raise LookupError(details)
@@ -99,7 +99,7 @@ class Context:
 
 @asynccontextmanager
 async def asked(checks: HealthServicer) -> AsyncIterator[health_pb2_grpc.HealthStub]:
-    """A stub of a server that answers health checks."""
+    """Yield a stub of a server with these health checks."""
     server = grpc.aio.server(interceptors=[CallInterceptor()])
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -121,7 +121,7 @@ async def test_a_drain_is_told_whatever_is_reported_then() -> None:
 
 
 async def test_what_cannot_be_answered_has_a_status() -> None:
-    """Nobody watches: a watcher that does not read would hold up changes and the drain."""
+    """Watch is unimplemented: a watcher that does not read would delay status changes and the drain."""
     async with asked(HealthServicer()) as stub:
         request = health_pb2.HealthCheckRequest(service="nobody")
         with pytest.raises(grpc.aio.AioRpcError) as raised:

@@ -1,5 +1,5 @@
-"""A server does not hang up on a client that asks now and then whether it is still there, and asks that itself. Where
-connections get old, clients have to look for servers again."""
+"""A server accepts keepalive pings, and sends its own. Where connections have a maximal age, clients resolve
+addresses again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 Options = list[tuple[str, int]]
 
 SILENT_SECONDS = 8.0
-"""Seconds without a message: several pings, of which gRPC by default takes two before it ends the connection."""
+"""Seconds without a message: several pings; by default, gRPC ends a connection after two."""
 
 PINGS = (
     ("grpc.keepalive_time_ms", 1_000),
@@ -32,7 +32,7 @@ METHOD = "/test.Server/Call"
 
 @asynccontextmanager
 async def serving(answer: Callable[[bytes, Context], Awaitable[bytes]], options: Options) -> AsyncIterator[str]:
-    """A server with these options, whose one method answers so; its address."""
+    """Serve a single method, `answer`, with these options; yield the address."""
     server = grpc.aio.server(options=options)
     handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(answer)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Server", {"Call": handler}),))
@@ -45,7 +45,7 @@ async def serving(answer: Callable[[bytes, Context], Awaitable[bytes]], options:
 
 
 async def ended(options: Options) -> grpc.StatusCode:
-    """Return how a call ends during which a server with these options says nothing for a while."""
+    """Return the status of a call to a server with these options which is silent for `SILENT_SECONDS`."""
 
     async def silent(request: bytes, context: Context) -> bytes:
         await asyncio.sleep(SILENT_SECONDS)
@@ -57,7 +57,7 @@ async def ended(options: Options) -> grpc.StatusCode:
 
 
 async def test_pings_are_taken_at_the_rate_that_the_option_allows() -> None:
-    """The option's name is what this proves, at a rate that takes seconds: gRPC ignores names unknown to it."""
+    """Proves the option's name, at a rate of seconds: gRPC ignores unknown options."""
     name = "grpc.http2.min_ping_interval_without_data_ms"
     assert dict(SERVER_OPTIONS)[name] == 10_000
     assert await ended([(name, 100)]) is grpc.StatusCode.OK
@@ -72,7 +72,7 @@ channel.unary_unary(sys.argv[2])(b"")
 
 
 async def outlived(options: Options, seconds: float) -> bool:
-    """Return whether a call goes on for so long after its caller was frozen."""
+    """Return whether a call outlives its caller's SIGSTOP by `seconds`."""
     begun, ended = asyncio.Event(), asyncio.Event()
 
     async def silent(request: bytes, context: Context) -> bytes:
@@ -99,7 +99,7 @@ async def outlived(options: Options, seconds: float) -> bool:
 
 
 async def test_a_call_ends_whose_caller_is_frozen() -> None:
-    """Its kernel still takes what is sent, so that TCP notices nothing. At a rate that takes seconds."""
+    """The caller's kernel still acknowledges data, so TCP notices nothing. At a rate of seconds."""
     names = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
     assert [dict(SERVER_OPTIONS)[name] for name in names] == [30_000, 20_000, 20_000]
     unlimited = ("grpc.http2.max_pings_without_data", 0)
@@ -109,7 +109,7 @@ async def test_a_call_ends_whose_caller_is_frozen() -> None:
 
 
 async def test_an_old_connection_takes_no_new_calls_and_ends_none() -> None:
-    """At an age of parts of a second: the option's name is what this proves."""
+    """Proves the option's name, at an age of 0.2 s."""
 
     begun: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
     over = asyncio.Event()

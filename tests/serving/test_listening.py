@@ -1,4 +1,4 @@
-"""What cannot be listened on is told by the option that asked for it."""
+"""If a server cannot listen, the error names the option."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ def test_what_was_looked_at_is_closed() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(ListenError):  # an unclosed socket would be a warning, which is an error
+        with pytest.raises(ListenError):  # an unclosed socket would warn, and fail the test
             bound("127.0.0.1", taken.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Logging never raises, never blocks, and writes no more than it may."""
+"""Logging never raises, never blocks, and limits its volume."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from specdec.serving.process.log_stream import MAX_LINE_BYTES, LossyStream
 
 @contextmanager
 def pipe() -> Iterator[tuple[int, LossyStream]]:
-    """A pipe's reading end, and a stream into it."""
+    """Yield a pipe's reading end, and a stream into it."""
     reading, writing = os.pipe()
     try:
         yield reading, LossyStream(writing)
@@ -61,7 +61,7 @@ def test_a_closed_descriptor_loses_lines_and_raises_nothing() -> None:
 
 
 def test_a_reader_that_does_not_read_holds_up_nobody() -> None:
-    """Once it reads again, lines come whole: one that was torn is ended first."""
+    """Once it reads again, lines are whole: a torn one is terminated first."""
     with pipe() as (reading, stream):
         writer = threading.Thread(target=lambda: [stream.write("x" * 3000 + "\n") for _ in range(100)], daemon=True)
         writer.start()
@@ -87,7 +87,7 @@ def test_a_line_without_end_is_cut() -> None:
         reader.start()
         reader.join()
         assert sum(map(len, chunks)) == MAX_LINE_BYTES // 2
-        assert stream.write("x" * (10 * MAX_LINE_BYTES)) == 10 * MAX_LINE_BYTES  # as far as its writer is told
+        assert stream.write("x" * (10 * MAX_LINE_BYTES)) == 10 * MAX_LINE_BYTES  # as seen by its writer
 
 
 def test_long_values_are_cut() -> None:
@@ -118,7 +118,7 @@ def test_an_event_that_comes_too_often_is_counted() -> None:
 
 @pytest.fixture
 def configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Logging as services set it up, into a file."""
+    """Configure logging as services do, into a file."""
     before, root = structlog.get_config(), logging.getLogger()
     handlers, level = root.handlers[:], root.level
     file = tmp_path / "log"
@@ -137,7 +137,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 class Odd:
-    """A value that cannot be spelt."""
+    """A value whose repr raises."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no")
@@ -153,7 +153,7 @@ def test_what_cannot_be_spelt_is_no_exception(configured: Path) -> None:
 
 
 def test_libraries_log_the_same_way(configured: Path) -> None:
-    library = logging.Logger("some.library")  # out of reach of pytest's own handler
+    library = logging.Logger("some.library")  # not captured by pytest's handler
     library.handlers = [
         handler for handler in logging.getLogger().handlers if type(handler).__module__ == logs.__name__
     ]
@@ -171,7 +171,7 @@ def test_libraries_log_the_same_way(configured: Path) -> None:
 
 
 def test_a_caller_that_has_left_is_no_fault(configured: Path) -> None:
-    """gRPC logs a traceback where a status meets nobody."""
+    """gRPC logs a traceback for a status without a caller."""
     library = logging.Logger("grpc._cython.cygrpc")
     library.handlers = [
         handler for handler in logging.getLogger().handlers if type(handler).__module__ == logs.__name__

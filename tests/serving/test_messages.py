@@ -1,4 +1,4 @@
-"""What is rounded on its way between services."""
+"""Rounding of values on the wire."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_better_one_is_not_worse_on_arrival(one: float, other: float) -> Non
 
 @pytest.mark.parametrize("rate", [0.9, 0.97, 0.99])
 def test_long_paths_add_up(rate: float) -> None:
-    """To within a tenth of what they lose."""
+    """Within a tenth of the path logprob."""
     assert sum(logprobs_from(logprobs_message([math.log(rate)] * 24))) == pytest.approx(24 * math.log(rate), rel=0.1)
 
 
@@ -56,7 +56,7 @@ def test_whatever_arrives_is_logprobs(message: bytes) -> None:
 def test_distributions_that_a_rule_cannot_use_are_left_out_unread(
     rule: Rule, ids: int, values: int, kept: bool
 ) -> None:
-    """They may be as large as a message, and there may be many."""
+    """They may be as large as a message, and numerous."""
     row = model_pb2.DraftDistribution(parent=0, ids=range(ids), values=bytes(2 * values))
     message = model_pb2.Extend(base=1, distributions=[row])
     assert bool(paths_from(message, *distribution_sizes(rule, 1000)).distributions) is kept

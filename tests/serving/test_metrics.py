@@ -1,4 +1,4 @@
-"""Metrics are served as Prometheus reads them, named as it asks for, and documented."""
+"""Metrics are valid for Prometheus, follow its naming rules, and are documented."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_a_scrape_collects_in_the_event_loop() -> None:
 
 
 async def test_a_stuck_event_loop_fails_the_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop is stuck in the scrape itself."""
+    """The loop blocks during the scrape."""
     serving = MetricsEndpoint("127.0.0.1", 0, list)
     try:
         with monkeypatch.context() as patch:
@@ -104,7 +104,7 @@ def test_names_and_helps_are_as_prometheus_asks_for() -> None:
     for each in families():
         assert re.fullmatch(r"specdec_(orchestrator|verifier|draft)_[a-z0-9_]+", each.name)
         assert re.fullmatch(r"[A-Z1].*\.", each.documentation), each.name
-        assert not each.name.endswith("_total")  # which is what counters end in on the wire
+        assert not each.name.endswith("_total")  # the suffix of counters on the wire
         assert each.name.endswith("_seconds") or each.type != "histogram"
 
 
@@ -138,7 +138,7 @@ async def test_who_breaks_off_or_says_nothing_leaves_no_traceback(
     try:
         broken = socket.create_connection(("127.0.0.1", serving.port))
         broken.sendall(b"GET /metr")
-        broken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # leaves with a reset
+        broken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # disconnects with a reset
         broken.close()
         reader, writer = await asyncio.open_connection("127.0.0.1", serving.port)
         writer.write(b"GET /metrics HTTP/1.1\r\n")

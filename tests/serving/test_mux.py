@@ -1,4 +1,4 @@
-"""Streams on a connection are as they are alone: order, statuses, deadlines, cancellation, flow control; real
+"""Multiplexed streams behave like gRPC streams: order, statuses, deadlines, cancellation, flow control; over real
 sockets."""
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ SERVICE = "tests.Methods"
 
 
 class Methods:
-    """A service whose messages are bytes."""
+    """A service with bytes as messages."""
 
     name = SERVICE
 
     def __init__(self) -> None:
         self.cancelled = 0
-        self.written = 0  # messages of `flood`
+        self.written = 0  # messages sent by `flood`
         self.request_ids: list[Any] = []
 
     def register(self, server: Any) -> None:
@@ -52,7 +52,7 @@ class Methods:
         return grpc.stream_stream_rpc_method_handler(getattr(self, name), _readable, bytes)
 
     async def echo(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        """Until it is told to end."""
+        """Echo messages until "end"."""
         async for request in requests:
             if request == b"end":
                 return
@@ -65,11 +65,11 @@ class Methods:
         raise KeyError("a mistake")
 
     async def vanish(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        """Without a status."""
+        """Fail without a status."""
         raise grpc.aio.UsageError
 
     async def wait(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        """For ever."""
+        """Wait for ever."""
         self.request_ids.append(structlog.contextvars.get_contextvars()["request_id"])
         try:
             await context.write(b"here")
@@ -91,7 +91,7 @@ def _readable(message: bytes) -> bytes:
 
 
 class Link:
-    """A channel with a connection, to methods behind a pod's port."""
+    """A mux channel to `methods` behind a pod's port."""
 
     def __init__(self, pod: Pod, methods: Methods) -> None:
         self.pod = pod
@@ -102,7 +102,7 @@ class Link:
         return self.channel.stream_stream(f"/{SERVICE}/{method}", bytes, _readable)(**options)
 
     async def answered(self) -> None:
-        """As soon as a new stream is: gRPC leaves old connections, and tries new ones, in its own time."""
+        """Wait until a new stream is served: gRPC leaves old connections, and tries new ones, on its own schedule."""
         async with asyncio.timeout(60):
             while True:
                 call = self.begin("echo")
@@ -188,7 +188,7 @@ async def test_streams_do_not_mix() -> None:
 
 
 async def test_what_is_said_at_the_same_time_goes_together() -> None:
-    """One message for a step of all sessions is what a connection is for."""
+    """Bundling the messages of one step of all sessions is the purpose of a multiplexed connection."""
     bundles = []
 
     async def write(frames: Sequence[mux_pb2.Frame]) -> None:
@@ -266,7 +266,7 @@ async def test_a_deadline_ends_it_at_both_sides() -> None:
 
 
 async def test_a_callee_keeps_the_deadline_by_itself() -> None:
-    """Its caller may be gone without a word."""
+    """Its caller may have disappeared silently."""
     async with link() as to, grpc.aio.insecure_channel(to.pod.address) as channel:
         carry: Any = mux_pb2_grpc.MuxServiceStub(channel).Connect()  # type: ignore[call-arg]
         begin = mux_pb2.Begin(method=f"/{SERVICE}/wait", timeout_us=100_000)
@@ -281,7 +281,7 @@ async def test_who_does_not_read_holds_up_nobody_else() -> None:
         for index in range(100):
             await echo.write(b"%d" % index)
             assert await echo.read() == b"%d" % index
-        assert to.methods.written == 8  # a WINDOW full, and not a message more
+        assert to.methods.written == 8  # exactly a full WINDOW
         for _ in range(40):
             assert len(await flood.read()) == WINDOW // 8 - OVERHEAD
         await until(lambda: to.methods.written >= 40)
@@ -385,7 +385,7 @@ async def test_a_service_that_leaves_does_not_keep_new_streams_from_its_successo
 
 
 async def test_a_service_that_knows_no_connections_is_asked_without() -> None:
-    """Of an earlier release. However often: what is said to it may be on its way when it says so."""
+    """A service of an earlier release. Repeated, since requests may be in flight when its refusal arrives."""
     for _ in range(50):
         server = grpc.aio.server()
         Methods().register(server)
@@ -412,7 +412,7 @@ async def test_streams_that_end_before_they_begin_leave_nothing() -> None:
         await one.write(b"here")
         assert await one.read() == b"here"
         for _ in range(5):
-            to.begin("wait").cancel()  # nothing of it is ever sent
+            to.begin("wait").cancel()  # nothing of it is sent
             call = to.begin("wait")
             await asyncio.sleep(0)
             call.cancel()
@@ -456,7 +456,7 @@ async def test_who_waits_to_write_hears_of_the_end() -> None:
 
 
 async def test_who_cancels_reads_nothing_more() -> None:
-    """Not even what had come before, or the end of it."""
+    """Neither messages received before, nor the end."""
     async with link() as to:
         call, other = to.begin("echo"), to.begin("echo")
         for message in (b"one", b"two", b"end"):
@@ -471,7 +471,7 @@ async def test_who_cancels_reads_nothing_more() -> None:
 
 
 async def test_what_a_cancelled_stream_had_to_say_is_forgotten() -> None:
-    """A service that takes nothing is not told of those who have left."""
+    """A service that does not read receives nothing of cancelled streams."""
     sending = SendQueue()
     for number in (1, 2):
         sending.put(mux_pb2.Frame(stream=number, begin=mux_pb2.Begin()))
@@ -485,7 +485,7 @@ async def test_what_a_cancelled_stream_had_to_say_is_forgotten() -> None:
 
 
 async def written(sending: SendQueue) -> list[tuple[int, str | None]]:
-    """The frames of a queue that is finished, as they are written: stream and kind."""
+    """Return the frames of a finished queue in write order: stream and kind."""
     found: list[tuple[int, str | None]] = []
 
     async def write(frames: Sequence[mux_pb2.Frame]) -> None:
@@ -518,7 +518,7 @@ def test_a_queue_has_what_was_put_and_not_dropped(acts: list[tuple[int, str]]) -
 
 
 async def test_what_a_broken_connection_had_to_send_is_not_kept() -> None:
-    """A pod that is down is asked again and again, each time with a whole prompt."""
+    """An unavailable pod is retried repeatedly, each time with a whole prompt."""
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         channel = MuxChannel(grpc.aio.insecure_channel(f"127.0.0.1:{nobody.getsockname()[1]}"))
@@ -537,7 +537,7 @@ async def test_what_a_broken_connection_had_to_send_is_not_kept() -> None:
 
 
 async def test_a_connection_that_its_service_leaves_ends_here_too() -> None:
-    """The service need not end it."""
+    """Even if the service does not end it."""
 
     class Leaving(mux_pb2_grpc.MuxServiceServicer):
         ended = 0
@@ -640,7 +640,7 @@ def test_a_frame_that_says_nothing_is_a_breach() -> None:
 
 
 async def test_a_stream_of_a_connection_that_nobody_reads_waits() -> None:
-    """Its messages wait for those of all streams to be fewer, and it hears of its end all the same."""
+    """Its messages wait for the queue to shrink, but its end arrives meanwhile."""
     sending = SendQueue()
     streams = [Stream(number, sending) for number in range(1, 12)]
     message = bytes(WINDOW - OVERHEAD)
@@ -666,7 +666,7 @@ async def test_a_stream_of_a_connection_that_nobody_reads_waits() -> None:
 
 
 async def frames_to(to: Link, frames: AsyncIterator[list[mux_pb2.Frame]]) -> Any:
-    """A connection whose frames are these, and the call that carries it."""
+    """Open a connection that sends these frames; return its call."""
 
     async def requests() -> AsyncIterator[mux_pb2.ConnectRequest]:
         async for some in frames:
@@ -677,7 +677,7 @@ async def frames_to(to: Link, frames: AsyncIterator[list[mux_pb2.Frame]]) -> Any
 
 
 async def test_a_connection_that_is_asked_and_not_read_ends() -> None:
-    """Each frame asks for an answer; without an end they took hundreds of megabytes."""
+    """Each frame causes an answer; without a limit, unread ones took hundreds of megabytes."""
     sent = 0
 
     async def unknown() -> AsyncIterator[list[mux_pb2.Frame]]:
@@ -692,7 +692,7 @@ async def test_a_connection_that_is_asked_and_not_read_ends() -> None:
         await until(lambda: any(connection._sending.overflowed.is_set() for connection in to.pod.mux._connections))
         await to.answered()  # others are served
         answers = 0
-        with contextlib.suppress(grpc.aio.AioRpcError):  # ours, or of gRPC here, which was still writing
+        with contextlib.suppress(grpc.aio.AioRpcError):  # the server's status, or gRPC's own on a late write
             while True:
                 answers += len((await call.read()).frames)
         assert call.done()
@@ -733,7 +733,7 @@ async def test_a_stream_that_fails_ends_though_that_cannot_be_logged(monkeypatch
 
 
 class Refused:
-    """A gRPC call that has failed to connect, of which its reader has not heard yet."""
+    """A gRPC call that failed to connect, before its reader is informed."""
 
     def __init__(self) -> None:
         self.cancelled = asyncio.Event()
@@ -756,7 +756,7 @@ class Refused:
 
 
 async def test_a_connection_that_does_not_come_about_has_reached_nobody() -> None:
-    """gRPC gives a call that has failed to connect initial metadata all the same."""
+    """gRPC provides initial metadata even for a call that failed to connect."""
     refused = Refused()
     connection = MuxConnection(refused)
     call = connection.begin(mux_pb2.Begin(method="/tests.Methods/echo"), None, bytes, bytes)

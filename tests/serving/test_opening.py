@@ -1,4 +1,4 @@
-"""Calls that do not say what they want are ended: in time, or the oldest where there are many."""
+"""Calls without a first message are ended: after a timeout, or the oldest ones if there are many."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_of_too_many_the_oldest_is_ended(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(opening, "MAX_UNOPENED", 3)
     openings = Openings(60.0)
     waiting = [asyncio.create_task(openings.first(silence())) for _ in range(3)]
-    await asyncio.sleep(0)  # each waits now
+    await asyncio.sleep(0)  # all are waiting now
     assert await openings.first(words(b"one")) == b"one"
     with pytest.raises(OverloadedError, match="3 later calls"):
         await waiting[0]

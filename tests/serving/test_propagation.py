@@ -1,4 +1,4 @@
-"""Request id and trace context go with a request through every service, alone or on a multiplexed connection; real
+"""Request id and trace context propagate through all services, with and without a multiplexed connection; over real
 sockets."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PARENT = f"00-{TRACE}-{8 * 'cd'}-01"
 
 
 class Relay:
-    """A service that asks the next one, if there is one, and answers with what the last one would carry on."""
+    """A service that calls the next one, if any, and returns the metadata that the last one would propagate."""
 
     name = "tests.Relay"
 
@@ -51,7 +51,7 @@ async def asked(channel: Any, metadata: Metadata) -> bytes:
 
 
 async def test_it_goes_through_services_with_and_without_a_connection() -> None:
-    """Two requests, of which the second has no trace: it is in no trace of the one before it."""
+    """Two requests; the second has no trace context, and inherits none from the first."""
     last = Relay()
     async with served(last) as (address, _):
         channel = MuxChannel(grpc.aio.insecure_channel(address))

@@ -1,4 +1,4 @@
-"""A stream is never silent for long, and says no more than it has to."""
+"""A stream is never silent for long, and sends no superfluous messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECONDS = 10.0
 
 
 class Heard:
-    """A stream that takes what is written to it: (when, what)."""
+    """A stream that records writes as (time, message)."""
 
     def __init__(self, takes: float = 0.0) -> None:
         self.messages: list[tuple[float, str]] = []
@@ -27,7 +27,7 @@ class Heard:
 
 
 def heard(every: float, takes: float = 0.0) -> list[tuple[float, str]]:
-    """What comes of a response queue in SECONDS, into which a commit is put so often."""
+    """Return the writes of a response queue in SECONDS, with a commit sent every `every` seconds."""
 
     async def main() -> list[tuple[float, str]]:
         responses: ResponseQueue[str] = ResponseQueue()
@@ -46,7 +46,7 @@ def heard(every: float, takes: float = 0.0) -> list[tuple[float, str]]:
 
 @pytest.mark.parametrize("every", [0.01, 0.16, 0.24])
 def test_commits_are_signs_of_life(every: float) -> None:
-    """But for one a second, which tells the load."""
+    """Only one heartbeat per second remains, for the load."""
     signs = [0.0, *(when for when, what in heard(every) if what == "heartbeat"), SECONDS]
     pauses = [after - before for before, after in pairwise(signs)]
     assert min(pauses[:-1]) >= 0.99 * BUSY_HEARTBEAT_SECONDS
@@ -60,5 +60,5 @@ def test_a_pause_is_filled(every: float) -> None:
 
 
 def test_of_a_stream_that_does_not_take_them_they_are_not_asked() -> None:
-    """What waits there is as good as a heartbeat."""
+    """Pending messages make heartbeats superfluous."""
     assert "heartbeat" not in [what for _, what in heard(every=0.1, takes=0.5)]

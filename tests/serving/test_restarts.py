@@ -1,4 +1,4 @@
-"""Who dies now and then is started again and again, who dies in a row is given up."""
+"""Occasional deaths lead to restarts without limit; consecutive ones end them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_calm_life_ends_the_row(lives: list[float]) -> None:
 
 
 def test_a_long_start_is_no_calm() -> None:
-    """A model that takes minutes to load, and then dies, is given up all the same."""
+    """A model that takes minutes to load and then dies is given up too."""
     clock = Clock()
     restarts = Restarts(clock)
     restarts.ready()

@@ -1,4 +1,4 @@
-"""A session's requests reach the worker a few at a time, and its answers wait for their reader."""
+"""A session's requests reach the worker in small batches, and its responses wait for their reader."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MORE = verifier_pb2.VerifyRequest(consumed=verifier_pb2.Consumed(tokens=1))
 
 
 class Turns(Worker):
-    """A worker that does what it is told when `let` is called, in the caller's thread."""
+    """A worker that processes its inbox when `let` is called, in the caller's thread."""
 
     def __init__(self) -> None:
         super().__init__("turns")
@@ -36,7 +36,7 @@ class Turns(Worker):
 
 
 class Sessions(SessionServicer[Any, verifier_pb2.VerifyRequest, verifier_pb2.VerifyResponse]):
-    """Sessions that count what they are asked."""
+    """Sessions that count their requests."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker, 10)
@@ -65,7 +65,7 @@ class Sessions(SessionServicer[Any, verifier_pb2.VerifyRequest, verifier_pb2.Ver
 
 
 class Context:
-    """Takes what is written."""
+    """Records what is written."""
 
     def __init__(self) -> None:
         self.written: list[Any] = []
@@ -78,7 +78,7 @@ class Context:
 
 
 class Flood:
-    """`open`, and requests without end."""
+    """`open`, then an endless stream of requests."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -91,13 +91,13 @@ class Flood:
 
 
 async def settled() -> None:
-    """Everything that can go on has."""
+    """Let all tasks proceed until they are blocked."""
     for _ in range(50):
         await asyncio.sleep(0)
 
 
 async def test_a_flood_waits_for_its_worker() -> None:
-    """Who sends without end has a few requests in memory, and one turn deals with no more of them."""
+    """At most INBOX_REQUESTS of a session are in memory, and one turn handles no more."""
     worker, flood = Turns(), Flood()
     sessions = Sessions(worker)
     context: Any = Context()
@@ -112,7 +112,7 @@ async def test_a_flood_waits_for_its_worker() -> None:
 
 
 class Placing(Sessions):
-    """Sessions that are opened when they have their memory, if there is some."""
+    """Sessions that are opened once they have memory, if any is free."""
 
     place_seconds = 3600.0
     full = False
@@ -142,7 +142,7 @@ async def test_who_gets_no_memory_is_refused_and_not_opened_first() -> None:
 
 
 async def test_an_answer_does_not_wait_for_a_long_step() -> None:
-    """The caller would take the pod for lost."""
+    """Otherwise the caller would consider the pod lost."""
     sessions, context = Placing(Turns()), Context()
     sessions.place_seconds = 0.01
     stream: Any = context
@@ -179,7 +179,7 @@ async def test_a_pod_whose_engine_is_lost_takes_no_session() -> None:
 
 async def test_a_response_queue_tells_when_nobody_reads_it() -> None:
     class Slow:
-        """A stream that takes one message."""
+        """A stream that accepts one message."""
 
         def __init__(self) -> None:
             self.may_read = asyncio.Event()
@@ -204,7 +204,7 @@ async def test_a_response_queue_tells_when_nobody_reads_it() -> None:
 
 
 async def test_an_unexpected_error_ends_the_stream_as_it_is() -> None:
-    """What its caller is told of it is the interceptor's business."""
+    """The interceptor turns it into a status."""
     responses: ResponseQueue[str] = ResponseQueue()
     context: Any = Context()
     responses.send(KeyError("somewhere inside"))

@@ -1,4 +1,4 @@
-"""Timelines: what is kept of a request, for how long, and what an exporter sees of it."""
+"""Timelines: what is recorded of a request, for how long, and what an exporter receives."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CHILD = f"00-{16 * 'ab'}-{8 * 'ef'}-01"
 
 @pytest.fixture(autouse=True)
 def _unbound() -> Iterator[None]:
-    """Nothing that a test binds is bound in another one."""
+    """Unbind context variables after each test."""
     yield
     structlog.contextvars.clear_contextvars()
     bind_trace_context(())
 
 
 def ends(timelines: Timelines, error: BaseException, *events: str) -> None:
-    """Have a call end with an error after these events."""
+    """End a call with `error` after these events."""
 
     def call() -> None:
         with timelines.begin("generate", model="m") as timeline:
@@ -109,11 +109,11 @@ def test_a_caller_that_leaves_before_the_end_is_told() -> None:
 
 
 class Spans:
-    """An exporter whose spans are all the same, in the trace of the caller."""
+    """An exporter whose spans are all the same, in the caller's trace."""
 
     def __init__(self) -> None:
         self.parents: list[object] = []
-        self.bound: list[object] = []  # when the call ends
+        self.bound: list[object] = []  # at the end of the call
         self.ended: list[Timeline] = []
 
     def begin(self, timeline: Timeline) -> Spans:

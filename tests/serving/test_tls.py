@@ -1,4 +1,4 @@
-"""TLS files are read again when they change, as long as they fit together, and wrong ones are named."""
+"""TLS files are reloaded when they change and are consistent; errors name the file."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_file_that_is_gone_for_a_moment_changes_nothing(files: TlsFiles) -> No
 
 
 def test_a_folder_that_is_swapped_by_a_link_is_seen(authority: Authority, tmp_path: Path) -> None:
-    """As Kubernetes replaces the files of a secret."""
+    """As Kubernetes updates a mounted secret."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         for file, kind in zip(authority.issue("server"), ("tls.crt", "tls.key"), strict=True):
@@ -115,7 +115,7 @@ def test_an_encrypted_key_is_refused_without_asking_anybody(authority: Authority
 
 
 async def test_a_server_shows_its_new_certificate(authority: Authority, files: TlsFiles) -> None:
-    """To new connections; to a client of another authority it never says a word."""
+    """On new connections; a client of another authority gets no response."""
     server = grpc.aio.server()
     port = server.add_secure_port("127.0.0.1:0", server_credentials(files))
     await server.start()
@@ -126,7 +126,7 @@ async def test_a_server_shows_its_new_certificate(authority: Authority, files: T
         credentials = grpc.ssl_channel_credentials(trusted, contents.key, contents.certificate)
         async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials) as channel:
             ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/specdec.v2.Nothing/Nothing")
-            return await ask(b"", timeout=20).code() is grpc.StatusCode.UNIMPLEMENTED  # said by the server
+            return await ask(b"", timeout=20).code() is grpc.StatusCode.UNIMPLEMENTED  # answered by the server
 
     try:
         assert await reached(authority)

@@ -1,4 +1,4 @@
-"""No more is let through than the rate allows, and a caller that waits as long as told is let through."""
+"""No more calls pass than the rate allows, and a caller that waits for the returned delay passes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Clock:
 
 @given(burst=st.integers(1, 1000), spends=st.lists(st.tuples(st.floats(0, 30), st.integers(1, 200)), max_size=40))
 def test_a_burst_passes_at_once_and_the_rate_after_it(burst: int, spends: list[tuple[float, int]]) -> None:
-    """What is let through leaves a debt, so what counts is what was spent before."""
+    """A call passes if the bucket is not in debt before it; it may leave a debt."""
     clock = Clock()
     bucket = TokenBucket(burst / 60, burst, clock=clock)
     begin, spent = clock.now, 0

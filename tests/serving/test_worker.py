@@ -1,4 +1,4 @@
-"""A worker that dies takes its process with it, whatever else fails."""
+"""A dying worker ends its process, even if everything else fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MISTAKE = "RuntimeError('a mistake')"
 
 
 def exit_status(log: str, stderr: str | int, error: str = MISTAKE) -> int:
-    """Of a process whose worker dies of this error, with its logging set up so."""
+    """Return the exit status of a process whose worker raises `error`, after the code `log`."""
     command = [sys.executable, "-c", SCRIPT.format(log=log, error=error)]
     if isinstance(stderr, int):
         return subprocess.run(command, stderr=stderr, timeout=60, check=False).returncode
@@ -43,11 +43,11 @@ def test_it_ends_where_nothing_can_be_logged() -> None:
 
 
 def test_it_ends_where_logging_raises() -> None:
-    """As another logger than ours may."""
+    """As a different logger might."""
     assert exit_status("worker.log = None", subprocess.DEVNULL) == ExitStatus.INTERNAL
 
 
 def test_a_shortage_of_memory_has_a_status_of_its_own() -> None:
-    """Whether or not it can be logged: it is a fact of the machine, no mistake."""
+    """Whether or not it can be logged: a condition of the machine, not a bug."""
     for log in ("logs.configure('test')", "worker.log = None"):
         assert exit_status(log, subprocess.DEVNULL, "MemoryError('of a step')") == ExitStatus.SHORT_OF_MEMORY
