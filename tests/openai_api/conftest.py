@@ -1,4 +1,4 @@
-"""The models of the service tests serve here too, and those of the fault suite."""
+"""Reuses the models of the service tests and of the fault suite."""
 
 import pytest
 

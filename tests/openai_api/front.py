@@ -1,4 +1,4 @@
-"""The HTTP server in this process, on a real socket, in front of any orchestrator."""
+"""The HTTP server in this process, on a real socket, in front of an orchestrator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specdec.serving.process.listening import bound
 
 @dataclass(frozen=True)
 class Front:
-    """A running HTTP server and the official client to it."""
+    """A running HTTP server and an official client of it."""
 
     address: str
     client: openai.AsyncOpenAI
@@ -35,7 +35,7 @@ async def front(
     body_seconds: float = BODY_SECONDS,
     origins: Sequence[str] = (),
 ) -> AsyncIterator[Front]:
-    """The server, and a client that does not retry what fails."""
+    """Yield the server, with a client that does not retry."""
 
     async def health() -> bool:
         return serves

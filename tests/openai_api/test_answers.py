@@ -1,4 +1,4 @@
-"""Whole answers: what is long in them is encoded while it comes."""
+"""Complete responses: long parts are encoded incrementally."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOP = 20
 
 
 def chunk(*, spelt: bool = True, last: bool = False) -> Chunk:
-    """A token with its log-probabilities; `spelt`: what the most probable ones stand for is told."""
+    """Return a token with its logprobs; `spelt`: the most probable ones have their bytes."""
     response = pb.GenerateResponse(text="a", tokens=[97])
     logprobs = response.logprobs.add(
         chosen=-0.5,
@@ -38,7 +38,7 @@ def a_choice(*, chat: bool) -> Choice:
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_log_probabilities_are_encoded_as_they_come(chat: bool) -> None:
-    """So that at the end no event loop stands still for all of them."""
+    """Otherwise the event loop would stall for all of them at the end."""
     choice = a_choice(chat=chat)
     begin = time.process_time()
     for number in range(2000):
@@ -54,7 +54,7 @@ def test_log_probabilities_are_encoded_as_they_come(chat: bool) -> None:
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_token_may_be_told_without_what_it_stands_for(chat: bool) -> None:
-    """An older orchestrator sends no bytes of the most probable ones."""
+    """An older orchestrator sends no bytes for the most probable tokens."""
     choice = a_choice(chat=chat)
     assert choice.piece(chunk(spelt=False), None)["logprobs"]
     choice.gather(chunk(spelt=False, last=True), None)

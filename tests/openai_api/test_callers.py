@@ -1,4 +1,4 @@
-"""Whose a request is decides before its body is read; what one caller does takes nothing from the others."""
+"""A caller is authenticated before its body is read; one caller's requests take no capacity from the others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def status_of(answer: bytes) -> int:
 async def held(
     address: str, number: int, headers: bytes, *, length: int = 8 << 20, sent: int = 0
 ) -> AsyncIterator[None]:
-    """So many requests whose bodies come only in part."""
+    """Open `number` requests with partial bodies."""
     host, _, port = address.partition(":")
     writers = []
     try:
@@ -57,7 +57,7 @@ async def test_a_key_that_is_not_known_is_refused_before_the_body_comes(key: byt
 
 @pytest.mark.parametrize("chunked", [True, False])
 async def test_a_caller_that_sends_on_can_read_why_it_is_refused(chunked: bool) -> None:
-    """The connection is not reset while a body is under way that nobody reads."""
+    """The connection is not reset while an unread body is in transit."""
     body, headers = b" " * (400 << 10), WRONG
     if chunked:
         body, headers = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body), WRONG + b"transfer-encoding: chunked\r\n"
@@ -78,7 +78,7 @@ async def test_a_length_that_is_too_long_is_refused_before_the_body_comes() -> N
 
 
 async def test_bodies_of_nobody_leave_tenants_all_of_their_room() -> None:
-    """Eight times 8 MiB but for the last byte, which is all the room that there is, again and again."""
+    """Eight bodies of 8 MiB less a byte, the whole capacity, again and again."""
     async with (
         FakeServer(keys=["key"]) as orchestrator,
         front(orchestrator.address) as http,
@@ -91,7 +91,7 @@ async def test_bodies_of_nobody_leave_tenants_all_of_their_room() -> None:
 
 
 async def test_idle_connections_of_nobody_leave_tenants_their_places() -> None:
-    """They are more than there may be connections, and come back when they are closed."""
+    """They exceed the connection limit, and reconnect when closed."""
     async with (
         FakeServer(keys=["key"]) as orchestrator,
         front(orchestrator.address, most_connections=32) as http,
@@ -103,11 +103,11 @@ async def test_idle_connections_of_nobody_leave_tenants_their_places() -> None:
 
 
 async def test_a_tenant_holds_what_it_leaves_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the lengths that it declares: one tenant a half, each of two a third."""
+    """By declared lengths: a single tenant a half, each of two a third."""
     monkeypatch.setattr(bodies, "MAX_BODIES_BYTES", 3000)
     monkeypatch.setattr(bodies, "RATE_GRACE_SECONDS", 30.0)
     async with FakeServer(keys=["key", "other"]) as orchestrator, front(orchestrator.address) as http:
-        for key in (KEY, OTHER):  # known from now on: what comes is counted at once
+        for key in (KEY, OTHER):  # authenticated from now on: bodies are counted at once
             assert status_of(await told(http.address, post(ASKED, headers=key + CLOSE))) == 200
         answer = await told(http.address, post(b"", length=1501, headers=KEY))
         assert status_of(answer) == 503
@@ -125,7 +125,7 @@ async def test_a_tenant_holds_what_it_leaves_free(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_tenant_has_half_of_the_places_at_most() -> None:
-    """Its requests in progress count, whatever they do; others find a place."""
+    """Its requests in progress count in any state; others find a place."""
     hold = Act(tokens=0, then="hold")
     async with (
         FakeServer(hold, hold, keys=["key", "other"]) as orchestrator,
@@ -154,7 +154,7 @@ async def test_too_many_bodies_of_a_caller_are_refused(monkeypatch: pytest.Monke
 
 
 async def test_a_body_that_comes_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long before the time for a body is over."""
+    """Long before the time limit for bodies."""
     monkeypatch.setattr(bodies, "RATE_GRACE_SECONDS", 0.2)
     async with FakeServer() as orchestrator, front(orchestrator.address, body_seconds=1000.0) as http:
         answer = await told(http.address, post(ASKED, length=1000))
@@ -163,18 +163,18 @@ async def test_a_body_that_comes_slowly_is_given_up(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_key_is_asked_about_once() -> None:
-    """Whether it is known or not, and by whatever number of requests at the same time."""
+    """Whether it is valid or not, and for any number of concurrent requests."""
     async with FakeServer(keys=["key"]) as orchestrator, front(orchestrator.address) as http:
         for _ in range(2):
             requests = [post(ASKED, headers=key + CLOSE) for key in [KEY, WRONG] * 5]
             answers = await asyncio.gather(*(told(http.address, request) for request in requests))
         assert Counter(map(status_of, answers)) == {200: 5, 401: 5}
         assert len(orchestrator.listings) == 1
-        assert orchestrator.refusals == 2  # of no key, and of the wrong one
+        assert orchestrator.refusals == 2  # without a key, and with a wrong one
 
 
 async def test_many_unknown_keys_cost_few_calls() -> None:
-    """Tenants whose key is known already go on meanwhile."""
+    """Tenants with a known key proceed meanwhile."""
     async with FakeServer(keys=["key"]) as orchestrator, front(orchestrator.address) as http:
         assert status_of(await told(http.address, post(ASKED, headers=KEY + CLOSE))) == 200
         keys = [b"authorization: Bearer %d\r\n" % number for number in range(100)]
@@ -204,7 +204,7 @@ async def test_a_new_key_is_taken_after_a_while(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_a_check_that_fails_is_no_refusal() -> None:
-    """The next request asks again."""
+    """The next request retries it."""
     full = Act(then="abort", code=grpc.StatusCode.RESOURCE_EXHAUSTED)
     async with FakeServer(listing=[full]) as orchestrator, front(orchestrator.address) as http:
         assert status_of(await told(http.address, post(b"", length=1000, headers=KEY))) == 503
@@ -217,7 +217,7 @@ async def test_without_an_orchestrator_nothing_is_read() -> None:
 
 
 async def test_refusals_of_one_network_are_slowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And their connections give way meanwhile."""
+    """And their connections are the first to be closed meanwhile."""
     monkeypatch.setattr(callers, "REFUSAL_BURST", 1.0)
     monkeypatch.setattr(callers, "REFUSAL_RATE", 0.001)
     async with FakeServer(keys=["key"]) as orchestrator, front(orchestrator.address, most_connections=2) as http:
@@ -225,4 +225,4 @@ async def test_refusals_of_one_network_are_slowed(monkeypatch: pytest.MonkeyPatc
         slowed = [asyncio.create_task(told(http.address, post(ASKED, headers=CLOSE))) for _ in range(2)]
         await until(lambda: http.app.running == 2)
         assert status_of(await told(http.address, post(ASKED, headers=KEY + CLOSE))) == 200
-        assert b"" in await asyncio.gather(*slowed)  # it gave way
+        assert b"" in await asyncio.gather(*slowed)  # it was closed

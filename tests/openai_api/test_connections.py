@@ -1,4 +1,4 @@
-"""Connections that wait give way to new ones, and headers have limits before anything reads them."""
+"""Idle connections give way to new ones, and headers are limited before parsing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GET = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"
 async def connected(
     address: str, number: int, sent: bytes = b"", answer: bytes = b"", source: str = "127.0.0.1"
 ) -> AsyncIterator[list[tuple[StreamReader, StreamWriter]]]:
-    """So many connections from an address, each after a request and the end of its answer."""
+    """Open `number` connections from an address, each after one request and its response."""
     host, _, port = address.partition(":")
     opened = []
     try:
@@ -49,7 +49,7 @@ async def status(address: str, request: bytes) -> int:
 
 
 async def closed(opened: list[tuple[StreamReader, StreamWriter]]) -> list[bool]:
-    """Which of them the server has closed; nothing else comes on them."""
+    """Return the connections closed by the server; the others get no data."""
     found = await asyncio.gather(
         *(asyncio.wait_for(reader.read(), 0.2) for reader, _ in opened), return_exceptions=True
     )
@@ -90,7 +90,7 @@ async def test_idle_connections_of_the_busiest_address_give_way_first() -> None:
 
 
 async def test_connections_with_a_request_never_give_way() -> None:
-    """When all have one, a new one is answered 503, but for health, which probes ask for."""
+    """If all are busy, a new one is answered 503, except for health, which probes request."""
     health = b"GET /health HTTP/1.1\r\nhost: x\r\n"
     async with (
         FakeServer(HOLD, HOLD) as orchestrator,
@@ -104,7 +104,7 @@ async def test_connections_with_a_request_never_give_way() -> None:
         assert answer.endswith(json.dumps(overloaded("there are too many connections").body).encode())
         answer = await told(http.address, health + b"\r\n" + GET + b"\r\n")
         assert answer.startswith(b"HTTP/1.1 200 ")
-        assert answer.count(b"HTTP/1.1") == 1  # and nothing behind it
+        assert answer.count(b"HTTP/1.1") == 1  # and nothing after it
         assert await closed([*working, *others]) == [False, False]
 
 
@@ -132,7 +132,7 @@ BACKTRACKS = b"a:" + b" " * 30_000 + b"\x00\r\n\r\n"
     ("request_", "wanted", "problem"),
     [
         (LINE + LONG, 431, b"have more than 32768 bytes"),
-        (LINE + LONG[:50_000], 431, b"have more than 32768 bytes"),  # and no end
+        (LINE + LONG[:50_000], 431, b"have more than 32768 bytes"),  # unterminated
         (b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", 431, b"have more than 32768 bytes"),
         (LINE + MANY, 431, b"have more than 256 lines"),
         (LINE + BACKTRACKS, 400, b"control character"),
@@ -147,7 +147,7 @@ async def test_headers_beyond_the_limits_are_refused(
 ) -> None:
     async with serving(hello) as server:
         answer = await told(f"127.0.0.1:{server.port}", before + request_)
-    if before.startswith(CHUNKED):  # behind a body in chunks nothing is read
+    if before.startswith(CHUNKED):  # nothing is read after a chunked body
         assert answer.count(b"HTTP/1.1") <= 2
         return
     last = answer[answer.rindex(b"HTTP/1.1") :]
@@ -159,7 +159,7 @@ async def test_headers_beyond_the_limits_are_refused(
 
 @pytest.mark.parametrize("sent", [LINE + BACKTRACKS, CHUNKED + b"0\r\n" + BACKTRACKS, CHUNKED + b"1\r\nx\r\n" * 40_000])
 async def test_few_bytes_do_not_hold_the_event_loop(sent: bytes) -> None:
-    """h11 takes seconds for headers and trailers that have many blanks before a byte that may not be there."""
+    """h11 takes seconds for headers and trailers with many blanks before a possibly missing byte."""
     async with serving(hello) as server, Ticking() as ticking:
         await told(f"127.0.0.1:{server.port}", sent)
     assert ticking.longest < 0.5

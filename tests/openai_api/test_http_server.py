@@ -1,4 +1,4 @@
-"""Connections that are slow, broken or too many harm nobody; certificates are replaced while it runs."""
+"""Slow, broken or excessive connections do no harm; certificates are replaced at run time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def post(body: bytes, length: int | None = None, headers: bytes = b"") -> bytes:
 
 
 async def told(address: str, request: bytes) -> bytes:
-    """All that is answered until the connection is closed."""
+    """Return everything received until the connection is closed."""
     host, _, port = address.partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(request)
@@ -66,7 +66,8 @@ async def hello(scope: Scope, receive: Receive, send: Send) -> None:
 @pytest.mark.parametrize("begun", [b"", b"GET /v1/mod", b"GET / HTTP/1.1\r\nhost: x\r\n"])
 @pytest.mark.parametrize("requests", [0, 1])
 async def test_headers_that_do_not_come_end_the_connection(requests: int, begun: bytes) -> None:
-    """Of the first request on a connection, and of the next one. One that is idle after a request may wait longer."""
+    """For the first request of a connection and for later ones. Between requests, an idle connection may wait
+    longer."""
     async with serving(hello, header_seconds=0.2) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         for _ in range(requests):
@@ -205,7 +206,7 @@ async def test_requests_are_counted_by_route_and_status() -> None:
 
 
 async def test_a_certificate_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """New connections see the new one; files that make no sense change nothing."""
+    """New connections see it; invalid files change nothing."""
     monkeypatch.setattr(http_server, "RELOAD_SECONDS", 0.02)
     authority = Authority(tmp_path / "authority")
     certificate, key = authority.issue("server")

@@ -1,4 +1,4 @@
-"""Whoever dies while a model calls a function or writes by a schema, the caller sees a pause and the same answer."""
+"""If a process is killed during a tool call or structured output, the caller sees a pause and the same response."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "warmth", "schema": SCHEMA}}},
 }
 STEP = 5
-"""The step of the target after which somebody dies: the answer takes more than twice as many."""
+"""The target's step after which a process is killed: the response takes more than twice as many."""
 
 
 class Slowly:
-    """Delays the target's steps, so that there is time to die, and counts them."""
+    """Delays and counts the target's steps, so that there is time for the kill."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -51,14 +51,14 @@ class Slowly:
 
 
 def another_orchestrator(services: Stack, target: Path) -> Pod:
-    """One that knows the same pods."""
+    """Return a second orchestrator of the same pods."""
     verifiers, drafts = (Pods(pod.address for pod in pods) for pods in (services.verifiers, services.drafts))
     peers = Peers(verifiers, drafts, drafts_are_trusted=True)
     return Pod(GenerationServicer(Catalog.of(ServedModel.of(ModelDirectory(target)), peers)))
 
 
 def works(pod: Pod) -> bool:
-    """Whether a text is being made at a verifier or an orchestrator."""
+    """Return whether a verifier or an orchestrator has a text in progress."""
     if isinstance(pod, VerifierPod):
         return pod.loop.pool.held > 0
     assert isinstance(pod.service, GenerationServicer)
@@ -86,7 +86,7 @@ async def test_the_answer_is_the_same(models: Models, tmp_path: Path, victim: st
             async with front(one.address, other.address) as http:
 
                 async def answered(disturb: Callable[[], Awaitable[None]] | None) -> tuple[Any, int]:
-                    """The answer's message, and how many steps it took."""
+                    """Return the message of the response, and the number of steps."""
                     begin = slowly.steps
                     asking = asyncio.create_task(
                         http.client.chat.completions.create(
@@ -109,7 +109,7 @@ async def test_the_answer_is_the_same(models: Models, tmp_path: Path, victim: st
                     message = choice.message.model_dump()
                     assert message["reasoning"]
                     for call in message["tool_calls"] or ():
-                        del call["id"]  # each request has its own
+                        del call["id"]  # differs between requests
                     return message, slowly.steps - begin
 
                 want, steps = await answered(None)

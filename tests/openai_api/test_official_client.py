@@ -1,4 +1,4 @@
-"""OpenAI's own client against a fake orchestrator: everything that it sends arrives, and it reads every answer."""
+"""OpenAI's own client against a fake orchestrator: everything it sends arrives, and it can read every response."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHAT: Any = [{"role": "user", "content": "hello"}]
 
 
 def request_of(server: FakeServer) -> Any:
-    """The last message that asked for a text."""
+    """Return the last generation request."""
     return server.calls[-1].request
 
 
@@ -66,7 +66,7 @@ async def test_a_chat() -> None:
 
 @pytest.mark.parametrize("chat", [False, True])
 async def test_a_stream(chat: bool) -> None:
-    """Its pieces are the text; who speaks is told first, the usage last."""
+    """Its pieces join to the text; the role comes first, the usage last."""
     async with FakeServer() as server, front(server.address) as http:
         told: Any = {"stream": True, "stream_options": {"include_usage": True}}
         if chat:
@@ -143,7 +143,7 @@ async def test_every_parameter_arrives() -> None:
 
 
 async def test_what_is_silent_is_as_openai_has_it() -> None:
-    """Temperature 1; 16 tokens of a completion, a chat as many as there is room for."""
+    """Temperature 1; 16 tokens for a completion, the rest of the context for a chat."""
     async with FakeServer() as server, front(server.address) as http:
         await http.client.completions.create(model="fake", prompt="def")
         completion = request_of(server)
@@ -157,7 +157,7 @@ async def test_what_is_silent_is_as_openai_has_it() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_many_prompts_and_samples(stream: bool) -> None:
-    """A choice is the sample j of the prompt i at i * n + j."""
+    """Sample j of prompt i is choice i * n + j."""
     prompts = ["a", "b", "c"]
     async with FakeServer() as server, front(server.address) as http:
         asked: Any = {"model": "fake", "prompt": prompts, "n": 2}
@@ -196,8 +196,7 @@ async def test_logprobs_of_a_chat() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_logprobs_of_a_completion(stream: bool) -> None:
-    """They tell where in the text each token begins: of a character of several tokens, all but the first say where the
-    next one does."""
+    """With the text offset of each token: all tokens of one character have its offset."""
     async with FakeServer() as server, front(server.address) as http:
         asked: Any = {"model": "fake", "prompt": "def", "logprobs": 2}
         if stream:
@@ -255,7 +254,7 @@ REFUSALS: list[tuple[Any, type[openai.APIStatusError], int, str]] = [
 async def test_refusals_of_the_orchestrator(
     act: Act, kind: type[openai.APIStatusError], status: int, message: str, stream: bool, prompt: Any
 ) -> None:
-    """Before the first token they are HTTP statuses, in a stream too."""
+    """Before the first token they are HTTP statuses, for streams too."""
 
     async with FakeServer(script=itertools.repeat(act)) as server, front(server.address) as http:
         with pytest.raises(kind, match=message) as caught:
@@ -295,7 +294,7 @@ async def test_a_caller_who_leaves_ends_the_request(stream: bool, tokens: int) -
 
 
 async def test_a_stream_goes_on_at_another_orchestrator() -> None:
-    """The first one breaks off in the middle of a character."""
+    """The first orchestrator fails in the middle of a character."""
     breaking = Act(tokens=4, then="abort")
     async with FakeServer(breaking) as one, FakeServer(breaking) as other, front(one.address, other.address) as http:
         stream = await http.client.completions.create(model="fake", prompt="def", stream=True)
@@ -317,7 +316,7 @@ async def test_names_in_refusals_are_the_callers() -> None:
 
 
 async def test_an_error_among_many_prompts_is_told_in_the_stream() -> None:
-    """The others end with it."""
+    """The other prompts end with it."""
     acts = [Act(), Act(tokens=6, then="abort", status=rich(INVALID_ARGUMENT, BAD).status), Act(tokens=6, then="hold")]
     async with FakeServer(*acts) as server, front(server.address) as http:
         stream = await http.client.completions.create(model="fake", prompt=["a", "b", "c"], stream=True)
@@ -330,7 +329,7 @@ async def test_an_error_among_many_prompts_is_told_in_the_stream() -> None:
 
 
 async def test_few_of_many_prompts_are_asked_at_once() -> None:
-    """A tenant's limits count each."""
+    """Each counts against the tenant's limits."""
     held = [Act(tokens=0, then="hold")] * PROMPTS_AT_ONCE
     async with FakeServer(*held) as server, front(server.address) as http:
         asked = asyncio.create_task(http.client.completions.create(model="fake", prompt=["a"] * 20))

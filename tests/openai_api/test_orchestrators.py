@@ -1,4 +1,5 @@
-"""The connections to orchestrators: of several behind a name one suffices, and they are made anew in time."""
+"""Connections to orchestrators: of several addresses behind a name one suffices, and connections are renewed
+periodically."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @asynccontextmanager
 async def watching(orchestrators: Orchestrators) -> AsyncIterator[Orchestrators]:
-    """Orchestrators whose connections are made anew, until the context ends."""
+    """Renew these orchestrators' connections until the context ends."""
     task = asyncio.create_task(orchestrators.keep_up_to_date())
     try:
         yield orchestrators
@@ -43,7 +44,7 @@ async def watching(orchestrators: Orchestrators) -> AsyncIterator[Orchestrators]
 
 @asynccontextmanager
 async def health_of(status: int, port: int = 0) -> AsyncIterator[str]:
-    """A server that tells this health, and its address."""
+    """Serve health checks with this status; yield the address."""
     server, servicer = grpc.aio.server(), health.HealthServicer()
     await servicer.set("", status)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
@@ -76,7 +77,7 @@ async def test_one_of_those_that_an_address_stands_for_suffices(monkeypatch: pyt
     monkeypatch.setattr(module, "KNOWN_SECONDS", 0.0)
     async with health_of(NOT_SERVING) as one, health_of(SERVING) as other, health_of(NOT_SERVING) as third:
         orchestrators = Orchestrators([f"ipv4:{one},{other},{third}"])
-        await until_it_serves(orchestrators)  # they connect one after the other
+        await until_it_serves(orchestrators)  # connections are tried one after the other
         await orchestrators.close()
         orchestrators = Orchestrators([f"ipv4:{one},{third}", one])
         assert not await orchestrators.serve()
@@ -88,11 +89,11 @@ async def test_connections_are_made_anew_while_nobody_answers(monkeypatch: pytes
     monkeypatch.setattr(module, "SILENT_SECONDS", 0.1)
     monkeypatch.setattr(module, "KNOWN_SECONDS", 0.0)
     port = free_port()
-    several = f"ipv4:127.0.0.1:{port},127.0.0.1:{free_port()}"  # as a name may be
+    several = f"ipv4:127.0.0.1:{port},127.0.0.1:{free_port()}"  # as a DNS name may resolve
     async with watching(Orchestrators([several])) as orchestrators:
         first = await client_of(orchestrators)
         await until_anew(orchestrators, first)
-        async with health_of(NOT_SERVING, port):  # is an answer too
+        async with health_of(NOT_SERVING, port):  # NOT_SERVING is an answer too
             monkeypatch.setattr(module, "SILENT_SECONDS", 30.0)
             async with asyncio.timeout(30):
                 while not await orchestrators._current.answers():
@@ -102,7 +103,7 @@ async def test_connections_are_made_anew_while_nobody_answers(monkeypatch: pytes
 async def test_new_files_of_certificates_count_for_new_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that run end where they are."""
+    """Running ones finish on the old connection."""
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)
     authority, other = Authority(tmp_path / "authority"), Authority(tmp_path / "other")
     fake, server = FakeServer(Act(tokens=CHUNK, then="hold")), grpc.aio.server()
@@ -123,7 +124,7 @@ async def test_new_files_of_certificates_count_for_new_requests(
                 with pytest.raises(Unavailable):
                     await second.complete("hi", timeout=30.0)
             assert not fake.freed.is_set()
-            await client.models()  # the old ones are not closed
+            await client.models()  # old connections are not closed
             trusted.write_bytes(authority.file.read_bytes())
             await until_anew(orchestrators, second)
             async with orchestrators.client() as third:
@@ -143,7 +144,7 @@ async def test_connections_that_were_left_are_closed_with_their_last_request() -
 
 
 async def test_control_calls_do_not_wait_for_completions() -> None:
-    """Completions have all calls that their connections carry: one each, and ten connections."""
+    """Completions use all concurrent calls of their connections: one each, on ten connections."""
     most = 10
     hold = [Act(tokens=CHUNK, then="hold")] * most
     async with FakeServer(*hold, options=[("grpc.max_concurrent_streams", 1)]) as server:

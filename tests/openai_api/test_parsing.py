@@ -1,4 +1,4 @@
-"""Long bodies are parsed in threads, of which no caller may take all."""
+"""Long bodies are parsed in threads, fairly by caller."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def body_of(size: int) -> bytes:
 
 
 class Parses:
-    """Notes in which thread it runs, and goes on when it is let."""
+    """Records its thread, and continues once allowed."""
 
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []
@@ -44,7 +44,7 @@ async def test_only_short_bodies_are_parsed_on_the_event_loop(size: int, here: b
 
 
 async def test_a_caller_takes_half_of_the_places_at_most() -> None:
-    """Others wait with it, and who sends less does not wait behind it."""
+    """Other callers get the rest, and a shorter body does not wait behind long ones."""
     parses = Parses()
     parser = Parser(parses)
     first = asyncio.ensure_future(parser.parse(body_of(LONG_BODY), chat=False, caller="a"))
@@ -53,7 +53,7 @@ async def test_a_caller_takes_half_of_the_places_at_most() -> None:
         asyncio.ensure_future(parser.parse(body_of(LONG_BODY), chat=False, caller=caller))
         for caller in ["a"] * (MOST_LONG_WAITING // 2) + ["b"] * (MOST_LONG_WAITING // 2)
     ]
-    await asyncio.sleep(0)  # all of them wait
+    await asyncio.sleep(0)  # all are waiting
     with pytest.raises(OverloadedError):
         await parser.parse(body_of(LONG_BODY), chat=False, caller="c")
     running.pop().cancel()

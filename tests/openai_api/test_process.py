@@ -1,4 +1,4 @@
-"""The server as a process: it says where it is ready, drains, and says in a line why it cannot run."""
+"""The server as a process: readiness line, drain, and one-line start-up errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def spawn(*options: str) -> Process:
 
 @asynccontextmanager
 async def running(*options: str) -> AsyncIterator[tuple[Process, str]]:
-    """A process that serves, and its address; killed on leaving."""
+    """Yield a serving process and its address; kill it on leaving."""
     process = await spawn(*options)
     try:
         assert process.stdout is not None
@@ -47,7 +47,7 @@ async def running(*options: str) -> AsyncIterator[tuple[Process, str]]:
 
 
 async def test_it_drains() -> None:
-    """Running requests have their time, then they end; the exit status is 0."""
+    """Running requests get their drain time, then are ended; the exit status is 0."""
     async with (
         FakeServer(Act(), Act(tokens=6, then="hold")) as server,
         running("--orchestrator", server.address, "--drain-seconds", "1") as (process, address),

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers comes in a field of its own, by OpenAI's own client."""
+"""Reasoning comes in a separate field, with OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPENED = {"chat_template_kwargs": {"opened": True}}
 
 
 def reasoning_pair(models: Models, folder: Path) -> tuple[Path, Path]:
-    """A target that reasons and calls functions, and a draft near it."""
+    """A target with reasoning and tools, and a draft close to it."""
     template = "{% if tools %}" + TEMPLATES[HERMES] + "{% if opened %}<think>\n{% endif %}{% else %}" + TEMPLATE
     template += "{% endif %}"
     return (
@@ -36,7 +36,7 @@ def pair(models: Models, tmp_path: Path) -> tuple[Path, Path]:
 
 
 def asked_of(name: str, **others: Any) -> dict[str, Any]:
-    """A request whose answer reasons and then answers."""
+    """Return a request whose response has reasoning and an answer."""
     messages: Any = [{"role": "user", "content": "how warm is it?"}]
     fixed = {"max_tokens": 40, "seed": 2, "temperature": 1.0, "logit_bias": {str(CLOSE): 4}, "extra_body": OPENED}
     return {"model": name, "messages": messages, **fixed, **others}
@@ -90,7 +90,7 @@ async def test_a_text_need_not_be_split(pair: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 async def test_the_next_request_repeats_it(pair: tuple[Path, Path], name: str) -> None:
-    """By either of the names that servers have for it."""
+    """Under either of the two field names in use."""
     async with stack(*pair) as services, front(services.address) as http:
         turn: Any = {"role": "assistant", "content": "warm", name: "it is May"}
         messages = [{"role": "user", "content": "how warm is it?"}, turn, {"role": "user", "content": "and now?"}]

@@ -1,4 +1,4 @@
-"""Every field of a body is honoured, without effect, or refused by its name."""
+"""Every field of a body is honoured, ignored without effect, or refused by name."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_what_is_no_object_is_refused(body: bytes) -> None:
 
 
 def test_every_field_that_openai_has_is_known() -> None:
-    """By its own client: one that it gets later is refused by name, and this test says so."""
+    """In OpenAI's own client: a field added later is refused by name, and fails this test."""
     known = SAME | RENAMED.keys() | READ | REFUSED_UNLESS.keys() | WITHOUT_EFFECT
     of_chat = chat_params.CompletionCreateParamsBase.__annotations__.keys()
     of_completions = completion_create_params.CompletionCreateParamsBase.__annotations__.keys()
@@ -206,7 +206,7 @@ def test_every_field_that_openai_has_is_known() -> None:
 
 
 def test_an_answer_that_says_nothing_can_be_sent_back() -> None:
-    """As clients keep it that drop what OpenAI does not have: of a model that only thought, or that declined."""
+    """As from clients that drop fields unknown to OpenAI: of a model that only reasoned, or refused."""
     turns = [
         {"role": "assistant", "content": None},
         {"role": "assistant", "content": None, "refusal": "I cannot."},
@@ -275,7 +275,7 @@ def test_what_asks_for_what_happens_anyway_is_taken() -> None:
 
 @given(st.integers(-(1 << 63), (1 << 63) - 1))
 def test_seeds_keep_their_bits(seed: int) -> None:
-    """No two of OpenAI's seeds are one of ours."""
+    """OpenAI's signed seeds map to distinct seeds of ours."""
     ours = completion(seed=seed).message(0).sampling.seed
     assert 0 <= ours < 1 << 64
     assert (ours if ours < 1 << 63 else ours - (1 << 64)) == seed
@@ -291,7 +291,7 @@ FIELDS = sorted(SAME | RENAMED.keys() | READ | REFUSED_UNLESS.keys() | WITHOUT_E
 
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON), st.booleans())
 def test_any_body_is_understood_or_refused(fields: dict[str, Any], of_chat: bool) -> None:
-    """In an error that names a field; nothing else is raised."""
+    """Errors name a field; no other exception is raised."""
     try:
         found: Asked | ApiError = (chat if of_chat else completion)(**fields)
     except ApiError as error:

@@ -1,4 +1,4 @@
-"""What is asked by HTTP is what is asked by gRPC: the same texts, with drafts, at any temperature."""
+"""A request over HTTP gives the same text as over gRPC, with drafts, at any temperature."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 @pytest.fixture
 def chatting(directories: Directories, tmp_path: Path) -> Path:
-    """A target that has a chat template."""
+    """A target with a chat template."""
     target = tmp_path / "target"
     shutil.copytree(directories.target, target)
     settings = json.loads((target / "tokenizer_config.json").read_text())
@@ -36,7 +36,7 @@ def chatting(directories: Directories, tmp_path: Path) -> Path:
 
 
 def as_by_grpc(sampling: dict[str, Any]) -> dict[str, Any]:
-    """The options of the gRPC client."""
+    """Return the equivalent options of the gRPC client."""
     given = dict(sampling)
     if "seed" in given:
         given["seed"] %= 1 << 64
@@ -75,7 +75,7 @@ async def test_texts_are_equal(directories: Directories, chatting: Path, samplin
 
 
 async def test_a_caller_who_leaves_frees_all_memory(directories: Directories) -> None:
-    """That of the verifier's session, and of the draft's."""
+    """Of the verifier's session and of the draft's."""
     slow = stack(directories.target, directories.near, target_delay=long_steps)
     async with slow as services, front(services.address) as http:
         stream = await http.client.completions.create(
@@ -88,7 +88,7 @@ async def test_a_caller_who_leaves_frees_all_memory(directories: Directories) ->
 
 
 async def test_what_a_text_must_look_like(directories: Directories) -> None:
-    """By all names that it goes by here; what is wrong with it is told of the field that the caller knows."""
+    """Under every name of the API; violations name the caller's own field."""
     schema = {
         "type": "object",
         "properties": {"a": {"enum": [1, 22, 333]}, "b": {"type": "boolean"}},
@@ -123,7 +123,7 @@ async def test_what_a_text_must_look_like(directories: Directories) -> None:
 
 
 async def test_more_samples_than_anybody_draws_take_no_memory(directories: Directories) -> None:
-    """How many are valid is the orchestrator's to say, which is asked first."""
+    """The orchestrator, asked first, limits their number."""
     async with stack(directories.target, None) as services, front(services.address) as http:
         for stream in (False, True):
             with pytest.raises(BadRequestError, match="n: is 4294967295, must be at most 16"):
@@ -152,7 +152,7 @@ async def test_a_conversation_that_fills_the_context_too(directories: Directorie
 
 @pytest.mark.parametrize("prompt", LONG.values(), ids=LONG)
 async def test_a_prompt_that_fills_the_context_has_a_code_of_its_own(directories: Directories, prompt: Any) -> None:
-    """By which programs know that they must shorten it."""
+    """By it programs know to shorten the prompt."""
     async with stack(directories.target, None) as services, front(services.address) as http:
         with pytest.raises(BadRequestError) as refused:
             await http.client.completions.create(model=services.model.name, prompt=prompt)

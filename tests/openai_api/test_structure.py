@@ -1,4 +1,4 @@
-"""What a body consists of is counted while it comes, wherever it is cut."""
+"""The JSON structure of a body is counted while it arrives, for any split into pieces."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def made(generator: random.Random, depth: int = 0) -> Any:
 
 
 def counted(value: Any) -> tuple[int, int, int]:
-    """Names, lists and objects, and depth of a value."""
+    """Return names, lists and objects, and depth of a value."""
     if isinstance(value, list | dict):
         inner = [counted(each) for each in (value.values() if isinstance(value, dict) else value)]
         names, containers = sum(each[0] for each in inner), sum(each[1] for each in inner)
@@ -41,7 +41,7 @@ def counted(value: Any) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("seed", range(40))
 async def test_it_counts_what_the_parser_makes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exactly at the limits nothing is refused, one below them the body is."""
+    """A body exactly at the limits is accepted, and one beyond them is refused."""
     generator = random.Random(seed)
     value = [made(generator) for _ in range(8)]
     body = json.dumps(value, ensure_ascii=generator.random() < 0.5).encode()
@@ -74,7 +74,7 @@ LONG = {
 
 @pytest.mark.parametrize("problem", LONG)
 async def test_a_body_of_many_values_is_refused_before_it_has_come(problem: str) -> None:
-    """It says by which limit; the rest of the body need not be sent."""
+    """The error names the limit; the rest of the body need not be sent."""
     begun = b'{"model": "fake", "prompt": [' + LONG[problem][: 4 << 20]
     async with FakeServer() as orchestrator, front(orchestrator.address) as http:
         answer = await told(http.address, post(begun, length=8 << 20))
@@ -92,7 +92,7 @@ async def test_a_body_of_many_values_is_refused_before_it_has_come(problem: str)
     ids=["lists", "biases"],
 )
 async def test_other_requests_are_answered_beside_bodies_of_many_values(body: bytes) -> None:
-    """The event loop stands for a small part of what json.loads alone would take, which does not let others run."""
+    """The event loop stalls for a small part of the time of json.loads, which holds the GIL."""
     loop = asyncio.get_running_loop()
     begun = loop.time()
     json.loads(body)

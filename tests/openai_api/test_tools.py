@@ -1,4 +1,4 @@
-"""Functions are called and answered by OpenAI's own client, in the format of each family, with and without drafts."""
+"""Tool calls and results through OpenAI's own client, in every tool format, with and without drafts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "how warm is it?"}]
 
 
 SPECIAL = {MISTRAL: {"<pad>": "[TOOL_CALLS]"}, MISTRAL_ARGS: {"<pad>": "[TOOL_CALLS]", "<s>": "[ARGS]"}}
-"""Marks that are special tokens in the vocabularies of a family, each in the place of another token."""
+"""Marks that are special tokens in a family's vocabulary, each replacing another token."""
 
 
 @pytest.fixture(
@@ -53,7 +53,7 @@ SPECIAL = {MISTRAL: {"<pad>": "[TOOL_CALLS]"}, MISTRAL_ARGS: {"<pad>": "[TOOL_CA
     ids=lambda each: each[0].name + (", its marks special tokens" if each[1] else ""),
 )
 def called(request: pytest.FixtureRequest, models: Models, tmp_path: Path) -> tuple[ToolFormat, Path, Path]:
-    """A format, a target that has it, and a draft."""
+    """A tool format, a target using it, and a draft."""
     tool_format, special = request.param
     for name, source in (("target", models.target), ("draft", models.draft)):
         shutil.copytree(source, tmp_path / name)
@@ -119,8 +119,8 @@ async def test_a_round_trip(called: tuple[ToolFormat, Path, Path]) -> None:
 
 
 async def test_what_is_said_freely_may_hold_calls_that_fit(called: tuple[ToolFormat, Path, Path]) -> None:
-    """A strict function among them gives the text a grammar; it may say what it likes else. A bias has it begin a call
-    where one token does."""
+    """A strict function gives the text a grammar, with other text allowed. A logit bias starts a call in formats
+    with a token for it."""
     tool_format, target, draft = called
     strict: list[Any] = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
     async with stack(target, draft) as services, front(services.address) as http:
@@ -170,7 +170,7 @@ async def test_refusals(called: tuple[ToolFormat, Path, Path], directories: Dire
 
 
 async def test_calls_in_a_form_that_is_not_known_are_content(models: Models, tmp_path: Path) -> None:
-    """They may be made, but not be forced: the form is not guessed."""
+    """Such calls may be generated but not forced: the format is not guessed."""
     shutil.copytree(models.target, tmp_path / "target")
     template = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}"
     template += "```json\n{{ c.function | tojson }}\n```{% endfor %}{% endfor %}"

@@ -1,4 +1,4 @@
-"""How long the event loop is held by what runs on it."""
+"""Measurement of event-loop stalls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 class Ticking:
-    """A task that does nothing but run, and measures for how long the event loop keeps it waiting."""
+    """A task that only yields, and measures the longest delay of the event loop."""
 
     def __init__(self) -> None:
         self.longest = 0.0  # seconds
