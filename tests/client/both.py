@@ -1,4 +1,4 @@
-"""The synchronous client behind the asyncio one's surface, so that one test body drives both."""
+"""The synchronous client behind the asyncio client's interface, so that one test body drives both."""
 
 from __future__ import annotations
 

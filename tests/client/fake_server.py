@@ -1,8 +1,7 @@
-"""A real gRPC server around a fake GenerationService that does what a script says.
+"""A real gRPC server around a fake, scripted GenerationService.
 
-Its model writes one fixed text, and its tokens are the text's UTF-8 bytes. So most tokens of the
-non-ASCII parts complete no character, and a stream that is resumed in the middle of one shows.
-"""
+Its model writes one fixed text; the tokens are its UTF-8 bytes. Most tokens of non-ASCII parts therefore complete no
+character, and errors in resuming inside a character become visible."""
 
 from __future__ import annotations
 
@@ -22,27 +21,27 @@ from specdec.v2.generation_pb2_grpc import GenerationServiceServicer, add_Genera
 
 TEXT = "déjà vu… ½ café, 東京 🦀"
 TOKENS = list(TEXT.encode())
-CHUNK = 3  # tokens a response
-MODEL = "f1"  # its fingerprint
+CHUNK = 3  # tokens per response
+MODEL = "f1"  # fingerprint of its model
 DIGEST = "d1"  # of every prompt
 REASONING = pb.Reasoning(opening_token=3, closing_token=4)  # of every chat
-REVISION = "fake@r1"  # that every request gets
+REVISION = "fake@r1"  # for every request
 
 
 @dataclass(frozen=True)
 class Act:
-    """What one call does: so many tokens (None: all, and the finish), then this."""
+    """The behavior of one call: a number of tokens (None: all, and the finish), then `then`."""
 
     tokens: int | None = None
-    then: str = "end"  # "end", "abort" or "hold": until the client goes away
+    then: str = "end"  # "end", "abort" or "hold" (until the client cancels)
     code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
     details: str = "scripted"
     status: Status | None = None  # instead of code and details
-    thinks: int = 0  # of the tokens, which are reasoning
+    thinks: int = 0  # number of reasoning tokens
 
 
 def rich(code: int, *details: Any) -> Act:
-    """Aborts with google.rpc's details."""
+    """Return an act that aborts with error details of google.rpc."""
     status = Status(code=code, message="refused")
     for detail in details:
         status.details.add().Pack(detail)
@@ -51,7 +50,7 @@ def rich(code: int, *details: Any) -> Act:
 
 @dataclass(frozen=True)
 class Call:
-    """What one call brought."""
+    """What one call received."""
 
     request: pb.GenerateRequest
     seconds_left: float
@@ -59,9 +58,9 @@ class Call:
 
 
 class FakeServer(GenerationServiceServicer):
-    """Serves on a free port, or on this one, while its context lasts. Calls past the end of the script complete. Those
-    of ListModels have a script of their own. With `keys` it refuses calls that bring none of them; `options`
-    are gRPC's."""
+    """Serves on `port` (0: a free one) while its context lasts. Calls past the end of the script complete.
+    ListModels has its own script, `listing`. With `keys`, calls without one of them are refused; `options` are
+    gRPC's."""
 
     def __init__(
         self,
@@ -75,12 +74,12 @@ class FakeServer(GenerationServiceServicer):
         self._script = iter(acts or script)
         self._listing = iter(listing)
         self.keys = keys
-        self.refusals = 0  # calls without a key that is known
+        self.refusals = 0  # calls without a known key
         self.calls: list[Call] = []
         self.listings: list[Call] = []
         self.called = asyncio.Event()
-        self.held = asyncio.Event()  # a call has sent its tokens and waits
-        self.freed = asyncio.Event()  # a request's handler is gone; one that holds goes by cancellation only
+        self.held = asyncio.Event()  # a call has sent its tokens and holds
+        self.freed = asyncio.Event()  # a handler has ended; a holding one ends only by cancellation
         self.port = port
         self.server = grpc.aio.server(options=options)
 
@@ -98,7 +97,7 @@ class FakeServer(GenerationServiceServicer):
         return f"127.0.0.1:{self.port}"
 
     async def stop(self) -> None:
-        """Break all calls off, as a server does that is shut down."""
+        """Abort all calls, like a server at shutdown."""
         await self.server.stop(grace=0)
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
@@ -140,7 +139,7 @@ class FakeServer(GenerationServiceServicer):
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
-        """Tokens are bytes of the text, and what is special is one more of them, 0, in front."""
+        """Tokens are the text's bytes, preceded by a special token 0."""
         await self._play_end(
             await self._begin(pb.GenerateRequest(text=request.text, model=request.model), context), context
         )
@@ -178,7 +177,7 @@ class FakeServer(GenerationServiceServicer):
 
 
 def resolved_of(request: pb.GenerateRequest) -> pb.ResolvedRequest:
-    """What the server fills in where a request is silent."""
+    """Return the server's values for fields that a request leaves unset."""
     most = request.max_tokens if request.HasField("max_tokens") else 1000
     sampling = pb.SamplingParameters(temperature=request.sampling.temperature)
     return pb.ResolvedRequest(
@@ -194,9 +193,9 @@ def resolved_of(request: pb.GenerateRequest) -> pb.ResolvedRequest:
 def responses(
     request: pb.GenerateRequest, index: int, most: int | None, drawn_seed: int, *, thinks: int = 0
 ) -> Iterable[pb.GenerateResponse]:
-    """What a server answers that does as the contract says; the first tokens, `thinks` of them, are reasoning."""
+    """Yield the responses of a conforming server; the first `thinks` tokens are reasoning."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    decoder.decode(bytes(request.generated_tokens))  # this text the client has already
+    decoder.decode(bytes(request.generated_tokens))  # the client has this text already
     begin = len(request.generated_tokens)
     end = len(TOKENS) if most is None else min(begin + most, len(TOKENS))
     for at in range(begin, end, CHUNK):

@@ -1,4 +1,4 @@
-"""Addresses: what is accepted, what gRPC is given for it, and how the rest is refused."""
+"""Addresses: accepted forms, their gRPC targets, and errors for all others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both clients against a real server, through everything a stream may meet."""
+"""Both clients against a real server: every event that a stream may encounter."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from tests.client.fake_server import CHUNK, DIGEST, MODEL, REVISION, TEXT, TOKEN
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 
 BREAK = Act(tokens=0, then="abort")
-EVENTUALLY = 10.0  # seconds within which a condition must come true
+EVENTUALLY = 10.0  # time limit for a condition, in seconds
 ROUNDING = 1.05  # gRPC rounds timeouts up on the wire
 
 
 @pytest.fixture(params=[ThreadedClient, AsyncClient], ids=["sync", "asyncio"])
 def connect(request: pytest.FixtureRequest) -> Any:
-    """Makes a client, of either kind, that never waits for ever."""
+    """Return a factory of clients, of either kind, whose waiting is bounded."""
 
     def make(*servers: FakeServer, address: Any = None, **settings: Any) -> Any:
         address = ",".join(server.address for server in servers) if address is None else address
@@ -120,7 +120,7 @@ async def test_a_request_has_one_id_however_often_it_is_sent(connect: Any) -> No
 
 
 async def test_metadata_of_a_call_goes_with_it_alone(connect: Any) -> None:
-    """In place of the client's own under the same key."""
+    """It replaces the client's own metadata under the same key."""
     async with FakeServer() as server, connect(server, metadata=[("a", "ours"), ("b", "ours")]) as client:
         await client.complete("hi", metadata=[("a", "its own")])
         async with client.generate("hi", metadata=[("a", "its own")]) as stream:
@@ -166,11 +166,11 @@ async def test_a_closed_client_connects_anew(connect: Any) -> None:
                 assert (await client.complete("hi")).text == TEXT
 
 
-# Streams that break off
+# Interrupted streams
 
 
 async def test_resumes_without_gap_or_repeat(connect: Any) -> None:
-    # 1 and 14 tokens end within a character.
+    # Tokens 1 and 14 end within a character.
     acts = [Act(1, "abort"), Act(13, "abort"), Act(4, "abort")]
     async with FakeServer(*acts) as server, connect(server, max_retries=1) as client:
         chunks = [chunk async for chunk in client.generate("hi", max_tokens=99, temperature=0.8)]
@@ -178,10 +178,10 @@ async def test_resumes_without_gap_or_repeat(connect: Any) -> None:
     first, *resumed = [call.request for call in server.calls]
     assert not first.sampling.HasField("seed")
     assert [list(request.generated_tokens) for request in resumed] == [TOKENS[:1], TOKENS[:14], TOKENS[:18]]
-    # What the first server filled in: another one shall fill in nothing differently.
+    # Values filled in by the first server: the next one must not choose others.
     first.ignore_end_token, first.prompt_digest, first.model = True, DIGEST, REVISION
     first.stop_tokens.append(2)
-    for request in resumed:  # its seed and model, and otherwise what was asked for at first
+    for request in resumed:  # seed and model from the first server, all else as requested
         assert request.sampling.seed == chunks[0].seed == 1001
         assert request.model_fingerprint == chunks[0].model_fingerprint == MODEL
         request.ClearField("generated_tokens")
@@ -201,7 +201,7 @@ async def test_resumes_what_the_caller_resumed(connect: Any) -> None:
 
 
 async def test_goes_on_at_another_server(connect: Any) -> None:
-    script = iter([Act(9, "hold")])  # of the first call, whichever server it reaches
+    script = iter([Act(9, "hold")])  # for the first call, on whichever server
     async with FakeServer(script=script) as one, FakeServer(script=script) as other, connect(one, other) as client:
         chunks = []
         async for chunk in client.generate("hi"):
@@ -213,7 +213,7 @@ async def test_goes_on_at_another_server(connect: Any) -> None:
 
 
 async def test_goes_on_at_another_server_a_name_stands_for(connect: Any) -> None:
-    """One address of gRPC's that resolves to several."""
+    """One gRPC target resolving to several addresses."""
     script = iter([Act(9, "hold")])
     async with FakeServer(script=script) as one, FakeServer(script=script) as other:
         name = [f"ipv4:{one.address},{other.address}"]
@@ -246,7 +246,7 @@ async def test_a_server_that_fails_is_left_alone(connect: Any, monkeypatch: pyte
 
 
 async def test_another_server_is_asked_at_once(connect: Any) -> None:
-    script = iter([rich(code_pb2.UNAVAILABLE, retry_info(3600))] * 2)  # of the first calls, whichever they reach
+    script = iter([rich(code_pb2.UNAVAILABLE, retry_info(3600))] * 2)  # for the first calls, on whichever servers
     async with (
         FakeServer(script=script) as one,
         FakeServer(script=script) as other,
@@ -258,7 +258,7 @@ async def test_another_server_is_asked_at_once(connect: Any) -> None:
 
 
 def logprobs_of(token: int) -> Logprobs:
-    """What the fake server says of a token, as the client tells it; a byte of a longer character is no text."""
+    """Return the client's view of the fake server's logprobs; a byte of a longer character has no text."""
     chosen, other = Piece(bytes([token]).decode(errors="replace"), bytes([token])), Piece("\7", b"\7")
     return Logprobs(-0.5, {token: -0.5, 7: -2.0}, chosen, {token: chosen, 7: other})
 
@@ -269,7 +269,7 @@ async def test_statistics_of_all_parts_are_joined(connect: Any) -> None:
     finish = chunks[-1].finish
     assert finish is not None
     speculation = finish.speculation
-    pieces = [len(chunk.tokens) for chunk in chunks if chunk.tokens]  # each a step; its last token is the target's own
+    pieces = [len(chunk.tokens) for chunk in chunks if chunk.tokens]  # one per step; its last token is the target's own
     assert speculation.steps == len(pieces)
     assert speculation.offered == CHUNK * len(pieces)
     assert speculation.accepted == len(TOKENS) - len(pieces)
@@ -299,7 +299,7 @@ async def test_another_model_is_told(connect: Any) -> None:
 
 
 async def test_a_server_that_has_waited_in_vain_is_not_asked_again(connect: Any) -> None:
-    """It has tried its verifiers for as long as it is meant to: to have it try again would multiply that time."""
+    """It has retried verifiers for its whole failover time: client retries would multiply that."""
     lost = rich(code_pb2.UNAVAILABLE, error_details_pb2.ErrorInfo(reason="VERIFIER_LOST", domain="specdec"))
     script = itertools.repeat(lost)
     async with FakeServer(script=script) as one, FakeServer(script=script) as other, connect(one, other) as client:
@@ -373,7 +373,7 @@ async def test_complete_and_models_are_retried(connect: Any) -> None:
 
 
 async def test_a_server_that_ends_cancels_and_is_left(connect: Any) -> None:
-    """Calls that reach it too late are cancelled, and not by us."""
+    """Late calls get CANCELLED from the server, not from the client."""
     late = Act(6, "abort", grpc.StatusCode.CANCELLED)
     async with FakeServer(late, BREAK, late) as server, connect(server) as client:
         assert written([chunk async for chunk in client.generate("hi")]) == (TEXT, TOKENS)
@@ -417,7 +417,7 @@ async def test_no_server(connect: Any) -> None:
 
 async def test_deadline_of_a_call_replaces_the_clients(connect: Any) -> None:
     async with FakeServer(Act(6, "hold")) as server, connect(server) as client:
-        await client.models()  # connects, which may take long on a busy machine
+        await client.models()  # connects first, which may be slow on a busy machine
         stream = client.generate("hi", timeout=2.0)
         assert written([await anext(stream), await anext(stream)])[1] == TOKENS[:6]
         with pytest.raises(DeadlineExceeded):
@@ -436,7 +436,7 @@ async def test_a_retry_has_the_time_that_is_left(connect: Any) -> None:
     acts = [Act(3, "abort"), rich(code_pb2.UNAVAILABLE, retry_info(0, 250_000_000))]
     async with FakeServer(*acts) as server, connect(server) as client:
         assert written([chunk async for chunk in client.generate("hi", timeout=5.0)]) == (TEXT, TOKENS)
-    assert server.calls[2].seconds_left <= 4.7 * ROUNDING  # two pauses: 50 ms at least, and what the server said
+    assert server.calls[2].seconds_left <= 4.7 * ROUNDING  # two pauses: at least 50 ms, and the server's delay
 
 
 async def test_the_deadline_ends_the_retries(connect: Any) -> None:
@@ -524,12 +524,12 @@ async def test_closing_the_client_ends_its_calls(connect: Any) -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 async def test_closing_the_client_ends_a_call_that_waits_for_its_next_try(connect: Any, streams: bool) -> None:
-    """And it connects no more."""
+    """And no further connection is made."""
     async with FakeServer(rich(code_pb2.UNAVAILABLE, retry_info(3))) as server, connect(server) as client:
         asking = client.generate("hi").__anext__() if streams else client.complete("hi")
         call = asyncio.ensure_future(asking)
         await until(server.called)
-        for _ in range(2):  # what comes after the refusal on the same connection has come: the call is in its pause
+        for _ in range(2):  # their answers follow the refusal on the same connection: the call is in its back-off
             await client.models()
         await client.close()
         with pytest.raises(Cancelled):
@@ -547,7 +547,7 @@ async def test_a_request_that_is_built_already_is_sent() -> None:
     assert (server.calls[0].request.text, server.calls[0].metadata["x-request-id"]) == ("hi", "mine")
 
 
-# What the server says is wrong
+# Errors from the server
 
 
 async def test_violations_are_decoded(connect: Any) -> None:

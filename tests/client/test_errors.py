@@ -1,4 +1,4 @@
-"""The table of errors, and details that are broken."""
+"""The table of errors, and malformed details."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ OTHER_WORDS = {
     "version of the protocol than this client, specdec.v2",
     grpc.StatusCode.DEADLINE_EXCEEDED: "the timeout has passed",
 }
-"""What gRPC itself says of a status, without details, is said in other words."""
+"""Our messages for statuses without details, in place of gRPC's."""
 
 
 @pytest.mark.parametrize("code", list(ERRORS))
 def test_a_status_becomes_its_error(code: grpc.StatusCode) -> None:
     error = from_rpc(failure(code))
-    broken = code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)  # the connection, as no server says so
+    broken = code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)  # from the connection; no server sends these
     assert type(error) is (Unavailable if broken else ERRORS[code])
     assert is_loss(error) is (broken or code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED))
     words = OTHER_WORDS.get(code, "{}")

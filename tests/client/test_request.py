@@ -1,4 +1,4 @@
-"""Options become a message: all of them, and nothing is refused that the server could refuse."""
+"""Options become fields of a message, all of them; validation is left to the server."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_every_field_has_its_option() -> None:
         "speculation",
         "off",
         "reasoning",
-    }  # messages whose fields are options, a short form of one, and what `speculation` and `split_reasoning` say
+    }  # containers of options, a short form, and fields set through `speculation` and `split_reasoning`
     renamed = {"text": "prompt", "chat": "messages"}
     of_grammars = {"regex", "grammar_after_token"}
     wanted = EVERY_OPTION.keys() - of_grammars | {"prompt", "tokens", "messages"}
@@ -131,7 +131,7 @@ def test_every_field_has_its_option() -> None:
 def test_grammars() -> None:
     schema = {"type": "object", "x": [1, True, None]}
     assert json.loads(build_request(json_schema=schema).grammar.json_schema) == schema
-    assert build_request(json_schema="{").grammar.json_schema == "{"  # for the server to refuse
+    assert build_request(json_schema="{").grammar.json_schema == "{"  # the server refuses it
     assert build_request(choice=["a", "b"]).grammar.choice.texts == ["a", "b"]
     assert build_request(choice=[]).grammar.WhichOneof("kind") == "choice"
     assert build_request(lark="start: x").grammar == model_pb2.Grammar(lark="start: x")
@@ -160,7 +160,7 @@ def test_prompts() -> None:
     assert build_request(tokens=[1, 2]).tokens.ids == [1, 2]
     chat = build_request(messages=[{"role": "user", "content": "hi"}]).chat
     assert chat == pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hi")])
-    # Empty ones arrive as what they are, for the server to refuse.
+    # Empty prompts are sent unchanged; the server refuses them.
     assert build_request("").WhichOneof("prompt") == "text"
     assert build_request(tokens=[]).WhichOneof("prompt") == "tokens"
     assert build_request(messages=[]).WhichOneof("prompt") == "chat"
@@ -280,7 +280,7 @@ def test_misspelt_options_are_refused() -> None:
 
 def test_clients_connect_when_first_used() -> None:
     Client("nowhere.invalid:1").close()
-    client = AsyncClient("nowhere.invalid:1")  # made before there is a loop
+    client = AsyncClient("nowhere.invalid:1")  # constructed outside an event loop
     with pytest.raises(RuntimeError, match="no running event loop"):
         client.generate("hi")
 
@@ -289,7 +289,7 @@ WEATHER = {"type": "function", "function": {"name": "weather", "description": "d
 
 
 def test_tools() -> None:
-    """Schemas keep their order: templates show them as they are."""
+    """Schemas keep their key order, visible in templates."""
     said: list[Any] = [{"role": "user", "content": "hi"}]
     chat = build_request(messages=said, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False).chat
     (tool,) = chat.tools

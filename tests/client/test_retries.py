@@ -1,4 +1,4 @@
-"""How long a call is tried again, with a clock of its own: a server that has answered before may be starting again."""
+"""How long a call is retried, on a fake clock: a server that answered before may be restarting."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Clock:
 
 
 class Gone(grpc.RpcError):
-    """What gRPC raises for a server that does not answer."""
+    """gRPC's error for an unreachable server."""
 
     def code(self) -> grpc.StatusCode:
         return grpc.StatusCode.UNAVAILABLE
@@ -40,7 +40,7 @@ class Gone(grpc.RpcError):
 
 
 class Settled(Gone):
-    """What it raises for a server that has another model."""
+    """The error of a server with another model."""
 
     def trailing_metadata(self) -> tuple[Any, ...]:
         changed = error_details_pb2.ErrorInfo(reason="MODEL_CHANGED", domain="specdec")
@@ -50,7 +50,7 @@ class Settled(Gone):
 
 
 def tries(retries: Retries, clock: Clock) -> tuple[int, float]:
-    """Fail until the call gives up; return how often it tried again, and for how many seconds."""
+    """Fail until the call gives up; return the number of retries and the seconds."""
     count, begin = 0, clock.now
     while True:
         try:
@@ -79,7 +79,7 @@ def test_a_server_that_has_answered_is_awaited_for_ten_seconds(addresses: int, m
     count, seconds = tries(a_call(rotation, clock, most), clock)
     assert count >= most * addresses
     assert seconds >= 10
-    assert seconds < 12.1 or count <= (most + 1) * addresses  # no longer than it takes
+    assert seconds < 12.1 or count <= (most + 1) * addresses  # unless the minimal number of tries takes longer
 
 
 def test_the_wait_begins_anew_with_every_token() -> None:
@@ -144,7 +144,7 @@ def test_a_server_that_has_settled_is_left_for_one_that_may_come_back() -> None:
 )
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_call_ends_when_all_servers_have_settled(address: str, most: int, others: int) -> None:
-    """A name may stand for several, of which each try asks the next one."""
+    """A name may resolve to several servers, tried in turn."""
     clock = Clock()
     call = a_call(Rotation([address, "10.0.0.9:1"][: 1 + others], clock), clock)
     asked: list[str] = []

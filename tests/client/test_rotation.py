@@ -1,4 +1,4 @@
-"""Whose turn it is, with a clock of its own."""
+"""The order of addresses, on a fake clock."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_each_in_its_turn(clock: Clock) -> None:
 
 
 def test_turns_begin_anywhere(clock: Clock) -> None:
-    """Missing one of them a hundred times has probability 3 * (2 / 3) ** 100, below 1e-16."""
+    """A false alarm has probability 3 * (2 / 3) ** 100, below 1e-16."""
     assert {Rotation("abc", clock).take({}) for _ in range(100)} == {"a", "b", "c"}
 
 
@@ -77,5 +77,5 @@ def test_where_all_rest_the_one_that_wakes_first_is_asked(clock: Clock) -> None:
 def test_a_call_asks_where_it_failed_least(clock: Clock) -> None:
     rotation = Rotation("abc", clock)
     rotation.failed("b")
-    assert rotation.take({"a": 1, "c": 1}) == "b"  # though it rests
+    assert rotation.take({"a": 1, "c": 1}) == "b"  # despite its pause
     assert rotation.take({"a": 2, "b": 2, "c": 1}) == "c"

@@ -1,4 +1,4 @@
-"""What `help`, notebooks and type checkers see of a call: every option, with its type and its meaning."""
+"""`help`, notebooks and type checkers see every option of a call, with type and meaning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both clients ask for the tokens of a prompt."""
+"""Tokenize, with both clients."""
 
 from __future__ import annotations
 

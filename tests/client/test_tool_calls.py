@@ -1,4 +1,4 @@
-"""Calls are read out of a text the same way however it is cut, and what is no call is text."""
+"""Tool calls are parsed from a text identically for any split into pieces; all else is text."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FRAGMENTS = [
     '{"name": "f", "arguments": 5, "parameters": 5}',
     '{"name": "f", "arguments": {"a": NaN}, "parameters": {"a": 1e999}}',
 ]  # fmt: skip
-"""Of which no call can be made."""
+"""Text without a valid call."""
 
 
 @st.composite
@@ -84,7 +84,7 @@ def test_text_without_calls_is_kept_however_it_is_cut(tool_format: ToolFormat, t
     [
         (HERMES, 'a <tool_call>\n{"name": "f", "argum', ('a <tool_call>\n{"name": "f", "argum', [])),
         (HERMES, '<tool_call>{"name": 5}</tool_call> b', ('<tool_call>{"name": 5}</tool_call> b', [])),
-        (HERMES, '<tool_call>{"name": "time"}', ("", [TIME])),  # cut off behind the call
+        (HERMES, '<tool_call>{"name": "time"}', ("", [TIME])),  # cut off after the call
         (
             HERMES,
             'Use <tool_call> tags. <tool_call>{"name": 1}</tool_call><tool_call>{"name": "time"}</tool_call>',
@@ -133,7 +133,7 @@ def test_what_models_write(tool_format: ToolFormat, text: str, wanted: tuple[str
 
 
 def test_a_long_call_is_read_once() -> None:
-    """Not from its beginning with each piece: 100,000 pieces would take minutes."""
+    """Reparsing for each of 100,000 pieces would take minutes."""
     city = "x" * 100_000
     text, calls = read(HERMES, '<tool_call>{"name": "f", "arguments": {"city": "', *city, '"}}</tool_call>')
     assert text == ""
@@ -176,7 +176,7 @@ SCHEMA: dict[str, Any] = {
 )
 @pytest.mark.parametrize("tool_format", [QWEN_CODER, SEED, MINIMAX], ids=lambda each: each.name)
 def test_values_between_tags(tool_format: ToolFormat, name: str, written_value: str, value: object) -> None:
-    """A string is the text as it is, all else is JSON: the function's schema tells which."""
+    """Raw text for a string, JSON for all else, by the function's schema."""
     text = written(tool_format, [("f", {name: written_value})])
     call = ToolCall("f", json.dumps({name: value}))
     assert read(tool_format, text, schemas={"f": SCHEMA}) == ("", [call])
@@ -184,13 +184,13 @@ def test_values_between_tags(tool_format: ToolFormat, name: str, written_value: 
 
 
 def test_schemas_that_say_nothing() -> None:
-    """Neither do they break the reader: an orchestrator has judged them, a client may not have."""
+    """Nor raise: the orchestrator validates schemas, a client may not."""
     text = written(GLM, [("f", {"a": "5"})])
     for schema in ({"properties": 5}, {"properties": {"a": 5}}, {"properties": {"a": {"$ref": "#/properties/a"}}}):
         assert read(GLM, text, schemas={"f": schema}) == ("", [ToolCall("f", '{"a": 5}')])
 
 
-# What is undecided for long in each format: the pieces that may be repeated within it, and what begins it.
+# Text that stays undecided for long: (format, beginning, repeated piece).
 LONG = [
     (HERMES, "<tool_call>", " "),
     (HERMES, '<tool_call>{"name": "f"}', " \n"),
@@ -225,8 +225,8 @@ LONG = [
 def test_reading_takes_time_linear_in_the_length(
     tool_format: ToolFormat, begin: str, repeated: str, length: int, cut: int
 ) -> None:
-    """Four times the length takes some four times as long, whatever the text is made of and however it is cut; where
-    each piece, or each marker, has all of it read again, it takes sixteen times as long."""
+    """Quadratic cost would take 16 times as long for four times the length: if every piece or marker caused a
+    rescan."""
 
     def seconds(length: int) -> float:
         text = begin + repeated * (length // len(repeated))
@@ -238,7 +238,7 @@ def test_reading_takes_time_linear_in_the_length(
 
 
 def test_a_megabyte_of_white_space() -> None:
-    """Quadratic work takes hours."""
+    """Takes hours if quadratic."""
     started = time.process_time()
     text = "<tool_call>" + " " * (1 << 20) + '{"name": "time"}'
     assert read(HERMES, *(text[at : at + 4] for at in range(0, len(text), 4))) == ("", [TIME])
@@ -246,7 +246,7 @@ def test_a_megabyte_of_white_space() -> None:
 
 
 def test_half_a_surrogate_pair_stays_escaped() -> None:
-    """JSON has it, UTF-8 does not: an answer could not be sent."""
+    """Valid in JSON but not in UTF-8: the response could not be sent."""
     call = '<tool_call>{"name": "f", "arguments": {"text": "\\ud83d"}}</tool_call>'
     _, (made,) = read(HERMES, call)
     assert json.loads(made.arguments) == {"text": "\ud83d"}
