@@ -1,4 +1,4 @@
-"""A function as the command that it becomes, to be asked for its options."""
+"""Access to the typer command of a function, for its options."""
 
 from __future__ import annotations
 

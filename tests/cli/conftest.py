@@ -1,4 +1,4 @@
-"""Commands that tests start can be interrupted."""
+"""Makes SIGINT reach the commands that tests start."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def heeding_interrupts() -> Iterator[None]:
-    """A test run in the background ignores SIGINT, and so would the processes that it starts. They take up its default
-    if it has a handler here. To say so between fork and exec instead is not safe beside gRPC's threads: now and then
+    """A test run in the background ignores SIGINT, and its child processes would inherit that. They get the default
+    if this process has a handler. Resetting it between fork and exec is not safe beside gRPC's threads: occasionally
     the child aborts."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield

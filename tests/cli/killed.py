@@ -1,4 +1,4 @@
-"""A service that is killed while it starts, as by a system that is short of memory."""
+"""A service killed during start-up, as by an OOM killer."""
 
 import os
 import signal

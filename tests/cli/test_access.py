@@ -1,4 +1,4 @@
-"""How commands reach a server whose certificate is for another name than its address."""
+"""Commands reach a server whose certificate is for a name other than its address."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME = "specdec-orchestrator.serving.svc.cluster.local"
 
 
 class Models(generation_pb2_grpc.GenerationServiceServicer):
-    """Serves nothing, and says so."""
+    """Reports an empty list of models."""
 
     async def ListModels(
         self, request: generation_pb2.ListModelsRequest, context: object

@@ -1,4 +1,4 @@
-"""Commands make API keys and use them."""
+"""Commands create API keys and use them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`specdec bench`: what a checkout has, wherever it is called from, and a clear refusal elsewhere."""
+"""`specdec bench` works from a checkout, in any directory, and is refused clearly elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`specdec chat` at a terminal of its own, against a fake orchestrator."""
+"""`specdec chat` in a pseudo-terminal, against a fake orchestrator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATIENCE = 30  # seconds
 
 
 class Terminal:
-    """A terminal, and the process that has it."""
+    """A pseudo-terminal with its process."""
 
     def __init__(self, process: Process, end: int) -> None:
         self.process = process
@@ -36,7 +36,7 @@ class Terminal:
         os.write(self._end, text.encode())
 
     async def shows(self, pattern: str) -> str:
-        """Wait for a pattern in what is shown since the last one; return what is shown up to its end."""
+        """Wait for a pattern in new output; return the output up to its end."""
         try:
             async with asyncio.timeout(PATIENCE):
                 while (found := re.search(pattern, self._seen, re.DOTALL)) is None:
@@ -77,7 +77,7 @@ async def chatting(address: str, *options: str) -> AsyncIterator[Terminal]:
 
 
 def turns(server: FakeServer) -> list[tuple[str, str]]:
-    """What the last request said."""
+    """Return the messages of the last request."""
     return [(turn.role, turn.content) for turn in server.calls[-1].request.chat.messages]
 
 
@@ -110,7 +110,7 @@ async def test_an_interruption_ends_the_answer_and_not_the_chat() -> None:
         assert [role for role, _ in turns(server)] == ["user", "assistant", "user"]
         assert TEXT.startswith(turns(server)[1][1])
         terminal.process.send_signal(signal.SIGINT)
-        terminal.type("\n")  # readline may have begun to wait just after the signal
+        terminal.type("\n")  # readline may start to wait just after the signal
         await terminal.shows("Ctrl-D or /quit leaves")
         terminal.type("/quit\n")
         assert await asyncio.wait_for(terminal.process.wait(), PATIENCE) == 0
@@ -132,7 +132,7 @@ async def test_colours_tell_where_tokens_came_from() -> None:
         await terminal.shows("> ")
         terminal.type("hello\n")
         shown = await terminal.shows("a step; length")
-    assert "\x1b[32m" in shown  # of a draft
+    assert "\x1b[32m" in shown  # from a draft
     assert "\x1b[36m" in shown  # the target's own
 
 
@@ -215,7 +215,7 @@ def test_commands_change_what_comes_next() -> None:
     conversation.answered("b")
     assert conversation.command("/again") == ("", True)
     assert conversation.messages == [{"role": "user", "content": "a"}]
-    conversation.answered("")  # it failed: the former answer stays
+    conversation.answered("")  # failed: the former answer stays
     assert [turn["content"] for turn in conversation.turns] == ["a", "b"]
     conversation.answered("c")
     assert [turn["content"] for turn in conversation.turns] == ["a", "c"]

@@ -1,4 +1,4 @@
-"""The colours of tokens on a terminal: each source has its own entry, whatever it is called on the wire."""
+"""The colours of tokens on a terminal: every token source has one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_token_source_has_a_colour() -> None:
     ],
 )
 def test_colours_stand_around_the_text_as_it_is(settings: dict[str, object], shown: str) -> None:
-    """Tabs stay, and what the model writes gives a terminal no orders."""
+    """Tabs are kept, and control sequences in a model's text are not executed."""
     console = Console(file=io.StringIO(), force_terminal=True, **settings)  # type: ignore[arg-type]
     assert coloured(CHUNK, console) == shown
 

@@ -1,4 +1,4 @@
-"""`specdec doctor`: what it finds here, what it says of models, and that it works with the client alone."""
+"""`specdec doctor`: its report on this machine and on models, also with the client's packages alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 TARGET, DRAFT = ROOT / "demo" / "target", ROOT / "demo" / "draft"
 
 CLIENT_ALONE = sorted(module for module, extra in EXTRAS.items() if extra != "cli" and not module.startswith("google"))
-"""Modules that are missing where only `specdec-serve[cli]` is installed."""
+"""Modules missing from an installation of `specdec-serve[cli]`."""
 
 WITHOUT = """
 import importlib.metadata, runpy, sys
@@ -48,7 +48,7 @@ def doctor(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def doctor_here(*arguments: str | Path) -> Result:
-    """Run the command in this process, which has torch already."""
+    """Run the command in this process, which has imported torch already."""
     return CliRunner().invoke(cli.app, ["doctor", *map(str, arguments)])
 
 
@@ -133,9 +133,9 @@ def test_the_client_alone_says_what_a_model_takes() -> None:
 
 
 def shown(**parts: Any) -> list[str]:
-    """The lines of a report of this machine in which some parts are others."""
+    """Return the lines of a report on this machine, with some parts replaced."""
     report = Report(Asked())
-    vars(report).update({"fast_paths": {}, "packages": [], "extras": [], **parts})  # as `cached_property` keeps them
+    vars(report).update({"fast_paths": {}, "packages": [], "extras": [], **parts})  # set as by `cached_property`
     return list(lines(report))
 
 

@@ -1,4 +1,4 @@
-"""Every way a command can end has its status, and no traceback."""
+"""Every failure of a command has its exit status, and no traceback."""
 
 from __future__ import annotations
 

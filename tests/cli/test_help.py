@@ -1,4 +1,4 @@
-"""What commands say of themselves: usage lines name the command that was typed, and every option has its help."""
+"""Help output: usage lines name the command as typed, and every option has a help text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMANDS: dict[str, Any] = {**vars(typer.main.get_command(cli.app))["commands"],
 PROGRAMS = [("specdec.cli", service, f"specdec {service}") for service in SERVICES]
 PROGRAMS += [(f"{service}_service", "", f"python -m {service}_service") for service in ("draft", "verifier")]
 PROGRAMS += [("orchestrator", "", "python -m orchestrator"), ("specdec.openai_api", "", "python -m specdec.openai_api")]
-"""(module, its first argument, how usage lines call it)"""
+"""(module, its first argument, the program name in usage lines)"""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("folder")
 
 
-@functools.cache  # what one test has shown another one reads as well
+@functools.cache  # shared by tests
 def run(module: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", module, *filter(None, arguments)]
     narrow = {**environment(), "COLUMNS": "80"}

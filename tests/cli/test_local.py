@@ -1,4 +1,4 @@
-"""The command-line contract, with real processes: what scripts rely on, and how it says no."""
+"""The command-line contract, with real processes: what scripts rely on, and error messages."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from testing.processes import alive, children_of
 from tests.models import make, near
 from verifier_service.__main__ import main as verifier
 
-pytestmark = pytest.mark.timeout(900)  # several processes start, each as slowly as the machine is busy
+pytestmark = pytest.mark.timeout(900)  # several processes start, slowly on a busy machine
 
 NAME = "any/name at all"
-"""What requests call the target of `up`."""
+"""Name of `up`'s target in requests."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Pair:
 
     @property
     def exported(self) -> Path:
-        """Where the draft is exported to."""
+        """Directory for the exported draft."""
         return self.draft.parent / "exported"
 
 
@@ -58,7 +58,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment whose cache of exported models is this module's own."""
+    """Return an environment with a cache of exported models for this module alone."""
     return {**os.environ, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
 
 
@@ -70,7 +70,7 @@ def specdec(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]
 
 @pytest.fixture(scope="module")
 def exported(pair: Pair) -> subprocess.CompletedProcess[str]:
-    """What `specdec export` of the draft printed; `up` serves what it wrote."""
+    """Return the result of `specdec export` for the draft; `up` serves the exported model."""
     return specdec("export", str(pair.draft), str(pair.exported))
 
 
@@ -163,7 +163,7 @@ def test_generate_reports_json(up: Up, tmp_path: Path) -> None:
 
 
 def test_the_draft_is_used(up: Up) -> None:
-    """Whether candidates come in time, and pay, is the machine's affair: this rule has no token without the draft."""
+    """On a slow machine candidates may be late or not pay; this rule yields no token without the draft."""
     command = ("generate", "hello there", "--address", up.address, "--json", "--max-tokens", "20")
     run = specdec(*command, "--rule", "contrastive")
     assert run.returncode == 0, run.stderr
@@ -174,7 +174,7 @@ def test_generate_streams_text(up: Up) -> None:
     done = specdec("generate", "abc", "--address", up.address, "--max-tokens", "10", "--seed", "1")
     assert done.returncode == 0
     assert "10 tokens" in done.stderr
-    assert "\x1b" not in done.stdout  # no colours where there is no terminal
+    assert "\x1b" not in done.stdout  # no colours without a terminal
     piped = specdec("generate", "-", "--address", up.address, "--max-tokens", "10", "--seed", "1", input="abc")
     assert piped.stdout == done.stdout
 
@@ -189,7 +189,7 @@ def test_generate_streams_text(up: Up) -> None:
 def test_generate_says_what_is_wrong_in_one_line(
     up: Up, arguments: tuple[str, ...], message: str, status: ExitStatus
 ) -> None:
-    """Other wrongs, and the address of no server, are in the table of `tests/mistakes`."""
+    """Other errors, and unreachable addresses, are in the table of `tests/mistakes`."""
     done = specdec("generate", *arguments, "--address", up.address)
     assert done.returncode == status
     assert message in done.stderr
@@ -204,7 +204,7 @@ def test_wrong_flags_are_refused(option: str, value: str) -> None:
 
 
 def test_a_start_that_fails_is_one_line(pair: Pair, cache: dict[str, str], tmp_path: Path) -> None:
-    """Other reasons, and ports that are taken, are in the table of `tests/mistakes`."""
+    """Other causes, and used ports, are in the table of `tests/mistakes`."""
     broken = make("llama", tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"not weights")
     for arguments, message in (
@@ -219,7 +219,7 @@ def test_a_start_that_fails_is_one_line(pair: Pair, cache: dict[str, str], tmp_p
 
 
 def test_a_start_that_is_killed_is_told_with_the_memory_that_it_needs(pair: Pair) -> None:
-    """Such a process has no message of its own."""
+    """Such a process leaves no message."""
     programs = PROGRAMS | {"verifier": ("tests.cli.killed",)}
     with pytest.raises(LocalError) as told, Stack.start(pair.target, "none", programs=programs):
         pass
@@ -259,7 +259,7 @@ def test_export_writes_what_the_draft_serves(
     assert done.stderr == f"specdec: exports {model} to {target} in float32; this takes a minute or more\n"
     files = {f.name for f in target.iterdir()}
     assert files >= {"model.onnx", "specdec.json", "config.json", "tokenizer.json"}
-    with pytest.raises(ModelDirectoryError, match="not replaced"):  # an export may be renewed, nothing else
+    with pytest.raises(ModelDirectoryError, match="not replaced"):  # an existing export may be replaced, nothing else
         export(ModelDirectory(model), model)
     assert (model / "model.safetensors").is_file()
     wrong = specdec("export", "/nonexistent", str(tmp_path / "other"))
@@ -297,7 +297,7 @@ def test_an_export_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("value", ["inf", "nan", "4294968000", "-1"])
 def test_a_duration_has_limits(command: tuple[str, ...], option: str, value: str) -> None:
-    """Each names the option, the value and its limits, and nothing starts."""
+    """The error names option, value and limits, and nothing starts."""
     app: Any = {"orchestrator": orchestrator, "verifier": verifier, "draft": draft}.get(command[0])
     if app is None:
         done = CliRunner().invoke(cli.app, [*command, option, value])

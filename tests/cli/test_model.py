@@ -1,4 +1,4 @@
-"""`--model` names the one to ask, where several are served."""
+"""`--model` selects one of several served models."""
 
 from __future__ import annotations
 

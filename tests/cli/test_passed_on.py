@@ -1,4 +1,4 @@
-"""`specdec up` takes every option of the three services, and gives each service its own."""
+"""`specdec up` accepts every option of the three services and passes each to its service."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SERVICES: dict[str, Any] = {"verifier": verifier, "draft": draft, "orchestrator"
 
 
 def run(*words: str) -> tuple[str, dict[str, Values]]:
-    """Return what the command prints when it is given these words, and what it passes on."""
+    """Return the command's output for these words, and the options passed on."""
     seen: dict[str, Values] = {}
 
     def command(threads: int = 1, *, passed: Mapping[str, Values]) -> None:

@@ -1,4 +1,4 @@
-"""Default ports agree wherever they are said, and a port that is taken is told by its option, before models load."""
+"""Default ports agree everywhere, and a port in use is reported by option before models load."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_taken_port_is_one_line(command: tuple[str, ...], option: str, taken: 
 
 
 def test_a_port_that_no_draft_takes_may_be_taken(taken: int) -> None:
-    """Without a draft service its port is not looked at; what is wrong here is the target."""
+    """Without a draft service its port is not checked; the only error is the target's."""
     run = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--draft-port", str(taken), "--target", "/none"]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment())
     assert done.stderr == "specdec: /none: no such directory\n"
@@ -96,7 +96,7 @@ def test_a_port_that_no_draft_takes_may_be_taken(taken: int) -> None:
 def test_openais_port_is_refused_where_the_orchestrator_wants_tls(
     words: tuple[str, ...], variables: dict[str, str]
 ) -> None:
-    """However it is told: the HTTP server would never reach it."""
+    """Whether set by option or by environment variable: the HTTP server could not connect."""
     run = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--openai-port", "0", *words]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment() | variables)
     assert done.returncode == 2

@@ -1,4 +1,5 @@
-"""`specdec generate --prompt-file`: all prompts at once, in order, and a run that broke off goes on."""
+"""`specdec generate --prompt-file`: prompts run concurrently, results keep their order, and an interrupted run
+continues."""
 
 from __future__ import annotations
 
@@ -105,7 +106,7 @@ def test_a_line_may_say_the_time(tmp_path: Path) -> None:
 
 
 def test_results_go_on_where_they_broke_off(tmp_path: Path) -> None:
-    """Complete lines stay, a torn one and errors are done again, and in the end all stand in order."""
+    """Complete lines are kept, torn lines and errors are redone, and the final file is in order."""
     file = PromptFile(written(tmp_path / "prompts.jsonl", *({"text": str(i)} for i in range(4))), {})
     one, two, three, four = file.prompts()
     out = ResultsFile(tmp_path / "out.jsonl", resume=False)
@@ -185,7 +186,7 @@ async def test_so_many_at_once_and_in_order() -> None:
         running += 1
         most = max(most, running)
         if number == 1:
-            await gate.wait()  # the first is the slowest: all others wait for it
+            await gate.wait()  # the slowest one: all others wait for it
         else:
             await asyncio.sleep(0)
         if number == 3 * WAITING:
@@ -196,7 +197,7 @@ async def test_so_many_at_once_and_in_order() -> None:
     done = []
     async with aclosing(in_order(action, numbers(), 3)) as made:
         async for number in made:
-            assert taken <= number + (1 + WAITING) * 3  # a large file is not read ahead
+            assert taken <= number + (1 + WAITING) * 3  # bounded read-ahead in a large file
             done.append(number)
     assert done == list(range(1, 1001))
     assert most == 3
@@ -293,7 +294,7 @@ async def test_an_interrupted_run_is_resumed(tmp_path: Path) -> None:
 
 
 async def test_no_result_waits_in_memory_for_an_earlier_one(tmp_path: Path) -> None:
-    """All but the one that takes for ever are in the file when the run is interrupted, and then in order."""
+    """All results but the pending one are in the file at the interrupt, and later in order."""
     prompts, out = written(tmp_path / "p.jsonl", *({"text": str(i)} for i in range(6))), tmp_path / "out.jsonl"
     async with FakeServer(Act(then="hold")) as server:
         process = await start(server, "--prompt-file", prompts, "--out", out, "--concurrency", 2)

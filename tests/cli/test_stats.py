@@ -1,4 +1,4 @@
-"""`specdec stats`: one command for any of the three services, and one line where there is none of them."""
+"""`specdec stats`: one command for all three services, and a one-line error for other servers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ IDENTITY = ModelIdentity(model="m", vocabulary_size=16, context_tokens=99, model
 
 
 async def run(*arguments: str) -> tuple[int, str, str]:
-    """(status, stdout, stderr) of `specdec stats`."""
+    """Return (status, stdout, stderr) of `specdec stats`."""
     command = (sys.executable, "-m", "specdec.cli", "stats", *arguments)
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
     async with asyncio.timeout(60):
@@ -61,7 +61,7 @@ async def run(*arguments: str) -> tuple[int, str, str]:
 
 @pytest.fixture
 async def services() -> AsyncIterator[dict[str, str]]:
-    """Role to address, of three services without models."""
+    """Yield the addresses of three services without models, by role."""
     backend, drafting = Counting(), DraftLoop(LanguageModelDrafter(Engine()))
     backend.start()
     drafting.start()
@@ -85,7 +85,7 @@ async def test_one_command_for_any_service(services: dict[str, str], role: str) 
     assert (values["role"], values["address"]) == (role, address)
     assert isinstance(values["up_us"], int)
     if role == "orchestrator":
-        assert "\n  state        not serving\n" in shown  # it has found no verifier
+        assert "\n  state        not serving\n" in shown  # no verifier found
         assert "  verifiers    127.0.0.1:1  breaker closed, 0 sessions from here\n" in shown
         assert [pod["breaker"] for pod in values["drafts"]] == ["BREAKER_STATE_CLOSED"]
     else:
@@ -214,7 +214,7 @@ def test_the_lines_of_an_orchestrator() -> None:
 def test_rates_are_those_since_the_look_before() -> None:
     before = DraftServiceGetStatsResponse(pod=POD, up_us=1_000_000, sent_candidates=10)
     assert "  candidates   30 sent in 0 messages (10/s)" in lines("draft", DRAFT, before)
-    before.pod.process_id = 8  # another process, whose counters say nothing of this one
+    before.pod.process_id = 8  # another process: its counters are unrelated
     assert "  candidates   30 sent in 0 messages" in lines("draft", DRAFT, before)
 
 

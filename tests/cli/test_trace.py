@@ -1,4 +1,4 @@
-"""`specdec trace`: what services have recorded of a request, on one axis."""
+"""`specdec trace`: the recorded timelines of a request, on a common axis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.stack import served
 
 
 def told() -> GetTraceResponse:
-    """A request that began 3 s ago, whose verifier was lost after 1 s; one that runs at another pod."""
+    """A request that began 3 s ago and lost its verifier after 1 s; it now runs at another pod."""
     answer = GetTraceResponse()
     request = answer.timelines.add(service="orchestrator", age_us=3_000_000, end_age_us=500_000, error="VERIFIER_LOST")
     request.attributes.update({"steps": 3, "finish_reasons": ["stop", "length"], "time_to_first_token": 0.25})
@@ -71,7 +71,7 @@ def test_a_server_does_not_steer_the_terminal() -> None:
 
 
 async def run(*arguments: str) -> tuple[int, str, str]:
-    """(status, stdout, stderr) of `specdec trace`."""
+    """Return (status, stdout, stderr) of `specdec trace`."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "specdec.cli", "trace", *arguments, stdout=PIPE, stderr=PIPE
     )
@@ -82,7 +82,7 @@ async def run(*arguments: str) -> tuple[int, str, str]:
 
 
 class Traced(TraceServicer):
-    """A service that only tells traces."""
+    """A service with nothing but traces."""
 
     async def close(self) -> None:
         pass

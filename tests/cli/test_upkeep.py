@@ -1,4 +1,4 @@
-"""`specdec up` starts again what dies, at its old address: clients see a pause, and the person is told in a line."""
+"""`specdec up` restarts dead services at their old address: clients see a pause, and the user a line."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests.models import make, near
 TOKENS = 200
 
 RETRIES = 200
-"""Retries of a client while its only orchestrator starts again, on a busy machine too."""
+"""Client retries while the only orchestrator restarts, even on a busy machine."""
 
-pytestmark = pytest.mark.timeout(900)  # services start again and again, each as slowly as the machine is busy
+pytestmark = pytest.mark.timeout(900)  # services restart repeatedly, slowly on a busy machine
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Up:
         return found
 
     def until_said(self, *words: str) -> str:
-        """Return the next line on stderr with any of these words; all lines before it are read."""
+        """Return the next line on stderr with any of these words; earlier lines are consumed."""
         assert self.process.stderr is not None
         for line in self.process.stderr:
             if any(each in line for each in words):
@@ -100,7 +100,7 @@ def test_a_client_sees_only_a_pause(running: Up) -> None:
 
 
 def test_what_dies_in_a_row_ends_all_with_the_reason(running: Up) -> None:
-    """The death that the test above has brought may be the first of the row."""
+    """The death in the test above may be the first of the row."""
     kills, line = 0, ""
     while "in a row" not in line:
         os.kill(running.pid_of("orchestrator"), signal.SIGKILL)

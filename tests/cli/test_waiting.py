@@ -1,4 +1,4 @@
-"""What a command waits for is said, in a second or two, by what the servers say of themselves."""
+"""A command reports within a second or two what it is waiting for, based on the servers' health."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 @contextlib.asynccontextmanager
 async def orchestrator(status: int = SERVING, *acts: Act) -> AsyncIterator[tuple[FakeServer, Any]]:
-    """An orchestrator that says this of its verifiers, and what it says it with."""
+    """Yield an orchestrator with this status for its verifiers, and its health servicer."""
     server, checks = FakeServer(*acts), health.aio.HealthServicer()
     await checks.set(VERIFIER, status)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server.server)
@@ -75,7 +75,7 @@ async def test_the_command_says_that_there_is_no_verifier_and_goes_on() -> None:
             assert (
                 line == f"specdec: waiting for a verifier: the orchestrator at {server.address} reaches none\n".encode()
             )
-            await server.stop()  # and a new one has nothing to say but the text
+            await server.stop()  # a new server just sends the text
             async with FakeServer(port=server.port):
                 out, _ = await process.communicate()
     assert out.decode() == TEXT

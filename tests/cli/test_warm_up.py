@@ -1,4 +1,4 @@
-"""`specdec warm-up` leaves in the cache folder what a start needs, or says why it cannot."""
+"""`specdec warm-up` fills the cache folder with everything a start needs, or explains why it cannot."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_what_a_start_needs_is_kept(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"warm {tmp_path / 'cache'}\n"), done.stderr
     kinds = {each.name.partition("-")[0] for each in (tmp_path / "cache").iterdir()}
     kept = {"code", "exactness"} if machine() is not None else {"code"}
-    assert kinds - set(COMPILERS.values()) == kept  # compilers may have made their folders
+    assert kinds - set(COMPILERS.values()) == kept  # compilers may have made their own folders
 
 
 def test_where_nothing_would_be_kept_it_fails_at_once(tmp_path: Path) -> None:
