@@ -1,4 +1,4 @@
-"""Block hashes name beginnings of texts, as the contract defines them."""
+"""Block hashes identify prefixes of texts, as defined in the contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logprobs come to be what the verify results say."""
+"""Calibrated logprobs converge to the observed acceptance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_at_first_logprobs_stay_what_they_are(depth: int, logprobs: list[float])
 
 
 def reference(shifts: list[float], logprobs: list[float]) -> list[float]:
-    """The calibrated logprobs of one node's children, number by number."""
+    """Return the calibrated logprobs of one node's children, computed in scalars."""
     result: list[float] = []
     for rank, logprob in enumerate(logprobs):
         p = min(max(math.exp(logprob), 1e-6), 1.0 - 1e-6)
@@ -39,7 +39,7 @@ shifts_of_ranks = st.lists(st.floats(-MOST, MOST), min_size=RANKS, max_size=RANK
 
 @given(st.lists(st.tuples(shifts_of_ranks, log_probabilities), min_size=1))
 def test_nodes_of_a_pass_are_corrected_as_each_alone(nodes: list[tuple[list[float], list[float]]]) -> None:
-    """Up to a billionth: near 1 the reference subtracts what is almost equal."""
+    """Up to 1e-9: near probability 1 the reference subtracts almost equal numbers."""
     width = max(len(logprobs) for _, logprobs in nodes)
     padded = np.array([logprobs + [-math.inf] * (width - len(logprobs)) for _, logprobs in nodes])
     got = corrected([shifts for shifts, _ in nodes], padded)
@@ -62,7 +62,7 @@ def test_they_stay_ordered_log_probabilities(
 
 @pytest.mark.parametrize("real", [[0.9, 0.05, 0.01], [0.5, 0.2, 0.1], [0.2, 0.05, 0.02]])
 def test_a_draft_that_misjudges_itself_is_corrected(real: list[float]) -> None:
-    """At each depth and rank on its own; what is seen is drawn by `real`."""
+    """Separately for each depth and rank; outcomes are drawn from `real`."""
     calibration, random = Calibration(), Random(0)
     said = [math.log(p) for p in (0.6, 0.2, 0.1)]
     for _ in range(4000):
@@ -82,7 +82,7 @@ def test_nothing_is_learned_for_sure() -> None:
 
 
 def test_a_text_begins_with_what_its_tenants_texts_have_taught() -> None:
-    """And with nothing that those of others have."""
+    """And nothing from other tenants' texts."""
     known, sampler = Calibrations(), RequestSampler(Sampling())
     useless = known.of(sampler, "useless")
     for _ in range(300):
@@ -93,7 +93,7 @@ def test_a_text_begins_with_what_its_tenants_texts_have_taught() -> None:
     assert known.of(sampler, "other").corrected(0, [-0.1]) == [before]
     two = known.of(sampler, "other"), known.of(sampler, "other")
     two[0].learn(0, None, [-0.1])
-    assert two[1].corrected(0, [-0.1]) == [before]  # each text has its own
+    assert two[1].corrected(0, [-0.1]) == [before]  # each text has its own shifts
     for number in range(MAX_TENANTS):
         known.of(sampler, str(number))
     assert known.of(sampler, "useless").corrected(0, [-0.1]) == [before]

@@ -1,4 +1,4 @@
-"""Candidates of a whole pass are those that each of its rows has alone, as a slow reference finds them."""
+"""Candidates of a whole pass equal those of each row alone, computed by a slow reference."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from specdec.decoding.truncation import survivors
 from tests.choices import mask_of
 
 TOLERANCE = 1e-12
-"""Of log-probabilities: the reference adds up the same float64 weights in another order."""
+"""For logprobs: the reference sums the same float64 weights in another order."""
 
 VOCABULARY = 400
 
 
 def reference(logits: NDArray[np.float32], row: AskedRow, width: int) -> tuple[list[int], list[float]]:
-    """The candidates of one row, by the scalar functions of choices."""
+    """Return the candidates of one row, by the scalar functions of choices."""
     sampling = row.query.sampler.sampling
     raw = np.full(row.vocabulary, -np.inf, dtype=np.float32)
     raw[: len(logits)] = logits[: row.vocabulary]
@@ -59,11 +59,11 @@ class Pass:
 
 @st.composite
 def passes(draw: st.DrawFn) -> Pass:
-    """A pass over rows of every kind: coarse logits, so that many are equal, broken ones, and any sampling."""
+    """Passes over rows of every kind: coarse logits with many ties, broken rows, and any sampling parameters."""
     random = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     columns = draw(st.sampled_from([3, 20, 256, VOCABULARY]))
     count = draw(st.integers(1, 6))
-    step = draw(st.sampled_from([0.0, 0.5, 2.0])) if columns <= MAX_DRAFT_LOGITS else 0.0  # no equals at the end
+    step = draw(st.sampled_from([0.0, 0.5, 2.0])) if columns <= MAX_DRAFT_LOGITS else 0.0  # no ties at the end
     logits = random.normal(0, 3, (count, columns)).astype(np.float32)
     if step:
         logits = np.round(logits / np.float32(step)) * np.float32(step)

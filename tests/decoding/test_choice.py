@@ -1,14 +1,12 @@
-"""Proves that the choice rule is the one the design spells out, step by step and bit by bit.
+"""Proves that the choice rule equals its specification, step by step and bit by bit.
 
-`choose_token` is compared with a slow reference written here in plain Python: float32 where the design
-says float32 (by rounding every operation), float64 for top-p's sums and the noise. Vocabularies are small and
-logits lie on a coarse grid, so that ties occur at every step. `choose` answers many rows as it answers each
-alone, whatever the others are, and over vocabularies of real size as a plain sort and the noise of every
-id would have it. Beside it: choices follow the softmax they
-are meant to sample (chi-square tests on fixed seeds, thus deterministic; the stated false-alarm probability
-is that of the choice of seeds), two models with shared noise agree as often as the theory promises, and
-`draft_candidates` ranks what `choose` would take.
-"""
+`choose_token` is compared with a slow reference in plain Python: float32 where the design specifies float32 (by
+rounding every operation), float64 for top-p's sums and the noise. Vocabularies are small and logits lie on a coarse
+grid, so that ties occur at every step. `choose` over many rows gives the same tokens as row by row, and over
+vocabularies of real size the same as a plain sort with noise for every id. Further tests: choices follow their
+softmax (chi-square on fixed seeds, thus deterministic; the stated false-alarm probability is over the choice of
+seeds), two models with shared noise agree as often as the theory promises, and `draft_candidates` ranks by what
+`choose` maximises."""
 
 from __future__ import annotations
 
@@ -38,14 +36,14 @@ FALSE_ALARM = 1e-6
 
 
 def float32(value: float) -> float:
-    """`value` rounded to float32; rounding a float64 result so is what float32 arithmetic gives."""
+    """Round `value` to float32; rounding each float64 result this way is exactly float32 arithmetic."""
     rounded: float = struct.unpack("f", struct.pack("f", value))[0]
     return rounded
 
 
 @dataclass(frozen=True)
 class Case:
-    """Everything one choice depends on."""
+    """All inputs of one choice."""
 
     logits: list[float]
     sampling: Sampling = field(default_factory=Sampling)
@@ -87,8 +85,8 @@ class Case:
 
 
 def reference_adjusted(case: Case) -> list[float]:
-    """Penalties, bias, bans and the token mask, in the design's order. Where bans leave nothing of what the mask
-    allows, only the mask holds."""
+    """Return logits after penalties, bias, bans and the token mask, in the design's order. If bans leave no token of
+    the mask, the mask alone applies."""
     s = case.sampling
     output = case.output + case.path
     adjusted = []
@@ -111,7 +109,7 @@ def reference_adjusted(case: Case) -> list[float]:
 
 
 def reference_survivors(adjusted: Sequence[float], s: Sampling) -> dict[int, float]:
-    """Divide by T, then top-k, top-p, min-p: surviving ids and their logits."""
+    """Divide by T, then apply top-k, top-p and min-p; return the surviving ids and their logits."""
     temperature = float32(s.temperature)
     z = {token: float32(logit / temperature) for token, logit in enumerate(adjusted) if logit > -math.inf}
     ranked = sorted(z, key=lambda token: (-z[token], token))
@@ -132,7 +130,7 @@ def reference_survivors(adjusted: Sequence[float], s: Sampling) -> dict[int, flo
 
 
 def reference_perturbed(case: Case) -> dict[int, float]:
-    """Surviving ids and what the choice maximises over them."""
+    """Return the surviving ids and the values to maximise."""
     adjusted = reference_adjusted(case)
     if case.sampling.temperature < 1e-4:
         return {token: z for token, z in enumerate(adjusted) if z > -math.inf}
@@ -159,7 +157,7 @@ def cases(
     vocabulary = vocabulary or draw(st.integers(1, 12))
     token = st.integers(0, vocabulary - 1)
     tokens = st.lists(token, max_size=6)
-    # -inf is how some models mask the padding of their vocabulary
+    # some models mask vocabulary padding with -inf
     value = draw(st.sampled_from([coarse, fine, coarse | st.just(-math.inf)]))
     case = Case(
         logits=draw(st.lists(value, min_size=vocabulary, max_size=vocabulary)),
@@ -183,7 +181,7 @@ def cases(
         first_end_position=draw(st.integers(0, 5)),
         allowed=draw(st.none() | st.frozensets(token, min_size=1)),
     )
-    assume(any(z > -math.inf for z in reference_adjusted(case)))  # a rule that bans every token has no choice
+    assume(any(z > -math.inf for z in reference_adjusted(case)))  # with every token banned there is no choice
     return case
 
 
@@ -196,7 +194,7 @@ class TestChoose:
     @settings(max_examples=100, deadline=None)
     @given(cases())
     def test_scores_are_what_the_choice_maximises(self, case: Case) -> None:
-        """Of the survivors; greedily of all tokens, those that are banned at -inf."""
+        """Over survivors; for greedy sampling over all tokens, with banned ones at -inf."""
         ids, scores = scores_of(case.row, case.query)
         want = reference_perturbed(case)
         if case.sampling.temperature < 1e-4:
@@ -224,7 +222,7 @@ class TestChoose:
         assert np.array_equal(penalty_state.output_counts, counts)
 
     def test_a_broken_row_is_found_whatever_is_allowed(self) -> None:
-        """A token without a finite logit is chosen, also where the broken logit is of one that is ruled out."""
+        """A token without a finite logit is chosen, even if the broken logit belongs to an excluded token."""
         logits = [1.0, math.nan, 2.0]
         for allowed in ({0}, {1}, {0, 2}):
             assert Case(logits, allowed=frozenset(allowed)).choose() == 1
@@ -233,17 +231,17 @@ class TestChoose:
         assert Case([1.0, 3.0, 3.0, 3.0]).choose() == 1
 
     def test_a_temperature_below_1e_4_is_greedy_whatever_the_seed(self) -> None:
-        """Two equal logits: with noise, one of 100 seeds would choose the second but for 2**-100."""
+        """Two equal logits: with noise, one of 100 seeds would choose the second, except with probability 2**-100."""
         greedy = {Case([0.0, 0.0], Sampling(temperature=9.9e-5, seed=seed)).choose() for seed in range(100)}
         noisy = {Case([0.0, 0.0], Sampling(temperature=1e-4, seed=seed)).choose() for seed in range(100)}
         assert (greedy, noisy) == ({0}, {0, 1})
 
     def test_top_k_keeps_exactly_k_and_the_lower_ids_of_equals(self) -> None:
         found = {Case([1.0] * 8, Sampling(temperature=1.0, top_k=3, seed=seed)).choose() for seed in range(200)}
-        assert found == {0, 1, 2}  # one of them missing: 3 * (2/3)**200 = 2e-35
+        assert found == {0, 1, 2}  # false alarm: 3 * (2/3)**200 = 2e-35
 
     def test_top_p_keeps_the_smallest_set_that_reaches_p(self) -> None:
-        """Four equals and p = 1/2: two of them reach it exactly."""
+        """Four equal tokens and p = 1/2: two of them reach it exactly."""
         found = {Case([1.0] * 4, Sampling(temperature=1.0, top_p=0.5, seed=seed)).choose() for seed in range(200)}
         assert found == {0, 1}
 
@@ -265,7 +263,7 @@ class TestChoose:
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[tuple[NDArray[np.float32], SamplingQuery]]:
-    """Rows of several requests, some of which ask about more than one row: same sampler, same penalty state."""
+    """Rows of several requests, some with several rows sharing sampler and penalty state."""
     vocabulary = draw(st.integers(1, 12))
     token = st.integers(0, vocabulary - 1)
     value = st.just(math.nan) | st.just(math.inf) | st.just(-math.inf) | coarse
@@ -290,7 +288,7 @@ def together(rows: Sequence[tuple[NDArray[np.float32], SamplingQuery]]) -> list[
 
 
 def naive_choice(row: NDArray[np.float32], query: SamplingQuery) -> int:
-    """One sampled row by a full sort and the noise of all ids; no penalties, bias or bans."""
+    """Choose for one sampled row by a full sort and noise for all ids; no penalties, bias or bans."""
     s = query.sampler.sampling
     z = row / np.float32(s.temperature)
     ranking = np.argsort(-z, kind="stable")
@@ -317,7 +315,7 @@ KINDS: dict[str, list[dict[str, Any]]] = {
 
 
 def random_rows(rng: np.random.Generator, count: int, vocabulary: int) -> NDArray[np.float32]:
-    """Peaked, ordinary and flat rows; of each four one has many ties, one is masked for the most part."""
+    """Return peaked, ordinary and flat rows; one in four has many ties, another is mostly masked."""
     spread = rng.choice([0.0, 0.3, 3.0, 30.0], size=(count, 1))
     rows = (rng.normal(0, 1, (count, vocabulary)) * spread + rng.normal(0, 20, (count, 1))).astype(np.float32)
     rows[1::4] = np.round(rows[1::4])
@@ -333,7 +331,7 @@ class TestManyRows:
     def test_a_row_does_not_depend_on_the_others(
         self, batch: list[tuple[NDArray[np.float32], SamplingQuery]], data: st.DataObject
     ) -> None:
-        """Broken rows among them: they raise nothing, and disturb nobody."""
+        """Including broken rows: they raise nothing and change no other row."""
         alone = [
             choose_token(query.sampler, row, query.position, query.penalty_state, query.path, query.allowed)
             for row, query in batch
@@ -373,7 +371,7 @@ class TestManyRows:
         assert together(list(zip(rows, queries, strict=True))) == list(map(naive_choice, rows, queries))
 
     def test_rows_that_are_worked_on_in_parts(self) -> None:
-        """More rows than a block holds; rows that are longer than one."""
+        """More rows than fit into a block, and rows longer than a block."""
         queries = [SamplingQuery(RequestSampler(Sampling(temperature=0.8, seed=i)), i) for i in range(100)]
         for vocabulary, count in ((4096, BLOCK // 4096 + 20), (2 * BLOCK + 3, 2)):
             rows = np.random.default_rng(vocabulary).normal(0, 0.1, (count, vocabulary)).astype(np.float32)
@@ -440,9 +438,8 @@ class TestDistribution:
         assert stats.chisquare(found[kept], expected).pvalue > FALSE_ALARM
 
     def test_two_models_agree_at_least_as_often_as_promised(self) -> None:
-        """Daliri, Musco, Suresh 2024: shared noise agrees with probability at least (1 - TV) / (1 + TV), and
-        no coupling with more than 1 - TV. 20 000 positions, six standard deviations: false alarm below 1e-8.
-        """
+        """Daliri, Musco, Suresh 2024: shared noise agrees with probability at least (1 - TV) / (1 + TV), and no
+        coupling with more than 1 - TV. 20 000 positions, six standard deviations: false alarm below 1e-8."""
         count = 20_000
         sampler = RequestSampler(Sampling(temperature=1.0, seed=3))
         p = np.array(LOGITS, dtype=np.float32)
@@ -468,7 +465,7 @@ class TestDraftCandidates:
     @settings(max_examples=100, deadline=None)
     @given(cases(temperatures=(0.0, 0.7, 1.0, 2.5)), st.integers(1, 14))
     def test_they_rank_the_perturbed_logits_of_the_survivors(self, case: Case, width: int) -> None:
-        """Before the division by T, at the scale of agreement."""
+        """Before the division by T, on the scale that decides agreement."""
         greedy = case.sampling.temperature < 1e-4
         perturbed = reference_perturbed(case)
         best = sorted(perturbed, key=lambda token: (-perturbed[token], token))[:width]

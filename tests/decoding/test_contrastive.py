@@ -1,4 +1,4 @@
-"""Contrastive decoding against its formula, written out in Python's own floats."""
+"""Contrastive decoding against its formula in Python floats."""
 
 from __future__ import annotations
 

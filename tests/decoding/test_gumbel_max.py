@@ -1,4 +1,4 @@
-"""Proves that pruning the Gumbel-max choice loses no winner: bounds are bounds, and the tokens left out lose."""
+"""Proves that pruning in the Gumbel-max choice loses no winner: bounds hold, and pruned tokens lose."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.decoding.test_noise import unmix
 
 MASK = 2**64 - 1
 WORDS = sorted({0, 1, MASK, *(s for bit in range(64) for s in (1 << bit, (1 << bit) - 1, MASK - (1 << bit)))})
-"""Some near both ends, on every scale."""
+"""Hash words, some near both ends of the range, on every scale."""
 
 
 def bound(value: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Of the noise that each word stands for: the first token's, in the stream that gives it this word."""
+    """Return the bound on the noise of these words, each as the word of its stream's first token."""
     return of_streams(np.array([unmix(word) for word in value.tolist()], dtype=np.uint64), 1)[:, 0]
 
 
@@ -67,7 +67,7 @@ class TestPruning:
     def test_the_winner_is_among_few_possible_ones(self, scale: float, vocabulary: int) -> None:
         rng = np.random.default_rng(vocabulary)
         z = (rng.normal(0, 1, (64, vocabulary)) * scale).astype(np.float32)
-        z[:, rng.integers(1, vocabulary + 1, 3) - 1] = np.float32(scale)  # equals, often the largest
+        z[:, rng.integers(1, vocabulary + 1, 3) - 1] = np.float32(scale)  # ties, often for the largest logit
         z[3::4, 1:] = -np.inf
         streams = np.array([stream(seed, 5) for seed in range(len(z))], dtype=np.uint64)
         possible = possible_winners(z, ones(z), streams)
@@ -85,7 +85,7 @@ class TestPruning:
         assert possible.tolist() != possible_winners(z, ones(z), streams).tolist()
 
     def test_there_may_be_more_possible_winners_than_there_is_room_for_at_first(self) -> None:
-        """Where logits are so large that rounding takes in all of the noise."""
+        """With logits so large that rounding absorbs the noise."""
         z = np.full((3, 300), 1e7, dtype=np.float32)
         streams = np.arange(3, dtype=np.uint64)
         possible = possible_winners(z, ones(z), streams)
@@ -94,7 +94,7 @@ class TestPruning:
 
     @pytest.mark.parametrize("level", [0.0, 3.3, 1e6])
     def test_rounding_of_the_bound_loses_no_winner(self, level: float) -> None:
-        """Noise so large that its bound is exact but for rounding, and a row where nothing else runs."""
+        """Noise so large that its bound is exact except for rounding, in a row without other candidates."""
         rng = np.random.default_rng(0)
         large = [MASK - (int(rng.integers(2**20)) << int(rng.integers(44))) for _ in range(2000)]
         streams = np.array([unmix(word) for word in large], dtype=np.uint64)
@@ -106,7 +106,7 @@ class TestPruning:
     @settings(max_examples=200, deadline=None)
     @given(st.data(), st.integers(1, 6), st.integers(1, 8))
     def test_the_lowest_id_wins_among_equal_runners(self, data: st.DataObject, count: int, vocabulary: int) -> None:
-        """At 1e30 the noise is lost in rounding: scores are equal wherever logits are."""
+        """At 1e30 rounding absorbs the noise: equal logits give equal scores."""
         cell = st.sampled_from([1e30, -1e30])
         z = np.array([[data.draw(cell) for _ in range(vocabulary)] for _ in range(count)], dtype=np.float32)
         streams = np.arange(count, dtype=np.uint64)
@@ -115,7 +115,7 @@ class TestPruning:
 
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(0, MASK), st.booleans())
 def test_the_order_of_a_rows_ids_does_not_matter(rows: int, vocabulary: int, seed: int, ties: bool) -> None:
-    """`ties`: noise is lost beside logits as large, so that all are equal, and the lowest id wins."""
+    """`ties`: large logits absorb the noise, all scores are equal, and the lowest id wins."""
     random = np.random.default_rng(seed)
     z = np.full((rows, vocabulary), 1e30, dtype=np.float32)
     if not ties:

@@ -1,4 +1,4 @@
-"""Proves that log-probabilities are those of the raw logits, each row's its own, and the top tokens exact."""
+"""Proves that logprobs come from the raw logits, row by row, and that the top tokens are exact."""
 
 from __future__ import annotations
 

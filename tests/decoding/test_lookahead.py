@@ -1,8 +1,6 @@
-"""The window's shape, step by step, for any size: where its tokens stand, and that it is what the target has chosen.
+"""The window's shape at each step, for any size: positions of its tokens, chosen by the target.
 
-That a session's window and pool are those of the algorithm as the paper has it is shown in
-`tests/verifier_service/test_ngram_proposer.py`.
-"""
+`tests/verifier_service/test_ngram_proposer.py` compares a session's window and pool with the paper's algorithm."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ sizes = st.builds(Lookahead, st.integers(2, 9), st.integers(2, 6), st.just(3))
 
 
 class Positions:
-    """A target whose every choice is the position that it is made for."""
+    """A target choosing at each position that position's number."""
 
     def __init__(self, size: Lookahead) -> None:
         self.tip = 100

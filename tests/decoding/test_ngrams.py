@@ -1,4 +1,4 @@
-"""The pool against lists that are searched."""
+"""The n-gram pool against linear search in lists."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Proves that the shared noise is the function the design names, and that it is fit for sampling.
+"""Proves that the shared noise is the specified function, and fit for sampling.
 
-Words, streams and sample seeds equal a splitmix64 written here from its publication, so that another
-implementation (torch, another language) can be held to the same numbers. The noise is finite, follows the
-Gumbel distribution, does not depend on which other ids are computed with it, and is unrelated across
-neighbouring seeds, positions and ids. The statistical tests run on fixed seeds: they are deterministic, and
-the false-alarm probability they state is that of the choice of seeds, once, not of a run.
-"""
+Words, streams and sample seeds equal a splitmix64 written here from its publication, so that other implementations
+(torch, another language) can be compared with the same numbers. The noise is finite, follows the Gumbel
+distribution, does not depend on the other ids computed with it, and is uncorrelated across neighbouring seeds,
+positions and ids. The statistical tests run on fixed seeds: they are deterministic, and their stated false-alarm
+probability is over the choice of seeds, made once, not per run."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from specdec.decoding.noise import gumbel, mix, sample_seed, stream, token_words
 
 MASK = 2**64 - 1
 DOMAIN = 0x63686F6963650001
-"""Of the choice rule, for good: another one would change every sampled text."""
+"""Domain constant of the choice rule, fixed for good: changing it would change every sampled text."""
 FALSE_ALARM = 1e-6
 
 seeds = st.integers(0, MASK)
@@ -32,7 +31,7 @@ ids = st.integers(0, 2**20)
 
 
 def reference_mix(state: int) -> int:
-    """The first output of a splitmix64 generator in `state`, after https://prng.di.unimi.it/splitmix64.c."""
+    """Return the first output of a splitmix64 generator in `state`, after https://prng.di.unimi.it/splitmix64.c."""
     z = (state + 0x9E3779B97F4A7C15) % 2**64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
@@ -40,16 +39,16 @@ def reference_mix(state: int) -> int:
 
 
 def reference_word(seed: int, position: int, token: int) -> int:
-    """h = mix(mix(mix(seed ^ DOMAIN) + pos) + v)."""
+    """Return h = mix(mix(mix(seed ^ DOMAIN) + pos) + v)."""
     inner = reference_mix(seed ^ DOMAIN)
     return reference_mix((reference_mix((inner + position) % 2**64) + token) % 2**64)
 
 
 def unmix(output: int) -> int:
-    """The state that `reference_mix` makes `output` of."""
+    """Return the state that `reference_mix` maps to `output`."""
 
     def unshift(value: int, bits: int) -> int:
-        """The x with x ^ (x >> bits) == value: every round gets `bits` more of its high bits right."""
+        """Return the x with x ^ (x >> bits) == value: every round corrects `bits` more high bits."""
         x = value
         for _ in range(64 // bits):
             x = value ^ (x >> bits)
@@ -66,7 +65,7 @@ def reference_gumbel(seed: int, position: int, token: int) -> float:
 
 
 def grid(first_seed: int, seed_count: int, position_count: int, vocabulary: int) -> NDArray[np.float64]:
-    """Noise [seed, position, id] of consecutive seeds, positions and ids."""
+    """Return noise [seed, position, id] of consecutive seeds, positions and ids."""
     every = np.arange(vocabulary)
     rows = [
         [gumbel(first_seed + seed, position, every) for position in range(position_count)] for seed in range(seed_count)
@@ -120,7 +119,7 @@ class TestGumbel:
 
     @pytest.mark.parametrize("word", [0, 1 << 12, MASK >> 1, MASK - (1 << 12), MASK])
     def test_the_extreme_words_give_finite_noise(self, word: int) -> None:
-        """Few seeds give a token the smallest or largest words; `mix` can be undone to find one."""
+        """Few seeds give a token the smallest or largest words; inverting `mix` finds one."""
         position, token = 17, 5
         inner = (unmix((unmix(word) - token) % 2**64) - position) % 2**64
         seed = unmix(inner) ^ DOMAIN
@@ -140,7 +139,7 @@ class TestGumbel:
 
     @pytest.mark.parametrize("axis", ["seed", "position", "id"])
     def test_noise_follows_it_along_every_axis_alone(self, axis: str) -> None:
-        """As above, with the other two arguments held still: 20 000 neighbours along one axis."""
+        """As above, with the other two arguments fixed: 20 000 neighbours along one axis."""
         neighbours = range(20_000)
         one = np.array([5])
         if axis == "seed":
@@ -154,16 +153,15 @@ class TestGumbel:
 
 class TestIndependence:
     def test_neighbouring_seeds_positions_and_ids_are_uncorrelated(self) -> None:
-        """All shifts by up to 3 along each axis, seed against position among them.
+        """All shifts by up to 3 along each axis, including seed against position.
 
-        With one linear combination of the arguments, some shift would be an exact copy (correlation 1).
-        Uncorrelated noise of n pairs has a correlation of standard deviation 1/sqrt(n); the bound is
-        6.5 of these, a false alarm of 1e-10 a shift and below 1e-7 for all of them.
-        """
+        If the arguments entered as one linear combination, some shift would be an exact copy (correlation 1).
+        Uncorrelated noise of n pairs has a correlation of standard deviation 1/sqrt(n); the bound is 6.5 of these, a
+        false alarm of 1e-10 per shift and below 1e-7 for all of them."""
         noise = grid(1_000_000, 24, 24, 64)
         for shift in itertools.product(range(-3, 4), repeat=3):
             if shift <= (0, 0, 0):
-                continue  # each pair of shifts that mirror each other once
+                continue  # each pair of mirrored shifts once
             here = noise[tuple(slice(max(0, -s), noise.shape[a] - max(0, s)) for a, s in enumerate(shift))]
             there = noise[tuple(slice(max(0, s), noise.shape[a] - max(0, -s)) for a, s in enumerate(shift))]
             correlation = np.corrcoef(here.ravel(), there.ravel())[0, 1]
@@ -187,7 +185,7 @@ class TestIndependence:
 class TestManyStreams:
     @given(st.lists(st.tuples(seeds, positions), min_size=1, max_size=5), st.lists(ids, min_size=1, max_size=20))
     def test_each_stream_has_the_words_it_has_alone(self, of: list[tuple[int, int]], tokens: list[int]) -> None:
-        """All ids of every stream, and one id of each."""
+        """For all ids of every stream, and for one id of each."""
         some = np.array(tokens, dtype=np.int64)
         streams = np.array([stream(seed, position) for seed, position in of], dtype=np.uint64)
         want = np.array([words(seed, position, some) for seed, position in of])

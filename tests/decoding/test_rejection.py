@@ -1,9 +1,8 @@
-"""Speculative sampling leaves the target's distribution as it is, however the draft is truncated, rounded or late; and
-the test that says so can tell when it is not.
+"""Speculative sampling preserves the target's distribution for truncated, rounded and late drafts; negative controls
+show that the test detects violations.
 
-Chi-square tests of joint distributions; each has the false-alarm probability FALSE_ALARM, and fixed seeds, so that
-its outcome is fixed too.
-"""
+Chi-square tests of joint distributions, each with false-alarm probability FALSE_ALARM, on fixed seeds: the outcome
+is deterministic."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ Path = tuple[int, ...]
 
 
 def model(seed: int, sharpness: float) -> Callable[[Path], Logits]:
-    """Logits after any path."""
+    """Return a function giving logits after any path."""
 
     @cache
     def after(path: Path) -> Logits:
@@ -53,7 +52,7 @@ TARGET, DRAFT = model(1, 1.2), model(2, 1.2)
 
 
 def probabilities(logits: Logits, sampling: Sampling) -> NDArray[np.float64]:
-    """Softmax at T, with top-k, written out."""
+    """Return the softmax at T with top-k, from its definition."""
     z = logits.astype(np.float64) / sampling.temperature
     if sampling.top_k:
         z[np.argsort(-z, kind="stable")[sampling.top_k :]] = -np.inf
@@ -62,18 +61,18 @@ def probabilities(logits: Logits, sampling: Sampling) -> NDArray[np.float64]:
 
 
 Offer = Callable[[int, Path, Proposal], bool]
-"""Whether a proposal of run `run` after a path is offered."""
+"""Whether run `run` offers a proposal after a path."""
 
 
 def propose(logits: Logits, query: SamplingQuery) -> Proposal:
-    """The proposal of a draft whose logits are sound."""
+    """Return a draft's proposal; its logits must be finite."""
     proposal = propose_if_sound(logits, query)
     assert proposal is not None
     return proposal
 
 
 def run(seed: int, sampling: Sampling, offer: Offer, draft: Callable[[Path], Logits] = DRAFT) -> Path:
-    """LENGTH tokens by draft and verification, one position at a time."""
+    """Generate LENGTH tokens by draft and verification, one position at a time."""
     sampler = RequestSampler(
         Sampling(temperature=sampling.temperature, top_k=sampling.top_k, seed=seed), rule=Rule.REJECTION
     )
@@ -112,7 +111,7 @@ def late(seed: int, path: Path, proposal: Proposal) -> bool:
 
 
 def where_the_draft_is_sure(seed: int, path: Path, proposal: Proposal) -> bool:
-    """A function of the whole distribution, not of what was drawn from it."""
+    """Valid: depends on the whole distribution, not on the drawn token."""
     return rejection.acceptance(proposal.row) > 0.8
 
 
@@ -121,7 +120,7 @@ def after_some_prefixes(seed: int, path: Path, proposal: Proposal) -> bool:
 
 
 def where_the_draw_is_probable(seed: int, path: Path, proposal: Proposal) -> bool:
-    """What must never be done: it depends on the value drawn."""
+    """Invalid: depends on the drawn token."""
     assert proposal.row.ids is not None
     return bool(proposal.row.values[proposal.row.ids == proposal.token] >= 0.9)
 
@@ -154,14 +153,14 @@ def test_a_draft_cut_to_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_policy_that_looks_at_the_value_is_found_out() -> None:
-    """The negative control: the same test, and it fails."""
+    """Negative control: the same test fails."""
     sampling = Sampling(temperature=1.0)
     counts = Counter(run(seed, sampling, where_the_draw_is_probable) for seed in range(RUNS))
     assert pvalue(counts, sampling) < FALSE_ALARM
 
 
 def test_the_better_draw_of_two_sessions_is_found_out_too() -> None:
-    """Two sessions, one place in a step: given to whose draw is the more probable, even p = q comes out wrong."""
+    """Two sessions compete for one row: if the more probable draw gets it, the result is biased even with p = q."""
     sampling = Sampling(temperature=1.0)
     counts: Counter[Path] = Counter()
     for seed in range(RUNS):
@@ -184,7 +183,7 @@ def weight(proposal: Proposal) -> float:
 
 
 def test_a_guess_that_was_not_sampled() -> None:
-    """Deterministic guesses have a distribution of one token."""
+    """A deterministic proposal has a distribution of one token."""
     sampling = Sampling(temperature=1.0)
     sampler = [RequestSampler(Sampling(temperature=1.0, seed=seed), rule=Rule.REJECTION) for seed in range(RUNS)]
     row = DraftDistribution(np.array([2]), np.ones(1, np.float16))
@@ -196,7 +195,7 @@ def test_a_guess_that_was_not_sampled() -> None:
 
 
 def test_candidates_are_accepted_as_often_as_can_be() -> None:
-    """With probability 1 - TV(p, q): within five standard deviations."""
+    """With probability 1 - TV(p, q), within five standard deviations."""
     sampling = Sampling(temperature=1.0)
     p, q = probabilities(TARGET(()), sampling), probabilities(DRAFT(()), sampling)
     wanted = float(np.minimum(p, q).sum())

@@ -1,4 +1,4 @@
-"""Continuations against a search that compares every place, token by token."""
+"""Continuations against brute force, comparing every position token by token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def array(tokens: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 
 
 def agreement(written: list[int], place: int, end: list[int]) -> int:
-    """Tokens that agree before and at a place."""
+    """Return how many tokens up to and including `place` agree with the end."""
     match = 0
     while match < min(place + 1, len(end), LONGEST) and written[place - match] == end[-1 - match]:
         match += 1
@@ -41,7 +41,7 @@ def told(found: list[Continuation]) -> list[tuple[list[int], int]]:
 
 @given(texts, st.integers(1, 4), st.integers(1, 8))
 def test_the_end_of_a_text_in_itself(text: list[int], most: int, depth: int) -> None:
-    """Few enough places agree over any length that all of them are looked at."""
+    """Few enough positions agree for all of them to be examined."""
     if max(map(text.count, text)) <= RECENT:
         assert told(continuations(array(text), array(text), most, depth)) == plainly(text, text, most, depth)
 

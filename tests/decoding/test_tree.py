@@ -1,10 +1,9 @@
-"""Proves that the token tree forgets nothing it should keep and keeps nothing it should forget.
+"""Proves that the token tree keeps what it should and drops what it should.
 
-Messages about one text, inserted and committed in any order in which a message's base is already committed,
-leave the same live candidates as inserting everything first; duplicates, latecomers and contradictions do no
-harm. `best` is checked against brute force, `size` against a count, and what can never be taken is dropped.
-Scores are multiples of 1/8, so that sums of them are exact and equal reaches are equal.
-"""
+Messages about one text may be inserted and committed in any order in which a message's base is already committed:
+the live candidates equal those of inserting everything first. Duplicates, late messages and contradictions do no
+harm. `best` is checked against brute force, `size` against a count, and unreachable nodes are dropped. Logprobs are
+multiples of 1/8, so that sums are exact and equal path logprobs compare equal."""
 
 from __future__ import annotations
 
@@ -41,12 +40,12 @@ class Message:
 
 
 def live(tree: TokenTree) -> dict[Path, float]:
-    """Every live candidate: its tokens below the committed text, and its logprob."""
+    """Return every live candidate: its tokens below the committed text, and its logprob."""
     return {tuple(node.token for node in below.path()): below.logprob for below in tree.root.walk()}
 
 
 def sound(tree: TokenTree) -> None:
-    """Holds for every tree at any time."""
+    """Check the invariants of a tree."""
     nodes = list(tree.root.walk())
     assert tree.size == len(nodes)
     assert tree.root.parent is None
@@ -88,7 +87,7 @@ def trees(draw: st.DrawFn) -> TokenTree:
 
 @dataclass(frozen=True)
 class Story:
-    """What happened to one session: messages and committed tokens, in the order they arrived."""
+    """Events of one session: messages and committed tokens, in order of arrival."""
 
     events: tuple[Message | int, ...]
 
@@ -99,11 +98,10 @@ class Story:
 
 @st.composite
 def stories(draw: st.DrawFn) -> Story:
-    """A text that is committed token by token, and messages about it, each at any time from its base on.
+    """A text committed token by token, and messages about it, arriving at any time once their base is committed.
 
-    A message is written when the text had its base, and arrives then or later: after further commits it is
-    late, and wherever it guessed wrong it contradicts the text.
-    """
+    A message is written when the text had its base, and arrives then or later: after further commits it is late, and
+    its wrong candidates contradict the text."""
     text = draw(st.lists(tokens, max_size=6))
     arrivals: list[list[Message]] = [[] for _ in range(len(text) + 1)]
     for _ in range(draw(st.integers(0, 6))):
@@ -130,10 +128,9 @@ def play(story: Story) -> TokenTree:
 
 
 def everything_first(story: Story) -> TokenTree:
-    """All messages into a fresh tree, then all commits at once.
+    """Insert all messages into a fresh tree, then commit everything at once.
 
-    Each message is respelled from the prompt on: the text between prompt and base becomes a chain of nodes.
-    """
+    Each message is rewritten to start at the prompt: the text between prompt and base becomes a chain of nodes."""
     tree = plant()
     for event in story.events:
         if isinstance(event, int):
@@ -160,7 +157,7 @@ class TestOrder:
     @settings(max_examples=100, deadline=None)
     @given(stories(), st.data())
     def test_duplicates_and_latecomers_change_nothing(self, story: Story, data: st.DataObject) -> None:
-        """Messages once more, at any time after they came, and all of them at the end."""
+        """Messages are repeated at any time after their arrival, and all of them at the end."""
         events: list[Message | int] = []
         again: list[Message | int] = []
         for event in story.events:
@@ -174,7 +171,7 @@ class TestOrder:
     @settings(max_examples=100, deadline=None)
     @given(trees(), st.data())
     def test_a_contradicting_message_does_no_harm(self, tree: TokenTree, data: st.DataObject) -> None:
-        """A message whose every path leaves the committed text inserts nothing and drops nothing."""
+        """If all paths of a message leave the committed text, it inserts and drops nothing."""
         tree.commit([3, 0])
         before = live(tree)
         rest = data.draw(messages(len(PROMPT)))
@@ -259,7 +256,7 @@ class TestInsert:
 
 
 class TestDropped:
-    """What can never be taken is dropped with all that is below it; its siblings stay."""
+    """Unreachable nodes are dropped with all nodes below; their siblings stay."""
 
     def chain(self, tree: TokenTree, path: Sequence[int], *logprobs: float) -> set[Path]:
         tree.insert(tree.base, Paths(path, range(len(path)), logprobs or [-1.0] * len(path)))
@@ -271,7 +268,7 @@ class TestDropped:
         assert self.chain(plant(end_tokens=frozenset({3})), [1, 3, 2, 1]) == {(1,), (1, 3)}
 
     def test_not_below_an_end_token_that_is_committed(self) -> None:
-        """A prompt may hold end tokens, at its end too."""
+        """A prompt may contain end tokens, even as its last token."""
         assert self.chain(plant((1, 3), end_tokens=frozenset({3})), [1]) == {(1,)}
 
     def test_past_the_last_position(self) -> None:
@@ -356,7 +353,7 @@ class TestSpelling:
         copy = plant(tree.committed)
         made = copy.insert(tree.base, spell(list(tree.root.walk())))
         assert live(copy) == live(tree)
-        assert len(made) == tree.size  # each node is spelled once
+        assert len(made) == tree.size  # each node occurs once
 
     @given(trees(), st.data())
     def test_spelled_nodes_come_with_their_ancestors_and_nothing_else(
@@ -426,7 +423,7 @@ class TestDistributions:
 
 
 class TestSampled:
-    """Whether a drawn candidate is there must not depend on which it is."""
+    """Whether a drawn candidate is present must not depend on its value."""
 
     def grown(self) -> TokenTree:
         return TokenTree([1, 2], vocabulary=9, last_position=9, sampled=True)

@@ -1,4 +1,4 @@
-"""Survivors of a row are found from its largest logits alone, many rows at once."""
+"""Survivors of truncation, found from each row's largest logits alone, for many rows at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ samplings = st.builds(
 def test_the_leading_logits_tell_who_survives(
     seed: int, vocabulary: int, known: int, rows: list[tuple[Sampling, bool, bool]]
 ) -> None:
-    """Or that they are too few to tell. Rounded rows have equal logits, banned ids some of -inf."""
+    """Or too few are known to decide. Rounded rows have ties, and banned ids may be -inf."""
     random, known = np.random.default_rng(seed), min(known, vocabulary)
     logits = 3 * random.normal(size=(len(rows), vocabulary)).astype(np.float32)
     for row, (_, rounded, banned) in enumerate(rows):
@@ -37,7 +37,7 @@ def test_the_leading_logits_tell_who_survives(
             logits[row] = np.round(logits[row])
         if banned:
             logits[row, random.permutation(vocabulary)[1:][: vocabulary // 2]] = -np.inf
-    shuffled = random.permutation(vocabulary)  # equal ones come in any order
+    shuffled = random.permutation(vocabulary)  # ties in any order
     order = shuffled[np.argsort(-logits[:, shuffled], axis=1, kind="stable")][:, :known]
     z = np.take_along_axis(logits, order, axis=1)
     totals = np.array([np.exp(row - row.max()).sum(dtype=np.float64) for row in logits])
@@ -46,5 +46,5 @@ def test_the_leading_logits_tell_who_survives(
         want: Any = survivors(logits[row], sampling)
         if kept[row].any():
             assert sorted(order[row, kept[row]]) == want.tolist()
-        else:  # one that is not known may survive, or is as large as one that does
+        else:  # an unknown logit may survive, or equal a surviving one
             assert len(want) >= known or logits[row, want].min() <= z[row, -1]
