@@ -1,4 +1,4 @@
-"""A draft model that is as sure of itself as it is told to be, and sessions at it."""
+"""A draft model with adjustable confidence, and its sessions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS = 16
 
 
 class Engine:
-    """As sure of every next token as `sureness`, the same one everywhere."""
+    """Assigns the same next token everywhere, with logit `sureness`."""
 
     numerics, exact, vocabulary = "fake", False, VOCABULARY
 
@@ -46,7 +46,7 @@ class Engine:
         return np.tile(logits, (len(batch.wanted), 1))
 
     def copy(self, source: Slots, target: Slots) -> None:
-        """Only what overwrites the memory of a step that has failed."""
+        """Accepts only copies that overwrite the memory of a failed step."""
         assert not source.any()
 
 
@@ -64,12 +64,12 @@ def running(
     fail: Callable[[Exception], None],
     takes_more: Callable[[], bool] = lambda: True,
 ) -> RunningSession:
-    """A session whose extensions and errors go to these functions."""
+    """Return a session whose extensions and errors go to these functions."""
     return RunningSession(session, Handed(take, fail, takes_more), lambda extension: extension)
 
 
 class Listener:
-    """A session at a loop, and what it has been sent."""
+    """A session at a loop, with everything sent to it."""
 
     def __init__(self, loop: DraftLoop, session: Session) -> None:
         self.sent: list[Extension] = []
@@ -78,7 +78,7 @@ class Listener:
 
 
 class Pod:
-    """A draft loop over an engine, turned by hand, and what it has sent."""
+    """A hand-turned draft loop over an engine, with everything it sent."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

@@ -1,4 +1,4 @@
-"""A pass gives its nodes the same children wherever its logits are, and asks for few whole rows."""
+"""A pass gives nodes the same children with logits on the host or on a device, and fetches few whole rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAIN = [Sampling(), Sampling(temperature=0.8, top_p=0.95, seed=3), Sampling(tem
 
 
 class Host(Engine):
-    """Its rows depend on their positions."""
+    """An engine with logits depending on the position."""
 
     vocabulary = VOCABULARY
     table = np.random.default_rng(0).normal(0, 4, (32, VOCABULARY)).astype(np.float32)
@@ -36,11 +36,11 @@ class Host(Engine):
 
 
 class Device(Host):
-    """Its rows are on a device; some are asked for whole."""
+    """The same, with its rows on a device; some are fetched whole."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.whole: list[int] = []  # the rows of all passes, by their place in the pass
+        self.whole: list[int] = []  # whole rows fetched by all passes, by index in the pass
 
     def forward_shortlists(self, batch: PackedBatch) -> Fetched:
         return Fetched(self, self.forward(batch))
@@ -61,7 +61,7 @@ class Fetched:
 def opened(
     drafter: LanguageModelDrafter, samplers: Sequence[RequestSampler], vocabulary: int = VOCABULARY
 ) -> list[Session]:
-    """Sessions with these samplers."""
+    """Open sessions with these samplers."""
     policy = ExpansionPolicy(max_nodes=40, max_branches=3)
     requests = [SessionRequest([1, 2, 3], [], sampler, frozenset(), 20, 100) for sampler in samplers]
     sessions = [Session(request, policy, vocabulary, Calibration()) for request in requests]
@@ -71,7 +71,7 @@ def opened(
 
 
 def grown(engine: Engine, samplers: Sequence[RequestSampler], vocabulary: int = VOCABULARY) -> list[Session]:
-    """Sessions with these samplers, expanded a few times."""
+    """Open sessions with these samplers and expand them a few times."""
     drafter = LanguageModelDrafter(engine)
     sessions = opened(drafter, samplers, vocabulary)
     for _ in range(PASSES):
@@ -118,7 +118,7 @@ def test_those_come_that_a_shortlist_does_not_replace(sampler: RequestSampler) -
 
 
 def test_tokens_that_the_target_does_not_have_are_no_children() -> None:
-    """Where they are in a shortlist, the row is read whole."""
+    """If the shortlist contains one, the whole row is fetched."""
     known = VOCABULARY // 2
     device, samplers = Device(), [RequestSampler(sampling) for sampling in PLAIN]
     sessions = grown(device, samplers, known)
@@ -130,7 +130,7 @@ def test_tokens_that_the_target_does_not_have_are_no_children() -> None:
 
 
 class Failing(Device):
-    """A device that cannot send a row once."""
+    """A device failing once to send a row."""
 
     failures = 1
 

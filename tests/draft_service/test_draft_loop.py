@@ -1,4 +1,4 @@
-"""The draft loop over many sessions: everybody gets a turn, nobody is stalled by another."""
+"""The draft loop over many sessions: fair turns, and no session stalls another."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from tests.draft_service.fakes import ROWS, Engine, Pod, running, session
 
 
 def test_everybody_gets_a_turn() -> None:
-    """Many more sessions than a step has rows: each is the likeliest some time, since growing makes what is left
-    less likely."""
+    """With far more sessions than rows in a step: growth lowers a session's best path logprob, so every other
+    session gets ahead at some time."""
     pod = Pod(Engine())
     sessions = [session() for _ in range(4 * ROWS)]
     for each in sessions:
         pod.attach(each)
-    pod.run(1 + 8 * 4)  # the texts are read; eight levels for each
+    pod.run(1 + 8 * 4)  # prompts, then eight levels each
     sizes = [each.tree.size for each in sessions]
     assert min(sizes) >= 0.5 * max(sizes) > 0
     assert all(len(tokens) <= ROWS for tokens in pod.engine.read[1:])
 
 
 def test_who_does_not_listen_is_grown_no_further() -> None:
-    """There are at most as many messages for it as it has nodes; the others go on."""
+    """It has at most as many messages pending as nodes; the others go on."""
     pod = Pod(Engine())
     deaf, listening = session(max_nodes=24), session(max_nodes=24)
     pod.attach(deaf)
@@ -57,12 +57,12 @@ def test_with_nothing_worth_guessing_it_sleeps() -> None:
 
 
 def test_a_commit_takes_effect_at_the_next_step() -> None:
-    """Nothing is read below what it has cut off, and catching up is one step."""
+    """Nodes below a rejected token are not computed, and catching up takes one step."""
     pod = Pod(Engine())
     each = session()
     pod.attach(each)
     pod.run(10)
-    pod.commit(each, [7, 7, 5])  # two as guessed, then another token
+    pod.commit(each, [7, 7, 5])  # two as drafted, then another token
     steps = len(pod.engine.read)
     pod.run(2)
     caught_up, grown = pod.engine.read[steps:]
@@ -74,7 +74,7 @@ def test_a_commit_takes_effect_at_the_next_step() -> None:
 
 
 BESIDE = PROMPT_WIDTHS * 4
-"""Rows of prompts in a pass beside nodes, at the expansion width of these drafters."""
+"""Prompt rows in a pass with nodes, at the expansion width of these drafters."""
 
 
 def test_who_lacks_a_token_does_not_wait_for_an_older_prompt() -> None:
@@ -87,7 +87,7 @@ def test_who_lacks_a_token_does_not_wait_for_an_older_prompt() -> None:
     pod.commit(young, [9])
     pod.run(1)
     assert 9 in pod.engine.read[-1]
-    assert len(pod.engine.read[-1]) <= 2 * (BESIDE + 1)  # two that read, nobody else
+    assert len(pod.engine.read[-1]) <= 2 * (BESIDE + 1)  # two sessions with tokens to read, and no others
 
 
 def test_a_long_prompt_is_read_while_shorter_ones_keep_coming() -> None:
@@ -105,7 +105,7 @@ def test_a_long_prompt_is_read_while_shorter_ones_keep_coming() -> None:
 
 
 def test_a_prompt_is_read_a_little_in_a_pass_while_others_expand_nodes() -> None:
-    """And without regard for them once they have nothing to expand."""
+    """With no nodes left to expand, it fills the pass."""
     pod = Pod(Engine())
     other = session(max_nodes=24)
     pod.attach(other)
@@ -135,7 +135,7 @@ def test_prompts_are_not_held_up_by_a_few_that_expand_nodes() -> None:
 
 
 def test_many_corrections_are_read_in_one_pass() -> None:
-    """Though as many others expand nodes: nothing is worth more than what comes next."""
+    """Even with as many others expanding nodes: no node is worth more than the next token."""
     pod = Pod(Engine())
     sessions = [session() for _ in range(4 * BESIDE)]
     for each in sessions:
@@ -159,11 +159,11 @@ def test_paused_sessions_read_after_all_others() -> None:
     assert wanted.tree.size
     assert sum(tokens.count(1) for tokens in pod.engine.read) <= 2 * BESIDE
     pod.run(1)
-    assert len(pod.engine.read[-1]) <= ROWS + BESIDE  # however many they are
+    assert len(pod.engine.read[-1]) <= ROWS + BESIDE  # however many there are
 
 
 def test_the_loop_wakes_when_a_message_is_due_and_nothing_else_happens() -> None:
-    """With a tree as large as it may be, it sleeps until just before the next step of the verifier begins."""
+    """With a tree at its limit, it sleeps until just before the verifier's next step begins."""
     period, round_trip = 0.030, 0.006
     sent: list[tuple[float, Extension]] = []
     failed: list[Exception] = []
@@ -194,7 +194,7 @@ def test_the_loop_wakes_when_a_message_is_due_and_nothing_else_happens() -> None
 
 
 def test_memory_is_for_who_has_it() -> None:
-    """A session too many is refused, the others keep growing, and what one leaves serves the next."""
+    """An excess session is refused, the others keep growing, and freed memory serves the next one."""
     pod = Pod(Engine(capacity=1 + 2 * (3 + 200 + 256)))
     first, second, third = session(), session(), session()
     pod.attach(first)
@@ -214,10 +214,10 @@ def test_memory_is_for_who_has_it() -> None:
 
 
 class FailingEngine(Engine):
-    """One whose passes fail as they are told to."""
+    """An engine with scripted failures."""
 
-    failures = 0  # that are still to come
-    poison: int | None = None  # a token over which no pass succeeds
+    failures = 0  # left to fail
+    poison: int | None = None  # every pass over this token fails
     dead = False
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
@@ -230,7 +230,7 @@ class FailingEngine(Engine):
 
 
 def test_a_step_that_fails_is_made_up_for() -> None:
-    """In the midst of it: the text is read anew, and the tree grows as it would have."""
+    """After a failed step the text is read again, and the tree grows as without the failure."""
     pods = Pod(FailingEngine()), Pod(Engine())
     trees = []
     for pod in pods:
@@ -250,7 +250,7 @@ def test_a_step_that_fails_is_made_up_for() -> None:
 
 
 class Unpackable(Engine):
-    """One whose batches cannot be packed as often as it is told."""
+    """An engine whose batches fail to pack a given number of times."""
 
     refusals = 0
 
@@ -267,7 +267,7 @@ class Refusing(RaggedPacker):
 
 
 def test_nodes_of_a_batch_that_cannot_be_packed_are_computed_later() -> None:
-    """None keeps a slot that nothing was written into, and none is forgotten."""
+    """None keeps an unwritten slot, and none is forgotten."""
     pods = Pod(Unpackable()), Pod(Engine())
     trees = []
     for pod in pods:
@@ -302,7 +302,7 @@ def test_a_text_that_no_pass_takes_is_ended_alone() -> None:
 
 @pytest.mark.parametrize("at", [0, 100, 600, 1400])
 def test_a_token_that_no_pass_takes_is_found_wherever_it_is(at: int) -> None:
-    """In whatever piece of the text, whoever reads at the same time."""
+    """In any chunk of the text, and with any other session reading at the same time."""
     engine = FailingEngine()
     engine.poison = 9
     pod = Pod(engine)
@@ -338,7 +338,7 @@ def test_an_engine_that_does_not_recover_ends_all_until_it_does() -> None:
 
 
 def test_who_takes_no_messages_is_sent_none() -> None:
-    """A caller may ask for everything again and again, and read nothing."""
+    """A caller may request resends again and again without reading."""
     loop = DraftLoop(LanguageModelDrafter(Engine(), rows=ROWS))
     emitted: list[Extension] = []
     each = session(max_nodes=24)

@@ -1,4 +1,4 @@
-"""What a ranking finds after any growth and any commits is what a look over the whole tree finds."""
+"""Incremental ranking of the frontier equals a scan of the whole tree, after any growth and commits."""
 
 from __future__ import annotations
 

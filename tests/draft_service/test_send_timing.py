@@ -1,4 +1,4 @@
-"""When to send: just in time where a step has one message, and an estimate that is off costs little."""
+"""Send timing: just in time with one message per step, and robust to estimation errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ seconds = st.floats(0.0, 10.0)
 
 
 def steady(commits: int = 60) -> SendTimer:
-    """A session whose commits come every PERIOD, and whose last one came at 0."""
+    """Return a timer with commits every PERIOD, the last one at 0."""
     send_timer = SendTimer()
     for number in range(1 - commits, 1):
         send_timer.committed(number * PERIOD)
@@ -42,7 +42,7 @@ def test_there_is_one_message_a_step() -> None:
     send_timer = steady()
     first = send_timer.next_send_at(ONE_A_STEP, 0.0, STEP, urgent=False)
     send_timer.sent(first)
-    assert send_timer.next_send_at(ONE_A_STEP, 0.0, STEP, urgent=True) == first + ONE_A_STEP  # where no commit comes
+    assert send_timer.next_send_at(ONE_A_STEP, 0.0, STEP, urgent=True) == first + ONE_A_STEP  # if no commit comes
     send_timer.committed(PERIOD, unsent=True)
     assert send_timer.next_send_at(ONE_A_STEP, 0.0, STEP, urgent=True) == pytest.approx(first + PERIOD, abs=1e-4)
 
@@ -63,7 +63,7 @@ def test_the_first_messages_of_a_session_wait_for_nothing() -> None:
 
 
 def test_a_moment_that_is_past_is_now() -> None:
-    """The draft is too slow, or what it knows of the round trip is wrong."""
+    """The draft is too slow, or its estimate of the round trip is wrong."""
     assert steady().next_send_at(ONE_A_STEP, 0.0, PERIOD, urgent=False) == 0.0
     assert steady().next_send_at(ONE_A_STEP, 0.999 * PERIOD, STEP, urgent=False) == 0.0
 
@@ -78,7 +78,7 @@ def test_a_commit_that_comes_too_early_sends_what_it_found() -> None:
 
 
 def test_the_less_even_the_steps_the_earlier_it_sends() -> None:
-    """One step in eight begins without what was grown for it. Without a margin of the deviation, three would."""
+    """One step in eight begins without the latest candidates; without a margin for the deviation, three would."""
     random, send_timer, now, late = Random(0), SendTimer(), 0.0, 0
     for _ in range(2000):
         gap = PERIOD * random.uniform(0.5, 1.5)
@@ -104,7 +104,8 @@ def test_a_long_silence_is_soon_forgotten() -> None:
 def test_nothing_waits_past_the_next_commit_twice(
     gaps: list[tuple[float, bool, bool]], interval: float, round_trip: float, step: float
 ) -> None:
-    """However commits come: what a commit finds unsent, with nothing sent since the one before, goes out at once."""
+    """For any commits: if a commit finds unsent candidates, with nothing sent since the previous one, they are sent
+    at once."""
     send_timer, now = SendTimer(), 0.0
     sent = True
     for gap, sends, unsent in gaps:

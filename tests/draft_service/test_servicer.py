@@ -1,4 +1,4 @@
-"""What the servicer makes of the messages of an open session."""
+"""How the servicer handles the messages of an open session."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.draft_service.fakes import VOCABULARY, Engine, session
 
 @pytest.mark.parametrize("granted", [1, 64, 200])
 def test_a_session_gets_back_what_another_verifier_grants(granted: int) -> None:
-    """As far as it has memory."""
+    """Limited by its memory."""
     servicer = DraftServicer(DraftLoop(LanguageModelDrafter(Engine())), model_pb2.ModelIdentity(), Limits())
     draft = session(max_nodes=200)
     for most, becomes in ((granted, granted), (256, 200), (0, 200)):
@@ -29,7 +29,7 @@ def test_a_session_gets_back_what_another_verifier_grants(granted: int) -> None:
 
 
 def parsed(**fields: Any) -> Session:
-    """The session that an opening asks for, of a target that knows half of the draft's tokens."""
+    """Return the session for an opening whose target has half of the draft's vocabulary."""
     identity = model_pb2.ModelIdentity(vocabulary_size=VOCABULARY, context_tokens=100)
     servicer = DraftServicer(DraftLoop(LanguageModelDrafter(Engine())), identity, Limits())
     usual: dict[str, Any] = {"prompt_tokens": [1, 2], "max_tokens": 10, "vocabulary_size": VOCABULARY // 2}
@@ -37,7 +37,7 @@ def parsed(**fields: Any) -> Session:
 
 
 UNKNOWN = VOCABULARY // 2
-"""A token that the draft knows, and its target does not."""
+"""A token of the draft that its target lacks."""
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ UNKNOWN = VOCABULARY // 2
     ],
 )
 def test_tokens_that_the_target_does_not_know_are_refused(field: str, fields: dict[str, Any]) -> None:
-    """They are beyond what the session's penalties and biases have room for."""
+    """They exceed the arrays for the session's penalties and biases."""
     fields["sampling"] = fields.get("sampling") or model_pb2.Sampling(repetition_penalty=1.5)
     with pytest.raises(InvalidRequestError) as refused:
         parsed(**fields)
@@ -65,7 +65,7 @@ def test_a_target_that_knows_more_is_served() -> None:
 
 
 def test_what_a_request_says_of_tokens_beyond_the_draft_is_dropped_there() -> None:
-    """The target may choose them, the draft cannot: it drafts all others."""
+    """The target may choose them; the draft proposes only its own tokens."""
     beyond = VOCABULARY + 3
     sampling = model_pb2.Sampling(
         logit_bias={beyond: 5.0, 7: 1.0}, banned_tokens=[*range(VOCABULARY, 2 * VOCABULARY), 9]
@@ -92,7 +92,7 @@ def test_what_is_wrong_for_the_target_or_leaves_the_draft_nothing_is_refused(
 
 
 def test_a_text_with_a_token_beyond_the_draft_is_that_texts_fact() -> None:
-    """The orchestrator leaves this draft alone for this text; a ProtocolError would be a mark against the pod."""
+    """The orchestrator avoids this draft for this text; a ProtocolError would count against the pod."""
     draft = parsed(vocabulary_size=2 * VOCABULARY)
     with pytest.raises(InvalidRequestError, match=f"committed.tokens: has token {VOCABULARY}, the draft's vocabulary"):
         draft.commit(2, [VOCABULARY])
@@ -100,7 +100,7 @@ def test_a_text_with_a_token_beyond_the_draft_is_that_texts_fact() -> None:
 
 @pytest.mark.parametrize("probability", [1.0, 1.5, -0.1, math.nan])
 def test_a_probability_that_no_node_has_is_refused(probability: float) -> None:
-    """1 once meant a draft that is paused: whoever means that says `paused`."""
+    """1 once meant a paused draft; now `paused` does."""
     policy = draft_pb2.DraftPolicy(min_path_probability=probability)
     with pytest.raises(InvalidRequestError) as refused:
         parsed(policy=policy)

@@ -1,4 +1,5 @@
-"""What a draft's session does with commits, rules and policies. (That its guesses are right: the equality suites.)"""
+"""How a draft's session handles commits, rules and policies. (The equality suites show that its candidates are
+correct.)"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ CONTEXT = 20
 
 
 class Draft:
-    """A session with a prompt of three tokens, and its draft model, which computes when it is told to."""
+    """A session with a prompt of three tokens, and its draft model, stepped by hand."""
 
     def __init__(
         self,
@@ -57,12 +58,11 @@ class Draft:
 
     @property
     def computed_nodes(self) -> int:
-        """Nodes that have a KV slot."""
+        """Return the number of nodes with a KV slot."""
         return len(self._model._sessions[self.session].slots.nodes)
 
     def step(self, best: float = 5.0) -> None:
-        """Compute what there is to compute; the model prefers the tokens in order, 7 most, of which it is as sure as
-        said."""
+        """Compute all pending rows; the model prefers token 7, with logit `best`."""
         self._engine.sureness = best
         assert not self._model.expand([self.session])
 
@@ -73,7 +73,7 @@ class Draft:
         self.session.set_policy(replace(self.session.policy, **fields))
 
     def take(self, now: float = 0.0) -> Paths:
-        """Everything that is unsent."""
+        """Return everything unsent."""
         return self.session.outgoing.take(now).paths
 
 
@@ -119,7 +119,7 @@ def test_a_draw_does_not_depend_on_how_often_the_draft_starts() -> None:
 
 @pytest.mark.parametrize(("rule", "temperature"), [(Rule.COUPLED, 0.0), (Rule.REJECTION, 1.0), (Rule.CONTRASTIVE, 0.0)])
 def test_what_is_grown_ahead_of_need_is_sent_when_the_text_comes_near(rule: Rule, temperature: float) -> None:
-    """Nodes and their distributions, all of it in the end and each once."""
+    """Nodes and their distributions: in the end all of them, each once."""
     draft = Draft(rule, temperature, min_path_probability=0.05)
     while draft.wants_step:
         draft.step(best=1.5)
@@ -129,7 +129,7 @@ def test_what_is_grown_ahead_of_need_is_sent_when_the_text_comes_near(rule: Rule
         if path_logprob >= draft.session.policy.min_sent_logprob
     ]
     first = draft.take()
-    assert len(near) <= len(first.tokens) < draft.tree.size  # ancestors go along
+    assert len(near) <= len(first.tokens) < draft.tree.size  # including ancestors
     (child, *_) = draft.tree.root.children.values()
     draft.commit(3, [child.token])
     draft.set_policy(min_path_probability=1e-9)
@@ -145,14 +145,14 @@ def test_what_is_grown_ahead_of_need_is_sent_when_the_text_comes_near(rule: Rule
 
 
 class Untaught(Calibration):
-    """Whom no commit makes believe otherwise."""
+    """A calibration that does not learn."""
 
     def learn(self, depth: int, taken: int | None, logprobs: Iterable[float]) -> None:
         pass
 
 
 class Told(Calibration):
-    """Says something else at each depth, and holds against it what it is to learn."""
+    """Corrects differently at each depth, and checks that learning gets the same depth's logprobs."""
 
     def __init__(self, best: float) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Told(Calibration):
 
 @given(st.lists(st.integers(1, 6) | st.lists(st.sampled_from([7, 0, 5]), min_size=1, max_size=3), max_size=12))
 def test_a_calibration_learns_at_the_depth_at_which_it_was_asked(turns: list[int | list[int]]) -> None:
-    """However far ahead of the text that was."""
+    """However far that was ahead of the text."""
     calibration = Told(best=1.5)
     draft = Draft(context=60, calibration=calibration, min_path_probability=0.01)
     for turn in turns:
@@ -194,7 +194,7 @@ def test_what_was_made_ahead_is_learned_as_such() -> None:
 
 
 def test_what_is_near_does_not_depend_on_when_its_parent_was_read() -> None:
-    """Read far ahead of the text, a node keeps children that are worth nothing yet: it is not read again."""
+    """A node computed far ahead keeps children below the limit, since it is not computed again."""
     early, late = (Draft(context=60, calibration=Untaught(), min_path_probability=0.02) for _ in range(2))
     while early.wants_step:
         early.step(best=1.5)
@@ -221,7 +221,7 @@ def test_what_is_near_does_not_depend_on_when_its_parent_was_read() -> None:
 @pytest.mark.parametrize(("rule", "temperature"), [(Rule.COUPLED, 0.0), (Rule.REJECTION, 1.0), (Rule.CONTRASTIVE, 0.0)])
 @pytest.mark.parametrize("most", [1, 4, 10])
 def test_no_more_nodes_are_sent_or_read_than_were_granted(rule: Rule, temperature: float, most: int) -> None:
-    """Nor does it run out of memory for its text."""
+    """And memory suffices for its text."""
     draft = Draft(rule, temperature, context=40, min_path_probability=0.01, max_nodes=most)
     verifier = TokenTree(draft.tree.committed, vocabulary=VOCABULARY, last_position=39, sampled=rule is Rule.REJECTION)
     for tokens in ([7, 7, 5], [7], [3], [7, 7, 7, 7], [7, 6], [7, 7]):
@@ -236,13 +236,13 @@ def test_no_more_nodes_are_sent_or_read_than_were_granted(rule: Rule, temperatur
 
 
 def _described(tree: TokenTree) -> set[tuple[tuple[int, ...], bool]]:
-    """Paths, and whether each has a distribution below it."""
+    """Return paths, with whether each has a distribution below it."""
     nodes = (tree.root, *tree.root.walk())
     return {(tuple(n.token for n in node.path()), node.distribution is not None) for node in nodes}
 
 
 class Undecided(Engine):
-    """Every token is as likely as any other."""
+    """Uniform logits."""
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         return np.zeros((len(batch.wanted), VOCABULARY), dtype=np.float32)
@@ -282,7 +282,7 @@ def test_where_tokens_are_contrasted_the_root_always_has_a_row() -> None:
 
 
 def test_a_text_beyond_the_drafts_context() -> None:
-    """Costs speed; but where no token can be chosen without a draft, it has to say so."""
+    """This only costs speed, except under a rule that needs a draft: then it must report an error."""
     Draft().commit(3, [5] * CONTEXT)
     with pytest.raises(ValueError, match=f"the draft's context is {CONTEXT}"):
         Draft(Rule.CONTRASTIVE).commit(3, [5] * CONTEXT)
@@ -298,7 +298,7 @@ def test_a_commit_that_cannot_be(base: int, tokens: list[int], what: str) -> Non
 def test_a_message_holds_no_more_distributions_than_fit(
     rule: Rule, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a verifier's death all are sent again: in several messages, of which each adds what it says."""
+    """After a verifier's death all are resent, split over several messages without repetition."""
     draft = Draft(rule, temperature, min_path_probability=1e-9)
     while draft.wants_step:
         draft.step()

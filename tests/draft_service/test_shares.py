@@ -1,4 +1,4 @@
-"""Tenants share the passes of a draft by their weights, however many sessions one has."""
+"""Tenants share the passes of a draft by weight, however many sessions they have."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def candidates(pod: Pod, of: Session) -> int:
 
 
 def pod_with(crowd: int, **policy: float) -> tuple[Pod, Session]:
-    """A pod whose sessions have read their prompts: one of a quiet tenant, and a crowd of another."""
+    """Return a pod with prompts computed: one session of a quiet tenant, and many of another."""
     pod = Pod(Engine(sureness=12.0))
     quiet = session(tenant="quiet")
     for _ in range(crowd):
