@@ -1,4 +1,4 @@
-"""Compiled grammars are kept for their owners, and are no longer used once one of the library's limits was reached."""
+"""Compiled grammars are cached per owner, and replaced once one has reached a limit of the library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENIZER = Tokenizer(DEMO)
 ENDS = DEMO.end_tokens
 
 DEEP = Grammar(Kind.REGEX, ("x(a|b)*a(a|b){12}z|y[0-9]+",))
-"""Behind an x the lexer has to remember the last twelve letters; behind a y there is nothing to it."""
+"""After an x, the lexer must track the last twelve letters; after a y its state stays small."""
 
 
 def tokens(text: str) -> list[int]:
@@ -28,7 +28,7 @@ def tokens(text: str) -> list[int]:
 
 
 def exhaust(text: TextGrammar) -> None:
-    """Have a text of DEEP come to the lexer's limit."""
+    """Drive a text of DEEP to the lexer's limit."""
     chance = random.Random(1)
     text.commit(tokens("x"))
 
@@ -43,7 +43,7 @@ def exhaust(text: TextGrammar) -> None:
 
 @pytest.fixture
 def limited(monkeypatch: pytest.MonkeyPatch) -> GrammarCompiler:
-    """A compiler whose lexers come to their limit soon."""
+    """Return a compiler with a low lexer limit."""
     monkeypatch.setattr(module, "STEP_FUEL", 300)
     return GrammarCompiler.of(DEMO)
 
@@ -67,7 +67,7 @@ def test_a_lexer_is_not_spent_by_another_owners_text(limited: GrammarCompiler) -
 
 
 def test_a_text_that_is_resumed_has_as_much_work_as_it_had(limited: GrammarCompiler) -> None:
-    """What the library allows between two masks is not what a whole text may take."""
+    """The library's limit between two masks does not apply to a whole replayed text."""
     text = tokens("y" + "1234567890" * 20)
     step_by_step = limited.compile(DEEP, "a").begin([], ENDS)
     for token in text:
@@ -77,7 +77,7 @@ def test_a_text_that_is_resumed_has_as_much_work_as_it_had(limited: GrammarCompi
 
 
 class Slow(GrammarCompiler):
-    """Compiles when it may."""
+    """Compiles once allowed to."""
 
     def __init__(self) -> None:
         super().__init__(DEMO.path / "tokenizer.json", DEMO.vocabulary)
@@ -92,7 +92,7 @@ class Slow(GrammarCompiler):
 
 
 def test_a_grammar_that_is_compiled_holds_up_no_other() -> None:
-    """And is compiled once for all who want it."""
+    """And each is compiled once for all callers."""
     compiler, other = Slow(), Grammar(Kind.REGEX, ("a+",))
     compiler.compile(other)
     waiting = [threading.Thread(target=compiler.compile, args=(DEEP,)) for _ in range(3)]

@@ -1,5 +1,4 @@
-"""Whatever passes a trial, no thread of a service dies of: grammars that nest, of every depth, in processes of their
-own."""
+"""No grammar that passes a trial overflows a service's stack: nested grammars of every depth, in separate processes."""
 
 from __future__ import annotations
 
@@ -46,13 +45,13 @@ with ServiceThreads(1) as threads:
 
 
 class Trial:
-    """A trial process, another one after each that has died."""
+    """A trial process, replaced whenever it dies."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def passes(self, grammar: Grammar) -> bool:
-        """Return whether a grammar leaves the process alive."""
+        """Return whether the process survives a grammar."""
         if self._process is None:
             command = [sys.executable, "-m", "specdec.grammar.trial", str(ROOT / "demo" / "target"), "5.0"]
             self._process = subprocess.Popen(
@@ -99,7 +98,7 @@ def test_services_have_several_times_the_stack_of_a_trial() -> None:
 
 
 def test_what_passes_the_trial_ends_no_thread_of_a_service(trial: Trial) -> None:
-    """Also at the deepest that passes, and without the bounds on the source, which would hide it."""
+    """Even at the greatest passing depth, and without the source limits, which would hide it."""
     survivors = []
     for shape in SHAPES:
         passed, failed = 0, None
@@ -122,7 +121,7 @@ def test_what_passes_the_trial_ends_no_thread_of_a_service(trial: Trial) -> None
     assert done.stdout.splitlines() == [f"{shape} {depth}" for shape, depth in survivors]
     assert done.returncode == 0
     deepest = {shape: max(depth for other, depth in survivors if other == shape) for shape in SHAPES}
-    assert deepest["rules"] < 2048  # or the trial saw nothing
+    assert deepest["rules"] < 2048  # otherwise the trial detected nothing
     assert deepest["objects by reference"] < 2048
 
 

@@ -1,4 +1,4 @@
-"""Where a text stands in its grammar is a function of the text alone, whatever was asked about candidates."""
+"""A text's grammar state depends on the text alone, whatever was queried about candidates."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GRAMMARS = [
     Grammar(Kind.JSON_SCHEMA, ("{}",)),
     Grammar(Kind.REGEX, (r"[0-9]{3}-[a-z]+( de| für)*",)),
     Grammar(Kind.LARK, (LISTS,)),
-    Grammar(Kind.LARK, ('start: few "."\nfew[max_tokens=3]: /[a-z ]+/',)),  # what cannot be rolled back
+    Grammar(Kind.LARK, ('start: few "."\nfew[max_tokens=3]: /[a-z ]+/',)),  # cannot be rolled back
     Grammar(Kind.CHOICE, ("yes", "yes, but", 'a "b"\n\\', "\x01")),
     Grammar(Kind.REGEX, ("[a-z]{4,9}",), after_token=77),
     Grammar(Kind.REGEX, ("[a-z]{4,9}",), after_token=77, opening_token=76),
@@ -46,7 +46,7 @@ GRAMMARS = [
 
 
 def tokens_of(mask: TokenMask | None) -> list[int]:
-    """The tokens that a mask allows; all of them without one."""
+    """Return the tokens in a mask; None allows all."""
     if mask is None:
         return list(range(DEMO.vocabulary))
     return np.flatnonzero(np.unpackbits(mask, count=DEMO.vocabulary, bitorder="little")).tolist()
@@ -57,7 +57,7 @@ def begun(grammar: Grammar, text: Sequence[int] = ()) -> TextGrammar:
 
 
 def walk(grammar: Grammar, steps: int, chance: random.Random) -> list[int]:
-    """Random tokens, each allowed after those before it, up to the end token at most."""
+    """Draw tokens, each allowed after the previous ones, up to the end token."""
     text: list[int] = []
     state = begun(grammar)
     while len(text) < steps and END not in text:
@@ -68,7 +68,7 @@ def walk(grammar: Grammar, steps: int, chance: random.Random) -> list[int]:
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(GRAMMARS), st.integers(0, 2**32), st.data())
 def test_masks_depend_on_the_text_alone(grammar: Grammar, seed: int, data: st.DataObject) -> None:
-    """Paths are asked about in any order, beside tokens that are forbidden, and some of them become final."""
+    """Paths are queried in any order, among forbidden tokens, and some become final."""
     chance = random.Random(seed)
     state, committed = begun(grammar), list[int]()
     for _ in range(data.draw(st.integers(1, 4))):
@@ -144,7 +144,7 @@ def test_a_stop_token_that_is_text_is_allowed_where_the_text_may_hold_it_or_end(
 
 @pytest.mark.parametrize("split", range(4))
 def test_a_text_is_free_until_its_reasoning_ends(split: int) -> None:
-    """Also where that end is a candidate, or among tokens that become final together."""
+    """The closing mark may be a candidate, or among several tokens committed together."""
     marker, (a,) = 77, TOKENIZER.encode("a", special=False)
     grammar = Grammar(Kind.REGEX, ("aaa",), after_token=marker)
     reasoning = [5, 900, marker]
@@ -164,7 +164,8 @@ def test_a_text_is_free_until_its_reasoning_ends(split: int) -> None:
 
 @pytest.mark.parametrize("split", range(5))
 def test_a_text_is_free_only_if_it_opens_its_reasoning(split: int) -> None:
-    """Else the grammar holds from the beginning: there the mask allows what the grammar does, and the opening token."""
+    """Otherwise the grammar applies from the beginning: there the mask allows the grammar's tokens and the opening
+    mark."""
     opening, marker, (a,) = 76, 77, TOKENIZER.encode("a", special=False)
     grammar = Grammar(Kind.REGEX, ("aaa",), after_token=marker, opening_token=opening)
     three, two = (tokens_of(begun(Grammar(Kind.REGEX, (text,))).allowed([])) for text in ("aaa", "aa"))
@@ -262,11 +263,11 @@ def test_sources_that_are_not_compiled(kind: Kind, source: list[str], problem: s
 
 
 HARD = Grammar(Kind.LARK, ("start: a\na: a a a | a a | /[a-z ]/ | ",))
-"""Compiled in a millisecond, it takes more and more work for a token the longer its text is."""
+"""Compiles in a millisecond; the work per token grows with the text."""
 
 
 def test_a_grammar_that_becomes_too_complex_is_given_up() -> None:
-    """At the same place, whatever was asked about candidates; who only proposes is told nothing."""
+    """At the same position, whatever was queried about candidates; proposers get no error."""
     letters = [token for letter in "abcabcabcabcabcabc" for token in TOKENIZER.encode(letter, special=False)]
     places = []
     for look_ahead in (False, True):

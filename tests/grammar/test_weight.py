@@ -1,4 +1,4 @@
-"""Compiled grammars are kept by what they may weigh, for each owner and in all, and give way to newer ones."""
+"""Compiled grammars are cached within memory budgets, per owner and in total, and the oldest are evicted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def schema(source: object) -> Grammar:
 
 
 def limited(kept: float, owner: float) -> GrammarCompiler:
-    """A compiler that keeps so many of SMALL, and of an owner."""
+    """Return a compiler with room for `kept` grammars of SMALL, `owner` of them per owner."""
     return GrammarCompiler(
         DEMO.path / "tokenizer.json", DEMO.vocabulary, kept_bytes=int(kept * ONE), owner_bytes=int(owner * ONE)
     )
@@ -58,7 +58,7 @@ def test_an_owner_takes_no_room_of_others() -> None:
 
 
 class Ended:
-    """A session that has ended: its token tree refers to itself, so it lives until garbage is collected."""
+    """An ended session: its token tree has reference cycles, so it lives until garbage collection."""
 
     def __init__(self, compiler: GrammarCompiler, grammar: Grammar) -> None:
         self.grammar = compiler.compile(grammar)
@@ -92,7 +92,7 @@ def test_what_texts_use_stays_and_counts() -> None:
         compiler.compile(SMALL[5], "third")
     assert not refused.value.of_owner
     text = used.pop().begin([], ENDS)
-    with pytest.raises(GrammarRoomError):  # a text has it in memory, whoever else has let go of it
+    with pytest.raises(GrammarRoomError):  # referenced by a text, even if evicted
         compiler.compile(SMALL[2], "busy")
     del text, held, refused
     gc.collect()
@@ -145,7 +145,7 @@ GROWING = {
 
 @pytest.mark.parametrize("grammar", GROWING.values(), ids=GROWING.keys())
 def test_a_lexer_grows_to_no_more_than_it_is_charged(grammar: Grammar) -> None:
-    """Whatever the text, and if it comes to the limit as well."""
+    """For any text, including one at the limit."""
     compiler = GrammarCompiler.of(DEMO)
     compiler.compile(SMALL[0]).begin([], ENDS).allowed([])
     before = allocated_bytes()
@@ -187,7 +187,7 @@ print(most - before)
 
 
 def test_seventy_heavy_grammars_of_two_owners_stay_within_the_budget() -> None:
-    """Of 3 MB each, as they are compiled: memory is really given back."""
+    """Each takes 3 MB when compiled: evicted memory is really freed."""
     command = [sys.executable, "-c", SEVENTY, str(DEMO.path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=120)
     assert int(done.stdout) < 96 << 20
