@@ -1,4 +1,4 @@
-"""The Helm chart as tests see it: rendered by Helm's own engine, its objects checked against strict schemas."""
+"""The Helm chart for tests: rendered by Helm's own engine, with objects validated against strict schemas."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from referencing import Registry, Resource
 from tests.deploy.expressions import DEPLOY
 
 Object = dict[str, Any]
-"""An object of Kubernetes, or values of the chart."""
+"""A Kubernetes object, or values of the chart."""
 
 CHART = DEPLOY / "helm" / "specdec"
 EXAMPLES = sorted((DEPLOY / "helm" / "examples").glob("*.yaml"))
 SCHEMAS = Path(__file__).parent / "schemas"
-"""Schemas of the kinds that Kubernetes does not come with, as far as the chart uses them."""
+"""Schemas of custom resources, covering the fields that the chart uses."""
 
 VERSIONS = ("1.31", "1.34", "1.37")
-"""Versions of Kubernetes whose schemas the chart is checked against: the lowest in Chart.yaml, and later ones."""
+"""Kubernetes versions for validation: the lowest in Chart.yaml, and later ones."""
 
 RELEASE, NAMESPACE = "specdec", "serving"
 
@@ -38,7 +38,7 @@ SMALL: Object = {
     "modelVolume": {"persistentVolumeClaim": {"claimName": "models"}},
     "defaults": {"image": {"registry": "registry.example.com"}},
 }
-"""The least that a user says."""
+"""Minimal values of a user."""
 
 ALONE: Object = {
     "drafts": {"b": {"path": "/models/draft", "modelGiB": 0.5}},
@@ -50,17 +50,17 @@ ALONE: Object = {
 
 
 SOURCES: Object = {"networkPolicy": {"modelSources": [{"to": [{"ipBlock": {"cidr": "10.2.0.0/16"}}]}]}}
-"""What pods that download their models may call."""
+"""Egress targets of pods that download models."""
 
 
 def values_of(example: Path) -> Object:
-    """Return the values of a file."""
+    """Return the values in a file."""
     values: Object = yaml.safe_load(example.read_text())
     return values
 
 
 def merged(*layers: Mapping[str, Any]) -> Object:
-    """Return values laid over each other, as Helm does with several files of them."""
+    """Merge values as Helm merges several files; later layers win."""
     found: Object = {}
     for layer in layers:
         for key, value in layer.items():
@@ -71,7 +71,7 @@ def merged(*layers: Mapping[str, Any]) -> Object:
 
 
 def at(path: str, value: object) -> Object:
-    """Return values with one that stands at a path, its keys separated by `/`."""
+    """Return nested values with `value` at a path, its keys separated by `/`."""
     for key in reversed(path.split("/")):
         value = {key: value}
     assert isinstance(value, dict)
@@ -84,12 +84,12 @@ def chart() -> helm_python.Chart:
 
 
 def render(values: Object, name: str = RELEASE, namespace: str = NAMESPACE) -> list[Object]:
-    """Return the objects of a release, those of tests included; HelmError if the values are refused."""
+    """Return all objects of a release, including tests; raise HelmError if the values are refused."""
     return list(objects(text(values, name, namespace)))
 
 
 def text(values: Object, name: str = RELEASE, namespace: str = NAMESPACE) -> dict[str, str]:
-    """Return what each template makes of values."""
+    """Return the rendered text of each template."""
     return _text(json.dumps(values), name, namespace)
 
 
@@ -100,7 +100,7 @@ def _text(values: str, name: str, namespace: str) -> dict[str, str]:
 
 
 def objects(rendered: Mapping[str, str]) -> Iterator[Object]:
-    """Yield the objects in rendered templates. A key that stands twice would hide what is wrong."""
+    """Yield the objects in rendered templates. Duplicate keys, which could hide errors, raise."""
     for name, content in rendered.items():
         if name.endswith(".yaml"):
             yield from (each for each in yaml.load_all(content, _Strict) if each is not None)
@@ -114,7 +114,7 @@ class _Strict(yaml.CSafeLoader):
 
 
 def problems(thing: Object, version: str) -> list[str]:
-    """Return what is wrong with an object for a version of Kubernetes. A kind without a schema is wrong."""
+    """Return the schema violations of an object in a Kubernetes version. A kind without a schema is a violation."""
     place = f"{thing['kind']} {thing['metadata']['name']}"
     ours = SCHEMAS / f"{thing['kind']}.json"
     try:
@@ -132,8 +132,8 @@ def _ours(schema: Path) -> Draft7Validator:
 
 @functools.cache
 def _kubernetes(kind: str, api_version: str, version: str) -> Draft202012Validator:
-    """Return a validator of a kind. The schemas are those of the package kubernetes-validate, whose own function reads
-    all of a version anew for each object."""
+    """Return a validator for a kind. Schemas are those of the package kubernetes-validate, whose own function
+    rereads all schemas of a version for each object."""
     group, _, number = api_version.rpartition("/")
     name = "-".join(filter(None, (kind.lower(), group.partition(".")[0], number)))
     return Draft202012Validator(_schema(version, name), registry=_definitions(version))
@@ -151,7 +151,7 @@ def _schema(version: str, name: str) -> Object:
 
 
 def within(thing: Object) -> Iterator[Object]:
-    """Yield what a kind of others holds of Kubernetes' own, as objects that its schemas know."""
+    """Yield the built-in objects embedded in a custom resource, so that their schemas apply."""
     spec = thing.get("spec", {})
     if thing["kind"] == "LeaderWorkerSet":
         for name in ("leaderTemplate", "workerTemplate"):
@@ -170,13 +170,12 @@ def within(thing: Object) -> Iterator[Object]:
 
 
 def of_kind(things: Iterable[Object], *kinds: str) -> dict[str, Object]:
-    """Return the objects of some kinds by their names."""
+    """Return the objects of these kinds by name."""
     return {each["metadata"]["name"]: each for each in things if each["kind"] in kinds}
 
 
 def templates(things: Iterable[Object]) -> dict[str, Object]:
-    """Return the templates of all pods, each by the name of what makes it; one of a group's further pods by that and
-    `/worker`."""
+    """Return all pod templates by the name of their owner; a group's worker pods have the suffix `/worker`."""
     found: dict[str, Object] = {}
     for each in things:
         name = each["metadata"]["name"]
@@ -197,19 +196,19 @@ def labels(template: Object) -> dict[str, str]:
 
 
 def role(template: Object) -> str:
-    """Return the component that a pod is of."""
+    """Return a pod's component label."""
     return labels(template)["app.kubernetes.io/component"]
 
 
 def container(template: Object) -> Object:
-    """Return the only container of a pod, not counting those that run before it."""
+    """Return the only container of a pod, init containers aside."""
     (found,) = template["spec"]["containers"]
     assert isinstance(found, dict)
     return found
 
 
 def services(things: Iterable[Object]) -> dict[str, Object]:
-    """Return the templates of pods that run a service and serve."""
+    """Return the pod templates of services."""
     return {
         name: each
         for name, each in templates(things).items()
@@ -218,21 +217,21 @@ def services(things: Iterable[Object]) -> dict[str, Object]:
 
 
 def config(things: list[Object], template: Object) -> Object:
-    """Return the options that a service is started with."""
+    """Return the options in a service's configuration file."""
     (name,) = [each["configMap"]["name"] for each in template["spec"]["volumes"] if each["name"] == "config"]
     options: Object = yaml.safe_load(of_kind(things, "ConfigMap")[name]["data"]["config.yaml"])
     return options
 
 
 def models_file(things: list[Object]) -> str:
-    """Return the content of the orchestrator's file of models."""
+    """Return the content of the orchestrator's models file."""
     (found,) = [each["data"]["models.yaml"] for each in things if "models.yaml" in each.get("data", {})]
     assert isinstance(found, str)
     return found
 
 
 def selects(selector: Mapping[str, Any], pod: Mapping[str, str]) -> bool:
-    """Return whether a selector (matchLabels, matchExpressions with In and NotIn) takes a pod with these labels."""
+    """Return whether a selector (matchLabels, matchExpressions with In and NotIn) matches these labels."""
     wanted = selector.get("matchLabels", {})
     if any(pod.get(key) != value for key, value in wanted.items()):
         return False
@@ -244,6 +243,6 @@ def selects(selector: Mapping[str, Any], pod: Mapping[str, str]) -> bool:
 
 
 def documented_metrics() -> dict[str, str]:
-    """Return the metrics of docs/metrics.md with their types."""
+    """Return the metrics in docs/metrics.md with their types."""
     page = (DEPLOY.parent / "docs" / "metrics.md").read_text()
     return dict(re.findall(r"^\| `(specdec_\w+)` \| (\w+) \|", page, re.MULTILINE))

@@ -1,4 +1,4 @@
-"""What builds images, once for all tests of them."""
+"""Builds images once for all tests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """Return a folder with a target and a draft, whose heads are the narrowest that vLLM takes on CPUs."""
+    """Return a folder with a target and a draft, with the smallest head size that vLLM accepts on CPUs."""
     folder = tmp_path / "models"
     target = make("llama", folder / "target", head_dim=32)
     near(target, folder / "draft", noise=0.04)

@@ -1,5 +1,5 @@
-"""Builds images with buildah on a base that debootstrap makes, and runs programs in them: as nobody, in roots that
-cannot be written."""
+"""Builds images with buildah on a base made by debootstrap, and runs programs in them: unprivileged, with read-only
+roots."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ shift
 mount -o remount,bind,ro "$root"
 exec setpriv --no-new-privs chroot --userspec="$user" --groups= "$root" "$@"
 """
-"""The first process of new namespaces, of processes and of mounts, becomes the program; its root cannot be written."""
+"""The first process in new PID and mount namespaces; it becomes the program, with a read-only root."""
 
 
 def run(*command: str | Path, seconds: float = BUILD_SECONDS) -> str:
@@ -65,32 +65,32 @@ class Mount(NamedTuple):
 
 @dataclass
 class Process:
-    """A program that runs in an image."""
+    """A running program in an image."""
 
     popen: subprocess.Popen[str]
     log: Path
 
     @property
     def pid(self) -> int:
-        """The program's own process, the first of its namespace."""
+        """PID of the program's own process, the first in its namespace."""
         (found,) = children_of(self.popen.pid)
         return found
 
     def ready(self) -> str:
-        """Return its address, once it says that it is ready."""
+        """Wait for the line "ready"; return its address."""
         assert self.popen.stdout is not None
         word, _, address = self.popen.stdout.readline().strip().partition(" ")
         assert word == "ready", self.log.read_text()
         return address
 
     def end(self) -> int:
-        """End it as a container is ended; return its exit status."""
+        """Send SIGTERM, as to a container; return the exit status."""
         os.kill(self.pid, signal.SIGTERM)
         return self.popen.wait(60)
 
 
 class Image:
-    """An image that was built, and a container of it that programs run in."""
+    """A built image, and a container of it in which programs run."""
 
     def __init__(self, buildah: tuple[str, ...], name: str) -> None:
         found = json.loads(run(*buildah, "inspect", "--type", "image", name))["OCIv1"]["config"]
@@ -101,7 +101,7 @@ class Image:
     def started(
         self, folder: Path, *arguments: str, mounts: Iterable[Mount] = (), entry: Iterable[str] = ()
     ) -> Iterator[Process]:
-        """Start its entrypoint, or another one, with these arguments, until the context is left."""
+        """Run its entrypoint, or `entry`, with these arguments until the context ends."""
         command = ["env", "-i", *self.config["Env"], *(entry or self.config["Entrypoint"]), *arguments]
         mounted = [str(part) for each in mounts for part in each]
         namespaces = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--propagation", "private")
@@ -121,7 +121,7 @@ class Image:
                 popen.kill()
 
     def output(self, folder: Path, *arguments: str, mounts: Iterable[Mount] = (), entry: Iterable[str] = ()) -> str:
-        """Run it to its end, which must be good; return what it printed."""
+        """Run a program to its successful end; return its output."""
         with self.started(folder, *arguments, mounts=mounts, entry=entry) as process:
             found, _ = process.popen.communicate(timeout=READY_SECONDS)
             assert process.popen.returncode == 0, process.log.read_text()
@@ -129,7 +129,7 @@ class Image:
 
 
 def pip_settings(folder: Path) -> list[str]:
-    """Return the arguments that have a build take packages from where pip takes them here."""
+    """Return build arguments giving pip in the image this machine's package indexes."""
     settings = configparser.RawConfigParser()
     named: set[str] = set()
     for line in run(sys.executable, "-m", "pip", "config", "list").splitlines():
@@ -150,7 +150,7 @@ def pip_settings(folder: Path) -> list[str]:
 
 
 def torch_index() -> str:
-    """Return where torch is taken from: what TORCH_INDEX says, else the index for CPUs, else where all else is."""
+    """Return the index for torch: TORCH_INDEX, else the CPU index if reachable, else "" (the default index)."""
     if (named := os.environ.get("TORCH_INDEX")) is not None:
         return named
     try:
@@ -181,7 +181,7 @@ class Builder:
 
 
 def owned(folder: Path) -> Path:
-    """Make a folder that belongs to the user of the images alone."""
+    """Make a folder owned by the user of the images."""
     folder.mkdir(mode=0o700)
     os.chown(folder, NOBODY, NOBODY)
     return folder

@@ -1,4 +1,4 @@
-"""The Dockerfiles as tests read them."""
+"""The Dockerfiles, parsed for tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 COMPOSE = yaml.safe_load((FOLDER / "compose.yaml").read_text())
 
 ROLES = {"orchestrator": ("orchestrator", "openai"), "draft": ("draft",), "verifier": ("verifier", "warm-up", "export")}
-"""Each image to the commands that it is for."""
+"""Each image's commands."""
 
 MAINS = {"openai": "specdec.openai_api", "draft": "draft_service", "verifier": "verifier_service"}
 MAINS["orchestrator"] = "orchestrator"
@@ -33,11 +33,11 @@ PROBE = "/usr/share/specdec/probe.py"
 
 class Instruction(NamedTuple):
     name: str
-    value: str  # its lines joined, flags included
+    value: str  # its joined lines, including flags
 
     @property
     def words(self) -> list[str]:
-        """What it is about: flags left out."""
+        """The words of the instruction without flags."""
         return [each for each in shlex.split(self.value) if not each.startswith("--")]
 
     @property
@@ -66,7 +66,7 @@ class Dockerfile:
 
     @classmethod
     def parsed(cls, text: str) -> Dockerfile:
-        """Parse what our files are written in: no heredocs, no other escape than the backslash."""
+        """Parse the syntax that our files use: no heredocs, no escape but the backslash."""
         found, pending = cls({}, []), ""
         for line in map(str.strip, text.splitlines()):
             if not line or line.startswith("#"):
@@ -103,7 +103,7 @@ VLLM = Dockerfile.parsed((FOLDER / "vllm.Dockerfile").read_text())
 
 
 def extras_of(role: str) -> dict[str, list[str]]:
-    """Return the extras that an image is built with, by the device that it is for."""
+    """Return the extras installed in an image, by device."""
     stage = FILES[role].stage("dependencies")
     cases = re.findall(r"(\w+)\) extras=(\S+)", stage.values("RUN")[0].value)
     return {device: extras.split(",") for device, extras in cases or [("cpu", stage.pairs("ARG")["EXTRAS"])]}

@@ -1,4 +1,4 @@
-"""What stands in `deploy/`: alerts, panels, and the metrics that their expressions name."""
+"""Alerts and panels in `deploy/`, and the metrics in their expressions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RULES = PROMETHEUS / "alerts.yaml"
 DASHBOARD = DEPLOY / "grafana" / "specdec.json"
 
 NO_METRIC = r"\{[^}]*\}|\[[^\]]*\]|\"[^\"]*\"|\b(?:by|on|without|ignoring|group_left) *\([^)]*\)"
-"""Parts of an expression in which no metric stands: label matchers, ranges, strings, lists of labels."""
+"""Parts of an expression without metric names: label matchers, ranges, strings, lists of labels."""
 
 WORDS = {"and", "or", "unless", "offset", "bool"}
 
@@ -32,7 +32,7 @@ class Alert:
 
     @property
     def operands(self) -> list[str]:
-        """The expressions whose values it compares: they have values whether or not it fires."""
+        """The expressions compared by the rule: they have values whether or not it fires."""
         parts = re.split(r"\sunless\s|^ *and on \([^)]*\) *$", self.expression, flags=re.MULTILINE)
         return [re.sub(r"(==|>=|>|<) *([\d.]+|on \()", r"\1 bool \2", part) for part in parts]
 
@@ -59,6 +59,6 @@ def curves() -> list[str]:
 
 
 def metrics(expression: str) -> set[str]:
-    """Return the metrics that an expression names."""
+    """Return the metrics named in an expression."""
     bare = re.sub(NO_METRIC, " ", expression)
     return set(re.findall(r"(?<![\w.])[a-z_]\w*\b(?! *\()", bare)) - WORDS

@@ -1,4 +1,4 @@
-"""Alerts name metrics that are served, have a page each in docs/runbooks, and do what their tests say."""
+"""Alerts name served metrics, have a page each in docs/runbooks, and pass their promtool tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALLERS = {
     *("DEADLINE", "PROMPT_CHANGED", "MODEL_CHANGED"),
     *("UNAUTHENTICATED", "WRONG_TENANT", "TENANT_LIMIT", "UNKNOWN_REQUEST", "GRAMMAR_TOO_COMPLEX"),
 }
-"""Reasons of errors that no alert is for: they are the callers' affair, or follow from a change of the model."""
+"""Error reasons without an alert: caused by callers, or by a change of the model."""
 
 PROMTOOL = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool is not installed: it comes with Prometheus"
@@ -30,7 +30,7 @@ PROMTOOL = pytest.mark.skipif(
 
 
 def scraped_names() -> set[str]:
-    """Return the names of all time series that a scrape of a service brings, and of that which Prometheus adds."""
+    """Return the names of all time series in a scrape of a service, including Prometheus' own."""
     of_process = {
         sample.name for each in ProcessCollector(registry=CollectorRegistry()).collect() for sample in each.samples
     }

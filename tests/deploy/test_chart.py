@@ -1,4 +1,4 @@
-"""The Helm chart: what it renders is valid for Kubernetes, fits together, and fits the services that it runs."""
+"""The Helm chart renders valid Kubernetes objects, consistent with each other and with the services."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ EVERYTHING = merged(
         "prometheusAddress": "http://prometheus.monitoring.svc:9090",
     },
 )
-"""Values with all that the chart can make."""
+"""Values enabling everything in the chart."""
 
 HARDLY_ANYTHING: Object = {
     "models": {"tiny": {"revisions": {"1": {"path": "/opt/model", "verifiers": ["a"]}}}},
@@ -242,7 +242,7 @@ class TestWhatIsRendered:
         assert [each for each in report["messages"] if each["severity"] >= 2] == []
 
     def test_everything_is_everything(self) -> None:
-        """What is shown of EVERYTHING is shown of each template, and of all kinds with a schema of ours."""
+        """So that tests of EVERYTHING cover every template, and every kind with a schema of ours."""
         rendered = text(EVERYTHING)
         assert [name for name, content in rendered.items() if not content.strip() and ".tpl" not in name] == []
         kinds = {each["kind"] for each in render(EVERYTHING)}
@@ -256,14 +256,14 @@ class TestWhatIsRendered:
         assert len(problems(wrong, VERSIONS[0])) == 1
 
     def test_what_stands_in_variables_stays_there(self) -> None:
-        """Secrets belong into Secrets. Who writes one into `env` all the same does not find it in a ConfigMap."""
+        """Secrets belong into Secrets; one written into `env` is at least not copied to a ConfigMap."""
         told = {"env": [{"name": "TOKEN", "value": "hunter2"}]}
         download = {"download": {"image": "example.org/fetch:1", "sizeLimit": "9Gi", **told}}
         things = render(merged(SMALL | SOURCES | {"modelVolume": download}, at("defaults", told)))
         assert {each["kind"] for each in things if "hunter2" in json.dumps(each)} == {"Deployment"}
 
     @given(data=st.data())
-    @settings(max_examples=30, phases=[Phase.explicit, Phase.generate])  # to shrink an example would take minutes
+    @settings(max_examples=30, phases=[Phase.explicit, Phase.generate])  # shrinking would take minutes
     def test_any_combination(self, data: st.DataObject) -> None:
         values, release = data.draw(some_values()), data.draw(st.sampled_from(["specdec", "s" * 53, "a-b"]))
         things = render(values, release)
@@ -326,7 +326,7 @@ def some_values(draw: st.DrawFn) -> Object:
 
 
 def holds_together(things: list[Object]) -> None:
-    """Assert what holds whatever the values are."""
+    """Assert the invariants of rendered objects for any values."""
     names_are_short_and_each_is_given_once(things)
     services_select_the_pods_of_their_pool(things)
     pods_have_the_time_that_they_need(things)
@@ -350,14 +350,14 @@ def names_are_short_and_each_is_given_once(things: list[Object]) -> None:
 
 
 def services_select_the_pods_of_their_pool(things: list[Object]) -> None:
-    """Selectors say name, instance, component and pool, and nothing that changes."""
+    """Selectors use name, instance, component and pool only, which never change."""
     allowed = {f"app.kubernetes.io/{each}" for each in ("name", "instance", "component")} | {"specdec/pool"}
     pods = templates(things)
     for name, each in of_kind(things, "Service").items():
         assert each["spec"]["selector"].keys() <= allowed
         selected = [key for key, pod in pods.items() if selects({"matchLabels": each["spec"]["selector"]}, labels(pod))]
         (only,) = selected
-        # That of all orchestrators has a name of its own, and so have groups of pods.
+        # The orchestrators' common Service has a different name, and so have groups of pods.
         assert only == name or role(pods[only]) == "orchestrator" or only in of_kind(things, "LeaderWorkerSet")
         (port,) = each["spec"]["ports"]
         assert port["port"] == PORTS[role(pods[only])]
@@ -413,7 +413,7 @@ def probes_ask_what_is_there(things: list[Object]) -> None:
         else:
             assert lives["grpc"] == {"port": options["health-port"], "service": LIVE}
             assert ready["grpc"] == {"port": options["health-port"], "service": SERVICES[of_role]}
-        # An orchestrator serves once a verifier does: it must not be started anew for want of one.
+        # Orchestrators become ready with the first verifier: a missing one must not cause restarts.
         waits = of_role in ("orchestrator", "openai")
         assert start.get("tcpSocket" if waits else "grpc") == ({"port": "main"} if waits else ready["grpc"])
 
@@ -426,7 +426,7 @@ def options_are_accepted(things: list[Object]) -> None:
 
 
 def nothing_secret_is_in_a_configmap(things: list[Object]) -> None:
-    """The chart is given no secrets, only names of Secrets, and makes none."""
+    """The chart takes no secrets, only names of Secrets, and creates none."""
     assert not of_kind(things, "Secret")
     for each in of_kind(things, "ConfigMap").values():
         assert not re.search("(?i)private key|api[-_]key|password", json.dumps(each["data"]))
@@ -460,12 +460,12 @@ def test_versions_agree() -> None:
 
 
 def test_the_page_names_all_values() -> None:
-    """Each key of values.yaml at the top is in the tables of docs/helm.md."""
+    """Each top-level key of values.yaml is in the tables of docs/helm.md."""
     page = (CHART.parents[2] / "docs" / "helm.md").read_text()
     assert [key for key in chart().values if f"`{key}" not in page] == []
 
 
 def test_values_that_the_chart_comes_with_are_as_its_schema_has_them() -> None:
-    """All but `models`, which are yours to name."""
+    """All but `models`, chosen by the user."""
     with pytest.raises(helm_python.HelmError, match="models: is empty"):
         render({})

@@ -1,4 +1,4 @@
-"""What the Helm chart has Prometheus and Grafana see."""
+"""The Helm chart's objects for Prometheus and Grafana."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.deploy.test_chart import EVERYTHING, PORTS
 class TestWhatIsWatched:
     def test_files_are_those_of_the_repository(self) -> None:
         """Helm reads no files outside of a chart: `cp deploy/prometheus/alerts.yaml deploy/helm/specdec/files/` and
-        `cp deploy/grafana/specdec.json deploy/helm/specdec/files/dashboard.json` bring them up to date."""
+        `cp deploy/grafana/specdec.json deploy/helm/specdec/files/dashboard.json` update the copies."""
         assert (CHART / "files" / "alerts.yaml").read_bytes() == RULES.read_bytes()
         assert (CHART / "files" / "dashboard.json").read_bytes() == DASHBOARD.read_bytes()
 
@@ -57,7 +57,7 @@ class TestWhatIsWatched:
         assert links == {f"https://git.example.com/specdec/docs/runbooks/{each.name}.md" for each in alerts()}
 
     def test_jobs_are_those_that_alerts_take(self) -> None:
-        """Relabelled as Prometheus does it, with its default of `(.*)` for the expression."""
+        """Relabels like Prometheus, with its default expression `(.*)`."""
         things = render(EVERYTHING)
         (found,) = of_kind(things, "PodMonitor").values()
         (endpoint,) = found["spec"]["podMetricsEndpoints"]

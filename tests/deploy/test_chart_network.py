@@ -1,4 +1,4 @@
-"""Who reaches whom in a release of the Helm chart, and by which certificates."""
+"""Network access between pods of a release, and their certificates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DNS: Object = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.nam
 
 
 class TestNetwork:
-    """Who reaches whom, by the rules that NetworkPolicies have."""
+    """Evaluates NetworkPolicy rules."""
 
     def reaches(self, things: list[Object], caller: Mapping[str, str], namespace: str, name: str, port: int) -> bool:
         """Return whether pods with these labels, in a namespace, may connect to a port of a pod."""
@@ -78,7 +78,7 @@ class TestNetwork:
         assert self.reaches(things, labels(templates(things)[caller]), NAMESPACE, callee, port) is may
 
     def leaves(self, things: list[Object], name: str, peer: Object, port: int, protocol: str = "TCP") -> bool:
-        """Return whether a pod may call a peer, as a rule of a NetworkPolicy may name it: a pod of the namespace by its
+        """Return whether a pod may call a peer, given as in a NetworkPolicy rule: a pod of the namespace by its
         labels, a namespace, or an address."""
         caller, isolated = labels(templates(things)[name]), False
         for each in of_kind(things, "NetworkPolicy").values():
@@ -141,7 +141,7 @@ class TestNetwork:
         ],
     )
     def test_a_collector_is_called_where_there_is_one(self, endpoint: str, port: int) -> None:
-        """By the roles whose options name it."""
+        """The roles with an option for it may call it."""
         collector = {"podSelector": {"matchLabels": {"app": "collector"}}}
         named = at("verifiers/a/options/otlp-endpoint", endpoint)
         for peers, anywhere in (([], True), ([collector], False)):

@@ -1,7 +1,7 @@
-"""The chart's pods as processes: with the commands, variables, options and files that it gives them, services start,
-find each other, answer the probes as the kubelet makes them, and end within their time.
+"""The chart's pods as processes: with its commands, variables, options and files, services start, find each other,
+answer probes made like the kubelet's, and terminate within their grace period.
 
-What is different from a cluster is told by `Cluster`: folders stand for volumes, 127.0.0.1 for all names, and ports are
+`Cluster` contains all differences from a cluster: folders stand for volumes, 127.0.0.1 for all names, and ports are
 free ones."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ VALUES = merged(
     SMALL,
     at("defaults/preStopSeconds", 0),
     at("verifiers/a/options", {"dtype": "float32", "threads": 1, "kv-tokens": 4096}),
-    # The tests' draft is no ONNX export, which takes long to make.
+    # The tests' draft is no ONNX export: exporting takes long.
     at("drafts/b/options", {"engine": "torch", "dtype": "float32", "threads": 1, "kv-tokens": 4096}),
     at("openai/enabled", True),
 )
@@ -64,16 +64,16 @@ VALUES = merged(
 
 @dataclass
 class Pod:
-    """A process that stands for a pod."""
+    """A process in the role of a pod."""
 
     name: str
     template: Object
     process: subprocess.Popen[bytes]
     log: Path
-    ports: Mapping[int, int]  # those of its containers, and where they are here
+    ports: Mapping[int, int]  # container port to local port
 
     def probe(self, name: str) -> bool:
-        """Probe it once, as the kubelet does."""
+        """Return the result of one probe, made like the kubelet's."""
         found = container(self.template)
         probe = found[name]
         named = {each["name"]: each["containerPort"] for each in found["ports"]}
@@ -91,7 +91,7 @@ class Pod:
         return False
 
     def until(self, name: str, passes: bool = True) -> None:
-        """Probe it until that passes, or fails."""
+        """Probe repeatedly until the result equals `passes`."""
         self.wait(lambda: self.probe(name) is passes, f"{name} {'passes' if passes else 'fails'}")
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
@@ -106,7 +106,7 @@ class Pod:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
 
     def end(self) -> int:
-        """Delete it, as Kubernetes does; return its exit status. It must end before it would be killed."""
+        """Delete the pod like Kubernetes; return its exit status. Fails if it outlives its grace period."""
         self.process.terminate()
         return self.process.wait(self.template["spec"]["terminationGracePeriodSeconds"])
 
@@ -136,16 +136,16 @@ class Cluster:
     things: list[Object]
     folder: Path
     models: Path
-    secrets: Mapping[str, Path] = field(default_factory=dict)  # folders that hold what Secrets would
+    secrets: Mapping[str, Path] = field(default_factory=dict)  # folders with the contents of Secrets
     ports: dict[tuple[str, int], int] = field(default_factory=dict)  # by role and number
     pods: list[Pod] = field(default_factory=list)
 
     def port(self, of_role: str, number: int) -> int:
-        """Return the port that stands for one of a role's pods."""
+        """Return the local port for a port of a role's pods."""
         return self.ports.setdefault((of_role, number), int(free_address().rpartition(":")[2]))
 
     def start(self, name: str, variables: Mapping[str, str] | None = None) -> Pod:
-        """Start the pod that this template makes, and return it."""
+        """Start a pod from this template, and return it."""
         template = templates(self.things)[name]
         found, place = container(template), self.folder / f"{len(self.pods)}-{name.replace('/', '-')}"
         place.mkdir()
@@ -166,7 +166,7 @@ class Cluster:
         return self.pods[-1]
 
     def _mounts(self, template: Object, place: Path) -> dict[str, Path]:
-        """Make folders of a pod's volumes; return them by where they are mounted."""
+        """Create folders for a pod's volumes; return them by mount path."""
         volumes = {each["name"]: each for each in template["spec"]["volumes"]}
         mounts = {}
         for mount in container(template)["volumeMounts"]:
@@ -192,7 +192,7 @@ class Cluster:
         return found
 
     def _command(self, found: Object, mounts: Mapping[str, Path], variables: Mapping[str, str]) -> list[str]:
-        """Return the command of a container; that of the images is `specdec`."""
+        """Return a container's command; the images' entrypoint is `specdec`."""
         words = [*found.get("command", ["specdec"]), *found["args"]]
         for name, value in variables.items():
             words = [word.replace(f"$({name})", value) for word in words]
@@ -204,11 +204,11 @@ class Cluster:
             each["name"]: self._here(each.get("value", "what a Secret has for it"), mounts, "") for each in found["env"]
         }
         ours = environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        # What is compiled is kept for other tests, and is not what this is about.
+        # Compiled code is shared with other tests.
         return ours | given | {each: os.environ[each] for each in ("SPECDEC_CACHE_DIR",) if each in given}
 
     def _here(self, content: str, mounts: Mapping[str, Path], of_role: str) -> str:
-        """Return text with paths, addresses and ports as they are here."""
+        """Replace paths, addresses and ports in a text by the local ones."""
         if mounts:
             places = "|".join(map(re.escape, sorted(mounts, key=len, reverse=True)))
             found = re.compile(rf"(?<![\w/.])({places})(?=[/\s\"']|$)")
@@ -226,7 +226,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(values: Object, folder: Path, models: Path, secrets: Mapping[str, Path] | None = None) -> Iterator[Cluster]:
-    """A cluster with a release of the chart, of which nothing is left afterwards."""
+    """Yield a cluster with a release of the chart; remove everything afterwards."""
     found = Cluster(render(values), folder, models, secrets or {})
     try:
         yield found
@@ -271,13 +271,13 @@ def test_pods_start_pass_their_probes_serve_and_end(
 ) -> None:
     tls = {"mode": mode, "secrets": SECRETS, "requireClientCertificates": True}
     with cluster(merged(VALUES, {"tls": tls}), tmp_path, models, secrets) as here:
-        # 1. An orchestrator without a verifier has started, lives, and is not ready.
+        # 1. An orchestrator without a verifier has started, is live, and is not ready.
         orchestrator = here.start("specdec-orchestrator")
         orchestrator.until("startupProbe")
         orchestrator.until("livenessProbe")
         assert not orchestrator.probe("readinessProbe")
 
-        # 2. All pods become ready, in whatever order they start.
+        # 2. All pods become ready, in any order of starts.
         others = [here.start(f"specdec-{each}") for each in ("openai", "draft-b", "verifier-a")]
         for pod in (*others, orchestrator):
             pod.until("startupProbe")
@@ -285,18 +285,18 @@ def test_pods_start_pass_their_probes_serve_and_end(
             pod.until("livenessProbe")
             assert b"specdec_" in scraped(pod) or role(pod.template) == "openai"
 
-        # 3. `helm test` gets its tokens; with the draft alone there are others too.
+        # 3. `helm test` gets its tokens; with forced speculation, some of them from the draft.
         *front, draft, verifier = others
         asked(here)
         container(templates(here.things)["specdec-test"])["args"].append("--speculation=always")
-        for _ in range(10):  # a text is so short that its draft may be late
+        for _ in range(10):  # the text is so short that its draft may be late
             asked(here)
             if re.search(rb"(?m)^specdec_draft_committed_tokens_total [1-9]", scraped(draft)):
                 break
         else:
             pytest.fail("the draft has not taken part in any text")
 
-        # 4. A verifier that is deleted stops being ready, and ends by itself.
+        # 4. A deleted verifier stops being ready, and terminates.
         assert verifier.end() == 0, verifier.said
         assert not verifier.probe("readinessProbe")
         for pod in (*front, orchestrator, draft):
@@ -319,8 +319,8 @@ def scraped(pod: Pod) -> bytes:
 @pytest.mark.verify
 @pytest.mark.timeout(600)
 def test_a_target_on_two_nodes(models: Path, tmp_path: Path) -> None:
-    """Two pods of a group, each with torchrun and a process. LeaderWorkerSet's controller gives them the variables.
-    They compute on CPUs here, where one machine is both nodes."""
+    """Two pods of a group, each with torchrun and one process. LeaderWorkerSet's controller sets the variables. Here
+    both nodes are one machine, computing on the CPU."""
     values = merged(
         VALUES,
         at("verifiers/a", {"nodes": 2, "gpus": 1, "ranksSecret": {"name": "ranks"}, "options": {"device": "cpu"}}),
@@ -346,7 +346,7 @@ def test_a_target_on_two_nodes(models: Path, tmp_path: Path) -> None:
             pod.until("livenessProbe")
         asking = here.start("specdec-test")
         assert asking.process.wait(PATIENCE_SECONDS) == 0, asking.said
-        # torchrun itself ends with 1 when it is told to end.
+        # torchrun exits with 1 on SIGTERM.
         worker.process.terminate()
         assert leader.end() in (0, 1), leader.said
         assert worker.process.wait(PATIENCE_SECONDS) in (0, 1), worker.said
@@ -354,7 +354,7 @@ def test_a_target_on_two_nodes(models: Path, tmp_path: Path) -> None:
 
 
 def test_a_change_of_shares_reaches_an_orchestrator_that_runs(models: Path, tmp_path: Path) -> None:
-    """The file of models is replaced in the folder that is mounted, as the kubelet does it."""
+    """The models file is replaced in the mounted folder, as by the kubelet."""
     values = merged(VALUES, at("models/tiny/revisions/1/share", 95))
     with cluster(values, tmp_path, models) as here:
         orchestrator = here.start("specdec-orchestrator")
@@ -376,7 +376,7 @@ def test_a_change_of_shares_reaches_an_orchestrator_that_runs(models: Path, tmp_
 
 
 def test_names_and_ports_of_this_test_are_those_of_the_chart() -> None:
-    """What `Cluster` replaces is all that there is: no file keeps an address of the cluster."""
+    """No file keeps a cluster address after the replacements by `Cluster`."""
     here = Cluster(render(VALUES), Path("/nowhere"), Path("/nowhere"))
     for pod in services(here.things).values():
         content = here._here(yaml.safe_dump(config(here.things, pod)), {}, role(pod))

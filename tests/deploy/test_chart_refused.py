@@ -1,4 +1,4 @@
-"""Values that the Helm chart refuses, and what it says."""
+"""Values that the Helm chart refuses, with its error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Helm chart fits the services of this version: their options, and the file of models."""
+"""The Helm chart matches this version's services: their options, and the models file."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ SET_BY_THE_CHART = {
     *("model", "models", "served_model_name", "verifier", "draft", "orchestrator", "tenants"),
     *("peer_tls_ca", "peer_tls_cert", "peer_tls_key", "peer_tls_name"),
     *("orchestrator_tls_ca", "orchestrator_tls_cert", "orchestrator_tls_key"),
-    *("workers", "share_port", "sibling_socket"),  # pods have one process each: replicas are what grows
+    *("workers", "share_port", "sibling_socket"),  # one process per pod: replicas scale instead
 }
-"""Options that values may not give."""
+"""Options not allowed in values."""
 
 
 class TestServices:
-    """The chart fits the services of this version."""
+    """The chart matches this version's services."""
 
     @pytest.mark.parametrize("of_role", COMMANDS)
     def test_values_may_give_all_options_that_the_chart_does_not_set(self, of_role: str) -> None:
-        """A new option of a service is to be added to values.schema.json, or to SET_BY_THE_CHART."""
+        """Add a service's new option to values.schema.json, or to SET_BY_THE_CHART."""
         schema = json.loads((CHART / "values.schema.json").read_text())
         where = schema["definitions"] if of_role in schema["definitions"] else schema["properties"]
         allowed = {each.replace("-", "_") for each in where[of_role]["properties"]["options"]["properties"]}
@@ -56,7 +56,7 @@ class TestServices:
 
     @pytest.mark.parametrize("values", WHOLE.values(), ids=WHOLE.keys())
     def test_a_service_takes_its_file(self, values: Object, tmp_path: Path) -> None:
-        """Options, and the types and limits of their values, as the command itself reads them."""
+        """Options, types and limits are checked by the command itself."""
         things = render(values)
         for name, pod in services(things).items():
             file = tmp_path / f"{name}.yaml"
@@ -120,7 +120,7 @@ class TestServices:
 
 
 def taken(of_role: str, file: Path) -> Object:
-    """Return the options with which a service would run with a file."""
+    """Return the options of a service started with this file."""
     command, found = COMMANDS[of_role], Object()
 
     def run(**options: Any) -> None:

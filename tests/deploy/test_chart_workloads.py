@@ -1,4 +1,4 @@
-"""What the Helm chart's workloads do: rollouts, several GPUs, autoscaling, disruptions."""
+"""The Helm chart's workloads: rollouts, several GPUs, autoscaling, disruptions."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TestRollouts:
             assert each["spec"]["progressDeadlineSeconds"] > probe["failureThreshold"] * probe["periodSeconds"]
 
     def test_an_export_that_changes_is_another_job(self) -> None:
-        """Kubernetes refuses to change a Job; one whose work stays the same is not done again."""
+        """Kubernetes refuses changes to a Job; an unchanged export is not repeated."""
         changes = {
             "exportJobs/small/dtype": "float16",
             "defaults/image/tag": "another",
@@ -82,7 +82,7 @@ class TestRollouts:
         assert [other == name for other, _ in others] == [False, False, False, True, True]
 
     def test_a_pool_that_is_recreated_says_that_it_rolls_no_more(self) -> None:
-        """Server-side apply keeps what the cluster filled in before, and refuses it beside the new type."""
+        """Server-side apply keeps the defaulted rollingUpdate otherwise, and rejects it with the new type."""
         things = render(merged(SMALL, at("verifiers/a/strategy", {"type": "Recreate"})))
         assert of_kind(things, "Deployment")["specdec-verifier-a"]["spec"]["strategy"] == {
             "type": "Recreate",
@@ -141,7 +141,7 @@ def resources(values: Object, pod: str) -> Object:
 
 
 class TestResources:
-    """No pod takes more of its node than it says, and what it says follows from what it holds."""
+    """Resource requests and limits cover a pod's use, and follow from its configuration."""
 
     @pytest.mark.parametrize("values", COMBINATIONS.values(), ids=COMBINATIONS.keys())
     def test_every_container_has_limits(self, values: Object) -> None:
@@ -239,7 +239,7 @@ class TestSeveralGpus:
         pods = templates(things)
         assert selects(selector, labels(pods["specdec-verifiers-group"]))
         assert not selects(selector, labels(pods["specdec-verifiers-group/worker"]))
-        # The controller makes a Service of its own, named like the set.
+        # The controller creates its own Service, named like the set.
         assert "specdec-verifiers-group" not in of_kind(things, "Service")
 
     def test_one_gpu_needs_no_torchrun(self) -> None:

@@ -1,4 +1,4 @@
-"""The Compose file runs all services on one machine, and asks them for their health by a program of the images."""
+"""The Compose file runs all services on one machine, with health checks by a program in the images."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.deploy.dockerfiles import (
 
 @contextmanager
 def answering(status: int) -> Iterator[str]:
-    """Yield the address of an HTTP server that answers with this status."""
+    """Yield the address of an HTTP server with this response status."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -54,7 +54,7 @@ def answering(status: int) -> Iterator[str]:
 def test_the_probe_tells_whether_a_service_serves(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which is not asked
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # the proxy must not be used
     checks = health.HealthServicer()
     server = grpc.server(futures.ThreadPoolExecutor(1))
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)

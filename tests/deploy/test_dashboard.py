@@ -1,4 +1,4 @@
-"""The dashboard is what its module prints, and shows metrics that are served."""
+"""The dashboard file equals its module's output, and its metrics are served."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.metrics import families, name
 
 
 def test_the_file_is_what_the_module_prints() -> None:
-    """`python -m deploy.grafana.dashboard > deploy/grafana/specdec.json` writes it."""
+    """Regenerate: `python -m deploy.grafana.dashboard > deploy/grafana/specdec.json`."""
     assert json.loads(DASHBOARD.read_text()) == dashboard()
 
 
@@ -25,7 +25,7 @@ def test_panels_show_metrics_that_are_served(expression: str) -> None:
 
 
 def test_every_metric_is_on_the_dashboard_or_is_a_part_of_one_that_is() -> None:
-    """What is left out is told by others: totals of totals."""
+    """The metrics left out are totals of others."""
     shown = {each.removesuffix("_bucket").removesuffix("_count") for curve in curves() for each in metrics(curve)}
     left_out = {
         "specdec_orchestrator_samples_total",

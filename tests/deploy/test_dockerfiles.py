@@ -1,4 +1,4 @@
-"""Dockerfiles give images what their role needs and no more; .dockerignore keeps the rest out."""
+"""Images contain what their role needs and no more; .dockerignore excludes the rest from builds."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_an_image_has_the_extras_of_its_commands(role: str) -> None:
 
 
 def closure(lines: Iterable[str]) -> set[str]:
-    """Return the distributions that requirements bring, by what those say that are installed here."""
+    """Return the transitive dependencies of requirements, by the metadata of installed distributions."""
     found: set[str] = set()
     seen: set[str] = set()
     ahead = [Requirement(line) for line in lines]
@@ -187,7 +187,7 @@ def test_an_image_says_what_it_is_and_where_it_listens(role: str) -> None:
     assert (labels["title"], labels["licenses"]) == (f"specdec {role}", PROJECT["license"])
 
 
-# That of vLLM.
+# The image with vLLM.
 
 
 def test_its_base_has_a_version_of_vllm_that_is_tested() -> None:
@@ -217,7 +217,7 @@ def test_its_wheel_is_made_of_what_that_of_the_others_is_made_of() -> None:
 
 
 def test_all_that_its_environment_may_lack_is_pinned() -> None:
-    """vLLM brings the others, which stay as they are."""
+    """vLLM's own dependencies stay unchanged."""
     stage = VLLM.stage("wheel")
     (pattern,) = re.findall(r"grep -E '([^']+)' constraints.txt", stage.values("RUN")[0].value)
     pinned = {
@@ -230,11 +230,11 @@ def test_all_that_its_environment_may_lack_is_pinned() -> None:
     assert {canonicalize_name(name) for name in wanted} - of_vllm <= pinned
 
 
-# What comes into a build.
+# The build context.
 
 
 class Ignored:
-    """The patterns of .dockerignore: the last one that fits a path, or a folder that it is in, decides."""
+    """The patterns of .dockerignore: the last one matching a path or one of its folders decides."""
 
     def __init__(self, text: str) -> None:
         lines = [line for line in text.splitlines() if line and not line.startswith("#")]
@@ -287,7 +287,7 @@ def test_everything_else_is_ignored() -> None:
         assert path in IGNORED, path
 
 
-# What other programs find.
+# Programs outside the images.
 
 
 def program(name: str) -> str | None:

