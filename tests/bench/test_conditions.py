@@ -1,4 +1,4 @@
-"""What a report says of the machine and the versions."""
+"""A report's description of the machine and versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text
 
 
 def test_versions_are_those_of_this_distribution_and_of_what_it_needs() -> None:
-    """By their names in pyproject.toml: one of another name would be absent from every report."""
+    """By their names in pyproject.toml: a misspelled one would be missing from every report."""
     needed = [
         *PROJECT["dependencies"],
         *(each for extra in PROJECT["optional-dependencies"].values() for each in extra),
@@ -26,7 +26,7 @@ def test_versions_are_those_of_this_distribution_and_of_what_it_needs() -> None:
 
 
 def test_a_package_that_is_not_installed_is_absent() -> None:
-    """As one of onnxruntime and onnxruntime-gpu is, which exclude each other."""
+    """Such as one of onnxruntime and onnxruntime-gpu, mutually exclusive."""
     assert version("no-such-package-anywhere") == "absent"
 
 

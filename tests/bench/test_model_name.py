@@ -1,4 +1,4 @@
-"""Models are named in reports as a reader knows them."""
+"""Reports show models' common names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The registry of benchmarks: all of them are in it, and each can be run by its name."""
+"""The registry has every benchmark, and each runs by its name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDER = Path(bench.__file__).parent
 
 
 def with_a_main(path: Path) -> bool:
-    """Whether a module has a function `main` that takes the arguments of a benchmark."""
+    """Return whether a module has a `main` taking a benchmark's arguments."""
     functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
     return any(function.name == "main" and len(function.args.args) == 1 for function in functions)
 

@@ -1,4 +1,4 @@
-"""What the engine benchmark counts, refuses and writes, and that injected candidates change the speed and no token."""
+"""The engine benchmark: cost model, refusals, reports; injected candidates change the speed and no token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TestRoofline:
         assert roofline_seconds(TINY, Combination(tokens=64, context=50, sessions=2), 1000.0) == pytest.approx(1.9)
 
     def test_sizes_of_a_shape(self, tiny: RandomWeights, tmp_path: Path) -> None:
-        products = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)  # attention's, keys' and values', the MLP's
+        products = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)  # attention, keys and values, MLP
         held = products + 5 * 64 + 2 * 320 * 64  # norms, embedding and head
         assert sizes(tiny.path, 2) == Sizes(2 * held, 2 * 320 * 64, 2 * (held - 320 * 64), kv_token=2 * 2 * 2 * 16 * 2)
         tied = sizes(write(SHAPES["tiny"] | {"tie_word_embeddings": True}, tmp_path), 4)
@@ -78,7 +78,7 @@ class TestCandidates:
         assert all(a != b and 0 <= b < 5 for a, b in zip(right, found, strict=True))
 
     def test_about_so_many(self) -> None:
-        """Of 10,000: five deviations of 40 each, one false alarm in a million."""
+        """Of 10,000: five standard deviations of 40 each, false alarm 1e-6."""
         found = candidates([0] * 10_000, 0.8, 320, random.Random(1))
         assert abs(found.count(0) - 8000) < 200
 
@@ -89,7 +89,7 @@ class TestRandomWeights:
             ModelDirectory(tiny.path)
 
     def test_none_are_exported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Or they would be served in place of the weights they lie beside."""
+        """An export would later be served in place of the real weights beside it."""
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         directory = RandomWeights(make("llama", tmp_path / "model"))
         with pytest.raises(ModelDirectoryError, match="random weights are not exported"):
@@ -104,7 +104,7 @@ class TestRandomWeights:
             RandomWeights(tmp_path)
 
     def test_injected_candidates_change_no_token(self, tiny: RandomWeights) -> None:
-        """Drawn twice, the weights are the same; the more candidates are right, the fewer steps a text takes."""
+        """Random weights are reproducible; the more candidates are right, the fewer steps a text takes."""
         prompts = [[3 + i for i in range(40)], [70 + i for i in range(25)]]
         first, again = (CpuEngine(tiny, capacity=2048, threads=(1,)) for _ in range(2))
         plain = decode(first, prompts, 60)
@@ -136,7 +136,7 @@ class TestReport:
         assert (tmp_path / "engine.png").stat().st_size > 1000
 
     def test_what_was_measured_before_it_was_cut_off(self, tiny: RandomWeights, tmp_path: Path) -> None:
-        """Nothing, if there is nothing."""
+        """Nothing, if nothing was measured."""
 
         class CutOff(EngineBench):
             def _measure(self, system: SteppedSystem, chosen: list[Combination], bandwidth: float) -> None:

@@ -1,5 +1,5 @@
-"""A run on a GPU, with stand-ins for its steps: each is bounded and alone, what is missing is said, and there is always
-a report. The steps themselves run in small with `python -m bench gpu --device cpu`."""
+"""A GPU run with stand-ins for its steps: each has a time limit and its own process, missing parts are reported, and
+a report is always written. `python -m bench gpu --device cpu` runs the real steps in small."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WHOLE: dict[str, Any] = {
     "c_compiler": "/usr/bin/gcc",
     "python_headers": True,
 }
-"""What a machine has that has everything."""
+"""A machine with everything."""
 
 
 def stand_in(name: str, script: str, *, seconds: float = 30.0, needs: Sequence[Any] = ()) -> Step:
@@ -91,7 +91,7 @@ class TestNeeds:
         assert names - {"specdec-serve"} <= set(MODULES.values())
 
     def test_this_machine_can_be_asked(self) -> None:
-        """In this process: every module is found or not, and nothing fails."""
+        """In this process: modules are found or not, and nothing raises."""
         found = facts()
         assert found["modules"]["torch"] is not None
         assert set(found) == set(WHOLE)
@@ -173,7 +173,7 @@ def test_counts_of_tests_are_figures(tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
 def test_options_of_a_step_exist(step: Step, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those that parse theirs in this project, as far as that can be known without the device."""
+    """For steps parsed in this project, as far as possible without the device."""
     for module in (engine, config):
         monkeypatch.setattr(module, "check_device", lambda placement: None)
     for command in step.commands(Place(device, tmp_path, tmp_path)):
@@ -204,7 +204,7 @@ def test_wrong_options_are_refused(
 
 
 def test_it_starts_without_torch() -> None:
-    """It is to say that torch is missing."""
+    """So that it can report that torch is missing."""
     script = "import sys, bench.gpu.gpu; print(*{'torch', 'numpy', 'rich', 'grpc'} & set(sys.modules))"
     assert (
         subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split() == []

@@ -1,4 +1,4 @@
-"""N-gram measures, against what they are by hand and by definition."""
+"""N-gram measures, against values by hand and by definition."""
 
 from __future__ import annotations
 

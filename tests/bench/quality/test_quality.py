@@ -1,4 +1,4 @@
-"""What the quality benchmark makes of texts: equal sampling is found level, other sampling is not."""
+"""The quality benchmark's statistics: equal sampling is within noise, different sampling is not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.quality.report import MEASURES, Mean, Text, difference, mean, reporte
 
 
 def texts(words: int, seed: int, count: int = 20) -> list[Text]:
-    """Of two prompts, drawn evenly from so many words."""
+    """Return texts of two prompts, drawn uniformly from a vocabulary of `words`."""
     generator = random.Random(seed)
     found = []
     for prompt in (0, 1):
@@ -41,7 +41,7 @@ def test_differences_are_told_in_standard_errors() -> None:
 
 @pytest.mark.parametrize(("words", "level"), [(30, True), (27, False)])
 def test_other_sampling_is_found_out(words: int, level: bool) -> None:
-    """Three words less of thirty."""
+    """A vocabulary smaller by three words of thirty."""
     report = reported({"naive": texts(30, 1), "speculative": texts(words, 2), "contrastive": texts(30, 3, count=1)})
     assert report["within_noise"] is level
     assert report["methods"]["contrastive"]["measures"]["entropy 1"]["error"] is None

@@ -1,4 +1,4 @@
-"""Commands are started in turns, first with nothing kept; and what a report says of their starts."""
+"""Commands start in turns, first with an empty cache; and the report on their starts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from bench.systems.system import NotServingError
 from tests.bench.systems.stand_in_llama_server import program
 from tests.services.conftest import Directories
 
-pytestmark = pytest.mark.timeout(900)  # several processes start, each as slowly as the machine is busy
+pytestmark = pytest.mark.timeout(900)  # several processes start, slowly on a busy machine
 
 MACHINE = {"cores": 2, "processor": "Processor", "instructions": ["avx2"]}
 
 
 class Kept:
-    """A command that keeps a file, and writes down what it found at each start and was asked."""
+    """A command that writes a cache file, and records whether it was there at each start, and its requests."""
 
     def __init__(self, name: str, *, keeps: bool = True, fails: type[BaseException] | None = None) -> None:
         self.command = Command(name, self._start, keeps)

@@ -1,4 +1,4 @@
-"""py-spy's samples, told apart."""
+"""Classification of py-spy samples."""
 
 from __future__ import annotations
 

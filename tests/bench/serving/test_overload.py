@@ -1,4 +1,4 @@
-"""What is said of a burst, whatever became of its requests."""
+"""The report on a burst, for any outcome of its requests."""
 
 from __future__ import annotations
 

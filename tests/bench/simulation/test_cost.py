@@ -1,4 +1,4 @@
-"""What the cost benchmark makes of simulated rates, what it refuses, and that a shared device is one device."""
+"""The cost benchmark: capacity from simulated rates, refusals, and sharing of a device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_capacity_is_found_to_its_resolution(true: int) -> None:
     asked: list[int] = []
 
     def rate(streams: int) -> float:
-        """Of each stream 100 tokens a second up to its limit, 99 beyond."""
+        """Return 100 tokens/s per stream up to the limit, 99 beyond."""
         asked.append(streams)
         return streams * (100.0 if streams <= true else 99.0)
 
@@ -110,7 +110,7 @@ def test_latencies_follow_the_preset() -> None:
 
 def test_plain_takes_the_targets_time() -> None:
     plain, *_ = deployments(replace(PLAIN, measured=5), [])
-    assert plain.rate(4) == pytest.approx(4 / PLAIN.hardware.target.seconds(4), rel=0.1)  # a step more or less in 12
+    assert plain.rate(4) == pytest.approx(4 / PLAIN.hardware.target.seconds(4), rel=0.1)  # one step more or less in 12
 
 
 def test_devices_apart_bring_more_than_one_for_both() -> None:
@@ -125,7 +125,7 @@ def test_a_draft_that_takes_no_time_loses_nothing_by_sharing() -> None:
 
 
 def test_a_shared_device_works_for_one_at_a_time() -> None:
-    """What the passes would take alone adds up to the time there was; apart, both are at work all the time."""
+    """Work adds up to the elapsed time when shared; on separate devices, both are busy all the time."""
     always_busy = Hardware(Device(0.01, 0.0), Device(0.01, 0.0))
 
     def work(scenario: Scenario) -> float:
@@ -139,7 +139,7 @@ def test_a_shared_device_works_for_one_at_a_time() -> None:
 def test_in_lockstep_a_step_has_all_streams() -> None:
     one, free = simulate(LOCKSTEP), simulate(replace(LOCKSTEP, lockstep=False))
     assert one.session_steps == 2 * one.steps
-    assert free.session_steps < 1.5 * free.steps  # the streams take turns, each step has one of them
+    assert free.session_steps < 1.5 * free.steps  # streams take turns: one stream per step
 
 
 def test_a_synchronous_draft_answers_with_as_many_candidates_as_it_was_asked_for() -> None:

@@ -1,4 +1,4 @@
-"""Reports of the speed benchmark, made up."""
+"""Made-up reports of the speed benchmark."""
 
 from __future__ import annotations
 

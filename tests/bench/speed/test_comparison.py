@@ -1,4 +1,4 @@
-"""Rounds of a comparison: who fails is left out, and who learns is taught first."""
+"""Rounds of a comparison: failing systems are left out, and adaptive ones are warmed up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bench.systems.system import Answer, Configuration, Launch, Load, NotServing
 
 
 class Broken:
-    """A system that fails when it is asked."""
+    """A system failing on every load."""
 
     about: Mapping[str, Any] = MappingProxyType({})
 
@@ -30,7 +30,7 @@ class Broken:
 
 
 class Steady(Broken):
-    """One that brings a token every hundredth of a second."""
+    """A system with a token every 10 ms."""
 
     def run(self, load: Load, mode: str = "") -> Answer:
         times = [(0.01 * (number + 1), 1) for number in range(load.max_tokens)]
@@ -79,7 +79,7 @@ def test_who_fails_is_left_out_and_the_others_go_on() -> None:
 
 
 class Counting(Steady):
-    """It notes what it is asked for."""
+    """Records its loads."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, list[list[int]]]] = []

@@ -1,4 +1,4 @@
-"""What the speed benchmark refuses to measure, and what it takes for granted."""
+"""Validation and defaults of the speed benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `draft-length` makes of run times, and what it refuses to measure."""
+"""`draft-length`: results from run times, and validation."""
 
 from __future__ import annotations
 

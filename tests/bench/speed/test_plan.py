@@ -1,4 +1,4 @@
-"""Which systems are started, in which configurations, and in which cells they are measured."""
+"""Which systems are started, their configurations, and the cells measured."""
 
 from __future__ import annotations
 

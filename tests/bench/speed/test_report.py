@@ -1,4 +1,4 @@
-"""What the report of the speed benchmark makes of measurements."""
+"""The speed benchmark's report on measurements."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_pause_that_is_rare_is_seen_in_the_last_percent() -> None:
 
 
 def test_texts_are_compared_load_by_load() -> None:
-    """Fast numerics, plain's, may differ; those of exact ones may not."""
+    """Exact systems must agree; plain with fast numerics may differ."""
     same = [measurement("specdec drafted", 1.0, text=7), measurement("specdec lookahead", 1.0, text=7)]
     assert differences(report(measurement(PLAIN, 1.0, text=3), *same)).endswith("compared in 1 loads, different in 0.")
     other = [
@@ -73,7 +73,7 @@ def test_the_plot_is_drawn(tmp_path: Path) -> None:
 
 
 def test_what_is_cut_off_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With exit status 130, and in one line that says so."""
+    """Exit status 130, and one line in the output."""
     cut = report(
         measurement(PLAIN, 100.0), measurement("specdec drafted", 150.0), measurement(PLAIN, 50.0, kind="chat")
     )

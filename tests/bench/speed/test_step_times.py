@@ -1,4 +1,4 @@
-"""An ideal system: as fast as its steps, and no faster than its draft."""
+"""The ideal system: limited by its step times and its draft's."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def test_the_ideal_has_no_overhead(step_times: StepTimes) -> None:
     plain = step_times.ideal(times, 4, 10, 400, tokens=1.0, candidates=0.0, drafted=0.0)
     assert plain == pytest.approx(400 / (0.04 + 100 * 0.004))
     crowd = step_times.ideal(times, 2 * ROWS[-1], 1, 2 * ROWS[-1], tokens=1.0, candidates=0.0, drafted=0.0)
-    assert crowd == pytest.approx(1 / (0.001 + 0.001))  # beyond what was measured
+    assert crowd == pytest.approx(1 / (0.001 + 0.001))  # beyond the measured range
     guessed = step_times.ideal(times, 2, 10, 60, tokens=3.0, candidates=2.0, drafted=0.0)
     assert guessed == pytest.approx(60 / (0.02 + 10 * 0.006))
     drafted = step_times.ideal(times | {"draft": 0.01}, 1, 10, 30, tokens=3.0, candidates=3.0, drafted=2.0)
-    assert drafted == pytest.approx(30 / (0.01 + 10 * 0.02))  # two tokens cannot be drafted in less
+    assert drafted == pytest.approx(30 / (0.01 + 10 * 0.02))  # drafting two tokens takes at least this long
 
 
 def test_an_answer_is_told_per_step() -> None:

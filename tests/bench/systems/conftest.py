@@ -1,4 +1,4 @@
-"""The models of the service tests serve here too."""
+"""Reuses the models of the service tests."""
 
 from tests.services.conftest import directories
 

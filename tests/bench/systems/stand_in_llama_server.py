@@ -1,11 +1,10 @@
-"""What stands in for `llama-server`: a program with its options that speaks its endpoints on a real socket.
+"""A stand-in for `llama-server`: a program with its options and its endpoints, on a real socket.
 
-    python -m tests.bench.systems.stand_in_llama_server --host 127.0.0.1 --port 8080 --model FILE ...
+python -m tests.bench.systems.stand_in_llama_server --host 127.0.0.1 --port 8080 --model FILE ...
 
-Its text for a prompt is the prompt, over and over. With `--spec-type` it sends two tokens a step, with one it does not
-know it ends, as it does for a model that is not there. `GGUF` files hold a word: "slow" ones take a while to load,
-"torn" ones break streams off, "chatty" ones do not stop at the end. What it was asked is in the file beside the model.
-"""
+Its text repeats the prompt. With `--spec-type` it generates two tokens per step; with an unknown one it exits, as
+for a missing model. `GGUF` files hold a word: "slow" ones take a while to load, "torn" ones break streams off,
+"chatty" ones generate past the end. Requests are recorded in a file beside the model."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).parents[3]
 SPECULATION = ("ngram-map-k", "draft-simple")
 LOADING_ANSWERS = 3
-"""So many times a slow one answers that it is still loading."""
+"""Number of "loading" responses of a slow model."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -70,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nobody reads it."""
+        """Discard logs."""
 
 
 class Server(ThreadingHTTPServer):
@@ -90,7 +89,7 @@ class Server(ThreadingHTTPServer):
             record.write(json.dumps(asked) + "\n")
 
     def answer(self, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """A piece for each token; of those guessed ahead half are accepted."""
+        """Yield a piece per token; half of the drafted tokens are accepted."""
         count = asked["n_predict"] + (2 if self.kind == "chatty" else 0)
         tokens = islice(cycle(asked["prompt"]), count)
         for number, token in enumerate(tokens, start=1):
@@ -102,7 +101,7 @@ class Server(ThreadingHTTPServer):
 
 
 def program(folder: Path) -> Path:
-    """Return the stand-in as a program of one path, in this folder."""
+    """Write a script in `folder` that starts the stand-in; return its path."""
     file = folder / "llama-server"
     command = shlex.join([sys.executable, "-m", "tests.bench.systems.stand_in_llama_server"])
     file.write_text(f'#!/bin/sh\ncd {shlex.quote(str(ROOT))}\nexec {command} "$@"\n')

@@ -1,4 +1,4 @@
-"""Bad drafts are what they are called."""
+"""Bad drafts have the defects in their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of a server that did not come up: the line of its log that says why."""
+"""If a server fails to start, the error quotes the relevant line of its log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""llama.cpp's server as a system under test, beside a stand-in that speaks its endpoints on a real socket."""
+"""llama.cpp's server as a system under test, with a stand-in on a real socket."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def binary(tmp_path: Path) -> Path:
 
 
 def gguf(folder: Path, word: str) -> Path:
-    """A model that behaves as the word says."""
+    """Write a model with the behavior `word`."""
     file = folder / "model.gguf"
     file.write_text(word)
     return file
@@ -42,7 +42,7 @@ def test_a_load_is_asked_as_documented_and_told_as_it_comes(binary: Path, tmp_pa
     model = gguf(tmp_path, "slow")
     with LlamaServer.start(binary, model, None, server_options("none", 2, 64)) as server:
         assert server.about["versions"] == {"llama.cpp": "stand-in"}
-        assert str(tmp_path) not in json.dumps(server.about)  # what is published has no paths of this machine
+        assert str(tmp_path) not in json.dumps(server.about)  # no local paths in published reports
         answer = server.run(LOAD)
     assert (answer.tokens, answer.steps) == (24, 24)
     assert [len(stream) for stream in answer.arrivals] == [12, 12]
@@ -74,7 +74,7 @@ def test_what_comes_beyond_what_was_asked_is_not_counted(binary: Path, tmp_path:
 def test_its_process_ends_with_the_benchmark(binary: Path, tmp_path: Path) -> None:
     with LlamaServer.start(binary, gguf(tmp_path, "fine"), None, server_options("none", 1, 64)) as server:
         (pid,) = server.sessions().values()
-        assert os.getsid(pid) == pid  # whose processor time can be told
+        assert os.getsid(pid) == pid  # its own session: its CPU time can be measured
     assert server.process.returncode is not None
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

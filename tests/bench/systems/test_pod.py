@@ -1,5 +1,4 @@
-"""Benchmarks' variants of verifier and draft take the place of the services in a stack: the same options, the same
-tokens."""
+"""Benchmark variants of verifier and draft replace the services in a stack: same options, same tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from specdec.client import Client
 from specdec.local import DEMO, PROGRAMS, Stack
 from verifier_service.costs.step_latency import StepLatency
 
-pytestmark = pytest.mark.timeout(900)  # several processes start, each as slowly as the machine is busy
+pytestmark = pytest.mark.timeout(900)  # several processes start, slowly on a busy machine
 
 TOKENS = 24
 

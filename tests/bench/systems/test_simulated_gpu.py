@@ -1,4 +1,4 @@
-"""Simulated devices: how long passes take, and that the host chooses from them as from a GPU's logits."""
+"""Simulated devices: pass durations, and sampling on the host as from a GPU's logits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VOCABULARY = 3000
 
 
 def chain(engine: SimulatedGpu, tokens: int) -> PackedBatch:
-    """A step of a text's first tokens, all of which are wanted."""
+    """Return a step over a text's first tokens, with logits for all of them."""
     packer, slots = engine.packer(), np.arange(1, 1 + tokens)
     rows = packer.add_rows([5] * tokens, 0, slots)
     packer.add_path(slots, rows)

@@ -40,7 +40,7 @@ def test_what_a_stage_calls_counts_once() -> None:
     stages.time(chores, "inner", "inner")
     stages.time(chores, "outer", "outer")
     assert chores.outer() == "done"
-    work(0.02)  # of no stage
+    work(0.02)  # outside all stages
     assert 0.01 <= stages.seconds["outer"] < 0.02 <= stages.seconds["inner"] < 0.04
     chores.inner()
     assert stages.seconds["inner"] >= 0.04
@@ -48,7 +48,7 @@ def test_what_a_stage_calls_counts_once() -> None:
 
 def test_a_step_loop_works_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name in ((planner, "select_candidates"), (verified_step, "verify_trees"), (VerifiedStep, "apply")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back at the end
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # restored at the end
     engine = DeviceTextEngine(8)
     loop = step_loop(engine)
     stages = of_verifier(loop)

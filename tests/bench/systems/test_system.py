@@ -1,4 +1,4 @@
-"""The answer of a system under test."""
+"""A system's answer to a load."""
 
 from __future__ import annotations
 

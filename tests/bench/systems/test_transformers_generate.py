@@ -1,4 +1,4 @@
-"""transformers' `generate` as a system under test, in a process of its own."""
+"""transformers' `generate` as a system under test, in a separate process."""
 
 from __future__ import annotations
 

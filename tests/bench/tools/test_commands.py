@@ -1,4 +1,4 @@
-"""Every command in `bench/results` and in the documents runs a benchmark that exists, with options that it has."""
+"""Every command in `bench/results` and in documents runs an existing benchmark with valid options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SOURCES = [
 
 @cache
 def options(name: str) -> set[str]:
-    """The options that a benchmark says it has."""
+    """Return the options in a benchmark's help."""
     with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
         main([name, "--help"])
     return set(re.findall(r"--[a-z][a-z0-9-]*", said.getvalue()))

@@ -1,4 +1,4 @@
-"""Pages show what `bench/results` holds, all of it, and nothing else."""
+"""Pages contain exactly the tables of `bench/results`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESULT = "bench/results/capacity-xeon.json"
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of the pages and results, to be spoilt."""
+    """A copy of the pages and results, to be modified."""
     for folder in ("bench/results", "docs/benchmarks"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     shutil.copy(ROOT / "README.md", tmp_path)
@@ -32,7 +32,7 @@ def replace(file: Path, old: str, new: str) -> None:
 
 
 def check(root: Path) -> str:
-    """Return what `--check` complains of."""
+    """Return the complaints of `--check`."""
     with pytest.raises(SystemExit) as stopped:
         main(["--check", "--root", str(root)])
     return str(stopped.value)
