@@ -1,4 +1,4 @@
-"""The models of the tests of the services, for evaluations too."""
+"""Reuses the models of the service tests."""
 
 from tests.services.conftest import directories
 

@@ -1,4 +1,4 @@
-"""The services on virtual time, with real models: texts are those of plain decoding, whatever drafts, however fast."""
+"""The services on virtual time, with real models: texts equal plain decoding, for any drafter at any speed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_way_gives_the_texts_of_plain_decoding(pair: Pair, samples: list[S
 
 
 def test_texts_with_a_grammar_run_on_virtual_time(pair: Pair) -> None:
-    """Grammars are compiled in threads elsewhere, for which virtual time does not wait."""
+    """Grammars are compiled in other threads, and virtual time does not wait for those."""
     asked = [
         build_request("a person:", max_tokens=20, json_schema=schema, seed=seed)
         for seed, schema in enumerate(
@@ -85,7 +85,7 @@ def test_texts_with_a_grammar_run_on_virtual_time(pair: Pair) -> None:
 def test_a_draft_that_is_always_in_time_has_its_candidates_accepted(pair: Pair, samples: list[Sample]) -> None:
     short, long = (acceptance(pair, samples, Rule.COUPLED, tree) for tree in (TREES[0], TREES[2]))
     assert short.tokens == long.tokens == 160
-    assert short.offered > 1.7 * short.steps  # fewer at the ends of texts, and after their prompts
+    assert short.offered > 1.7 * short.steps  # fewer at the ends of texts, and after prompts
     assert 1.0 < short.tokens_a_step <= 3.0  # two candidates and a bonus token
     assert short.tokens_a_step < long.tokens_a_step <= 9.0
     assert 0.1 < long.acceptance < short.acceptance <= 1.0
@@ -97,7 +97,7 @@ def test_rejection_is_measured_as_well(pair: Pair, samples: list[Sample]) -> Non
 
 
 def test_a_slower_target_is_slower(pair: Pair, samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By as much: passes take the time that they really take; here that of the processor, whatever else it does."""
+    """In proportion: virtual pass durations are scaled real ones, here thread CPU time, unaffected by other load."""
     monkeypatch.setattr(time, "perf_counter", time.thread_time)
     plain = [replace(each, speculation=PLAIN.speculation) for each in samples]
     slow, slower = (run(pair, Layout(target_speed=speed), Load(plain, 1))[0] for speed in (0.1, 0.005))
@@ -107,7 +107,7 @@ def test_a_slower_target_is_slower(pair: Pair, samples: list[Sample], monkeypatc
 
 def test_a_draft_far_away_helps_less(pair: Pair, samples: list[Sample]) -> None:
     def steps(delay: float) -> int:
-        layout = replace(REMOTE_DRAFT.layout, delay=delay, target_speed=0.1, draft_speed=10.0)  # in time if it is near
+        layout = replace(REMOTE_DRAFT.layout, delay=delay, target_speed=0.1, draft_speed=10.0)  # in time if near
         forced = [replace(each, speculation=replace(REMOTE_DRAFT.speculation, forced=True)) for each in samples]
         return run(pair, layout, Load(forced, 1))[0].steps
 
@@ -121,7 +121,7 @@ def test_what_is_absent_does_not_work(pair: Pair, samples: list[Sample]) -> None
 
 
 def test_services_learn_from_one_load_for_the_next(pair: Pair, samples: list[Sample]) -> None:
-    """Each load is counted by itself, and computes its own prompts."""
+    """Counters start afresh for each load, and its prompts are computed again."""
     found = speed(pair, LOCAL, Load(samples, 2), Load(samples, 1), Load(samples[:1], 1))
     assert [each.tokens for each in found] == [160, 160, 40]
     for each in found:
@@ -139,13 +139,13 @@ async def test_a_hop_takes_a_moment() -> None:
 
 
 class Busy(OnVirtualTime):
-    """A worker whose own code takes time, in real seconds, beside a pass of one virtual second."""
+    """A worker spending real time in its own code, beside a pass of one virtual second."""
 
     def __init__(self) -> None:
         super().__init__("busy", inbox=SpendingInbox)
         self.turns: list[tuple[float, float]] = []  # real seconds of its code, and virtual time after them
-        self.ahead = 0.0  # seconds by which it has been ahead of the clock
-        self.told: list[float] = []  # virtual time at which what it sent has arrived
+        self.ahead = 0.0  # seconds by which it was ahead of the clock
+        self.told: list[float] = []  # virtual time of arrival of its messages
 
     def turn(self) -> float | None:
         begin = time.perf_counter()
@@ -174,6 +174,6 @@ def test_the_time_of_a_workers_own_code_counts() -> None:
     ((spent, after),) = worker.turns
     assert spent >= 0.02
     assert after == pytest.approx(1.0 + spent, abs=0.02)
-    # Its own clock shows it before it is spent, and what it sends leaves then.
+    # Its own clock includes the time before it is spent, and its messages leave then.
     assert worker.ahead >= 0.02
     assert worker.told == [pytest.approx(spent, abs=0.02)]

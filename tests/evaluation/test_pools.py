@@ -1,4 +1,4 @@
-"""The fewest drafts that are enough."""
+"""The smallest sufficient number of drafts."""
 
 from __future__ import annotations
 

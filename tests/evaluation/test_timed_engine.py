@@ -1,4 +1,4 @@
-"""Passes on virtual time: an engine's own kind of step, which takes as long as it is to."""
+"""Passes on virtual time: an engine's own kind of step, with a prescribed duration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Idle(OnVirtualTime):
 
 
 def in_a_worker(call: Callable[[], T]) -> tuple[T, float]:
-    """What a call returns in a worker, and the virtual seconds that it takes there."""
+    """Return the result of a call in a worker, and its virtual seconds."""
 
     async def main() -> tuple[T, float]:
         worker = Idle("idle")

@@ -1,4 +1,4 @@
-"""Virtual time passes when everybody waits, and only then."""
+"""Virtual time advances if and only if all threads are waiting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_sleeping_takes_virtual_time_only() -> None:
     before, after = virtual_time.run(main())
     assert before == pytest.approx(virtual_time.START)
     assert after - before == pytest.approx(3600.0)
-    assert time.monotonic() - started < 60.0  # and the real clock is back
+    assert time.monotonic() - started < 60.0  # the real clock is restored
 
 
 def test_timers_come_due_in_order() -> None:

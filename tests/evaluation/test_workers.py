@@ -13,7 +13,7 @@ from evaluation.workers import OnVirtualTime, sleep
 
 
 class Ticker(OnVirtualTime):
-    """Works for a second a turn, then waits for at most ten."""
+    """Works for a second per turn, then waits for at most ten."""
 
     def __init__(self) -> None:
         super().__init__("ticker")
