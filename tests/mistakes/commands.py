@@ -1,4 +1,4 @@
-"""Wrong commands, and what each is told: docs/when-something-is-wrong.md has this table."""
+"""Wrong commands and their error messages: the table of docs/when-something-is-wrong.md."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ CANNOT, USAGE, REFUSED = ExitStatus.FAILED, ExitStatus.USAGE, ExitStatus.REFUSED
 UNREACHABLE, TRY_AGAIN = ExitStatus.UNREACHABLE, ExitStatus.TRY_AGAIN
 
 TAKEN = "50099"
-"""The port of the table that another program listens on; the test takes a free one."""
+"""A port used by another program in the table; the test takes a free one."""
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """A wrong command, typed in the folder of `folder.py`."""
+    """A wrong command, run in the folder of `folder.py`."""
 
     command: str
     status: ExitStatus
     says: str
-    """Part of the last line on stderr: the thing to change."""
+    """Part of the last line on stderr: what to change."""
 
     @property
     def words(self) -> list[str]:
@@ -152,7 +152,7 @@ MISTAKES = (
     Mistake("specdec up --target target --verifier-step-rows 3", USAGE, "'--verifier-step-rows': Input should be"),
     Mistake("specdec up --target target --workers 2", USAGE, "No such option: --workers"),
 )
-"""Wrong whoever runs."""
+"""Wrong in any environment."""
 
 ASKED = (
     Mistake("specdec generate ''", REFUSED, "text: is empty, must hold at least 1 character"),
@@ -168,4 +168,4 @@ ASKED = (
     Mistake("specdec generate 'def' --rule contrastive", UNREACHABLE, "needs a draft: there is no draft service"),
     Mistake("specdec generate 'def' --timeout 0.001", TRY_AGAIN, "the timeout has passed"),
 )
-"""Wrong where a target runs without a draft: what the server says."""
+"""Wrong where a target runs without a draft: refused by the server."""

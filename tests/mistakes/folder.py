@@ -1,4 +1,4 @@
-"""The folder in which wrong commands are typed: a pair of models, what is left of others, and files of prompts."""
+"""The folder in which wrong commands run: a pair of models, incomplete copies of them, and prompt files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.models import make
 
 
 def furnish(folder: Path) -> None:
-    """Write `target` and `draft`, broken copies of `target` named by what is wrong with them, and files of prompts."""
+    """Write `target` and `draft`, broken copies of `target` named by their defect, and prompt files."""
     target = make("llama", folder / "target")
     make("llama", folder / "draft", seed=1, num_hidden_layers=1)
 

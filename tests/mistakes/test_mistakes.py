@@ -1,4 +1,4 @@
-"""Wrong commands, configurations and files are told within seconds, in a line that names the thing to change."""
+"""Wrong commands, configurations and files fail within seconds, with a line that names what to change."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.mistakes.__main__ import table
 from tests.mistakes.commands import ASKED, MISTAKES, TAKEN, Mistake
 from tests.mistakes.folder import furnish
 
-pytestmark = pytest.mark.timeout(900)  # several processes start, each as slowly as the machine is busy
+pytestmark = pytest.mark.timeout(900)  # several processes start, slowly on a busy machine
 
 PAGE = Path(__file__).parents[2] / "docs" / "when-something-is-wrong.md"
 
 MOST_SECONDS = 3.0
-"""Seconds of a core that a command may take. Those of the clock are this machine's affair."""
+"""Limit on a command's CPU time, in seconds. Wall time depends on the machine's load."""
 
 BEFORE = "Usage: specdec|Try 'specdec|specdec: waiting for"
-"""What may stand before the line."""
+"""What may precede the line."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def taken() -> Iterator[str]:
-    """A port that another program listens on."""
+    """Yield a port on which another program listens."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -46,7 +46,7 @@ def taken() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    """The address of an orchestrator whose target runs without a draft."""
+    """Yield the address of an orchestrator whose target runs without a draft."""
     command = [sys.executable, "-m", "specdec.cli", "up", "--target", "target", "--port", "0", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment()) as process:
         assert process.stdout is not None
@@ -55,14 +55,14 @@ def address(folder: Path) -> Iterator[str]:
 
 
 def check(mistake: Mistake, words: list[str], folder: Path, taken: str) -> None:
-    """Run a wrong command, and compare what it says with the table. One that takes too long is run once more: others
-    may have had the processor's caches."""
+    """Run a wrong command and compare its output with the table. A slow one is repeated once: other processes may
+    have evicted the CPU's caches."""
     if seconds_of(mistake, words, folder, taken) > MOST_SECONDS:
         assert seconds_of(mistake, words, folder, taken) < MOST_SECONDS
 
 
 def seconds_of(mistake: Mistake, words: list[str], folder: Path, taken: str) -> float:
-    """Run a wrong command, and compare what it says; return its seconds of a processor."""
+    """Run a wrong command and compare its output; return its CPU seconds."""
     said, out = (folder / "said.txt"), (folder / "out.txt")
     with said.open("w") as stderr, out.open("w") as stdout:
         process = subprocess.Popen(
