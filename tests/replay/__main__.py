@@ -1,11 +1,11 @@
-"""Recordings of both loops, and what they cost, to be compared before and after a change.
+"""Recordings of both loops with their costs, for comparison before and after a change.
 
-    python -m tests.replay keep                        # write the recordings that the tests look at
-    python -m tests.replay record build/before         # the same, and costs.json, into a folder
+    python -m tests.replay keep                        # write the recordings that the tests read
+    python -m tests.replay record build/before         # write them, with costs.json, into a folder
     python -m tests.replay record build/before --target DIR --draft DIR --dtype bfloat16 --fast --threads 2
     python -m tests.replay compare build/before build/after
 
-Recordings by real models are the same on the same machine only; the clock is virtual all the same.
+Recordings of real models are reproducible on one machine only, despite the virtual clock.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from verifier_service.step_loop import MOST_CANDIDATES
 
 KEPT = Path(__file__).parent / "recordings"
 MESSAGES = KEPT / "messages.txt"
-"""Of one scenario, byte by byte."""
+"""Messages of one scenario, byte by byte."""
 
 SPELT_OUT = "drafted"
 
 MOST_MORE = 1.02
-"""What a committed token may cost of what it cost before."""
+"""Limit on the cost per committed token, relative to the earlier recording."""
 
 
 def file_name(scenario: str) -> str:
@@ -45,7 +45,7 @@ def written(recording: Recording) -> str:
 
 
 def real_engines(args: argparse.Namespace) -> Engines:
-    """Engines of real models, loaded once; each scenario has as much of their memory as it says."""
+    """Return a factory of engines of real models, loaded once; each scenario limits the target's memory."""
     threads = tuple(range(args.threads, 0, -1))
     directories = [ModelDirectory(args.target), ModelDirectory(args.draft), ModelDirectory(args.draft)]
     target, draft, local = (
@@ -81,7 +81,7 @@ def save(args: argparse.Namespace) -> None:
 
 
 def compare(before: Path, after: Path) -> int:
-    """Print what differs; 1 if a recording does, or a token costs more."""
+    """Print differences; return 1 if a recording differs or a token costs more."""
     differing = 0
     for name in SCENARIOS:
         old, new = ((folder / file_name(name)).read_text().splitlines() for folder in (before, after))

@@ -1,4 +1,4 @@
-"""A clock that moves only when it is told to: how often anybody looks at it changes nothing."""
+"""A clock that advances only explicitly: reading it has no effect."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ class Clock:
 
     @contextmanager
     def rules(self) -> Iterator[None]:
-        """Whoever asks for the time meanwhile is told this clock's."""
+        """Replace the time functions by this clock within the context."""
         with patch.object(time, "monotonic", self.read), patch.object(time, "perf_counter", self.read):
             yield

@@ -1,8 +1,8 @@
 """A verifier and a draft without threads or network: messages between them arrive at fixed ticks.
 
-In a tick the step loop takes one turn; for as long as that takes, by its own clock, the draft takes turns as well.
-Every pass, commit and message of candidates becomes a line of the recording. The words of those lines are the
-recording's own: a change that renames things leaves them as they are.
+In a tick the step loop takes one turn; for its duration on the virtual clock, the draft takes turns as well. Every
+pass, commit and message of candidates becomes a line of the recording. The words in those lines belong to the
+recording format: renaming things in the code leaves them unchanged.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ SERVICES = tuple(
     str(Path(__file__).parents[2] / folder)
     for folder in ("specdec/decoding", "specdec/serving", "verifier_service", "draft_service")
 )
-"""Whose calls are counted: engines are left out, which are made up here."""
+"""Packages whose calls are counted; engines are fakes here and left out."""
 
 IDLE_SECONDS = 0.005
-"""What a tick without a step takes."""
+"""Duration of a tick without a step."""
 
 Engines = Callable[[Scenario], tuple[Engine, Engine, Engine | None]]
 """Target, draft, and the verifier's local draft, if a scenario has one."""
@@ -52,7 +52,7 @@ Engines = Callable[[Scenario], tuple[Engine, Engine, Engine | None]]
 
 @dataclass
 class Costs:
-    """What a recording took. `calls`: of this project's Python functions, in the turns of both loops."""
+    """Costs of a recording. `calls`: calls of this project's Python functions in the turns of both loops."""
 
     tokens: int = 0
     target_passes: int = 0
@@ -67,12 +67,12 @@ class Costs:
 @dataclass
 class Recording:
     lines: list[str] = field(default_factory=list)
-    messages: list[str] = field(default_factory=list)  # as they travel, in hexadecimal
+    messages: list[str] = field(default_factory=list)  # serialized, in hexadecimal
     costs: Costs = field(default_factory=Costs)
 
 
 class Calls:
-    """A context that counts calls of Python functions of this project, for as long as it is entered."""
+    """A context that counts calls of this project's Python functions."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -94,7 +94,7 @@ class _AtOnce:
 
 
 class Mail(ResponseQueue[Any]):
-    """Keeps what a loop says to a session, until it is taken."""
+    """Keeps a loop's messages to a session until they are taken."""
 
     def __init__(self) -> None:
         self._loop = _AtOnce()  # type: ignore[assignment]
@@ -113,7 +113,7 @@ class Mail(ResponseQueue[Any]):
 
 
 class Text:
-    """A request under way: its sessions at both loops, and what they have said."""
+    """A running request: its sessions at both loops, and their messages."""
 
     def __init__(self, number: int, request: Request, prompt: list[int], generated: list[int]) -> None:
         self.number, self.request = number, request
@@ -128,7 +128,7 @@ class Text:
 
 
 class Deployment:
-    """`target`, `draft`, and perhaps a `local` draft of the verifier's, on one `clock`."""
+    """`target`, `draft`, and optionally the verifier's `local` draft, on one `clock`."""
 
     def __init__(
         self, scenario: Scenario, target: TimedEngine, draft: TimedEngine, local: TimedEngine | None, clock: Clock
@@ -154,7 +154,7 @@ class Deployment:
         self.recording = Recording()
         for engine in (target, draft, *([] if local is None else [local])):
             engine.passes = engine.rows = 0
-            getattr(engine.inner, "faults", []).clear()  # measuring reads memory that nobody has written
+            getattr(engine.inner, "faults", []).clear()  # measuring reads unwritten memory
 
     def run(self) -> Recording:
         """Serve every request of the scenario to its end."""
@@ -201,7 +201,7 @@ class Deployment:
                 self._committed(text, item)
 
     def _draft_until(self, begin: float, end: float) -> None:
-        """As many turns as the draft has time for, since the step began."""
+        """Let the draft take turns until `end`, starting at `begin` or where it was."""
         self._clock.now = max(begin, self._draft_now)
         passes, rows = self._draft.passes, self._draft.rows
         while self._clock.now < end:
@@ -345,7 +345,7 @@ class Deployment:
         self._later(text.request.delay, act)
 
     def _read(self, text: Text) -> None:
-        """The client takes what has come, now and again."""
+        """Report received tokens as consumed, periodically."""
         if text.over:
             return
         if text.tokens > text.read:
@@ -383,7 +383,7 @@ def _list(values: Any) -> str:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Nothing is logged meanwhile."""
+    """Suppress all logging."""
     settings = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     try:
@@ -393,7 +393,7 @@ def _silence() -> Iterator[None]:
 
 
 def record(scenario: Scenario, engines: Engines) -> Recording:
-    """Serve a scenario on a clock of its own."""
+    """Serve a scenario on a new clock."""
     clock = Clock()
     target, draft, local = engines(scenario)
     with clock.rules(), _silence():
@@ -407,7 +407,7 @@ def record(scenario: Scenario, engines: Engines) -> Recording:
 
 
 def made_up(scenario: Scenario) -> tuple[Engine, Engine, Engine | None]:
-    """Engines without models, the same on every machine."""
+    """Return engines without models, the same on every machine."""
     local = HabitEngine(256, noise=1.2 * scenario.noise) if scenario.local_draft else None
     target = HabitEngine(scenario.blocks, threads=scenario.threads, row_counts=scenario.row_counts)
     return target, HabitEngine(256, noise=scenario.noise), local

@@ -1,4 +1,4 @@
-"""Engines for recordings: they take the time of a model on the virtual clock, and count."""
+"""Engines for recordings: passes take a model's time on the virtual clock, and are counted."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.replay.clock import Clock
 from tests.verifier_service.fakes import LANGUAGE, VOCABULARY, ThreadedTextEngine
 
 FEWER_THREADS = 1.3
-"""A pass takes so many times as long with fewer threads than all."""
+"""Factor on a pass's duration with fewer than all threads."""
 
 _HABIT = 3.0 * np.random.default_rng(7).normal(size=(VOCABULARY, VOCABULARY))
-"""[before, next]: which token usually follows which. It makes text repeat itself, so that lookups find something."""
+"""Bigram logits [previous, next]. They make texts repetitive, so that n-gram lookup finds candidates."""
 
 
 class TimedEngine:
-    """An engine whose passes take `base` + `row` n seconds over n rows, whatever they take."""
+    """An engine whose passes take `base` + `row` n seconds of virtual time over n rows."""
 
     def __init__(self, engine: Engine, clock: Clock, base: float, row: float) -> None:
         threaded = cpu_threads(engine)
@@ -53,7 +53,7 @@ class TimedEngine:
 
 
 class HabitEngine(ThreadedTextEngine):
-    """Speaks a language of habits; with `noise`, like a draft that has learnt it not quite."""
+    """A target with bigram habits; with `noise`, an imperfect draft of it."""
 
     bad = -1
 

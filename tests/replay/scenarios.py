@@ -1,4 +1,4 @@
-"""What is asked of a verifier and a draft in a recording, and when. Times are ticks: turns of the step loop."""
+"""Requests to a verifier and a draft in a recording, with their times. Times are ticks: turns of the step loop."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PENALISED: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Request:
-    """One text. `policy` and `later` are fields of VerifyPolicy; `later` by the tick at which they are sent."""
+    """One text. `policy` and `later` are fields of VerifyPolicy; `later` is keyed by the tick of sending."""
 
     arrives: int = 0
     prompt: int = 8  # tokens
-    generated: int = 0  # of them before
-    same: int | None = None  # whose prompt it begins with, by its number
+    generated: int = 0  # tokens generated before
+    same: int | None = None  # seed of its prompt, by default its own number; equal seeds share a prefix
     tokens: int = 32
     sampling: Mapping[str, Any] = field(default_factory=dict)
     rule: int = COUPLED
@@ -31,15 +31,15 @@ class Request:
     policy: Mapping[str, Any] = field(default_factory=dict)
     later: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     draft: Mapping[str, Any] | None = None  # fields of DraftPolicy; None: it has none
-    delay: int = 1  # ticks of a message, one way
-    resends: int | None = None  # when the draft is asked for its tree again
-    reads: int = 1  # so often the client reads, in ticks
-    leaves: int | None = None  # when the client is gone
+    delay: int = 1  # ticks per message, one way
+    resends: int | None = None  # when the draft is asked to resend its tree
+    reads: int = 1  # interval of the client's reads, in ticks
+    leaves: int | None = None  # when the client disconnects
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Requests, and what serves them. `base`, `row`: seconds of a target's pass, and of a row more."""
+    """Requests and their services. `base`, `row`: seconds of a target's pass, and of each row."""
 
     requests: tuple[Request, ...]
     blocks: int = 64
@@ -48,9 +48,9 @@ class Scenario:
     draft_base: float = 0.002
     draft_row: float = 0.0001
     threads: tuple[int, ...] = (1,)
-    noise: float = 0.7  # of what a made-up draft has learnt
+    noise: float = 0.7  # error of a fake draft's logits
     local_draft: bool = False
-    row_counts: tuple[int, ...] = ()  # that steps are padded to
+    row_counts: tuple[int, ...] = ()  # row counts to which steps are padded
     max_unread_tokens: int = 256
     suffix_cache_tokens: int = 0
     ticks: int = 400

@@ -1,7 +1,7 @@
 """Both loops do, step by step, what they did when the recordings were made.
 
-A change that is not meant to change behaviour leaves them as they are; one that is writes them anew
-(`python -m tests.replay keep`), and the difference of the files says what it has changed.
+A refactoring leaves the recordings as they are; a change of behavior rewrites them (`python -m tests.replay keep`),
+and their diff shows what it changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def test_the_loops_do_what_they_did(name: str) -> None:
 
 
 def test_messages_have_the_bytes_that_they_had() -> None:
-    """Between orchestrator, draft and verifier; a change of the contract is a change of its version."""
+    """Between orchestrator, draft and verifier; a change of the contract requires a new version."""
     assert record(SCENARIOS[SPELT_OUT], made_up).messages == MESSAGES.read_text().splitlines()
 
 
