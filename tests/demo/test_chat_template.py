@@ -1,4 +1,4 @@
-"""The bundled pair renders conversations, and a pair that is trained anew does so too."""
+"""The bundled pair renders conversations, and so does a newly trained pair."""
 
 from __future__ import annotations
 

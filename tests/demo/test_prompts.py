@@ -1,4 +1,4 @@
-"""Prompts are as long as asked, of their kind, and the same for a seed."""
+"""Prompts have the requested length and kind, and depend only on the seed."""
 
 from __future__ import annotations
 

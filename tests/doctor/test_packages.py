@@ -1,4 +1,4 @@
-"""Ranges and extras are those of the metadata, and what is missing has its command."""
+"""Version ranges and extras equal the metadata, and missing packages are reported with an install command."""
 
 from __future__ import annotations
 

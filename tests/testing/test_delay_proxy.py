@@ -1,4 +1,4 @@
-"""The delay proxy: late by what was asked, and otherwise as if it were not there."""
+"""The delay proxy: it delays by the set time, and is transparent otherwise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE = 10.0
 
 
 async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Everything back, and then the end."""
+    """Echo everything, then close."""
     while data := await reader.read(1 << 16):
         writer.write(data)
         await writer.drain()
@@ -28,7 +28,7 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 
 async def answer_at_the_end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Nothing before all is heard: needs a half-closed connection."""
+    """Answer once everything has been read: requires half-closed connections."""
     heard = await reader.read()
     writer.write(heard[::-1])
     writer.close()
@@ -42,7 +42,7 @@ async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 @asynccontextmanager
 async def server(serve: object) -> AsyncIterator[str]:
-    """The address of a server in this loop."""
+    """Yield the address of a server in this loop."""
     listening = await asyncio.start_server(serve, "127.0.0.1", 0)  # type: ignore[arg-type]
     try:
         yield "127.0.0.1:{1}".format(*listening.sockets[0].getsockname())
@@ -58,7 +58,7 @@ async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWri
 async def test_a_round_trip_takes_twice_the_delay() -> None:
     async with server(echo) as address, DelayProxy(DELAY) as proxy:
         reader, writer = await connect(await proxy.to(address))
-        for delay in (DELAY, 0.0, DELAY / 2):  # it may change under way
+        for delay in (DELAY, 0.0, DELAY / 2):  # adjustable at run time
             proxy.delay = delay
             start = time.monotonic()
             writer.write(b"x")
@@ -69,14 +69,14 @@ async def test_a_round_trip_takes_twice_the_delay() -> None:
 
 
 async def test_it_is_a_longer_cable_not_a_thinner_one() -> None:
-    """What is on the way together arrives together: a hundred messages take as long as one."""
+    """It adds latency without reducing throughput: a hundred messages take as long as one."""
     count = 100
     async with server(echo) as address, DelayProxy(DELAY) as proxy:
         reader, writer = await connect(await proxy.to(address))
         start = time.monotonic()
         for number in range(count):
             writer.write(bytes([number]))
-            await asyncio.sleep(0)  # sent by itself
+            await asyncio.sleep(0)  # a separate write
         assert await reader.readexactly(count) == bytes(range(count))
         assert 2 * DELAY <= time.monotonic() - start < count * DELAY
         writer.close()
@@ -166,7 +166,7 @@ async def test_a_stall_delivers_nothing_and_loses_nothing() -> None:
         writer.write(b"b")
         await until(lambda: bool(proxy.waiting))
         writer.write(b"c")
-        other, late = await connect(await proxy.to(address))  # connections are made, and are as dead
+        other, late = await connect(await proxy.to(address))  # new connections succeed and are just as dead
         late.write(b"d")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(reader.read(1), 2 * DELAY)

@@ -1,4 +1,4 @@
-"""A padded model says what its source says."""
+"""A padded model's logits equal its source's."""
 
 from __future__ import annotations
 

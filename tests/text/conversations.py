@@ -1,4 +1,4 @@
-"""Conversations that a chat template is rendered with, and what transformers and this project make of them."""
+"""Conversations for rendering chat templates, and their results by transformers and by this project."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def said(role: str, content: str, **others: Any) -> Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation as callers write it: `tool_calls` have the fields of the message ToolCall."""
+    """A conversation in the callers' form: `tool_calls` have the fields of the message ToolCall."""
 
     name: str
     turns: list[Turn]
@@ -75,19 +75,19 @@ CONVERSATIONS = [
 
 
 class Refused(str):
-    """Why a conversation is not rendered."""
+    """The error of a conversation that cannot be rendered."""
 
     __slots__ = ()
 
 
 class RefusedByRule(Refused):
-    """Refused by a rule of this project before the template is asked."""
+    """Refused by a rule of this project before the template runs."""
 
     __slots__ = ()
 
 
 def by_transformers(tokenizer: FastTokenizer, template: Any, conversation: Conversation) -> str:
-    """Render by transformers' own `apply_chat_template`."""
+    """Render by transformers' `apply_chat_template`."""
     own = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **SPECIAL)
     turns = [_openai_turn(turn) for turn in conversation.turns]
     try:
@@ -114,7 +114,7 @@ def _openai_turn(turn: Turn) -> Turn:
 
 
 def model_with(source: Path, directory: Path, files: Mapping[str, str], **settings: Any) -> ServedModel | Refused:
-    """Return a model like `source` whose template is in these files, and what its tokenizer_config.json says."""
+    """Return a copy of model `source` with these template files and tokenizer_config.json settings."""
     shutil.copytree(source, directory, ignore=lambda *_: ["tokenizer_config.json"])
     (directory / "tokenizer_config.json").write_text(json.dumps(SPECIAL | settings))
     for name, text in files.items():
@@ -141,7 +141,7 @@ def chat_of(conversation: Conversation) -> generation_pb2.ChatPrompt:
 
 
 def by_us(model: ServedModel | Refused, conversation: Conversation) -> str:
-    """Render as a request's conversation is rendered."""
+    """Render as in a request."""
     if isinstance(model, Refused):
         return model
     chat = chat_of(conversation)

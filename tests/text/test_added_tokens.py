@@ -1,4 +1,4 @@
-"""Which tokens there are, what each is, and which end a text: as transformers reads it off all files of a directory."""
+"""Added, special and end tokens, read from all files of a model directory as transformers does."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ CASES: dict[str, Files] = {
 
 
 def written(path: Path, files: Files) -> ModelDirectory:
-    """A directory with these fields of its files."""
+    """Return a directory with these fields in its files."""
     directory(word_level(), path)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
     for name, fields in (files | {SETTINGS: settings | files.get(SETTINGS, {})}).items():
@@ -98,7 +98,7 @@ def test_models_with_other_tokens_are_no_pair(tmp_path: Path) -> None:
 
 
 def test_grammars_know_added_tokens(tmp_path: Path) -> None:
-    """A special token is none of the ways to write a text."""
+    """Text cannot be spelled with special tokens."""
     model = written(tmp_path / "model", {SETTINGS: {"added_tokens_decoder": {"7": entry("hello")}}})
     text = GrammarCompiler.of(model).compile(Grammar(Kind("regex"), ("hello",))).begin([], model.end_tokens)
     assert not text.permits([], 7)
@@ -145,7 +145,7 @@ def test_end_tokens_are_those_of_transformers(tmp_path: Path, case: str) -> None
     model = ends_of(tmp_path / "model", files)
     try:
         theirs = GenerationConfig.from_pretrained(model.path)
-    except OSError:  # what transformers does then
+    except OSError:  # then transformers does the same
         theirs = GenerationConfig.from_pretrained(model.path, config_file_name=CONFIG, _from_model_config=True)
     named = theirs.eos_token_id
     assert model.end_tokens == ends == set(named if isinstance(named, list) else [named])

@@ -1,4 +1,4 @@
-"""What is wrong with a tokenizer or a chat template ends the start in one line, whatever the libraries make of it."""
+"""A broken tokenizer or chat template ends the start with a one-line error, even if a library panics."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def edit(file: Path, **fields: Any) -> None:
 
 
 def refused(directory: Path) -> str:
-    """The line that a tokenizer is refused with."""
+    """Return the one-line error for a tokenizer."""
     with pytest.raises(ModelDirectoryError) as error:
         Tokenizer(ModelDirectory(directory))
     line = str(error.value)
@@ -48,7 +48,7 @@ def refused(directory: Path) -> str:
     ids=["when read", "over any text", "over this text"],
 )
 def test_a_tokenizer_that_panics(directory: Path, fields: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    """Those that panic over a text would do so in every request. What Rust prints of it is not shown."""
+    """A panic over a text would otherwise occur in every request. Rust's own output is suppressed."""
     edit(directory / "tokenizer.json", **fields)
     assert refused(directory).startswith(f"{directory / 'tokenizer.json'}: cannot be used: ")
     assert capfd.readouterr().err == ""

@@ -1,4 +1,4 @@
-"""Chat templates are found, chosen and rendered as transformers does; each of its features in a template of our own."""
+"""Chat templates are found, selected and rendered as by transformers; own templates cover each feature."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_the_template_that_is_rendered_with_tools_shows_in_the_fingerprint(sourc
 
 
 def check_special_tokens(directory: Path, wanted: dict[str, str]) -> None:
-    """Let a template name all of them."""
+    """Check a template that prints all special tokens."""
     names = [*wanted, *STANDARD]
     template = "{% set all = {" + ", ".join(f"'{name}': {name}" for name in names) + "} %}"
     template += "{% for name, value in all.items() if value is defined %}{{ [name, value] | tojson }}\n{% endfor %}"

@@ -1,4 +1,4 @@
-"""What an orchestrator reads of a model is checked before anything starts."""
+"""Everything that an orchestrator reads of a model is checked before anything starts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Published chat templates render as transformers renders them, and tell their tool formats.
+"""Published chat templates render as by transformers, and their tool formats are recognized.
 
-They are those that llama.cpp's sources carry, which `make llama-sources` unpacks; none of them is part of this project.
+The templates are in llama.cpp's sources, unpacked by `make llama-sources`; none is part of this project.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ FORMATS = {
     "GLM-4.6": "glm45",
     "GLM-4.7-Flash": "glm47",
     "MiniMax-M2": "minimax_m2",
-    # Their calls hold the marks of formats above, in another form.
+    # Their calls contain the marks of formats above in another form.
     "MiniMax-M1": None,
     "MiniMax-M3": None,
     "unsloth-Apriel-1.5": None,

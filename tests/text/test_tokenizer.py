@@ -1,4 +1,4 @@
-"""The tokenizer as requests use it: nothing is cut silently, and templates get what transformers gives them."""
+"""The tokenizer in requests: nothing is truncated silently, and templates get the same values as in transformers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_broken_template_stops_the_start(directory: Path) -> None:
 
 @pytest.mark.parametrize("template", ["{{ [1, 2] | random }}", "{{ lipsum() }}"])
 def test_a_template_that_draws_lots_is_refused(directory: Path, template: str) -> None:
-    """The same conversation would be another prompt each time."""
+    """The same conversation would give different prompts."""
     with pytest.raises((ModelDirectoryError, ChatTemplateError)):
         with_template(directory, template).render(said(("user", "x")), NOON)
 

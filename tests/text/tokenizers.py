@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that models are published with, and directories that hold one."""
+"""Small tokenizers of published kinds, and model directories with them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SPECIAL = ("<pad>", "<s>", "</s>")
 
 
 def byte_fallback(*, gemma: bool = False) -> Tokenizer:
-    """A tokenizer whose characters without a token of their own are byte tokens, as Llama 2's are; Gemma's keep the
-    space before the text."""
+    """Return a tokenizer that spells unknown characters in byte tokens, like Llama 2's; Gemma's keep the leading
+    space."""
     words = ["<unk>", "\u2581", *"abe.", "\u2581a", "\u2581the", "the", "\u00e9", "\ufffd"]
     names = [*SPECIAL, *words, *(f"<0x{byte:02X}>" for byte in range(256))]
     vocabulary = {name: number for number, name in enumerate(names)}
@@ -28,7 +28,7 @@ def byte_fallback(*, gemma: bool = False) -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """A tokenizer without bytes, as T5's is."""
+    """Return a tokenizer without byte tokens, like T5's."""
     words = ["<unk>", "\u2581", *"abe.", "\u2581a", "\u2581the", "the"]
     made = Tokenizer(models.BPE(vocab={name: n for n, name in enumerate([*SPECIAL, *words])}, merges=[]))
     made.decoder = decoders.Metaspace()
@@ -37,7 +37,7 @@ def metaspace() -> Tokenizer:
 
 
 def word_level() -> Tokenizer:
-    """A tokenizer of words, with two special tokens and one that is shown."""
+    """Return a tokenizer of words, with two special tokens and a visible added one."""
     names = ["<unk>", "<pad>", "<s>", "</s>", ".", "<tool>", "world", "hello", *(f"w{n}" for n in range(32))]
     made = Tokenizer(models.WordLevel(vocab={name: n for n, name in enumerate(names)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -47,7 +47,7 @@ def word_level() -> Tokenizer:
 
 
 def directory(tokenizer: Tokenizer, path: Path, **settings: object) -> ModelDirectory:
-    """A model's directory without weights, with this tokenizer."""
+    """Write a model directory without weights, with this tokenizer."""
     path.mkdir()
     tokenizer.save(str(path / "tokenizer.json"))
     config = {
