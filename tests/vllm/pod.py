@@ -1,4 +1,4 @@
-"""A verifier with vLLM as its engine: a process of another environment, which `make vllm` makes."""
+"""A verifier on vLLM: a process in a separate environment, made by `make vllm`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from specdec.roles import environment
 
 PYTHON = Path(os.environ.get("SPECDEC_VLLM_PYTHON", "build/vllm/bin/python")).absolute()
-"""The interpreter that has vLLM."""
+"""The interpreter of the environment with vLLM."""
 
 needs_vllm = pytest.mark.skipif(
     not (PYTHON.parents[1] / ".specdec").is_file(), reason="there is no environment with vLLM (make vllm)"
@@ -26,7 +26,7 @@ START_SECONDS = 180.0
 
 
 class VllmPod:
-    """A verifier that runs."""
+    """A running verifier."""
 
     def __init__(self, process: asyncio.subprocess.Process, address: str, log: Path) -> None:
         self.address = address
@@ -37,19 +37,19 @@ class VllmPod:
         self._process.kill()
 
     def threads_of_parts(self) -> list[int]:
-        """The OpenMP threads that processes of vLLM's are told to have."""
-        threads = Path(f"/proc/{self._process.pid}/task").glob("*/children")  # any of them may have started some
+        """Return OMP_NUM_THREADS of vLLM's worker processes."""
+        threads = Path(f"/proc/{self._process.pid}/task").glob("*/children")  # any thread may have started some
         started = [each for listed in threads for each in listed.read_text().split()]
         workers = [Path("/proc", each) for each in started if "VLLM" in Path("/proc", each, "cmdline").read_text()]
         told = [re.search(r"\0OMP_NUM_THREADS=(\d+)\0", (each / "environ").read_text()) for each in workers]
         return [int(found[1]) for found in told if found]
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal it and the processes that it has started, as a terminal or a supervisor does."""
+        """Signal it and its child processes, like a terminal or a supervisor."""
         os.killpg(self._process.pid, number)
 
     async def ended(self) -> int:
-        """Its exit status, once it and the processes that it has started have ended."""
+        """Return its exit status, once it and its child processes have ended."""
         async with asyncio.timeout(60):
             status = await self._process.wait()
             with contextlib.suppress(ProcessLookupError):
@@ -59,13 +59,13 @@ class VllmPod:
         return status
 
     async def terminate(self) -> int:
-        """Have it drain; its exit status."""
+        """Drain it; return its exit status."""
         self.signal(signal.SIGTERM)
         return await self.ended()
 
 
 async def command(*options: str) -> tuple[int, str]:
-    """The exit status of a verifier with these options that does not start, and what it says."""
+    """Run a verifier with these options that fails to start; return its exit status and stderr."""
     process = await asyncio.create_subprocess_exec(
         *map(str, (PYTHON, "-m", "verifier_service", "--engine", "vllm")),
         *options,
@@ -81,7 +81,7 @@ async def command(*options: str) -> tuple[int, str]:
 
 @asynccontextmanager
 async def vllm_pod(model: Path, log: Path, *options: str) -> AsyncIterator[VllmPod]:
-    """A verifier that serves a model, with one thread and float32."""
+    """Yield a verifier of a model, with one thread and float32."""
     served = ("--model", str(model), "--dtype", "float32", "--threads", "1", "--kv-tokens", "8192")
     with log.open("w") as stderr:
         process = await asyncio.create_subprocess_exec(

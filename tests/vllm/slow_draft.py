@@ -1,4 +1,4 @@
-"""A draft service whose every forward pass takes 50 ms at least."""
+"""A draft service whose every forward pass takes at least 50 ms."""
 
 from __future__ import annotations
 

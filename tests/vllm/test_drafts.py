@@ -1,4 +1,4 @@
-"""Sessions of vLLM's texts at draft services: how much room they ask for, and what comes of a refusal."""
+"""Sessions at draft services for vLLM's texts: requested room, and handling of refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROMPT = list(range(20, 40))
 
 
 def drafts_of(directories: Directories, *addresses: str, room: int = CONTEXT) -> tuple[Drafts, Callable[[], Text]]:
-    """The sessions at these drafts, and what makes a text of the prompt."""
+    """Return the sessions at these drafts, and a factory of texts."""
     model = ModelDirectory(directories.target)
     target = Target(model.tokenizer_fingerprint, model.vocabulary, CONTEXT, frozenset(), DEPTH)
     settings = Settings(tuple(map(Address.parse, addresses)), wait=1.0)
@@ -41,7 +41,7 @@ def drafts_of(directories: Directories, *addresses: str, room: int = CONTEXT) ->
 
 
 async def grow(drafts: Drafts, text: Text, tokens: int = 0, *, until_drafted: bool = True) -> None:
-    """Have the target say this many tokens, those that the draft proposes where it does; wait for its next ones."""
+    """Add `tokens` target tokens, the draft's own candidates where it has some; wait for the next candidates."""
 
     def step(new: list[int]) -> bool:
         with drafts.lock:
@@ -56,7 +56,7 @@ async def grow(drafts: Drafts, text: Text, tokens: int = 0, *, until_drafted: bo
 
 
 async def test_a_text_gets_room_bit_by_bit(directories: Directories) -> None:
-    """A draft sets memory aside for all tokens that a session may have."""
+    """A draft reserves memory for all tokens that a session may have."""
     opened: list[tuple[int, int]] = []
 
     class Recording(DraftServicer):
@@ -75,14 +75,14 @@ async def test_a_text_gets_room_bit_by_bit(directories: Directories) -> None:
         for (begin, room), (again, _) in pairwise(opened):
             assert begin + room - 2 * DEPTH - 2 < again <= begin + room
         last, room = opened[-1]
-        assert last + room == CONTEXT  # of which the session lasts to the end
+        assert last + room == CONTEXT  # the last session lasts to the end
         assert len(opened) >= (CONTEXT - len(PROMPT)) // 40
         drafts.forget([text])
         await until(lambda: services.idle)
 
 
 class Full(DraftServicer):
-    """Has room for nobody."""
+    """Refuses every session."""
 
     def parse(self, request: Any, deadline: float | None) -> Any:
         raise OverloadedError("there is no room for a text here")
@@ -93,7 +93,7 @@ def refusals(logs: list[MutableMapping[str, Any]]) -> list[MutableMapping[str, A
 
 
 async def test_what_a_full_draft_refuses_another_takes(directories: Directories) -> None:
-    """Although the full one has the fewest sessions; and it is told once."""
+    """Even though the full one has the fewest sessions; the refusal is logged once."""
     async with (
         stack(directories.target, directories.target) as services,
         stack(directories.target, directories.target, draft_kind=Full) as others,
@@ -118,14 +118,14 @@ async def test_a_reason_to_refuse_is_told_once(directories: Directories) -> None
     class Refusing(DraftServicer):
         def parse(self, request: Any, deadline: float | None) -> Any:
             asked.append(next(reasons))
-            raise PeerLostError(asked[-1], "LOST")  # its status names the request, each time another
+            raise PeerLostError(asked[-1], "LOST")  # its status includes the request id, different each time
 
     async with stack(directories.target, directories.target, draft_kind=Refusing) as services:
         with captured_logs() as logs:
             drafts, text_of = drafts_of(directories, services.drafts[0].address)
             text = text_of()
             async with asyncio.timeout(30):
-                while len(asked) < 5:  # the fourth one is over
+                while len(asked) < 5:  # the fourth one has ended
                     await grow(drafts, text, until_drafted=False)
                     await asyncio.sleep(0.01)
             assert [line["why"] for line in refusals(logs)] == ["UNAVAILABLE: one", "UNAVAILABLE: another"]

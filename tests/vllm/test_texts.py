@@ -1,4 +1,4 @@
-"""Texts are known by their tokens, whatever row of vLLM's batch they are in."""
+"""Texts are identified by their tokens, independently of rows in vLLM's batch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_what_a_text_says_since_is_committed() -> None:
     assert text.extend_to(row(5, 6)) == []
     assert text.extend_to(row(5, 6, 7, 8)) == [7, 8]
     assert text.chain(8) == [9, 10]
-    text.insert(2, chain(7, 8, 9, 10, 11))  # late, by an older beginning
+    text.insert(2, chain(7, 8, 9, 10, 11))  # late, for an older base
     assert text.chain(8) == [9, 10, 11]
     assert text.chain(2) == [9, 10]
     assert text.extend_to(row(5, 6, 7, 8, 20)) == [20]
@@ -94,7 +94,7 @@ def test_a_draft_that_is_late_is_not_waited_for_until_it_sends_something() -> No
     text = Text(row(5), VOCABULARY, CONTEXT, END)
     assert not text.worth_a_wait  # nothing has come yet
     text.insert(1, chain(6))
-    assert not text.worth_a_wait  # there is something
+    assert not text.worth_a_wait  # candidates are there already
     text.extend_to(row(5, 6))
     for _ in range(IN_VAIN):
         assert text.worth_a_wait

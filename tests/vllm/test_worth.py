@@ -1,4 +1,4 @@
-"""Proposals are made while they bring tokens faster than none."""
+"""Candidates are proposed only while they increase throughput."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from specdec.vllm.worth import LONGEST_PAUSE, Worth
 
 Step = Callable[[bool, int], tuple[int, float]]
-"""Whether candidates were proposed, and the number of texts -> tokens of a step, and its seconds."""
+"""(candidates were proposed, number of texts) -> (tokens of a step, its seconds)."""
 
 
 def run(worth: Worth, step: Step, seconds: float, texts: int = 1, start: float = 0.0) -> tuple[float, float]:
-    """Steps for so long: the share of time with proposals, and tokens a second."""
+    """Run steps for `seconds`; return the share of time with proposals, and tokens per second."""
     now, proposes, proposing, tokens = start, worth.after_step(texts, 0, start), 0.0, 0
     while now < start + seconds:
         given, took = step(proposes, texts)
@@ -58,7 +58,7 @@ def test_batches_of_other_sizes_are_measured_by_themselves() -> None:
 
 
 def test_what_comes_to_cost_is_left_at_once() -> None:
-    """As where texts with a temperature follow greedy ones."""
+    """As when sampled texts follow greedy ones."""
     worth = Worth()
     run(worth, pays, 300.0)
     run(worth, costs, 5.0, start=300.0)
@@ -75,5 +75,5 @@ def test_what_comes_to_pay_is_found() -> None:
 @pytest.mark.parametrize("texts", [1, 5])
 def test_pauses_and_new_texts_are_not_measured(texts: int) -> None:
     worth = Worth()
-    for number in range(1000):  # a step a minute, each with another number of texts
+    for number in range(1000):  # a step per minute, each with a different number of texts
         assert worth.after_step(texts + number % 2, 1, 60.0 * number)
