@@ -1,4 +1,4 @@
-"""What is logged while a test looks, whatever other tests have made of logging."""
+"""Captures log events, independently of other tests' logging configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 @contextmanager
 def captured_logs() -> Iterator[list[MutableMapping[str, Any]]]:
-    """Yield the lines of the log as they come, of every level."""
+    """Yield a list that receives log events of every level."""
     before = structlog.get_config()
     structlog.reset_defaults()
     try:

@@ -17,7 +17,7 @@ from specdec.client.tls_files import Contents, TlsFiles
 
 
 class Authority:
-    """An authority that writes what it issues into a folder."""
+    """A certificate authority that writes certificates into a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._authority = trustme.CA()
@@ -27,8 +27,8 @@ class Authority:
         self._authority.cert_pem.write_to_path(str(self.file))
 
     def issue(self, name: str, *hosts: str) -> tuple[Path, Path]:
-        """Issue a certificate for these hosts; return its file and the key's. What had the name before is replaced,
-        each file at once."""
+        """Issue a certificate for these hosts; return its file and the key's. Existing files of that name are
+        replaced, each atomically."""
         issued = self._authority.issue_cert(*(hosts or ("127.0.0.1",)), common_name=name)
         certificate, key = self._folder / f"{name}.pem", self._folder / f"{name}-key.pem"
         chain = b"".join(each.bytes() for each in issued.cert_chain_pems)
@@ -39,7 +39,7 @@ class Authority:
         return certificate, key
 
     def issue_with(self, name: str, *names: x509.GeneralName) -> Contents:
-        """Issue a certificate with any subject alternative names; return what a client needs to show it."""
+        """Issue a certificate with any subject alternative names; return the TLS contents of a client."""
         key = ec.generate_private_key(ec.SECP256R1())
         issuer = x509.load_pem_x509_certificate(self._authority.cert_pem.bytes())
         signing: Any = serialization.load_pem_private_key(self._authority.private_key_pem.bytes(), None)
@@ -54,10 +54,10 @@ class Authority:
         return Contents(builder.sign(signing, hashes.SHA256()).public_bytes(pem), private, self.file.read_bytes())
 
     def files(self, name: str, *hosts: str) -> TlsFiles:
-        """Return the files of a server or client that shows a certificate, and wants one of its peers."""
+        """Issue a certificate; return the TLS files of a server or client with mutual authentication."""
         return TlsFiles(*self.issue(name, *hosts), self.file)
 
     def contents(self, name: str, *hosts: str) -> Contents:
-        """Return what a client with a certificate of this name needs."""
+        """Issue a certificate; return the TLS contents of a client."""
         certificate, key = self.issue(name, *hosts)
         return Contents(certificate.read_bytes(), key.read_bytes(), self.file.read_bytes())

@@ -1,4 +1,4 @@
-"""The choice of one row, as tests ask for it: the token, and the values that it is the largest of."""
+"""Single-row interface to the choice rule for tests: the token, and the values it maximises."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def choose_token(
     path: Sequence[int] = (),
     allowed: TokenMask | None = None,
 ) -> int:
-    """Return the token that one row, float32 [V], chooses: `choose` for a single row."""
+    """Return the token chosen for one row, float32 [V]."""
     return int(choose(logits[None], [SamplingQuery(sampler, position, penalty_state, path, allowed=allowed)])[0])
 
 
@@ -35,13 +35,13 @@ def mask_of(tokens: Collection[int], vocabulary: int) -> TokenMask:
 
 
 def choose_tokens(logits: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
-    """Return the tokens that one row, float32 [V], chooses for each query: all of them in one call."""
+    """Return the tokens chosen for one row, float32 [V], by each query, in one call."""
     return choose(np.repeat(logits[None], len(queries), axis=0), queries)
 
 
 def scores(logits: Logits, query: SamplingQuery) -> tuple[Tokens, NDArray[np.float64]]:
-    """Return token ids, ascending, and the values whose argmax is the choice of one row (COUPLED): logits, with noise
-    unless greedy. Ids that do not survive are left out or have the value -inf."""
+    """Return ascending token ids and the values whose argmax is the choice for one row (COUPLED): logits, with noise
+    unless greedy. Ids that do not survive are missing or -inf."""
     sampling = query.sampler.sampling
     z = adjusted(logits[None], [query])
     if sampling.greedy:
@@ -52,7 +52,7 @@ def scores(logits: Logits, query: SamplingQuery) -> tuple[Tokens, NDArray[np.flo
 
 
 def candidates(row: NDArray[np.float32], query: SamplingQuery, width: int) -> tuple[list[int], list[float]]:
-    """The candidates of one row and their logprobs."""
+    """Return the candidates of one row and their logprobs."""
     found = draft_candidates(HostDraftLogits(row[None]), [AskedRow(0, query, len(row))], width)
     count = int(np.count_nonzero(found.logprobs > -np.inf))
     return found.tokens[0, :count].tolist(), found.logprobs[0, :count].tolist()

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector in this process: takes spans by OTLP, and shows them."""
+"""An OpenTelemetry collector in this process: receives spans by OTLP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps what it gets: (name of the service, span)."""
+    """Records (service name, span)."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, Span]] = []
@@ -25,14 +25,14 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def of(self, service: str) -> list[Span]:
-        """The spans of a service, oldest first."""
+        """Return the spans of a service, oldest first."""
         found = [span for name, span in self.spans if name == f"specdec-{service}"]
         return sorted(found, key=lambda span: span.start_time_unix_nano)
 
 
 @asynccontextmanager
 async def collecting() -> AsyncIterator[tuple[Collector, str]]:
-    """A running collector, and its address."""
+    """Yield a running collector, and its address."""
     collector, server = Collector(), grpc.aio.server()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
@@ -44,7 +44,7 @@ async def collecting() -> AsyncIterator[tuple[Collector, str]]:
 
 
 def values(attributes: Any) -> dict[str, Any]:
-    """Attributes of OTLP as plain values."""
+    """Return OTLP attributes as plain values."""
     found: list[KeyValue] = list(attributes)
     return {each.key: _value(each.value) for each in found}
 

@@ -1,9 +1,8 @@
-"""The oracle: token equality, by margin where float32 allows no more.
+"""The oracle: token equality, except for ties within the accuracy of float32.
 
-Two runs of one request must give the same tokens. In float32 the rows of a step may be computed in
-another number than those of a plain step, which moves logits in their last bits; so a difference is
-excused, counted and printed, if and only if the two best scores at its first position, noise included,
-lie less than MARGIN apart.
+Two runs of one request must give the same tokens. In float32, a step with another number of rows than a plain step
+changes the last bits of logits; a difference is excused, counted and printed if and only if the two best scores at
+its first position, noise included, differ by less than MARGIN.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MARGIN = 1e-4
 
 @dataclass
 class Oracle:
-    """Compares runs on one target; a context for the ties it excused."""
+    """Compares runs on one target; collects the excused ties."""
 
     target: Path
     compared: int = 0
@@ -36,12 +35,12 @@ class Oracle:
 
     @torch.inference_mode()
     def logits(self, text: list[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-        """float32 [V] after `text`, by the model's own forward."""
+        """Return logits, float32 [V], after `text`, by the model's own forward pass."""
         result = self._model(torch.tensor([text]), use_cache=False).logits[0, -1]
         return np.asarray(result.float().numpy())
 
     def greedy(self, prompt: list[int], count: int, end_tokens: frozenset[int] = frozenset()) -> list[int]:
-        """transformers' own greedy `generate`."""
+        """Return transformers' own greedy `generate`."""
         tokens = torch.tensor([prompt])
         output = self._model.generate(
             tokens,
@@ -54,7 +53,7 @@ class Oracle:
         return list(output[0, len(prompt) :].tolist())
 
     def same(self, prompt: list[int], want: list[int], got: list[int], sampler: RequestSampler, what: str = "") -> None:
-        """AssertionError unless the runs are equal or part at a tie."""
+        """Raise AssertionError unless the runs are equal or diverge at a tie."""
         self.compared += len(want)
         if want == got:
             return

@@ -1,4 +1,4 @@
-"""Every metric, for the page: `python -m tests.metrics` prints the table of docs/metrics.md."""
+"""All metrics: `python -m tests.metrics` prints the table of docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verifier_service.metrics import metrics as of_verifier
 
 
 def families() -> Iterator[Metric]:
-    """Yield the metrics of the three services when they have just started."""
+    """Yield the metrics of the three services right after start-up."""
     told = generation_pb2.GenerationServiceGetStatsResponse()
     yield from of_orchestrator(told, {("", ""): OrchestratorStats()}, {})
     yield from of_verifier(verifier_pb2.GetStatsResponse(kv_tokens=1), VerifierStats())
@@ -29,14 +29,14 @@ def families() -> Iterator[Metric]:
 
 
 def of_messages(role: str) -> list[Metric]:
-    """Return the metrics of the messages of a service with sessions."""
+    """Return the message metrics of a service with sessions."""
     found = Families(role)
     found.traffic(Traffic())
     return found.made
 
 
 def of_http() -> list[Metric]:
-    """Return the metrics of the HTTP server when it has just started."""
+    """Return the metrics of the HTTP server right after start-up."""
 
     async def unasked(scope: Scope, receive: Receive, send: Send) -> None:
         raise AssertionError("this application is never asked")
@@ -45,12 +45,12 @@ def of_http() -> list[Metric]:
 
 
 def name(family: Metric) -> str:
-    """Return the name of a metric as the page has it: with what its type adds."""
+    """Return a metric's name with its type's suffix, as on the page."""
     return family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
 
 
 def served_names() -> set[str]:
-    """Return the names of all time series, as Prometheus knows them."""
+    """Return the names of all time series as in Prometheus."""
     found: set[str] = set()
     for each in (*families(), *of_http()):
         found |= {name(each) + part for part in (("_bucket", "_sum", "_count") if each.type == "histogram" else ("",))}

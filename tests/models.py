@@ -1,8 +1,8 @@
 """Tiny random models of many architectures, saved as directories that every part of specdec can load.
 
-They write nonsense, but with opinions: weights are large enough that logits differ, greedy text wanders,
-and every window, cap, bias and norm of an architecture changes the result. All of them share one
-byte-level tokenizer of VOCABULARY tokens, so that any two can be paired as draft and target.
+Their texts are nonsense, but not arbitrary: weights are large enough that logits differ, greedy text varies, and
+every window, cap, bias and norm of an architecture affects the result. All share one byte-level tokenizer of
+VOCABULARY tokens, so that any two can be paired as draft and target.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VOCABULARY = 320
 CONTEXT = 256
 PAD, BEGIN, END = 0, 1, 2
 WINDOW = 16
-"""Sliding window, in tokens, of the architectures that have one."""
+"""Sliding window, in tokens, of architectures with one."""
 
 _SPECIAL = ("<pad>", "<s>", "</s>")
 _CHAT_TEMPLATE = (
@@ -102,14 +102,13 @@ ARCHITECTURES: dict[str, Callable[..., PreTrainedModel]] = {
     "gpt2": _gpt2,
     "opt": _opt,
 }
-"""Name to a function that makes the model; its keyword arguments override fields of the configuration."""
+"""Architecture name to a function making the model; its keyword arguments override configuration fields."""
 
 
 def make(name: str, directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
-    """Save a model of architecture `name` in `directory`, which is made if need be, and return it.
+    """Save a model of architecture `name` in `directory`, creating it if necessary, and return it.
 
-    The weights are a pure function of name, seed and `overrides`, the fields of the architecture's
-    configuration that shall differ.
+    The weights are a pure function of name, seed and `overrides` (configuration fields).
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -119,7 +118,7 @@ def make(name: str, directory: Path, *, seed: int = 0, **overrides: Any) -> Path
 
 
 def save(model: PreTrainedModel, directory: Path) -> Path:
-    """Save any model in `directory`, with the tokenizer that all models here share."""
+    """Save any model in `directory`, with the shared tokenizer."""
     transformers_logging.disable_progress_bar()
     model.save_pretrained(directory)
     tokenizer().save(str(directory / "tokenizer.json"))
@@ -136,7 +135,7 @@ def save(model: PreTrainedModel, directory: Path) -> Path:
 
 
 def tokenizer() -> Tokenizer:
-    """A byte-level BPE of VOCABULARY tokens: special ones, the 256 bytes, then merges of common letters."""
+    """Return a byte-level BPE of VOCABULARY tokens: special ones, the 256 bytes, then merges of common letters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [(first, second) for first in "Ġetaonis" for second in "etaonisr"][: VOCABULARY - 256 - len(_SPECIAL)]
     names = [*_SPECIAL, *alphabet, *(first + second for first, second in merges)]
@@ -149,14 +148,15 @@ def tokenizer() -> Tokenizer:
 
 @torch.no_grad()
 def _unsettle(model: PreTrainedModel) -> None:
-    """Move biases and norms off the zeros and ones they start at, where leaving one out would not show."""
+    """Move biases and norms off their initial zeros and ones, which would hide omitting them."""
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.add_(0.2 * torch.randn_like(parameter))
 
 
 def near(target: Path, directory: Path, *, noise: float, seed: int = 1) -> Path:
-    """A draft that often agrees with `target`: its weights, each blurred by `noise` of its tensor's spread."""
+    """Save a draft that often agrees with `target`: its weights, each with noise of `noise` times its tensor's
+    deviation."""
     model = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, local_files_only=True)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""An engine with paged attention, made of another one: it takes block batches alone, and copies whole blocks."""
+"""A wrapper giving an engine paged attention: block batches only, and copies of whole blocks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from specdec.engine.vllm.layout import BlockBatch, BlockPacker
 
 @dataclass
 class Paged:
-    """What `VllmEngine` is to the step loop."""
+    """Presents the same interface to the step loop as `VllmEngine`."""
 
     inner: Engine
-    mixes_tokens: bool = False  # of a block, so that they cannot be cleared one by one, as on CPUs
+    mixes_tokens: bool = False  # a block's tokens cannot be cleared one by one, as on CPUs
     chains_only = True
 
     def __getattr__(self, name: str) -> Any:
@@ -57,5 +57,5 @@ class Paged:
 
 
 def slots_of(blocks: NDArray[Any]) -> Slots:
-    """The slots of these blocks, in order."""
+    """Return the slots of these blocks, in order."""
     return (blocks[:, None].astype(np.int64) * BLOCK + np.arange(BLOCK)).ravel()

@@ -1,5 +1,5 @@
-"""What torchrun does: one program in several processes that find each other. They are forked from a process that has
-imported and compiled what takes seconds (`tests.faults.pods`), and none outlives the tests."""
+"""A substitute for torchrun: one program in several processes with a rendezvous. They are forked from a process with
+slow imports and compilation already done (`tests.faults.pods`), and end with the tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Launched:
-    """The processes, by rank; all that they say, on stdout and stderr, goes to their logs."""
+    """The processes, by rank; their stdout and stderr go to log files."""
 
     processes: list[ForkServerProcess]
     logs: list[Path]
@@ -37,8 +37,8 @@ class Launched:
         return self.logs[rank].read_text(errors="replace")
 
     def until_said(self, rank: int, words: str, *, times: int = 1, running: bool = True) -> str:
-        """The first line with these words in it, or when they come so many `times` the last of these; by a rank that is
-        `running`, or by what it has left behind."""
+        """Wait for the `times`-th line containing `words` and return it. With `running`, the rank must be alive
+        until then."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             alive = self.processes[rank].is_alive()
@@ -50,7 +50,7 @@ class Launched:
             time.sleep(0.02)
 
     def exit_codes(self) -> list[int | None]:
-        """Once all have ended, or have had their time for it."""
+        """Return all exit codes, after waiting up to PATIENCE_SECONDS for each process."""
         for process in self.processes:
             process.join(PATIENCE_SECONDS)
         return [process.exitcode for process in self.processes]
@@ -63,7 +63,7 @@ class Launched:
 
 @contextmanager
 def launched(degree: int, logs: Path, program: Callable[..., None], *arguments: Any) -> Iterator[Launched]:
-    """A program in so many processes; those that are left at the end are killed."""
+    """Start a program in `degree` processes; kill remaining ones at the end."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(PRELOAD)
     host, port = free_address().split(":")

@@ -1,4 +1,4 @@
-"""A model that reasons before it answers: one of the tiny ones, whose first two special tokens are the marks."""
+"""A reasoning model: a tiny one whose first two special tokens are the marks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TEMPLATE = (
     "{% if not loop.last %}\n{% endif %}{% endfor %}"
     "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% elif opened %}<think>\n{% endif %}"
 )
-"""By default the model itself opens its reasoning, or does not; with `opened` the prompt has done so; without
-`enable_thinking` there is none. How an answer begins depends on the last character of the question, since tiny models
-look little further back."""
+"""By default the model may open its reasoning itself; with `opened` the prompt opens it; with `enable_thinking`
+false there is none. The start of an answer depends on the last character of the question, since tiny models look
+little further back."""
 
 
 def reasoning_model(source: Path, directory: Path, template: str = TEMPLATE) -> Path:
-    """Copy a tiny model, give it marks that are tokens, and a template that knows them. As in most models they are no
+    """Copy a tiny model, and add marks that are tokens, with a template using them. As in most models, they are not
     special tokens."""
     shutil.copytree(source, directory)
     file = directory / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""The three services in this process: real servers on real sockets, tiny models behind them."""
+"""The three services in this process: real servers on real sockets, with tiny models."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ ALWAYS = generation_pb2.Speculation(drafters=[REMOTE], forced=True)
 
 @dataclass
 class SlowEngine:
-    """An engine that takes its time: a draft on a weak device, or a target as large as real ones are."""
+    """An engine with delayed passes: a draft on a weak device, or a realistically large target."""
 
     inner: Engine
     delay: Callable[[], None]
@@ -84,18 +84,18 @@ class SlowEngine:
 
 
 def long_steps() -> None:
-    """Delay a step for so long that a text of some ten tokens still runs when a test that was held up acts, and that
-    its draft is in time."""
+    """Delay a step: a text of some ten tokens then outlasts a test's delays on a busy machine, and drafts are in
+    time."""
     time.sleep(0.03)
 
 
 @dataclass
 class Pod:
-    """A service behind a port of its own, which it keeps when it is ended and started again."""
+    """A service on a port that it keeps across restarts."""
 
     service: Servicer
     address: str = "127.0.0.1:0"
-    tls: TlsFiles | None = field(default=None, kw_only=True)  # None: without encryption
+    tls: TlsFiles | None = field(default=None, kw_only=True)  # None: no encryption
     server: grpc.aio.Server = field(init=False)
     mux: MuxServicer = field(init=False)
 
@@ -143,14 +143,14 @@ async def running(pod: Pod) -> AsyncIterator[Pod]:
 
 @asynccontextmanager
 async def served(service: Servicer, tls: TlsFiles | None = None) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
-    """A server with one service on a free port; its address."""
+    """Serve one service on a free port; yield its address."""
     async with running(Pod(service, tls=tls)) as pod:
         yield pod.address, pod.server
 
 
 @dataclass
 class Stack:
-    """Running services and the ways into them."""
+    """Running services, with clients and internals for tests."""
 
     address: str
     stub: Any
@@ -171,7 +171,7 @@ class Stack:
 
     @property
     def draft_slots_used(self) -> int:
-        """KV slots that sessions have at any draft."""
+        """Return the KV slots in use by sessions at all drafts."""
         return sum(pod.drafter.slots_used for pod in self.drafts)
 
     @property
@@ -184,13 +184,13 @@ class Stack:
 
     @property
     def idle(self) -> bool:
-        """Whether no session has memory anywhere."""
+        """Return whether no session has memory at any pod."""
         return not any(pod.loop.pool.held for pod in self.verifiers) and not any(
             pod.drafter.slots_used for pod in self.drafts
         )
 
     async def generate(self, prompt: list[int], **fields: Any) -> generation_pb2.Completion:
-        """One completion of a token prompt; keywords are fields of GenerateRequest, `sampling` a dict."""
+        """Return one completion of a token prompt; keywords are fields of GenerateRequest, `sampling` a dict."""
         (completion,) = (await self.complete(prompt, **fields)).completions
         return completion
 
@@ -208,18 +208,18 @@ def request_of(prompt: list[int], **fields: Any) -> generation_pb2.GenerateReque
 
 
 def as_it_is(number: int, identity: model_pb2.ModelIdentity) -> None:
-    """A verifier that says what is true."""
+    """Leave a verifier's identity unchanged."""
 
 
 _idle_engines: defaultdict[tuple[Any, ...], list[CpuEngine]] = defaultdict(list)
-"""By what they were made with. A loop begins with nothing in memory, whatever an earlier one has left there."""
+"""Idle engines by their arguments. A new loop treats all memory as unused."""
 _costs: dict[tuple[Any, ...], StepLatency] = {}
-"""Of a step as first measured, by what the engine was made with and what slows it."""
+"""Step latency as first measured, by the engine's arguments and delay."""
 
 
 @contextmanager
 def torch_engine(directory: Path, **options: Any) -> Iterator[CpuEngine]:
-    """One that nobody else has: made, and checked by itself, only where none is idle."""
+    """Yield an engine for exclusive use; a new one (with its reference check) only if none is idle."""
     idle = _idle_engines[directory, torch.get_num_threads(), *sorted(options.items())]
     engine = idle.pop() if idle else CpuEngine(ModelDirectory(directory), **options)
     try:
@@ -229,7 +229,7 @@ def torch_engine(directory: Path, **options: Any) -> Iterator[CpuEngine]:
 
 
 def cost_of(engine: Engine, tuning: Tuning, *made_with: Any) -> StepLatency:
-    """Measured once for all engines that are alike."""
+    """Return the step latency, measured once for all equal engines."""
     key = tuning, *made_with
     if key not in _costs:
         _costs[key] = StepLatency.measure(engine, engine.capacity, tuning.latency)
@@ -263,10 +263,10 @@ async def stack(
     paged: bool = False,
     tuning: Tuning = DEFAULTS,
 ) -> AsyncIterator[Stack]:
-    """Verifiers, an orchestrator and, unless `draft` is None, drafts; `delay` slows a draft's engine, `target_delay`
-    the target's. Verifiers may have an `draft_model`; if they are `paged`, they take chains of candidates alone. Other
-    kinds of servicers may stand in for the ordinary ones; `disguise` changes what the verifier of this number says it
-    is."""
+    """Run verifiers, an orchestrator and, unless `draft` is None, drafts; `delay` slows a draft's engine,
+    `target_delay` the target's. Verifiers may have a `draft_model`; `paged` ones take chains of candidates only.
+    `verifier_kind` and `draft_kind` replace servicers; `disguise` modifies the reported identity of a verifier by
+    number."""
     async with AsyncExitStack() as exits:
 
         async def verifier_pod(number: int) -> VerifierPod:
@@ -330,12 +330,12 @@ async def stack(
 
 
 def peers_at(services: Stack, draft: str) -> Peers:
-    """The stack's verifiers, and a draft at another address."""
+    """Return the stack's verifiers with a draft at another address."""
     return Peers(Pods(pod.address for pod in services.verifiers), Pods([draft]), drafts_are_trusted=True)
 
 
 async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait for a condition; AssertionError if it does not come true in time."""
+    """Wait for a condition; raise TimeoutError after `seconds`."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)

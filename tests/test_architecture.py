@@ -1,4 +1,4 @@
-"""Drift guards: who imports what, that every rpc is implemented, that the error table is total."""
+"""Architecture guards: import rules, every rpc implemented, a total error table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SERVICES = ("draft_service", "verifier_service", "orchestrator")
         ("specdec.engine.engines.cpu_engine", ("specdec.engine.gpu.attention", "specdec.engine.gpu.kernels")),  # Triton
         ("specdec.decoding.choice", ("torch", "grpc", "transformers")),
         ("specdec.decoding.tree", ("torch", "grpc", "numpy")),
-        ("bench.systems.vllm", ("specdec", "numpy", "torch")),  # it runs under an interpreter that has vLLM alone
+        ("bench.systems.vllm", ("specdec", "numpy", "torch")),  # run by an interpreter with vLLM's environment only
     ],
 )
 def test_what_an_import_brings(module: str, banned: tuple[str, ...]) -> None:
@@ -72,7 +72,7 @@ def _module(path: Path) -> str:
 
 
 def _import_graph() -> dict[str, set[str]]:
-    """Return which module of the product imports which, functions' imports and those for types included."""
+    """Return the import graph of the product's modules, including imports in functions and for types."""
     paths = [path for name in ("specdec", *SERVICES, "evaluation") for path in (ROOT / name).rglob("*.py")]
     known = {_module(path) for path in paths}
     graph: dict[str, set[str]] = {}
@@ -87,7 +87,8 @@ def _import_graph() -> dict[str, set[str]]:
 
 
 def _circle(graph: dict[str, set[str]]) -> set[str]:
-    """Return what is left of a graph when all that imports, or is imported by, nothing that is left is taken away."""
+    """Return the nodes of a graph left after repeatedly removing nodes without imports or importers: empty if
+    acyclic."""
     left = set(graph)
     while left:
         imported = {other for name in left for other in graph[name] & left}
@@ -103,7 +104,7 @@ def test_no_module_imports_itself_over_others() -> None:
 
 
 def test_no_folder_imports_itself_over_others() -> None:
-    """Every folder stands above or below every other one: what a folder's root holds is below or above its rooms."""
+    """Folders form an acyclic graph; modules directly in a folder and its subfolders count as different folders."""
     folders: dict[str, set[str]] = {}
     for module, others in _import_graph().items():
         folder = _folder(module)
@@ -112,17 +113,18 @@ def test_no_folder_imports_itself_over_others() -> None:
 
 
 def _folder(module: str) -> str:
-    """Return the folder of a module; that of a package is its own."""
+    """Return a module's folder; a package counts as its own folder."""
     return module if (ROOT / module.replace(".", "/")).is_dir() else module.rpartition(".")[0]
 
 
 def _folders(*paths: Path) -> set[str]:
-    """Return the top-level names that these files import."""
+    """Return the top-level names imported by these files."""
     return {name.split(".")[0] for path in paths for name in _imports(path)}
 
 
 def test_support_stands_below_tests_and_benchmarks() -> None:
-    """tests -> testing <- bench -> demo; tests use benchmarks only to test them, or support would hide there."""
+    """tests -> testing <- bench -> demo; only tests of benchmarks import benchmarks, since shared support belongs
+    into testing."""
     assert not _folders(*(ROOT / "testing").rglob("*.py")) & {"bench", "demo", "tests"}
     assert not _folders(*(ROOT / "demo").rglob("*.py")) & {"bench", "testing", "tests"}
     assert not _folders(*(ROOT / "bench").rglob("*.py")) & {"tests"}
@@ -139,7 +141,7 @@ def test_rooms_of_benchmarks_share_only_the_systems_under_test() -> None:
 
 
 def _reached(module: str) -> set[str]:
-    """Modules of the orchestrator that this one imports, directly or through others."""
+    """Return the orchestrator modules imported by this one, directly or indirectly."""
     found, ahead = set[str](), [module]
     while ahead:
         imported = _imports(ROOT / f"{ahead.pop().replace('.', '/')}.py")
@@ -172,7 +174,7 @@ def test_packages_of_the_orchestrator_import_only_lower_ones() -> None:
 
 
 def test_verification_and_drafting_know_nothing_of_each_other() -> None:
-    """Only `generation.py` knows both."""
+    """Only `generation.py` imports both."""
     home = "orchestrator.generation"
     verification, drafting = _reached(f"{home}.verification"), _reached(f"{home}.drafting")
     assert f"{home}.verifier_stream" in verification

@@ -1,5 +1,5 @@
-"""Links of documents lead somewhere: to a file, a folder or a heading; every plot is shown; names of code exist; the
-code map has every module."""
+"""Documents: links have targets (files, folders or headings), every plot is shown, names of code exist, and the code
+map has every module."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tracked(pattern: str) -> list[Path]:
 
 
 def links(page: Path) -> list[str]:
-    """Return the links to what is in the repository."""
+    """Return the links into the repository."""
     found = LINK.findall(CODE.sub("", page.read_text(encoding="utf-8")))
     return [link for link in found if not re.match(r"\w+:", link)]
 
@@ -39,7 +39,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def broken(page: Path) -> list[str]:
-    """Return the links of a page that lead nowhere."""
+    """Return a page's broken links."""
     found = []
     for link in links(page):
         name, _, anchor = link.partition("#")
@@ -94,12 +94,12 @@ FOREIGN |= {"OTEL_EXPORTER_OTLP_HEADERS", "OTEL_RESOURCE_ATTRIBUTES"}
 
 
 PRESENT = [page for page in tracked("*.md") if "decisions" not in page.parts and page.name != "CHANGELOG.md"]
-"""Pages about what is, rather than about what was."""
+"""Pages about the present state, without history."""
 
 
 @pytest.mark.parametrize("page", PRESENT, ids=lambda page: page.name)
 def test_names_of_code_exist(page: Path) -> None:
-    """Constants, and classes with their attributes: a rename leaves no page behind."""
+    """Constants, and classes with their attributes: renames must update the pages."""
     text = page.read_text(encoding="utf-8")
     named = set(re.findall(r"`([A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+)`", text)) - FOREIGN
     for owner, attribute in re.findall(r"`([A-Z][a-z]\w+)\.(\w+)", text):
@@ -108,7 +108,7 @@ def test_names_of_code_exist(page: Path) -> None:
 
 
 MAPPED = ("specdec", "verifier_service", "draft_service", "orchestrator", "evaluation")
-"""Packages of which the code map names every module."""
+"""Packages whose modules are all in the code map."""
 
 
 def test_the_code_map_has_every_module() -> None:

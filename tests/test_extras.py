@@ -1,4 +1,4 @@
-"""A missing extra is one line, which names the package and the command that installs it."""
+"""A missing extra gives a one-line error with the package and its install command."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ sys.meta_path.insert(0, Missing())
 sys.argv = {arguments!r}
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
-"""A program that runs a module as `python -m` does, in a process where another module is not installed."""
+"""A program that runs a module like `python -m`, with another module made unavailable."""
 
 DEMO = str(ROOT / "demo" / "target")
 SERVING = ("--model", DEMO, "--port", "0")
@@ -43,11 +43,11 @@ PACKAGES["opentelemetry.sdk"] = "opentelemetry-sdk"
 PACKAGES["opentelemetry.exporter"] = "opentelemetry-exporter-otlp-proto-grpc"
 PACKAGES |= {name: name.replace("_", "io-") for name in EXTRAS if name.startswith("grpc_")}
 PACKAGES |= {"grpc_health": "grpcio-health-checking"}
-"""Module to the distribution that brings it, where it has another name."""
+"""Module to distribution, where the names differ."""
 
 
 def requirements(extra: str) -> set[str]:
-    """Return the names of the distributions that an extra names, those of its own extras included."""
+    """Return the distributions required by an extra, including its nested extras."""
     found: set[str] = set()
     for line in PROJECT["optional-dependencies"][extra]:
         name = re.match(r"[\w-]+", line)

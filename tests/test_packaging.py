@@ -1,4 +1,4 @@
-"""What a wheel holds: every package of the services and of specdec, and one top-level name."""
+"""Contents of a wheel: every package of the services and of specdec, under one top-level name."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_what_was_on_the_path_of_a_service_stays_there(monkeypatch: pytest.Monke
 
 
 def hints() -> list[tuple[Path, str, str]]:
-    """Return (file, distribution, extras) of every hint in code, README and docs that tells what to install; the
-    distribution of a checkout is `.`."""
+    """Return (file, distribution, extras) of every install hint in code, README and docs; the distribution of a
+    checkout is `.`."""
     folders = ("specdec", *SERVICES, "docs", "demo", "bench", "examples")
     files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*"))]
     files += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -75,7 +75,7 @@ def hints() -> list[tuple[Path, str, str]]:
 
 
 def test_hints_name_this_distribution_and_extras_that_exist() -> None:
-    """Whoever follows a hint installs this project, not another author's."""
+    """A wrong name could install another author's package."""
     found = hints()
     assert {"README.md", "serving-your-models.md", "client-guide.md", "pretrained.py"} <= {
         each[0].name for each in found
@@ -101,7 +101,7 @@ def test_ranges_of_engines_end_where_tests_end() -> None:
 
 
 def test_the_readme_installs_the_torch_that_the_verifier_wants() -> None:
-    """It is installed by itself first, from another index: what comes then must not replace it."""
+    """It is installed first, from another index: later installs must not replace it."""
     (line,) = re.findall(r"^pip install '(torch\S+)' --index-url \S+/whl/cpu$", (ROOT / "README.md").read_text(), re.M)
     wanted = [Requirement(each) for each in PROJECT["project"]["optional-dependencies"]["verifier"]]
     assert Requirement(line) in wanted

@@ -1,4 +1,4 @@
-"""A service's options: the command line wins over the environment, that over the file, and each is checked alike."""
+"""A service's options: precedence is command line, environment, file; all are validated alike."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main(
 
 
 def run(arguments: str = "", file: Path | None = None, **variables: str) -> Any:
-    """Run the command, and return its Settings, or what it is refused with."""
+    """Run the command; return its Settings, or the error."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.command()(configurable("verifier", main))
     words = arguments.split() + ([] if file is None else ["--config", str(file)])

@@ -1,4 +1,4 @@
-"""Retired names stay out: one thing has one name, that of docs/glossary.md."""
+"""Retired names stay out: each thing has one name, listed in docs/glossary.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 HISTORY = ("docs/decisions/", "CHANGELOG.md", "tests/test_vocabulary.py")
-"""What tells of the past, or lists its names."""
+"""Files about the past, or listing retired names."""
 
 RETIRED = {
     # on the wire and in flags
@@ -78,7 +78,7 @@ RETIRED = {
 }
 
 RETIRED_VALUES = {("speculation", "lookahead"): "local"}
-"""Values of options that are called otherwise, while the word itself means something else."""
+"""Option values that were renamed, where the word itself is still in use with another meaning."""
 
 
 def tracked(*patterns: str) -> list[str]:
@@ -87,7 +87,7 @@ def tracked(*patterns: str) -> list[str]:
 
 
 def words(name: str) -> set[str]:
-    """Names in code, and what stands whole in strings; every word of a document."""
+    """Return names in code, and whole strings; every word of a document."""
     text = (ROOT / name).read_text()
     if not name.endswith(".py"):
         return set(re.findall(r"(?:--)?[A-Za-z_][\w-]*", text))
@@ -101,7 +101,7 @@ def words(name: str) -> set[str]:
 
 
 def retired_values(text: str) -> list[str]:
-    """Return the options that a text gives a retired value: on a command line, as an argument or as an entry."""
+    """Return the options set to a retired value in a text: on a command line, as an argument or as an entry."""
     return [
         f"{option} {value!r} is called {now!r}"
         for (option, value), now in RETIRED_VALUES.items()

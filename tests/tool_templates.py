@@ -1,4 +1,4 @@
-"""A chat template for each tool format, in the words of these tests: it writes calls as the family's own one does."""
+"""A chat template for each tool format, written for these tests: calls look as in the family's own templates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specdec.client.tool_formats import (
 
 
 def _template(calls: str, tools: str = "tools: {{ tools | tojson }}\n", prompt: str = "") -> str:
-    """A template that writes the calls of a turn behind its content."""
+    """Return a template that renders a turn's content, then its calls."""
     return (
         "{% if tools %}" + tools + "{% endif %}"
         "{% for m in messages %}{{ m.role }}: {{ m.content }}" + calls + "\n{% endfor %}" + prompt
