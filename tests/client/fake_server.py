@@ -1,7 +1,8 @@
 """A real gRPC server around a fake, scripted GenerationService.
 
 Its model writes one fixed text; the tokens are its UTF-8 bytes. Most tokens of non-ASCII parts therefore complete no
-character, and errors in resuming inside a character become visible."""
+character, and errors in resuming inside a character become visible.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ grid, so that ties occur at every step. `choose` over many rows gives the same t
 vocabularies of real size the same as a plain sort with noise for every id. Further tests: choices follow their
 softmax (chi-square on fixed seeds, thus deterministic; the stated false-alarm probability is over the choice of
 seeds), two models with shared noise agree as often as the theory promises, and `draft_candidates` ranks by what
-`choose` maximises."""
+`choose` maximises.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The window's shape at each step, for any size: positions of its tokens, chosen by the target.
 
-`tests/verifier_service/test_ngram_proposer.py` compares a session's window and pool with the paper's algorithm."""
+`tests/verifier_service/test_ngram_proposer.py` compares a session's window and pool with the paper's algorithm.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ Words, streams and sample seeds equal a splitmix64 written here from its publica
 (torch, another language) can be compared with the same numbers. The noise is finite, follows the Gumbel
 distribution, does not depend on the other ids computed with it, and is uncorrelated across neighbouring seeds,
 positions and ids. The statistical tests run on fixed seeds: they are deterministic, and their stated false-alarm
-probability is over the choice of seeds, made once, not per run."""
+probability is over the choice of seeds, made once, not per run.
+"""
 
 from __future__ import annotations
 
@@ -157,7 +158,8 @@ class TestIndependence:
 
         If the arguments entered as one linear combination, some shift would be an exact copy (correlation 1).
         Uncorrelated noise of n pairs has a correlation of standard deviation 1/sqrt(n); the bound is 6.5 of these, a
-        false alarm of 1e-10 per shift and below 1e-7 for all of them."""
+        false alarm of 1e-10 per shift and below 1e-7 for all of them.
+        """
         noise = grid(1_000_000, 24, 24, 64)
         for shift in itertools.product(range(-3, 4), repeat=3):
             if shift <= (0, 0, 0):

@@ -2,7 +2,8 @@
 show that the test detects violations.
 
 Chi-square tests of joint distributions, each with false-alarm probability FALSE_ALARM, on fixed seeds: the outcome
-is deterministic."""
+is deterministic.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 Messages about one text may be inserted and committed in any order in which a message's base is already committed:
 the live candidates equal those of inserting everything first. Duplicates, late messages and contradictions do no
 harm. `best` is checked against brute force, `size` against a count, and unreachable nodes are dropped. Logprobs are
-multiples of 1/8, so that sums are exact and equal path logprobs compare equal."""
+multiples of 1/8, so that sums are exact and equal path logprobs compare equal.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ def stories(draw: st.DrawFn) -> Story:
     """A text committed token by token, and messages about it, arriving at any time once their base is committed.
 
     A message is written when the text had its base, and arrives then or later: after further commits it is late, and
-    its wrong candidates contradict the text."""
+    its wrong candidates contradict the text.
+    """
     text = draw(st.lists(tokens, max_size=6))
     arrivals: list[list[Message]] = [[] for _ in range(len(text) + 1)]
     for _ in range(draw(st.integers(0, 6))):
@@ -130,7 +132,8 @@ def play(story: Story) -> TokenTree:
 def everything_first(story: Story) -> TokenTree:
     """Insert all messages into a fresh tree, then commit everything at once.
 
-    Each message is rewritten to start at the prompt: the text between prompt and base becomes a chain of nodes."""
+    Each message is rewritten to start at the prompt: the text between prompt and base becomes a chain of nodes.
+    """
     tree = plant()
     for event in story.events:
         if isinstance(event, int):

@@ -1,6 +1,7 @@
 """Images contain what their role needs and no more, run unprivileged with a read-only root, and serve.
 
-They are built with buildah, as root, on a base made by debootstrap, with packages from this machine's pip indexes."""
+They are built with buildah, as root, on a base made by debootstrap, with packages from this machine's pip indexes.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The image with vLLM: a verifier on vLLM, and an ordinary `vllm serve` with draft services.
 
-Its base, for CUDA vLLM's own image, is built here from vLLM's CPU build."""
+Its base, for CUDA vLLM's own image, is built here from vLLM's CPU build.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 `TextEngine` stores in every KV slot the number of the text ending there, computed from the slots that a row is told
 to read. A wrong slot, path, position or copy therefore fails at once: the logits, a function of that text alone,
-become those of another text. `reference` returns the tokens that a session must get under any schedule."""
+become those of another text. `reference` returns the tokens that a session must get under any schedule.
+"""
 
 from __future__ import annotations
 

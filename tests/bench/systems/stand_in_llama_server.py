@@ -1,10 +1,11 @@
 """A stand-in for `llama-server`: a program with its options and its endpoints, on a real socket.
 
-python -m tests.bench.systems.stand_in_llama_server --host 127.0.0.1 --port 8080 --model FILE ...
+    python -m tests.bench.systems.stand_in_llama_server --host 127.0.0.1 --port 8080 --model FILE ...
 
 Its text repeats the prompt. With `--spec-type` it generates two tokens per step; with an unknown one it exits, as
 for a missing model. `GGUF` files hold a word: "slow" ones take a while to load, "torn" ones break streams off,
-"chatty" ones generate past the end. Requests are recorded in a file beside the model."""
+"chatty" ones generate past the end. Requests are recorded in a file beside the model.
+"""
 
 from __future__ import annotations
 

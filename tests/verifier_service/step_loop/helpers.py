@@ -1,6 +1,7 @@
 """Clients of a hand-driven step loop over an engine that detects every wrong slot.
 
-Nothing here depends on time: costs are fixed, sessions have no patience, and turns are counted."""
+Nothing here depends on time: costs are fixed, sessions have no patience, and turns are counted.
+"""
 
 from __future__ import annotations
 

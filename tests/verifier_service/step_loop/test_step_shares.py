@@ -1,7 +1,8 @@
 """Step time is shared by tenants: the effect of one tenant's rows, candidates, windows, grammars and prompts on
 another.
 
-Steps take virtual time, computed from their rows, so a text's duration alone and beside others is exact."""
+Steps take virtual time, computed from their rows, so a text's duration alone and beside others is exact.
+"""
 
 from __future__ import annotations
 
