@@ -101,7 +101,7 @@ def test_ranges_of_engines_end_where_tests_end() -> None:
 
 
 def test_the_readme_installs_the_torch_that_the_verifier_wants() -> None:
-    """It is installed first, from another index: later installs must not replace it."""
+    """Torch is installed first, from another index: later installs must not replace it."""
     (line,) = re.findall(r"^pip install '(torch\S+)' --index-url \S+/whl/cpu$", (ROOT / "README.md").read_text(), re.M)
     wanted = [Requirement(each) for each in PROJECT["project"]["optional-dependencies"]["verifier"]]
     assert Requirement(line) in wanted

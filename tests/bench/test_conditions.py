@@ -26,7 +26,7 @@ def test_versions_are_those_of_this_distribution_and_of_what_it_needs() -> None:
 
 
 def test_a_package_that_is_not_installed_is_absent() -> None:
-    """Such as one of onnxruntime and onnxruntime-gpu, mutually exclusive."""
+    """Of onnxruntime and onnxruntime-gpu, mutually exclusive, one is always absent."""
     assert version("no-such-package-anywhere") == "absent"
 
 

@@ -219,7 +219,7 @@ def test_a_start_that_fails_is_one_line(pair: Pair, cache: dict[str, str], tmp_p
 
 
 def test_a_start_that_is_killed_is_told_with_the_memory_that_it_needs(pair: Pair) -> None:
-    """Such a process leaves no message."""
+    """A killed process leaves no message: the launcher reports the signal and the memory estimate."""
     programs = PROGRAMS | {"verifier": ("tests.cli.killed",)}
     with pytest.raises(LocalError) as told, Stack.start(pair.target, "none", programs=programs):
         pass

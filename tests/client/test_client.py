@@ -120,7 +120,7 @@ async def test_a_request_has_one_id_however_often_it_is_sent(connect: Any) -> No
 
 
 async def test_metadata_of_a_call_goes_with_it_alone(connect: Any) -> None:
-    """It replaces the client's own metadata under the same key."""
+    """A call's metadata replaces the client's own under the same key."""
     async with FakeServer() as server, connect(server, metadata=[("a", "ours"), ("b", "ours")]) as client:
         await client.complete("hi", metadata=[("a", "its own")])
         async with client.generate("hi", metadata=[("a", "its own")]) as stream:
@@ -299,7 +299,7 @@ async def test_another_model_is_told(connect: Any) -> None:
 
 
 async def test_a_server_that_has_waited_in_vain_is_not_asked_again(connect: Any) -> None:
-    """It has retried verifiers for its whole failover time: client retries would multiply that."""
+    """The server has retried verifiers for its whole failover time; client retries would multiply that."""
     lost = rich(code_pb2.UNAVAILABLE, error_details_pb2.ErrorInfo(reason="VERIFIER_LOST", domain="specdec"))
     script = itertools.repeat(lost)
     async with FakeServer(script=script) as one, FakeServer(script=script) as other, connect(one, other) as client:
@@ -524,7 +524,7 @@ async def test_closing_the_client_ends_its_calls(connect: Any) -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 async def test_closing_the_client_ends_a_call_that_waits_for_its_next_try(connect: Any, streams: bool) -> None:
-    """And no further connection is made."""
+    """The call ends without another connection."""
     async with FakeServer(rich(code_pb2.UNAVAILABLE, retry_info(3))) as server, connect(server) as client:
         asking = client.generate("hi").__anext__() if streams else client.complete("hi")
         call = asyncio.ensure_future(asking)

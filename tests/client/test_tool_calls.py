@@ -184,7 +184,7 @@ def test_values_between_tags(tool_format: ToolFormat, name: str, written_value: 
 
 
 def test_schemas_that_say_nothing() -> None:
-    """Nor raise: the orchestrator validates schemas, a client may not."""
+    """Invalid schemas neither help nor raise: the orchestrator validates schemas, a client may not."""
     text = written(GLM, [("f", {"a": "5"})])
     for schema in ({"properties": 5}, {"properties": {"a": 5}}, {"properties": {"a": {"$ref": "#/properties/a"}}}):
         assert read(GLM, text, schemas={"f": schema}) == ("", [ToolCall("f", '{"a": 5}')])

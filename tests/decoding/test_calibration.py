@@ -82,7 +82,7 @@ def test_nothing_is_learned_for_sure() -> None:
 
 
 def test_a_text_begins_with_what_its_tenants_texts_have_taught() -> None:
-    """And nothing from other tenants' texts."""
+    """A new text starts from the calibration of its tenant's earlier texts, not of other tenants'."""
     known, sampler = Calibrations(), RequestSampler(Sampling())
     useless = known.of(sampler, "useless")
     for _ in range(300):

@@ -29,7 +29,7 @@ samplings = st.builds(
 def test_the_leading_logits_tell_who_survives(
     seed: int, vocabulary: int, known: int, rows: list[tuple[Sampling, bool, bool]]
 ) -> None:
-    """Or too few are known to decide. Rounded rows have ties, and banned ids may be -inf."""
+    """The result is either exact or "too few known". Rounded rows have ties, and banned ids may be -inf."""
     random, known = np.random.default_rng(seed), min(known, vocabulary)
     logits = 3 * random.normal(size=(len(rows), vocabulary)).astype(np.float32)
     for row, (_, rounded, banned) in enumerate(rows):

@@ -242,7 +242,7 @@ class TestWhatIsRendered:
         assert [each for each in report["messages"] if each["severity"] >= 2] == []
 
     def test_everything_is_everything(self) -> None:
-        """So that tests of EVERYTHING cover every template, and every kind with a schema of ours."""
+        """Tests of EVERYTHING thereby cover every template, and every kind with a schema of ours."""
         rendered = text(EVERYTHING)
         assert [name for name, content in rendered.items() if not content.strip() and ".tpl" not in name] == []
         kinds = {each["kind"] for each in render(EVERYTHING)}

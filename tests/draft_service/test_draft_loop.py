@@ -35,7 +35,7 @@ def test_everybody_gets_a_turn() -> None:
 
 
 def test_who_does_not_listen_is_grown_no_further() -> None:
-    """It has at most as many messages pending as nodes; the others go on."""
+    """A session without a reader has at most as many messages pending as nodes; the others go on."""
     pod = Pod(Engine())
     deaf, listening = session(max_nodes=24), session(max_nodes=24)
     pod.attach(deaf)

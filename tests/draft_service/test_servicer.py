@@ -50,7 +50,7 @@ UNKNOWN = VOCABULARY // 2
     ],
 )
 def test_tokens_that_the_target_does_not_know_are_refused(field: str, fields: dict[str, Any]) -> None:
-    """They exceed the arrays for the session's penalties and biases."""
+    """Unknown tokens exceed the arrays for the session's penalties and biases."""
     fields["sampling"] = fields.get("sampling") or model_pb2.Sampling(repetition_penalty=1.5)
     with pytest.raises(InvalidRequestError) as refused:
         parsed(**fields)

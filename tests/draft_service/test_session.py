@@ -221,7 +221,7 @@ def test_what_is_near_does_not_depend_on_when_its_parent_was_read() -> None:
 @pytest.mark.parametrize(("rule", "temperature"), [(Rule.COUPLED, 0.0), (Rule.REJECTION, 1.0), (Rule.CONTRASTIVE, 0.0)])
 @pytest.mark.parametrize("most", [1, 4, 10])
 def test_no_more_nodes_are_sent_or_read_than_were_granted(rule: Rule, temperature: float, most: int) -> None:
-    """And memory suffices for its text."""
+    """The limit holds at both ends, and memory suffices for the text."""
     draft = Draft(rule, temperature, context=40, min_path_probability=0.01, max_nodes=most)
     verifier = TokenTree(draft.tree.committed, vocabulary=VOCABULARY, last_position=39, sampled=rule is Rule.REJECTION)
     for tokens in ([7, 7, 5], [7], [3], [7, 7, 7, 7], [7, 6], [7, 7]):
@@ -282,7 +282,7 @@ def test_where_tokens_are_contrasted_the_root_always_has_a_row() -> None:
 
 
 def test_a_text_beyond_the_drafts_context() -> None:
-    """This only costs speed, except under a rule that needs a draft: then it must report an error."""
+    """A draft falls behind silently, except under a rule that requires one: then it raises."""
     Draft().commit(3, [5] * CONTEXT)
     with pytest.raises(ValueError, match=f"the draft's context is {CONTEXT}"):
         Draft(Rule.CONTRASTIVE).commit(3, [5] * CONTEXT)

@@ -92,7 +92,7 @@ class Slow(GrammarCompiler):
 
 
 def test_a_grammar_that_is_compiled_holds_up_no_other() -> None:
-    """And each is compiled once for all callers."""
+    """Grammars compile concurrently, each once for all callers."""
     compiler, other = Slow(), Grammar(Kind.REGEX, ("a+",))
     compiler.compile(other)
     waiting = [threading.Thread(target=compiler.compile, args=(DEEP,)) for _ in range(3)]

@@ -164,8 +164,7 @@ def test_a_text_is_free_until_its_reasoning_ends(split: int) -> None:
 
 @pytest.mark.parametrize("split", range(5))
 def test_a_text_is_free_only_if_it_opens_its_reasoning(split: int) -> None:
-    """Otherwise the grammar applies from the beginning: there the mask allows the grammar's tokens and the opening
-    mark."""
+    """Without the opening mark, the grammar applies from the first token; there the mask allows the mark as well."""
     opening, marker, (a,) = 76, 77, TOKENIZER.encode("a", special=False)
     grammar = Grammar(Kind.REGEX, ("aaa",), after_token=marker, opening_token=opening)
     three, two = (tokens_of(begun(Grammar(Kind.REGEX, (text,))).allowed([])) for text in ("aaa", "aa"))

@@ -38,7 +38,7 @@ def a_choice(*, chat: bool) -> Choice:
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_log_probabilities_are_encoded_as_they_come(chat: bool) -> None:
-    """Otherwise the event loop would stall for all of them at the end."""
+    """Encoding all of them at the end would stall the event loop."""
     choice = a_choice(chat=chat)
     begin = time.process_time()
     for number in range(2000):

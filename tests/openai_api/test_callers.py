@@ -91,7 +91,7 @@ async def test_bodies_of_nobody_leave_tenants_all_of_their_room() -> None:
 
 
 async def test_idle_connections_of_nobody_leave_tenants_their_places() -> None:
-    """They exceed the connection limit, and reconnect when closed."""
+    """Unauthenticated connections exceed the limit, and reconnect when closed."""
     async with (
         FakeServer(keys=["key"]) as orchestrator,
         front(orchestrator.address, most_connections=32) as http,
@@ -125,7 +125,7 @@ async def test_a_tenant_holds_what_it_leaves_free(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_tenant_has_half_of_the_places_at_most() -> None:
-    """Its requests in progress count in any state; others find a place."""
+    """Requests in progress count in any state; other tenants find a place."""
     hold = Act(tokens=0, then="hold")
     async with (
         FakeServer(hold, hold, keys=["key", "other"]) as orchestrator,
@@ -217,7 +217,7 @@ async def test_without_an_orchestrator_nothing_is_read() -> None:
 
 
 async def test_refusals_of_one_network_are_slowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And their connections are the first to be closed meanwhile."""
+    """Their connections are the first to be closed meanwhile."""
     monkeypatch.setattr(callers, "REFUSAL_BURST", 1.0)
     monkeypatch.setattr(callers, "REFUSAL_RATE", 0.001)
     async with FakeServer(keys=["key"]) as orchestrator, front(orchestrator.address, most_connections=2) as http:

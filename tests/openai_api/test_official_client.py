@@ -66,7 +66,7 @@ async def test_a_chat() -> None:
 
 @pytest.mark.parametrize("chat", [False, True])
 async def test_a_stream(chat: bool) -> None:
-    """Its pieces join to the text; the role comes first, the usage last."""
+    """Pieces join to the text; the role comes first, the usage last."""
     async with FakeServer() as server, front(server.address) as http:
         told: Any = {"stream": True, "stream_options": {"include_usage": True}}
         if chat:

@@ -170,7 +170,7 @@ async def test_refusals(called: tuple[ToolFormat, Path, Path], directories: Dire
 
 
 async def test_calls_in_a_form_that_is_not_known_are_content(models: Models, tmp_path: Path) -> None:
-    """Such calls may be generated but not forced: the format is not guessed."""
+    """Calls in an unknown format may be generated but not forced: the format is not guessed."""
     shutil.copytree(models.target, tmp_path / "target")
     template = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}"
     template += "```json\n{{ c.function | tojson }}\n```{% endfor %}{% endfor %}"

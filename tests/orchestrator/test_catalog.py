@@ -111,7 +111,7 @@ async def test_a_revision_that_comes_back_counts_on() -> None:
     ("name", "lost"), [("big", True), ("big@b", True), ("gone", True), ("gone@a", True), ("big@a", False)]
 )
 def test_what_cannot_be_read_here_may_be_served_elsewhere(name: str, lost: bool) -> None:
-    """So that a client retries at another orchestrator; an unknown model would end the request."""
+    """The error makes a client retry at another orchestrator; an unknown model would end the request."""
     catalog = Catalog([revision("big", "a", 0.0)])
     catalog.missing = [("big", "b"), ("gone", "a")]
     request = generation_pb2.GenerateRequest(model=name)

@@ -161,7 +161,7 @@ def test_a_draft_that_cannot_be_judged_is_kept(stream: Stream, fields: dict[str,
 
 @pytest.mark.parametrize("failover_seconds", [0.0, 3600.0])
 async def test_a_draft_that_never_begins_is_given_up_in_the_end(failover_seconds: float) -> None:
-    """Its service answers, but its device hangs."""
+    """The draft service answers, but its device hangs."""
     stream = Stream(at_work=False)
     given = context(Peers(Pods(), failover_seconds=failover_seconds))
     session = DraftSession(cast("DraftStream", stream), given, STATE)

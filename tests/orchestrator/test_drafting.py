@@ -209,7 +209,7 @@ class PatientSink(Sink):
 
 
 async def test_contrast_waits_no_longer_for_several_useless_drafts_than_for_one() -> None:
-    """They take turns: each is active, and none sends the distributions that the text waits for."""
+    """The drafts take turns: each is active, and none sends the distributions that the text waits for."""
     drafts, sink = [Mute(), Mute()], PatientSink()
     async with addresses(draft_pb2_grpc.add_DraftServiceServicer_to_server, *drafts) as found:
         peers = Peers(Pods(), Pods(found, connect=grpc.aio.insecure_channel), failover_seconds=4.0)

@@ -66,7 +66,7 @@ def test_a_grammar_is_about_the_answer(model: ServedModel) -> None:
 
 
 def test_a_request_may_say_where_its_reasoning_is(model: ServedModel) -> None:
-    """This applies to any prompt, and to its grammar."""
+    """A request can override the detection, for its prompt and its grammar."""
     said = generation_pb2.Reasoning(opening_token=70, closing_token=71, begun=True)
     request = generation_pb2.GenerateRequest(text="abc", reasoning=said, grammar=model_pb2.Grammar(regex="a+"))
     (sample,) = parse(request, model).samples
@@ -87,7 +87,7 @@ def test_the_template_sees_the_reasoning_of_earlier_turns(model: ServedModel) ->
 
 @pytest.mark.parametrize("without", ["template", "token"])
 def test_other_models_have_no_reasoning(tmp_path: Path, without: str) -> None:
-    """Neither if the template lacks the marks, nor if they are no tokens."""
+    """The template may lack the marks, or the vocabulary may."""
     directory = reasoning_model(make("llama", tmp_path / "plain"), tmp_path / "reasons")
     if without == "template":
         settings = json.loads((directory / "tokenizer_config.json").read_text())

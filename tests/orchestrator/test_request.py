@@ -116,7 +116,7 @@ def test_an_argument_that_json_does_not_have(model: ServedModel, number: float) 
 
 
 def test_whole_numbers_stay_whole(model: ServedModel) -> None:
-    """They arrive as floats; a template would print the point."""
+    """Template arguments arrive as floats; "5.0" would change the prompt."""
     seen: list[Any] = []
 
     class Recording(Untouched):
@@ -267,7 +267,7 @@ def test_the_owner_of_the_key_is_the_tenant(model: ServedModel) -> None:
 
 
 def test_a_token_that_the_tokenizer_has_and_the_model_has_not(tmp_path: Path) -> None:
-    """Such as a padding token added without a row in the model."""
+    """For example, a padding token added without a row in the model."""
     added = directory(word_level(), tmp_path / "model", pad_token="[PAD]")
     assert added.tokens["[PAD]"] == added.vocabulary
     model = ServedModel.of(added)

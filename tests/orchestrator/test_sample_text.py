@@ -161,7 +161,7 @@ def test_reasoning_may_begin_after_white_space(
 
 @pytest.mark.parametrize("tokens", ["  x", "\n" * (MAX_SPACE_BEFORE_MARK + 1) + "x", "\n\n"])
 def test_white_space_that_no_mark_follows_is_the_answers(model: ServedModel, tokens: str) -> None:
-    """So does a mark after more white space than models write."""
+    """A mark after more white space than models write belongs to the answer too."""
     text = [token for character in tokens for token in model.tokenizer.encode(character, special=False)]
     for behind in ([], [OPEN, *text]):
         if behind and len(text) <= MAX_SPACE_BEFORE_MARK and not tokens.endswith("x"):

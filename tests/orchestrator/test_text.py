@@ -207,7 +207,7 @@ def test_a_cut_character_reads_as_transformers_reads_it(kinds: dict[str, Tokeniz
 
 
 def test_a_long_run_of_bytes_costs_no_more_than_its_length(kinds: dict[str, Tokenizer]) -> None:
-    """It is decoded once, at its end."""
+    """A run of byte tokens is decoded once, at its end."""
     tokenizer = kinds["byte fallback"]
     decoded: list[int] = []
 

@@ -82,7 +82,7 @@ async def test_the_count_is_told_without_pieces(address: str) -> None:
 
 
 def test_bytes_of_every_token_of_a_byte_level_vocabulary() -> None:
-    """They equal what the library decodes, where that is valid text."""
+    """Each token's bytes equal the library's decoding, where that is valid text."""
     for token in range(1, MODEL.vocabulary):
         spelt = MODEL.tokenizer.piece(token)
         assert spelt

@@ -48,7 +48,7 @@ FORMS: dict[str, tuple[str, ToolFormat | None]] = {
 
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_that_differ(source: Path, tmp_path: Path, name: str) -> None:
-    """They may differ in white space only; no other form is guessed."""
+    """Formats are recognized up to white space; no other variation is guessed."""
     call, wanted = FORMS[name]
     for word, expression in (
         ("NAME", "{{ c.function.name }}"),

@@ -184,7 +184,7 @@ async def test_a_new_text_waits_for_its_grammar_and_others_do_not() -> None:
 
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_text_that_has_begun_waits_for_a_verifier_with_the_memory(begun: bool) -> None:
-    """That verifier is down now. A new text is refused at once with the reason."""
+    """The verifier with enough memory is down now. A new text is refused at once with the reason."""
     verifier = Small("")
     with socket.socket() as down:
         down.bind(("127.0.0.1", 0))
@@ -201,7 +201,7 @@ async def test_a_text_that_has_begun_waits_for_a_verifier_with_the_memory(begun:
 
 
 async def test_an_answer_to_an_opening_is_small() -> None:
-    """It stays in memory with the session."""
+    """The answer stays in memory with the session."""
 
     class Staying(Changing):
         async def Verify(self, requests: Any, context: Any) -> None:  # type: ignore[override]

@@ -145,7 +145,7 @@ async def test_resets_by_a_caller_with_a_key_are_closed_too() -> None:
 
 
 async def test_a_connection_with_good_calls_is_left_alone() -> None:
-    """Such as a proxy's connection, shared by all kinds of callers."""
+    """A proxy's connection carries calls of all kinds of callers."""
     async with guarded() as service, caller(service.address) as proxy:
         held = asked(proxy, HOLD)
         await service.until_held(1)
@@ -404,8 +404,7 @@ def test_names_of_peers_are_parsed() -> None:
 
 
 def test_only_the_connection_of_that_peer_is_closed() -> None:
-    """Neither another of our connections to the same address, nor one of another peer; also for IPv4 on an IPv6
-    socket."""
+    """Other connections to the same address, and those of other peers, stay open; also for IPv4 on an IPv6 socket."""
     with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
         port = server.getsockname()[1]
         with (

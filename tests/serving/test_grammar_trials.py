@@ -77,7 +77,7 @@ async def test_verdicts_are_told_and_remembered() -> None:
 
 
 async def test_verdicts_are_an_owners_own() -> None:
-    """Otherwise response times would reveal other owners' grammars."""
+    """With shared verdicts, response times would reveal other owners' grammars."""
     async with trying() as trials:
         await trials.verdict(GOOD, "one")
         assert trials.known(GOOD, "one") is not None
@@ -93,7 +93,7 @@ async def test_verdicts_expire(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_texts_do_not_wait_while_a_grammar_that_passed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor are they refused if no place is free to retry it; a grammar that failed is retried before use."""
+    """Texts are not refused either if no place is free for the retry; a grammar that failed is retried before use."""
     async with trying() as trials:
         monkeypatch.setattr(module, "VERDICT_SECONDS", 0.0)
         good, wrong = await trials.verdict(GOOD), await trials.verdict(WRONG)
@@ -183,7 +183,7 @@ async def test_what_cannot_be_tried_in_time_may_come_again() -> None:
 
 
 async def test_a_process_that_dies_takes_one_grammar_with_it() -> None:
-    """It aborts when memory is short; here, by a signal during the trial."""
+    """A process short of memory aborts; here it gets a signal during the trial."""
     async with trying() as trials:
         process = (await stopped(trials)).process
         assert process is not None

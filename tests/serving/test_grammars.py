@@ -149,7 +149,7 @@ async def test_a_grammar_is_charged_what_its_trial_found() -> None:
 
 
 async def test_a_pod_says_in_time_that_it_is_not_done_and_is_done_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It continues even if no session is waiting any more."""
+    """Compilation continues even if no session is waiting any more."""
     monkeypatch.setattr(module, "SILENCE_SECONDS", 0.05)
     grammars, compiler, trials = tried(TrialResult())
     trials.may.clear()

@@ -56,7 +56,7 @@ def test_whatever_arrives_is_logprobs(message: bytes) -> None:
 def test_distributions_that_a_rule_cannot_use_are_left_out_unread(
     rule: Rule, ids: int, values: int, kept: bool
 ) -> None:
-    """They may be as large as a message, and numerous."""
+    """Such distributions may be numerous, and as large as a message."""
     row = model_pb2.DraftDistribution(parent=0, ids=range(ids), values=bytes(2 * values))
     message = model_pb2.Extend(base=1, distributions=[row])
     assert bool(paths_from(message, *distribution_sizes(rule, 1000)).distributions) is kept

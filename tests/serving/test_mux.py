@@ -266,7 +266,7 @@ async def test_a_deadline_ends_it_at_both_sides() -> None:
 
 
 async def test_a_callee_keeps_the_deadline_by_itself() -> None:
-    """Its caller may have disappeared silently."""
+    """The caller may have disappeared silently."""
     async with link() as to, grpc.aio.insecure_channel(to.pod.address) as channel:
         carry: Any = mux_pb2_grpc.MuxServiceStub(channel).Connect()  # type: ignore[call-arg]
         begin = mux_pb2.Begin(method=f"/{SERVICE}/wait", timeout_us=100_000)
@@ -456,7 +456,7 @@ async def test_who_waits_to_write_hears_of_the_end() -> None:
 
 
 async def test_who_cancels_reads_nothing_more() -> None:
-    """Neither messages received before, nor the end."""
+    """Neither messages received before nor the end are delivered."""
     async with link() as to:
         call, other = to.begin("echo"), to.begin("echo")
         for message in (b"one", b"two", b"end"):
@@ -581,7 +581,7 @@ async def test_a_channel_may_be_closed_at_once() -> None:
     ],
 )
 async def test_a_connection_that_breaks_the_rules_ends(breach: str) -> None:
-    """And no other."""
+    """Other connections stay open."""
     begin = mux_pb2.Frame(stream=1, begin=mux_pb2.Begin(method=f"/{SERVICE}/wait"))
     message = mux_pb2.Frame(stream=1, message=bytes(WINDOW // 2))
     more: Any = {
@@ -640,7 +640,7 @@ def test_a_frame_that_says_nothing_is_a_breach() -> None:
 
 
 async def test_a_stream_of_a_connection_that_nobody_reads_waits() -> None:
-    """Its messages wait for the queue to shrink, but its end arrives meanwhile."""
+    """Messages wait for the queue to shrink; the stream's end is delivered meanwhile."""
     sending = SendQueue()
     streams = [Stream(number, sending) for number in range(1, 12)]
     message = bytes(WINDOW - OVERHEAD)

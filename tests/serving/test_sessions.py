@@ -142,7 +142,7 @@ async def test_who_gets_no_memory_is_refused_and_not_opened_first() -> None:
 
 
 async def test_an_answer_does_not_wait_for_a_long_step() -> None:
-    """Otherwise the caller would consider the pod lost."""
+    """Without a timely answer, the caller would consider the pod lost."""
     sessions, context = Placing(Turns()), Context()
     sessions.place_seconds = 0.01
     stream: Any = context

@@ -69,7 +69,7 @@ async def test_a_round_trip_takes_twice_the_delay() -> None:
 
 
 async def test_it_is_a_longer_cable_not_a_thinner_one() -> None:
-    """It adds latency without reducing throughput: a hundred messages take as long as one."""
+    """The proxy adds latency without reducing throughput: a hundred messages take as long as one."""
     count = 100
     async with server(echo) as address, DelayProxy(DELAY) as proxy:
         reader, writer = await connect(await proxy.to(address))

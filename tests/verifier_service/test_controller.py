@@ -139,7 +139,7 @@ def test_what_has_no_chance_is_seen_at_a_glance() -> None:
 
 
 def test_to_have_had_nothing_to_guess_is_not_held_against_it() -> None:
-    """It cost nothing."""
+    """Without candidates a mode costs nothing, so it is kept."""
     pod = Pod(SpeculationController(), drafted=0, local=700, plain=1000, has_drafts=False, speculates=False)
     pod.run(STEP)
     assert pod.run(TUNING.first_probe_pause - TUNING.window_seconds)[Mode.NGRAM] > 0.99

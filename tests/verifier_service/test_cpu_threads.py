@@ -38,7 +38,7 @@ def test_steps_are_measured_with_each_number() -> None:
 
 
 def test_an_engine_whose_threads_cannot_be_changed_is_only_measured() -> None:
-    """Nor is an engine beside it changed, even if it could be: they take turns on one device."""
+    """An adjustable engine beside it is left alone too: they take turns on one device."""
     beside = ThreadedTextEngine(BLOCKS)
     measured: list[StepLatency] = []
 

@@ -212,7 +212,7 @@ def test_a_text_beyond_its_context_goes_on_without() -> None:
 
 
 def test_a_token_that_it_does_not_know() -> None:
-    """Its vocabulary is narrower; request options naming other tokens are harmless."""
+    """The draft's vocabulary is narrower; request options naming other tokens are harmless."""
     draft = Narrow(60)
     loop = loop_with(draft)
     few = Sampling(banned_tokens=frozenset(range(8, VOCABULARY)), logit_bias={11: -5.0, 2: 0.5})

@@ -135,8 +135,8 @@ def test_of_many_texts_it_is_nearly_the_most() -> None:
 
 
 def test_texts_that_their_callers_end_are_remembered() -> None:
-    """Such as by a stop string, unknown to the verifier; texts without a token or past their deadline are not
-    counted."""
+    """For example, by a stop string unknown to the verifier; texts without a token or past their deadline do not
+    count."""
     loop = step_loop(TextEngine(8))
     late = client(loop, 5, 3, 100, deadline=time.monotonic() - 1)  # while nothing runs, none is refused as too late
     ended = client(loop, 5, 1, 100)

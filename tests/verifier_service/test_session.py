@@ -392,7 +392,7 @@ def test_a_draft_that_says_the_same_as_another_proposer_is_there() -> None:
 
 
 def test_rows_that_the_rule_cannot_use_are_dropped() -> None:
-    """And so are their draws: nothing in a step depends on what a draft sends."""
+    """Their draws are dropped with them: nothing in a step depends on what a draft sends."""
     session = decoding(sampling=Sampling(temperature=1.0), rule=Rule.REJECTION)
     misfit = DraftDistribution(None, np.zeros(VOCABULARY, np.float16))
     session.extend(3, Paths([4], [0], [-0.1], [(0, misfit)]), 0.0)

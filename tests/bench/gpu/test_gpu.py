@@ -204,7 +204,7 @@ def test_wrong_options_are_refused(
 
 
 def test_it_starts_without_torch() -> None:
-    """So that it can report that torch is missing."""
+    """It must start to report that torch is missing."""
     script = "import sys, bench.gpu.gpu; print(*{'torch', 'numpy', 'rich', 'grpc'} & set(sys.modules))"
     assert (
         subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split() == []

@@ -172,7 +172,7 @@ class TestFailures:
         check_over(loop, engine, again)
 
     def test_what_no_pass_takes_is_ended_alone(self) -> None:
-        """And nothing of it stays in memory or in the prefix cache."""
+        """Nothing of the failing text stays in memory or in the prefix cache."""
         engine = TextEngine(20)
         engine.poison = BAD
         loop = step_loop(engine)
@@ -326,7 +326,7 @@ class TestFailures:
         check_over(loop, engine, good, beside)
 
     def test_sharers_of_a_wiped_beginning_go_on(self) -> None:
-        """They keep the wiped prefix while they hold it; no other session finds it."""
+        """Sharing sessions keep the wiped prefix while they hold it; no other session finds it."""
         engine = TextEngine(20)
         loop = step_loop(engine)
         prompt = text(BLOCK + 10, 1)

@@ -80,7 +80,7 @@ def test_where_chains_are_taken_alone_all_memory_is_for_texts() -> None:
 class TestSharing:
     @pytest.mark.parametrize("over", [True, False])
     def test_what_was_computed_is_not_computed_again(self, over: bool) -> None:
-        """Neither after the first session has gone nor while it is running."""
+        """A prefix is shared while the first session runs, and reused after its end."""
         engine = TextEngine(30)
         loop = step_loop(engine)
         first = client(loop, 200, 1, 20)
@@ -190,7 +190,8 @@ class TestMemory:
         check_over(loop, engine, *clients)
 
     def test_the_preempted_go_before_the_new(self) -> None:
-        """They rejoin the queue later but have waited longer; among themselves, in order of arrival."""
+        """Preempted sessions rejoin the queue later but have waited longer; among themselves, order of arrival
+        decides."""
         engine = TextEngine(4)
         loop = step_loop(engine)
         expect_no_growth(loop)

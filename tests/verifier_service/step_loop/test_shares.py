@@ -72,7 +72,7 @@ def test_who_was_away_gets_its_share_and_no_more() -> None:
 
 
 def test_what_a_tenant_had_while_nobody_wanted_any_is_not_held_against_it() -> None:
-    """It need not wait until a newcomer has caught up; the newcomer's lead is limited to a few texts."""
+    """A tenant need not wait until a newcomer has caught up; the newcomer's lead is limited to a few texts."""
     engine = TextEngine(3)
     loop = step_loop(engine)
     alone = [client(loop, LONG, seed, 30, tenant="early") for seed in range(12)]
@@ -88,9 +88,9 @@ def test_what_a_tenant_had_while_nobody_wanted_any_is_not_held_against_it() -> N
 
 @pytest.mark.parametrize("read", [False, True], ids=["not read", "read at last"])
 def test_a_session_that_is_left_open_saves_nothing_up(read: bool) -> None:
-    """Its tenant has all it wants, and wants more later: it took nothing from others meanwhile. A third tenant, whose
-    only competitor is this one, does not start with that credit either. The idle session has lost its memory and may
-    want it back."""
+    """The tenant has all it wants, and wants more later: it took nothing from others meanwhile. A third tenant,
+    whose only competitor is this one, does not start with that credit either. The idle session has lost its memory
+    and may want it back."""
     engine = TextEngine(4)
     loop = step_loop(engine, max_unread_tokens=20)
     idle = client(loop, 5, 1, 50, tenant="idle")
@@ -377,7 +377,7 @@ def test_newcomers_never_stop_the_texts_that_are_there(name: str) -> None:
 
 
 def test_no_step_is_spent_on_a_text_that_cannot_be_finished_in_time() -> None:
-    """It is refused when its turn comes, before it starts; requests behind it are served."""
+    """A late text is refused when its turn comes, before it starts; requests behind it are served."""
     engine = TextEngine(3)
     loop = step_loop(engine)
     first = client(loop, LONG, 1, 30)

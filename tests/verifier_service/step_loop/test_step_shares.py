@@ -204,7 +204,7 @@ def test_nobody_sits_out_where_further_rows_are_free() -> None:
 
 
 def test_a_crowd_gets_what_a_quiet_tenant_leaves() -> None:
-    """Its texts take turns and together get half of the time."""
+    """The crowd's texts take turns and together get half of the time."""
     with site(*LINEAR) as one:
         crowd(one, 16)
         turns(one.loop, 10)

@@ -232,7 +232,7 @@ def test_a_storm(seed: int) -> None:
 
 
 def test_the_fake_engine_finds_wrong_slots() -> None:
-    """Otherwise nothing here could fail."""
+    """Proves that the other tests here can fail."""
     engine = TextEngine(4)
     packer = engine.packer()
     packer.add_path(np.arange(64, 67), packer.add_rows([2, 3, 4], 0, np.arange(64, 67)))

@@ -95,7 +95,7 @@ class TestTokens:
         assert {times.drafting_wanted for times in one.mail.times[1:]} == {always}
 
     def test_a_draft_hears_at_once_that_it_may_pause(self) -> None:
-        """Otherwise it would work for nothing, next to a step that wants its core."""
+        """Without a message, the draft would work for nothing, next to a step that wants its core."""
         controller = Decided(Mode.REMOTE_DRAFT)
         loop = step_loop(TextEngine(8), controller=controller)
         one = client(loop, 10, 1, 12)
@@ -108,7 +108,7 @@ class TestTokens:
         assert not times.drafting_wanted
 
     def test_drafts_that_share_the_cores_wait_until_prompts_are_read(self) -> None:
-        """They keep drafting while more texts decode than prompts are prefilled."""
+        """Drafts keep drafting while more texts decode than prompts are prefilled."""
         engine = ThreadedTextEngine(40)
         loop = step_loop(engine, step_rows=16, controller=Decided(Mode.REMOTE_DRAFT))
         first = client(loop, 40, 1, 50)
@@ -192,7 +192,7 @@ class TestTokens:
         check_over(loop, engine, one, other)
 
     def test_the_controller_hears_of_no_step_in_which_a_prompt_ends(self) -> None:
-        """Such a step takes longer than a speculating one, and brings a token."""
+        """A step ending a prompt takes longer than a speculating one, and brings a token."""
 
         class Listening(SpeculationController):
             heard = 0
