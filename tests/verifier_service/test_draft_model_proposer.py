@@ -311,7 +311,7 @@ def test_a_common_beginning_is_read_once() -> None:
 
 
 def test_draws_have_their_places_to_themselves() -> None:
-    """Under REJECTION, n-grams would take the positions of draws, and a draft that samples like the target is always
+    """Under REJECTION no n-grams take the places of draws, and a draft that samples like the target is always
     accepted."""
     draft = TextEngine(60)
     loop = loop_with(draft)

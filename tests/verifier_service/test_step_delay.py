@@ -199,7 +199,7 @@ class TestManySessions:
 
 
 def test_a_row_must_be_worth_its_price() -> None:
-    """Expected candidates are discounted by their verification cost; those above it are not waited for."""
+    """The gain of expected candidates is net of their verification cost, and 0 where they cost more than they bring."""
     draft_timing = DraftTiming()
     draft_timing.committed(100, 100.0)
 

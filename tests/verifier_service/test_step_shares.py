@@ -86,7 +86,8 @@ def divided(shares: StepShares, entries: list[Any], latency: StepLatency) -> Div
 def test_no_step_is_longer_than_fair_sharing_allows(
     latency: StepLatency, crowd: list[tuple[float, list[float]]]
 ) -> None:
-    """Plus the tenant's unused parts of earlier steps; over all steps, plus one session of each tenant."""
+    """A step may use up unused parts of earlier ones; the sum over all steps may exceed fair shares by one session
+    of each tenant."""
     entries: Any = entries_of(crowd)
     shares = StepShares(64)
     took = allowed = 0.0

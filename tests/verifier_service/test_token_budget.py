@@ -156,8 +156,8 @@ class TestPrefillChunks:
     def test_the_budget_is_used_up_and_kept(
         self, prompts: list[int], decoding: int, latency: StepLatency, others: int, most: int
     ) -> None:
-        """Up to `most` rows, or a multiple. With decoders present, as many as do not lengthen their step, and always
-        at least a few."""
+        """Up to `most` rows, or a multiple. With decoders present, as many as keep their slowdown within its limit,
+        and always at least a few."""
         rows, budget = decoding + others, most
         if decoding:
             readers = max(1.0, len(prompts) / decoding)
@@ -289,7 +289,7 @@ class TestWindowCosts:
 
 
 def test_a_fixed_cost_is_what_it_says() -> None:
-    """Of the fake latency that these tests use."""
+    """Checks the fake latency of these tests."""
     latency = FixedLatency(0.5)
     assert [latency.of(n) for n in (1, 2, 3, 2000)] == [1.5, 2.0, 2.5, 1001.0]
     latency.observe(1, 99.0)

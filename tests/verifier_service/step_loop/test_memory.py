@@ -136,7 +136,7 @@ class TestSharing:
         assert again.mail.times[0].cached == 3 * BLOCK
 
     def test_what_is_shared_is_never_written(self) -> None:
-        """Five sessions share a prefix; each has its own candidates, and the first one's tree slots are also shared."""
+        """Five sessions share a prefix, each with its own candidates; the first is decoding when the others join."""
         engine = TextEngine(30)
         loop = step_loop(engine)
         first = client(loop, 2 * BLOCK - 3, 1, 40, sampling=SAMPLINGS[1])

@@ -261,7 +261,7 @@ def test_prompts_share_a_step_by_tenant() -> None:
 
 @pytest.mark.parametrize("decoding", [2, 3])
 def test_a_prompt_is_not_cut_up_for_a_tenant_that_has_more(decoding: int) -> None:
-    """The other tenant's three texts are no more than the flood's, counting its own prompt."""
+    """The flood has three or four texts, its own prompt included; the other tenant has three prompts."""
     engine = TextEngine(200)
     loop = step_loop(engine, latency=DEAR)
     flood = [client(loop, 5, seed, 200, tenant="flood") for seed in range(decoding)]
