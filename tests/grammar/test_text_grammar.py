@@ -1,4 +1,4 @@
-"""A text's grammar state depends on the text alone, whatever was queried about candidates."""
+"""A text's grammar state depends on the text alone, not on queries about candidates."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ HARD = Grammar(Kind.LARK, ("start: a\na: a a a | a a | /[a-z ]/ | ",))
 
 
 def test_a_grammar_that_becomes_too_complex_is_given_up() -> None:
-    """At the same position, whatever was queried about candidates; proposers get no error."""
+    """At the same position for any queries about candidates; proposers get no error."""
     letters = [token for letter in "abcabcabcabcabcabc" for token in TOKENIZER.encode(letter, special=False)]
     places = []
     for look_ahead in (False, True):

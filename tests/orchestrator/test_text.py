@@ -179,7 +179,7 @@ def test_a_text_goes_on_behind_its_prompt(kinds: dict[str, Tokenizer], kind: str
 def test_no_character_is_replaced_that_a_later_token_completes(
     kinds: dict[str, Tokenizer], kind: str, data: st.DataObject
 ) -> None:
-    """Whatever tokens follow, the text so far is a prefix of the final one."""
+    """With any continuation, the text so far is a prefix of the final one."""
     tokenizer = kinds[kind]
     tokens, further = data.draw(ids(tokenizer)), data.draw(ids(tokenizer))
     detokenizer = Detokenizer(tokenizer, [])

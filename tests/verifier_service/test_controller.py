@@ -322,8 +322,8 @@ def test_a_batch_that_some_have_left_goes_on_as_before() -> None:
 
 @pytest.mark.parametrize("most", [16, 64])
 def test_what_is_left_of_a_full_batch_is_of_its_kind(most: int) -> None:
-    """Bursts of `most` sessions, of which a quarter leaves after the first step: all is learned, and applied, under
-    the full batch's profile."""
+    """Bursts of `most` sessions; a quarter leaves after the first step. All is learned, and applied, under the full
+    batch's profile."""
     controller = SpeculationController()
     now = 0.0
     for burst in range(10):

@@ -148,7 +148,7 @@ def test_a_failed_pass_is_repeated() -> None:
 
 
 def test_no_text_loses_its_memory_to_a_foreseen_token() -> None:
-    """With little memory, preemptions are as many as without packing ahead."""
+    """With little memory, packing ahead causes no further preemptions."""
 
     def preempted(engine: TextEngine) -> int:
         loop = step_loop(engine)

@@ -84,7 +84,7 @@ class Site:
             proposers=[SlowProposer(clock, proposing)],
         )
         self.others: list[Client] = []
-        self.prompts = 0  # length of the other tenant's prompts, of which one is always present
+        self.prompts = 0  # length of the other tenant's prompts; one is always present
 
     def other(self, seed: int, policy: Policy = PLAIN, grammar: float = 0.0, **fields: Any) -> None:
         made = Client(self.loop, text(5, seed), 200, tenant="other", policy=policy, sampling=NO_BAD, **fields)
