@@ -38,8 +38,10 @@ NEVER = -50.0
 
 
 class SimulatedGpu:
-    """An engine (`Engine`, `GpuSampling`, `Shortlisting`) whose passes over n rows take seconds(n). It differs from a
-    correct one at one position in `wrong`; 0: at none."""
+    """An engine (`Engine`, `GpuSampling`, `Shortlisting`) whose passes over n rows take seconds(n).
+
+    `ranks`: the rank that it gives a target's best token, by position, repeated; 0: the best. A target has (0,).
+    """
 
     exact = True
     numerics = "simulated"
@@ -48,13 +50,20 @@ class SimulatedGpu:
     threads: tuple[int, ...] = ()
 
     def __init__(
-        self, vocabulary: int, capacity: int, seconds: Callable[[int], float], *, end_token: int = 0, wrong: int = 0
+        self,
+        vocabulary: int,
+        capacity: int,
+        seconds: Callable[[int], float],
+        *,
+        end_token: int = 0,
+        ranks: Sequence[int] = (0,),
     ) -> None:
         self.vocabulary = vocabulary
         self.capacity = capacity
-        self.table = _table(vocabulary, end_token)
+        table, kinds = _table(vocabulary, end_token), sorted(set(ranks))
+        self.table = np.concatenate([_demoted(table, rank) for rank in kinds])
+        self._begins = np.array([PERIOD * kinds.index(rank) for rank in ranks])  # of each position's rows in the table
         self._seconds = seconds
-        self._wrong = wrong
         self._totals: dict[tuple[int, float], float] = {}
         ranking = np.argsort(-self.table, axis=1, kind="stable")[:, :RANKED]
         self.ids = ranking.astype(np.int64)
@@ -97,10 +106,8 @@ class SimulatedGpu:
     def _places(self, batch: PackedBatch) -> NDArray[np.int64]:
         """Return the table row of each wanted row."""
         positions = batch.positions[batch.wanted]
-        places = positions % PERIOD
-        if self._wrong:
-            places = np.where(positions % self._wrong == self._wrong - 1, (places + 1) % PERIOD, places)
-        return np.asarray(places, dtype=np.int64)
+        places: NDArray[np.int64] = self._begins[positions % len(self._begins)] + positions % PERIOD
+        return places
 
 
 class SimulatedLogits:
@@ -173,6 +180,14 @@ def _table(vocabulary: int, end_token: int) -> NDArray[np.float32]:
     table = np.stack(rows).astype(np.float32)
     table[:, end_token] = NEVER
     return table
+
+
+def _demoted(table: NDArray[np.float32], rank: int) -> NDArray[np.float32]:
+    """Return rows whose best token has moved down to `rank`; those passed move up by one."""
+    leading = np.argsort(-table, axis=1, kind="stable")[:, : rank + 1]
+    demoted = table.copy()
+    np.put_along_axis(demoted, np.roll(leading, -1, axis=1), np.take_along_axis(table, leading, axis=1), axis=1)
+    return demoted
 
 
 def _sleep_until(end: float) -> None:

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 
+from bench.systems.pod import FAR, RANKS
 from bench.systems.profiles import PROFILES, Profile, Times
 from bench.systems.simulated_gpu import PERIOD, SimulatedGpu
 from specdec.decoding.candidates import AskedRow, draft_candidates
@@ -80,7 +81,15 @@ def test_a_draft_s_candidates_are_those_of_the_rows() -> None:
         np.testing.assert_array_equal(part, expected)
 
 
-def test_a_draft_errs_at_one_position_in_four() -> None:
-    target, draft = (SimulatedGpu(VOCABULARY, 100, lambda rows: 0.0, wrong=wrong) for wrong in (0, 4))
-    right = target.forward(chain(target, 40)).argmax(axis=1) == draft.forward(chain(draft, 40)).argmax(axis=1)
-    assert right.tolist() == [position % 4 != 3 for position in range(40)]
+def test_a_draft_gives_a_target_s_tokens_their_ranks() -> None:
+    ranks = (0, 2, 0, 0, 1)
+    target, draft = (SimulatedGpu(VOCABULARY, 100, lambda rows: 0.0, ranks=given) for given in ((0,), ranks))
+    tokens = target.forward(chain(target, 40)).argmax(axis=1)
+    ranking = np.argsort(-draft.forward(chain(draft, 40)), axis=1, kind="stable")
+    found = [row.tolist().index(token) for row, token in zip(ranking, tokens.tolist(), strict=True)]
+    assert found == [ranks[position % 5] for position in range(40)]
+
+
+def test_the_draft_of_benchmarks_is_right_at_three_positions_of_four() -> None:
+    assert RANKS.count(0) == 3 * len(RANKS) // 4
+    assert sum(0 < rank < FAR for rank in RANKS) == RANKS.count(FAR)
