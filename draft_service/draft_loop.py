@@ -129,7 +129,7 @@ class DraftLoop(EngineWorker[Session]):
         wake = math.inf
         messages: list[tuple[ResponseQueue[Any], Callable[[], Any]]] = []
         for session, entry in self._sessions.items():
-            due = session.outgoing.send_at(self._step_seconds)
+            due = session.outgoing.send_at(now, self._step_seconds)
             if due == math.inf:
                 continue
             if entry.responses.full:

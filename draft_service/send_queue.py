@@ -136,7 +136,7 @@ class SendQueue:
 
     # --- output -------------------------------------------------------------------------------------
 
-    def send_at(self, step: float) -> float:
+    def send_at(self, now: float, step: float) -> float:
         """Return the time at which unsent nodes become due, possibly in the past; `step`: seconds of a draft step.
 
         The root's distribution is sent at once: without it no token can be chosen (CONTRASTIVE), or a draw arrives
@@ -152,7 +152,7 @@ class SendQueue:
             return -math.inf
         nothing_sent = len(self._unsent) == self.offered
         policy = self._policy
-        return self._timer.next_send_at(policy.extend_interval, policy.round_trip, step, urgent=nothing_sent)
+        return self._timer.next_send_at(now, policy.extend_interval, policy.round_trip, step, urgent=nothing_sent)
 
     def take(self, now: float) -> Extension:
         """Return unsent nodes as one extension and mark them sent: distributions up to the message limit, and only the

@@ -1,14 +1,19 @@
 """The send timer: decides when a session's candidates are sent.
 
-A message helps if it reaches the verifier before a step begins, and the later it is sent, the more it contains. If
-several messages fit into a step, the first is sent at once and the others at an interval. If only one fits (each takes
-time of the verifier's interpreter), it is sent just in time. Commits come at the pace of the steps, so the next step
-begins about a period after the last commit; candidates must leave a round trip earlier, since the commit takes one way
-to the draft and they take one way back.
+A message helps if it reaches the verifier before a step begins, and the later it is sent, the more it contains. Commits
+come at the pace of the steps, and the next step begins when the last commit leaves. So candidates for the step after it
+must leave a period later, less a round trip: the commit takes one way to the draft and they take the other back. A
+longer round trip counts modulo the period: candidates are then in time for a later step.
+
+    deadline = last commit + period - round trip mod period - deviation, plus periods until it lies ahead
+
+While the interval between two messages leaves time for another one before the deadline, a message leaves at once.
+Otherwise it waits for the last end of a draft step before the deadline. The interval never keeps a deadline without a
+message.
 
 Period and deviation are estimated as for TCP's retransmission timeout (Jacobson 1988, "Congestion avoidance and
-control"): moving averages, with the mean deviation as margin. A wrong estimate costs little. If it is too early,
-candidates still leave no earlier than without it; if a commit comes before candidates were sent, they are sent at once.
+control"): moving averages, with the mean deviation as margin. A wrong estimate costs little: if a commit comes before
+candidates were sent, or a deadline passes without a message, they are sent at once.
 """
 
 from __future__ import annotations
@@ -52,23 +57,21 @@ class SendTimer:
         """Return the seconds since the last commit; 0 before the first."""
         return now - self._committed_at if self._committed_at > -math.inf else 0.0
 
-    def next_send_at(self, interval: float, round_trip: float, step: float, *, urgent: bool) -> float:
+    def next_send_at(self, now: float, interval: float, round_trip: float, step: float, *, urgent: bool) -> float:
         """Return the time at which the next message becomes due, possibly in the past.
 
         `interval`: minimum time between messages; `step`: duration of a draft step (messages are sent only between
-        steps); `urgent`: the verifier has no candidates of this tree.
+        steps); `urgent`: the verifier has no candidates of this tree, so the interval does not count.
         """
-        if not self._once(interval):
-            return -math.inf if urgent else self._sent_at + interval
         if self._missed:
             return -math.inf
-        # A round trip longer than a period counts modulo the period: candidates then target a later step. Messages are
-        # sent only between draft steps, hence two steps of margin.
-        moment = self._committed_at + self._period - round_trip % self._period - self._deviation - 2 * step
-        # The margins may exceed the period: never before the commit itself.
-        moment = max(moment, self._committed_at)
-        return moment if self._sent_at < moment else self._sent_at + interval
-
-    def _once(self, interval: float) -> bool:
-        """Return True if a verifier step has time for one message only."""
-        return 0 < self._period < 2 * interval
+        if not self._period:
+            return -math.inf if urgent else self._sent_at + interval
+        deadline = now + (self._committed_at - round_trip - self._deviation - now) % self._period
+        if self._sent_at <= deadline - 2 * self._period:  # the last deadline passed without a message
+            return -math.inf
+        sent = self._sent_at > deadline - self._period  # a message for this deadline
+        earliest = self._sent_at + interval if sent and not urgent else -math.inf
+        if earliest > deadline:  # the next message is for the next deadline
+            earliest, deadline = deadline, deadline + self._period
+        return earliest if deadline - max(now, earliest) >= interval else max(earliest, deadline - step)

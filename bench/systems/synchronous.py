@@ -56,7 +56,7 @@ class AllAtOnce(SendQueue):
         """Return the path logprob of the last of the K best nodes; -inf if there are fewer."""
         return self._held_back.logprob_of(self._policy.max_nodes)
 
-    def send_at(self, step: float) -> float:
+    def send_at(self, now: float, step: float) -> float:
         """Return the past once nothing is left to expand; an answer without candidates counts too."""
         return -math.inf if self.answered != self._tree.base and self._complete() else math.inf
 

@@ -19,73 +19,88 @@ seconds = st.floats(0.0, 10.0)
 
 
 def steady(commits: int = 60) -> SendTimer:
-    """Return a timer with commits every PERIOD, the last one at 0."""
+    """Return a timer with commits every PERIOD, the last one at 0, and the last message before that."""
     send_timer = SendTimer()
     for number in range(1 - commits, 1):
         send_timer.committed(number * PERIOD)
+    send_timer.sent(-PERIOD)
     return send_timer
 
 
 def test_one_message_a_step_leaves_just_in_time() -> None:
     for round_trip in (0.0, 0.009, 0.018):
-        next_send_at = steady().next_send_at(ONE_A_STEP, round_trip, STEP, urgent=False)
-        assert PERIOD - round_trip - 3 * STEP < next_send_at < PERIOD - round_trip - STEP
+        due = steady().next_send_at(0.0, ONE_A_STEP, round_trip, STEP, urgent=False)
+        assert PERIOD - round_trip - 2 * STEP < due < PERIOD - round_trip - STEP
 
 
 def test_where_a_round_trip_takes_longer_than_a_step_it_is_in_time_for_a_later_one() -> None:
-    send_timer = steady()
-    near, far = (send_timer.next_send_at(ONE_A_STEP, trip, STEP, urgent=False) for trip in (0.01, 0.01 + 2 * PERIOD))
+    timer = steady()
+    near, far = (timer.next_send_at(0.0, ONE_A_STEP, trip, STEP, urgent=False) for trip in (0.01, 0.01 + 2 * PERIOD))
     assert far == pytest.approx(near)
 
 
+def test_what_misses_a_deadline_is_in_time_for_the_next() -> None:
+    timer, round_trip = steady(), PERIOD - STEP / 4
+    due = timer.next_send_at(0.0, ONE_A_STEP, round_trip, STEP, urgent=False)
+    assert due <= 0.0  # another draft step would end after the deadline
+    timer.sent(0.0)
+    due = timer.next_send_at(STEP, ONE_A_STEP, round_trip, STEP, urgent=False)
+    assert PERIOD - STEP < due < PERIOD
+
+
 def test_there_is_one_message_a_step() -> None:
-    send_timer = steady()
-    first = send_timer.next_send_at(ONE_A_STEP, 0.0, STEP, urgent=False)
-    send_timer.sent(first)
-    assert send_timer.next_send_at(ONE_A_STEP, 0.0, STEP, urgent=True) == first + ONE_A_STEP  # if no commit comes
-    send_timer.committed(PERIOD, unsent=True)
-    assert send_timer.next_send_at(ONE_A_STEP, 0.0, STEP, urgent=True) == pytest.approx(first + PERIOD, abs=1e-4)
+    timer = steady()
+    first = timer.next_send_at(0.0, ONE_A_STEP, 0.0, STEP, urgent=False)
+    timer.sent(first)
+    assert timer.next_send_at(first, ONE_A_STEP, 0.0, STEP, urgent=False) >= first + STEP
+    timer.committed(PERIOD, unsent=True)
+    due = timer.next_send_at(PERIOD, ONE_A_STEP, 0.0, STEP, urgent=True)
+    assert due == pytest.approx(first + PERIOD, abs=1e-4)
 
 
-def test_where_a_step_has_several_the_first_goes_out_at_once() -> None:
-    send_timer = steady()
-    send_timer.sent(0.001)
-    assert send_timer.next_send_at(FOUR_A_STEP, 0.0, STEP, urgent=False) == 0.001 + FOUR_A_STEP
-    assert send_timer.next_send_at(FOUR_A_STEP, 0.0, STEP, urgent=True) == -math.inf
+def test_several_messages_a_step_leave_an_interval_apart_and_the_last_just_in_time() -> None:
+    timer = steady()
+    timer.sent(0.001)
+    assert timer.next_send_at(0.002, FOUR_A_STEP, 0.0, STEP, urgent=False) == 0.001 + FOUR_A_STEP
+    assert timer.next_send_at(0.002, FOUR_A_STEP, 0.0, STEP, urgent=True) == -math.inf
+    timer.sent(0.6 * PERIOD)  # another one an interval later leaves no time for one more
+    due = timer.next_send_at(0.6 * PERIOD, FOUR_A_STEP, 0.0, STEP, urgent=False)
+    assert PERIOD - 2 * STEP < due < PERIOD - STEP
 
 
 def test_the_first_messages_of_a_session_wait_for_nothing() -> None:
     send_timer = SendTimer()
-    assert send_timer.next_send_at(ONE_A_STEP, 0.0, STEP, urgent=True) == -math.inf
-    assert send_timer.next_send_at(ONE_A_STEP, 0.0, STEP, urgent=False) == -math.inf
+    assert send_timer.next_send_at(4.0, ONE_A_STEP, 0.0, STEP, urgent=True) == -math.inf
+    assert send_timer.next_send_at(4.0, ONE_A_STEP, 0.0, STEP, urgent=False) == -math.inf
     send_timer.committed(5.0)
-    assert send_timer.next_send_at(ONE_A_STEP, 0.0, STEP, urgent=False) == -math.inf
+    assert send_timer.next_send_at(5.0, ONE_A_STEP, 0.0, STEP, urgent=False) == -math.inf
 
 
-def test_a_moment_that_is_past_is_now() -> None:
-    """The draft is too slow, or its estimate of the round trip is wrong."""
-    assert steady().next_send_at(ONE_A_STEP, 0.0, PERIOD, urgent=False) == 0.0
-    assert steady().next_send_at(ONE_A_STEP, 0.999 * PERIOD, STEP, urgent=False) == 0.0
+def test_a_draft_step_as_long_as_a_period_sends_at_once() -> None:
+    assert steady().next_send_at(STEP, ONE_A_STEP, 0.0, PERIOD, urgent=False) <= STEP
 
 
 def test_a_commit_that_comes_too_early_sends_what_it_found() -> None:
     send_timer = steady()
     send_timer.sent(-STEP)
     send_timer.committed(PERIOD / 3, unsent=True)
-    assert send_timer.next_send_at(ONE_A_STEP, 0.0, STEP, urgent=False) == -math.inf
+    assert send_timer.next_send_at(PERIOD / 3, ONE_A_STEP, 0.0, STEP, urgent=False) == -math.inf
     send_timer.sent(PERIOD / 3)
-    assert send_timer.next_send_at(ONE_A_STEP, 0.0, STEP, urgent=False) > PERIOD / 3
+    assert send_timer.next_send_at(PERIOD / 3, ONE_A_STEP, 0.0, STEP, urgent=False) > PERIOD / 3
 
 
 def test_the_less_even_the_steps_the_earlier_it_sends() -> None:
-    """One step in eight begins without the latest candidates; without a margin for the deviation, three would."""
-    random, send_timer, now, late = Random(0), SendTimer(), 0.0, 0
+    """Periods vary by half. Without a margin for the deviation, every other step would begin without a message."""
+    random, timer, now, late = Random(0), SendTimer(), 0.0, 0
     for _ in range(2000):
-        gap = PERIOD * random.uniform(0.5, 1.5)
-        late += send_timer.next_send_at(ONE_A_STEP, 0.0, STEP, urgent=False) > now + gap
-        send_timer.sent(now + gap / 2)
-        now += gap
-        send_timer.committed(now)
+        end = now + PERIOD * random.uniform(0.5, 1.5)
+        due = max(now, timer.next_send_at(now, ONE_A_STEP, 0.0, STEP, urgent=False))
+        if due < end:
+            timer.sent(due)
+        else:
+            late += 1
+        timer.committed(end, unsent=due >= end)
+        now = end
     assert late < 2000 / 4
 
 
@@ -96,7 +111,9 @@ def test_a_long_silence_is_soon_forgotten() -> None:
     for number in range(1, 20):
         send_timer.sent(60.0 + number * PERIOD - STEP)
         send_timer.committed(60.0 + number * PERIOD)
-    next_send_at = send_timer.next_send_at(ONE_A_STEP, 0.0, STEP, urgent=True) - (60.0 + 19 * PERIOD)
+    next_send_at = send_timer.next_send_at(60.0 + 19 * PERIOD, ONE_A_STEP, 0.0, STEP, urgent=True) - (
+        60.0 + 19 * PERIOD
+    )
     assert PERIOD / 2 < next_send_at < PERIOD
 
 
@@ -112,9 +129,15 @@ def test_nothing_waits_past_the_next_commit_twice(
         now += gap
         send_timer.committed(now, unsent=unsent)
         if unsent and not sent:
-            assert send_timer.next_send_at(interval, round_trip, step, urgent=True) == -math.inf
-        next_send_at = send_timer.next_send_at(interval, round_trip, step, urgent=False)
+            assert send_timer.next_send_at(now, interval, round_trip, step, urgent=True) == -math.inf
+        next_send_at = send_timer.next_send_at(now, interval, round_trip, step, urgent=False)
         assert not math.isnan(next_send_at)
         sent = sends
         if sends:
             send_timer.sent(now)
+
+
+def test_a_deadline_that_passed_without_a_message_is_made_up_for() -> None:
+    timer = steady()
+    late = PERIOD + STEP
+    assert timer.next_send_at(late, ONE_A_STEP, 0.0, STEP, urgent=False) == -math.inf

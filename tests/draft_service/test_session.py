@@ -261,10 +261,10 @@ def test_the_draw_of_the_next_token_is_sent_at_once_and_those_after_it_just_in_t
     for number in range(20):
         draft.session.outgoing.commit_arrived(0.03 * number)
     draft.step()
-    assert draft.session.outgoing.send_at(0.001) == -np.inf
+    assert draft.session.outgoing.send_at(0.571, 0.001) == -np.inf
     draft.take(0.571)
     draft.step()
-    assert 0.58 < draft.session.outgoing.send_at(0.001) < 0.60
+    assert 0.58 < draft.session.outgoing.send_at(0.572, 0.001) < 0.60
 
 
 def test_where_tokens_are_contrasted_the_root_always_has_a_row() -> None:
@@ -277,7 +277,7 @@ def test_where_tokens_are_contrasted_the_root_always_has_a_row() -> None:
     assert draft.wants_step
     draft.step()
     assert draft.tree.root.distribution is not None
-    assert draft.session.outgoing.send_at(0.0) < 0.0
+    assert draft.session.outgoing.send_at(1.0, 0.0) < 0.0
     assert draft.take().distributions[0][0] == 0
 
 
