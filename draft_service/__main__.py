@@ -14,6 +14,7 @@ with needed_by("draft", "draft"):
     from draft_service import expansion_width
     from draft_service.draft_loop import DraftLoop
     from draft_service.language_model import LanguageModelDrafter
+    from draft_service.pass_times import PassTimes
     from draft_service.servicer import DraftServicer, Limits
     from specdec import ports
     from specdec.command_line import run_command
@@ -99,7 +100,10 @@ def main(
         identity = identity_of(directory, loaded, loaded.capacity - 1 - limits.max_nodes)
         width = expansion_width.measured(loaded, limits.defaults.max_branches)
         log.info("expansion_width", nodes_of_a_session_in_a_step=width.of_session, nodes_in_a_step=width.of_all)
-        loop = DraftLoop(LanguageModelDrafter(loaded, rows=width.of_all, rows_per_session=width.of_session))
+        drafter = LanguageModelDrafter(
+            loaded, rows=width.of_all, rows_per_session=width.of_session, times=PassTimes(width.seconds)
+        )
+        loop = DraftLoop(drafter)
         loop.start()
         grammars = GrammarCompiler.of(directory)
         grammars.prepare()

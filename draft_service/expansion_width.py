@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -56,10 +56,11 @@ SAMPLED = SamplingQuery(RequestSampler(Sampling(temperature=1.0)), TEXT)
 
 
 class Width(NamedTuple):
-    """Limits on the nodes of a pass."""
+    """Limits on the nodes of a pass, and the seconds of passes over some numbers of nodes."""
 
     of_session: int
     of_all: int
+    seconds: Mapping[int, float]
 
 
 def measured(engine: Engine, branches: int) -> Width:
@@ -95,7 +96,7 @@ def measured(engine: Engine, branches: int) -> Width:
 
     room = min((engine.capacity - 1 - LONG_TEXT) // 2, MAX_LOGITS_BYTES // (4 * engine.vocabulary))
     of_all = most(lambda rows: min(crowded(rows) for _ in range(CROWDED_REPEATS)), of_widths[WIDTHS[0]], room)
-    return Width(width, of_all)
+    return Width(width, of_all, of_widths)
 
 
 def widest(seconds: Callable[[int], float]) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from draft_service.children import Computed, chosen, give
 from draft_service.drafter import Drafter, ExpansionError
 from draft_service.model_session import ModelSession
+from draft_service.pass_times import PassTimes
 from draft_service.session import RootMove, Session
 from specdec.decoding.sampling import Rule
 from specdec.engine.batch import Packer
@@ -36,18 +38,27 @@ class LanguageModelDrafter(Drafter):
 
     Limits of one pass: `rows` nodes over all sessions, `rows_per_session` nodes of one session, and `prompt_budget`
     tokens of committed text, shortest remaining first. Fewer text tokens are computed while other sessions would wait
-    for them.
+    for them. With `times`, a pass computes no further node that lowers its rate of path probability.
     """
 
     rules = frozenset(Rule)
 
-    def __init__(self, engine: Engine, *, rows: int = 16, rows_per_session: int = 4, prompt_budget: int = 512) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        rows: int = 16,
+        rows_per_session: int = 4,
+        prompt_budget: int = 512,
+        times: PassTimes | None = None,
+    ) -> None:
         self.engine = engine
         self._forward = draft_pass_of(engine)
         self._pool = KVPool(engine.capacity)
         self._rows = rows
         self._rows_per_session = rows_per_session
         self._prompt_budget = prompt_budget
+        self._times = times
         self._sessions: dict[Session, ModelSession] = {}
         self._had: dict[str, float] = {}  # virtual time (rows over weight) of tenants with sessions
         self._probe = EngineProbe(engine)
@@ -80,6 +91,7 @@ class LanguageModelDrafter(Drafter):
         return session.best_logprob()
 
     def expand(self, sessions: Sequence[Session]) -> Mapping[Session, Exception]:
+        begin = time.monotonic()
         packer = self.engine.packer()
         expanding: list[ModelSession] = []
         reading: list[ModelSession] = []
@@ -90,7 +102,7 @@ class LanguageModelDrafter(Drafter):
         computed: list[Computed] = []
         failed: dict[Session, Exception] = {}
         try:
-            self._plan_nodes(packer, expanding, planned)
+            self._plan_nodes(packer, expanding, planned, self._break_even(expanding, reading))
             if reading:
                 for each, most in _shared_by_tenant(reading, self._prompt_rows(reading, expanding)):
                     planned.append(each)
@@ -109,14 +121,29 @@ class LanguageModelDrafter(Drafter):
             raise ExpansionError([each.session for each in planned], error) from error
         for each in planned:
             each.forget_plan()
-        return failed | give(children)
+        failed |= give(children)
+        if self._times is not None and len(packer.tokens) <= self._rows:  # longer passes read prompts
+            self._times.observe(len(packer.tokens), time.monotonic() - begin)
+        return failed
 
     def recover(self) -> bool:
         return self._probe.recovers()
 
-    def _plan_nodes(self, packer: Packer, expanding: Sequence[ModelSession], planned: list[ModelSession]) -> None:
-        """Plan the nodes of a pass and append their sessions to `planned`. Rows are shared max-min fairly among tenants
-        by weight, regardless of their session counts; within a tenant the best sessions come first."""
+    def _break_even(self, expanding: Sequence[ModelSession], reading: Sequence[ModelSession]) -> float:
+        """Return the path logprob from which a further node of a session pays in the coming pass."""
+        if self._times is None:
+            return -math.inf
+        # The pass has each session's best node in any case. Of a session that reads, that is the end of its text.
+        best = [math.exp(each.session.best_logprob()) for each in expanding] + [1.0] * len(reading)
+        probability = self._times.break_even(best)
+        return math.log(probability) if probability > 0 else -math.inf
+
+    def _plan_nodes(
+        self, packer: Packer, expanding: Sequence[ModelSession], planned: list[ModelSession], break_even: float
+    ) -> None:
+        """Plan the nodes of a pass and append their sessions to `planned`: each session's best, and further ones whose
+        path logprob reaches `break_even`. Rows are shared max-min fairly among tenants by weight, regardless of their
+        session counts; within a tenant the best sessions come first."""
         tenants = _by_tenant(expanding)
         weights = {tenant: own[0].session.request.weight for tenant, own in tenants.items()}
         # A new tenant starts at the smallest virtual time: it has no claim to the rows it did not ask for.
@@ -134,7 +161,7 @@ class LanguageModelDrafter(Drafter):
             for each in own:
                 if taken < part:
                     planned.append(each)
-                    taken += each.plan_nodes(packer, min(share, part - taken))
+                    taken += each.plan_nodes(packer, min(share, part - taken), break_even)
             left -= taken
             had[tenant] += taken / weights[tenant]
         self._had |= had

@@ -48,12 +48,13 @@ class ModelSession:
             self._wanted.append(packer.want(rows[-1]))
         return len(text)
 
-    def plan_nodes(self, packer: Packer, most: int) -> int:
-        """Plan to compute the most probable nodes, at most `most`; there must be at least one. Return their number."""
+    def plan_nodes(self, packer: Packer, most: int, break_even: float) -> int:
+        """Plan to compute the best node, which must exist, and the next ones whose path logprob reaches `break_even`:
+        at most `most` in all. Return their number."""
         session, slots, planned = self.session, self.slots, self._planned
         branches: list[list[int]] = []
         rows: list[int] = []
-        while len(planned) < most and (not planned or session.best_logprob() > -math.inf):
+        while len(planned) < most and (not planned or -math.inf < session.best_logprob() >= break_even):
             node = session.take_best()
             planned.append(node)
             rows.append(packer.add_row(node.token, node.position, slots.add_node(node)))

@@ -17,6 +17,7 @@ from bench.simulation.scenario import Outcome, Scenario
 from bench.systems import synchronous
 from draft_service.expansion_width import ROWS, WIDTHS, most, widest
 from draft_service.language_model import LanguageModelDrafter
+from draft_service.pass_times import PassTimes
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
 from evaluation import virtual_time
@@ -209,7 +210,8 @@ class Deployment:
         )
         seconds = self._scenario.hardware.draft.seconds
         rows = most(seconds, seconds(WIDTHS[0]), ROWS[-1])
-        return VirtualDraftLoop(LanguageModelDrafter(engine, rows=rows, rows_per_session=widest(seconds)))
+        times = PassTimes({width: seconds(width) for width in WIDTHS})
+        return VirtualDraftLoop(LanguageModelDrafter(engine, rows=rows, rows_per_session=widest(seconds), times=times))
 
     def _verifier_servicer(self) -> VerifierServicer:
         kind = synchronous.VerifierServicer if self._scenario.synchronous else VerifierServicer

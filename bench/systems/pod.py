@@ -23,6 +23,7 @@ from bench.systems.simulated_gpu import SimulatedGpu
 from draft_service import expansion_width
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
+from draft_service.pass_times import PassTimes
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
 from specdec.engine.engine import Engine
@@ -84,7 +85,11 @@ def draft(args: argparse.Namespace) -> Service:
     limits = DraftLimits()
     paced = _paced(engine, args, "draft")
     width = expansion_width.measured(paced, limits.defaults.max_branches)
-    loop = DraftLoop(LanguageModelDrafter(paced, rows=width.of_all, rows_per_session=width.of_session))
+    loop = DraftLoop(
+        LanguageModelDrafter(
+            paced, rows=width.of_all, rows_per_session=width.of_session, times=PassTimes(width.seconds)
+        )
+    )
     if args.stages is not None:
         stages.of_draft(loop).keep(args.stages / "draft.json")
     loop.start()

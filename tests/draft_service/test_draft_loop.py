@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import PROMPT_WIDTHS, LanguageModelDrafter
+from draft_service.pass_times import PassTimes
 from draft_service.send_queue import Extension
 from evaluation import virtual_time
 from specdec.engine.batch import PackedBatch
@@ -18,7 +19,7 @@ from specdec.engine.cpu.layout import RaggedPacker
 from specdec.engine.kv.slots import PoolFullError
 from specdec.serving.engine_worker import CHECK_SECONDS
 from specdec.serving.errors import EngineLostError, ModelFailureError
-from tests.draft_service.fakes import ROWS, Engine, Pod, running, session
+from tests.draft_service.fakes import ROWS, Engine, Listener, Pod, running, session
 
 
 def test_everybody_gets_a_turn() -> None:
@@ -160,6 +161,20 @@ def test_paused_sessions_read_after_all_others() -> None:
     assert sum(tokens.count(1) for tokens in pod.engine.read) <= 2 * BESIDE
     pod.run(1)
     assert len(pod.engine.read[-1]) <= ROWS + BESIDE  # however many there are
+
+
+@pytest.mark.parametrize(("a_node", "nodes"), [(1e-9, ROWS), (0.1, 2)])
+def test_a_pass_takes_no_nodes_that_lower_its_rate(a_node: float, nodes: int) -> None:
+    """Two texts, each with one likely child and a few improbable ones. Nodes that cost a tenth of an empty pass are not
+    worth it."""
+    engine = Engine(sureness=3.0)
+    times = PassTimes({n: 1.0 + n * a_node for n in (4, 8)})
+    loop = DraftLoop(LanguageModelDrafter(engine, rows=ROWS, rows_per_session=ROWS // 2, times=times))
+    listeners = [Listener(loop, session(min_path_probability=0.0)) for _ in range(2)]
+    for _ in range(3):  # the prompts, their children, further nodes
+        loop.turn()
+    assert len(engine.read[-1]) == nodes
+    assert not any(listener.failed for listener in listeners)
 
 
 def test_the_loop_wakes_when_a_message_is_due_and_nothing_else_happens() -> None:
