@@ -1,1 +1,1 @@
-"""Support for tests and benchmarks: virtual time, a bad network, processes, fakes. Not part of the wheel."""
+"""Support for tests and benchmarks: a bad network, processes, fakes. Not part of the wheel."""
