@@ -21,9 +21,9 @@ with needed_by("evaluate", "evaluate"):
     from draft_service.servicer import Limits as DraftLimits
     from evaluation.hop import hop_seconds
     from evaluation.measurements import LOCAL, REMOTE_DRAFT, TREES, WAYS, Figures, Load, Way, acceptance, speed
-    from evaluation.pair import LoadedModel, Pair, Place
+    from evaluation.pair import EngineOptions, LoadedModel, Pair
     from evaluation.pools import VERIFIERS, smallest
-    from evaluation.report import ROWS, Distance, Report, fastest
+    from evaluation.report import ROWS, Distance, EvaluationReport, fastest
     from orchestrator.requests.parsing import parse
     from orchestrator.requests.sample import Sample
     from specdec.cli.failure import fail
@@ -100,9 +100,11 @@ def main(
     on a device of its own, within the verifier, or absent is predicted from them.
     """
     logs.configure("evaluate", "error")
-    target_place = Place("torch", device, threads or threads_for(device), dtype)
+    target_options = EngineOptions("torch", device, threads or threads_for(device), dtype)
     draft_device = draft_device or device
-    draft_place = Place(draft_engine, draft_device, draft_threads or threads or threads_for(draft_device), draft_dtype)
+    draft_options = EngineOptions(
+        draft_engine, draft_device, draft_threads or threads or threads_for(draft_device), draft_dtype
+    )
     streams = sorted(set(streams or (1, 8)))
     file = PromptFile(prompts, {"max_tokens": max_tokens, "temperature": temperature})
     try:
@@ -110,7 +112,7 @@ def main(
             pass
         # A draft keeps each session's candidates in its KV cache, next to the text.
         candidates = max(streams) * DraftLimits().max_nodes
-        pair = Pair(target, draft, target_place, draft_place, kv_tokens, candidates)
+        pair = Pair(target, draft, target_options, draft_options, kv_tokens, candidates)
         room = (kv_tokens - MOST_CANDIDATES) // max(streams) // BLOCK * BLOCK  # as the verifier counts
         samples = list(_samples(pair, file, max_prompts, room))
     except (ModelDirectoryError, UnsupportedModelError, PromptFileError) as error:
@@ -153,7 +155,7 @@ def _evaluated(
     distance: Distance,
     draft_speed: float,
     concurrent: int | None,
-) -> Report:
+) -> EvaluationReport:
     """Measure everything, with a progress bar if stderr is a terminal."""
     layout = replace(REMOTE_DRAFT.layout, delay=distance.hop + distance.network, draft_speed=draft_speed)
     remote = replace(REMOTE_DRAFT, layout=layout)
@@ -180,7 +182,7 @@ def _evaluated(
             return done(_warm_speed(pair, replace(remote, layout=layout), samples, many)).rate
 
         pools = {many: smallest(partial(rate, many), alone) for many, alone in drafted.items()}
-    return Report(
+    return EvaluationReport(
         target=_told(pair.target),
         draft=_told(pair.draft),
         texts=len(samples),

@@ -22,7 +22,7 @@ Behaviour = Callable[[AsyncIterator[Message], Any], Any]
 
 
 @dataclass
-class Traffic:
+class MessageCounters:
     """Traffic in one direction, over all streams of a channel."""
 
     messages: int = 0
@@ -39,7 +39,7 @@ class End:
 class Pipe:
     """One direction of a stream: delivers messages in order, `delay` seconds after they were sent."""
 
-    def __init__(self, delay: float, traffic: Traffic) -> None:
+    def __init__(self, delay: float, traffic: MessageCounters) -> None:
         self._delay = delay
         self._traffic = traffic
         self._under_way: deque[Message | End] = deque()
@@ -71,7 +71,7 @@ class Pipe:
         self._arrived.put_nowait(self._under_way.popleft())
 
 
-class Call:
+class InProcessCall:
     """The client's end of a running stream; a task runs the servicer's method at the other end."""
 
     def __init__(self, behaviour: Behaviour, channel: Channel) -> None:
@@ -133,12 +133,12 @@ class Channel:
 
     servicer: object
     delay: float
-    there: Traffic = field(default_factory=Traffic)
-    back: Traffic = field(default_factory=Traffic)
+    there: MessageCounters = field(default_factory=MessageCounters)
+    back: MessageCounters = field(default_factory=MessageCounters)
 
-    def stream_stream(self, path: str, *_: object, **__: object) -> Callable[..., Call]:
+    def stream_stream(self, path: str, *_: object, **__: object) -> Callable[..., InProcessCall]:
         behaviour: Behaviour = getattr(self.servicer, path.rpartition("/")[2])
-        return lambda **_: Call(behaviour, self)
+        return lambda **_: InProcessCall(behaviour, self)
 
     def unary_unary(self, path: str, *_: object, **__: object) -> None:
         """Do nothing: stubs look up all their methods when created, but unary ones are not called here."""

@@ -62,7 +62,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Text:
+class GeneratedText:
     """A text as its client got it."""
 
     tokens: list[int]
@@ -94,7 +94,7 @@ class Deployment:
         peers = Peers(pods("verifier"), pods("draft") if layout.remote else None, drafts_are_trusted=True)
         self._revision = Revision(pair.model, peers)
 
-    async def complete(self, sample: Sample) -> Text:
+    async def complete(self, sample: Sample) -> GeneratedText:
         """Run a sample; return its text."""
         tokens: list[int] = []
         finish = generation_pb2.Finish()
@@ -103,13 +103,13 @@ class Deployment:
         ).run():
             tokens += response.tokens
             finish = response.finish
-        return Text(tokens, finish)
+        return GeneratedText(tokens, finish)
 
-    async def complete_all(self, samples: Sequence[Sample], streams: int) -> list[Text]:
+    async def complete_all(self, samples: Sequence[Sample], streams: int) -> list[GeneratedText]:
         """Run samples, `streams` at a time; return their texts in order."""
         room = asyncio.Semaphore(streams)
 
-        async def one(sample: Sample) -> Text:
+        async def one(sample: Sample) -> GeneratedText:
             async with room:
                 return await self.complete(sample)
 

@@ -11,7 +11,7 @@ from evaluation.deployment import Deployment, Layout
 from evaluation.pair import Pair
 from orchestrator.requests.sample import Sample
 from specdec.decoding.sampling import Rule
-from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS, Drafter, Speculation
+from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS, Drafter, SpeculationOptions
 
 REMOTE = frozenset({Drafter.REMOTE})
 
@@ -45,13 +45,13 @@ class Way:
 
     name: str
     layout: Layout
-    speculation: Speculation
+    speculation: SpeculationOptions
 
 
-PLAIN = Way("plain", Layout(), Speculation(NO_DRAFTERS))
-ABSENT = Way("no draft", Layout(), Speculation(OWN_DRAFTERS))
-LOCAL = Way("local draft", Layout(local=True), Speculation(OWN_DRAFTERS))
-REMOTE_DRAFT = Way("remote draft", Layout(remote=True), Speculation())
+PLAIN = Way("plain", Layout(), SpeculationOptions(NO_DRAFTERS))
+ABSENT = Way("no draft", Layout(), SpeculationOptions(OWN_DRAFTERS))
+LOCAL = Way("local draft", Layout(local=True), SpeculationOptions(OWN_DRAFTERS))
+REMOTE_DRAFT = Way("remote draft", Layout(remote=True), SpeculationOptions())
 WAYS = (PLAIN, ABSENT, LOCAL, REMOTE_DRAFT)
 
 
@@ -125,7 +125,7 @@ async def _figures(deployment: Deployment, samples: Sequence[Sample], streams: i
 
 def acceptance(pair: Pair, samples: Sequence[Sample], rule: Rule, tree: Tree) -> Figures:
     """Run samples under a rule; at every step the draft has such a tree ready."""
-    speculation = Speculation(
+    speculation = SpeculationOptions(
         REMOTE, forced=True, max_candidates=tree.candidates, max_depth=tree.depth, max_branches=tree.branches
     )
     asked = [replace(sample, rule=rule, speculation=speculation) for sample in samples]

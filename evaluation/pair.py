@@ -17,8 +17,8 @@ from verifier_service.costs.step_latency import StepLatency
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a model computes: engine, device, threads and dtype."""
+class EngineOptions:
+    """How a model is loaded: engine, device, threads and dtype."""
 
     engine: Kind = "torch"
     device: str = "cpu"
@@ -30,17 +30,19 @@ class Place:
 
 
 class LoadedModel:
-    """A model at its place, with the measured latency of its passes."""
+    """A loaded model, with the measured latency of its passes."""
 
-    def __init__(self, directory: ModelDirectory, place: Place, kv_tokens: int, *, exact: bool = False) -> None:
+    def __init__(
+        self, directory: ModelDirectory, options: EngineOptions, kv_tokens: int, *, exact: bool = False
+    ) -> None:
         self.directory = directory
         self.engine = load_engine(
-            place.engine,
+            options.engine,
             directory,
             capacity=kv_tokens,
-            threads=(place.threads,),
-            dtype=place.dtype,
-            device=place.device,
+            threads=(options.threads,),
+            dtype=options.dtype,
+            device=options.device,
             exact=exact,
         )
         self.latency = StepLatency.measure(self.engine, self.engine.capacity)
@@ -54,28 +56,28 @@ class Pair:
         self,
         target: Path,
         draft: Path,
-        target_place: Place,
-        draft_place: Place,
+        target_options: EngineOptions,
+        draft_options: EngineOptions,
         kv_tokens: int = 16384,
         candidates: int = 0,
     ) -> None:
         """Load both, with KV caches of `kv_tokens` tokens, and room for `candidates` more at the draft.
         ModelDirectoryError or UnsupportedModelError says in one line what is wrong."""
         of_draft = kv_tokens + candidates
-        wanted = [Wanted(target, target_place.placement(kv_tokens)), Wanted(draft, draft_place.placement(of_draft))]
+        wanted = [Wanted(target, target_options.placement(kv_tokens)), Wanted(draft, draft_options.placement(of_draft))]
         self.has_local_draft = not (draft / GRAPH).exists()  # an export is for draft services only
         if self.has_local_draft:
-            wanted.append(Wanted(draft, target_place.placement(kv_tokens)))
+            wanted.append(Wanted(draft, target_options.placement(kv_tokens)))
         directory, small, *_ = check(*wanted)
         self.model = ServedModel.of(directory)
-        self.target = LoadedModel(directory, target_place, kv_tokens, exact=True)
-        self.draft = LoadedModel(small, draft_place, of_draft)
-        self._target_place, self._kv_tokens = target_place, kv_tokens
+        self.target = LoadedModel(directory, target_options, kv_tokens, exact=True)
+        self.draft = LoadedModel(small, draft_options, of_draft)
+        self._target_options, self._kv_tokens = target_options, kv_tokens
 
     @cached_property
     def local_draft(self) -> LoadedModel:
-        """The draft at the target's place."""
-        return LoadedModel(self.draft.directory, self._target_place, self._kv_tokens)
+        """The draft, loaded with the target's engine options."""
+        return LoadedModel(self.draft.directory, self._target_options, self._kv_tokens)
 
     @cached_property
     def width(self) -> expansion_width.Width:

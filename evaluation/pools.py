@@ -15,7 +15,7 @@ ENOUGH = 0.95
 
 
 @dataclass(frozen=True)
-class Pools:
+class PoolSizing:
     """Verifiers per draft pod, and the resulting speed."""
 
     verifiers: int
@@ -28,11 +28,11 @@ class Pools:
         return verifiers, ceil(verifiers / self.verifiers)
 
 
-def smallest(rate: Callable[[float], float], alone: float) -> Pools:
+def smallest(rate: Callable[[float], float], alone: float) -> PoolSizing:
     """Return the smallest sufficient pool. `rate` maps a draft's relative speed to a verifier's tokens a second: a pod
     shared by two verifiers is about half as fast for each. `alone` is the rate at full speed."""
     for verifiers in VERIFIERS:
         found = rate(1 / verifiers)
         if found >= ENOUGH * alone:
-            return Pools(verifiers, found, max(alone, found))
-    return Pools(1, alone, alone)
+            return PoolSizing(verifiers, found, max(alone, found))
+    return PoolSizing(1, alone, alone)

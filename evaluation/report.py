@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from evaluation.measurements import PLAIN, Figures, Tree, Way
-from evaluation.pools import Pools
+from evaluation.pools import PoolSizing
 from specdec.decoding.sampling import Rule
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -23,7 +23,7 @@ class Distance:
 
 
 @dataclass(frozen=True)
-class Report:
+class EvaluationReport:
     """All results for a pair."""
 
     target: str  # what it is and where it computes
@@ -35,7 +35,7 @@ class Report:
     speed: Mapping[int, Mapping[Way, Figures]]  # by streams
     distance: Distance
     draft_speed: float  # of a remote draft's device, relative to this machine's
-    pools: Mapping[int, Pools]  # by streams, where a remote draft is fastest
+    pools: Mapping[int, PoolSizing]  # by streams, where a remote draft is fastest
     concurrent: int | None
 
     def as_json(self) -> dict[str, Any]:

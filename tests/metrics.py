@@ -12,7 +12,7 @@ from orchestrator.metrics import metrics as of_orchestrator
 from orchestrator.models.stats import OrchestratorStats
 from specdec.openai_api.metrics import Counted
 from specdec.serving.metrics.families import Families
-from specdec.serving.mux.stream import Traffic
+from specdec.serving.mux.stream import ByteCounters
 from specdec.v2 import draft_pb2, generation_pb2, verifier_pb2
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.metrics import metrics as of_verifier
@@ -31,7 +31,7 @@ def families() -> Iterator[Metric]:
 def of_messages(role: str) -> list[Metric]:
     """Return the message metrics of a service with sessions."""
     found = Families(role)
-    found.traffic(Traffic())
+    found.traffic(ByteCounters())
     return found.made
 
 

@@ -35,7 +35,7 @@ from demo.prompts import held_out
 from evaluation import measurements as evaluated
 from evaluation.hop import hop_seconds
 from evaluation.measurements import ABSENT, LOCAL, PLAIN, REMOTE_DRAFT, Way, speed
-from evaluation.pair import Pair, Place
+from evaluation.pair import EngineOptions, Pair
 from orchestrator.requests.parsing import parse
 from orchestrator.requests.sample import Sample
 from specdec.client.request import build_request
@@ -195,7 +195,9 @@ def main(given: Sequence[str]) -> None:
     off: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for models in pairs(Path(folder), PAIRS[:1] if args.quick else args.pairs):
-            pair = Pair(models.target, models.draft, Place(dtype="float32"), Place("onnx", dtype="float32"))
+            pair = Pair(
+                models.target, models.draft, EngineOptions(dtype="float32"), EngineOptions("onnx", dtype="float32")
+            )
             devices = None if args.slower == 1.0 else Path(folder, f"{models.name}.json")
             if devices is not None:
                 given_devices(pair, devices, args.slower)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from specdec.decoding.choice import Tokens, choose
 from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS, Shortlists
-from specdec.decoding.logprobs import Logprobs, logprobs
+from specdec.decoding.logprobs import TokenLogprobs, logprobs
 from specdec.decoding.processing import temperatures
 from specdec.decoding.query import SamplingQuery
 from specdec.engine.batch import PackedBatch
@@ -123,7 +123,7 @@ class SimulatedLogits:
         self._decide({row: query for row, query in zip(rows, queries, strict=True) if row not in self._known})
         return np.array([self._known[row] for row in rows], dtype=np.int64), np.ones(len(rows), dtype=bool)
 
-    def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[Logprobs]:
+    def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[TokenLogprobs]:
         return logprobs(self._whole(rows), tokens, tops)
 
     def _decide(self, asked: Mapping[int, SamplingQuery]) -> None:

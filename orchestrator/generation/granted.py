@@ -5,14 +5,14 @@ A text may move to a pod with smaller grants. It continues there, and its `finis
 
 from __future__ import annotations
 
-from specdec.decoding.speculation import Speculation
+from specdec.decoding.speculation import SpeculationOptions
 from specdec.v2 import draft_pb2, generation_pb2, verifier_pb2
 
 
 class GrantedLimits:
     """The granted limits of one sample."""
 
-    def __init__(self, speculation: Speculation) -> None:
+    def __init__(self, speculation: SpeculationOptions) -> None:
         asked = {
             "max_candidates": speculation.max_candidates,
             "max_depth": speculation.max_depth,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from orchestrator.generation.draft_control import first_min_probability
 from orchestrator.requests.sample import Sample
-from specdec.decoding.speculation import Drafter, Speculation
+from specdec.decoding.speculation import Drafter, SpeculationOptions
 from specdec.serving.messages import lookahead_message
 from specdec.v2 import draft_pb2, verifier_pb2
 
@@ -43,7 +43,7 @@ class SpeculationState:
         draft: then one is tried."""
         return self.drafting_wanted or sample.forces_drafting or not self.drafted
 
-    def verify_policy(self, speculation: Speculation, patience_seconds: float) -> verifier_pb2.VerifyPolicy:
+    def verify_policy(self, speculation: SpeculationOptions, patience_seconds: float) -> verifier_pb2.VerifyPolicy:
         """Return the policy of the verifier. It may wait for candidates of a draft only if there is one, or hope of
         one."""
         drafters = speculation.drafters if self.drafted else speculation.drafters - {Drafter.REMOTE}

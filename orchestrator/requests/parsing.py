@@ -17,7 +17,7 @@ from orchestrator.tenants.file import Tenant
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.sampling_limits import sampling_violations
-from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, Drafter, Speculation, drafters_of
+from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, Drafter, SpeculationOptions, drafters_of
 from specdec.serving.echo import echo
 from specdec.serving.errors import (
     InvalidRequestError,
@@ -246,14 +246,14 @@ def _sizes(message: generation_pb2.GenerateRequest, model: ServedModel) -> list[
     return [violation for violation in found if violation is not None]
 
 
-def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple[str, str]]) -> Speculation:
+def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple[str, str]]) -> SpeculationOptions:
     """Return how to speculate; faults are appended to `violations`."""
     wanted = message.speculation
     violations += speculation_limit_violations("speculation", wanted)
     wrong = drafter_violations("speculation.drafters", wanted.drafters)
     if wrong:
         violations += wrong
-        return Speculation()
+        return SpeculationOptions()
     if wanted.off:
         for field, is_set in (("drafters", wanted.drafters), ("forced", wanted.forced)):
             if is_set:
@@ -273,7 +273,7 @@ def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple
             )
         violations += wrong
         lookahead = lookahead_from(wanted.lookahead)
-    return Speculation(
+    return SpeculationOptions(
         drafters=drafters,
         forced=wanted.forced,
         max_candidates=wanted.max_candidates,

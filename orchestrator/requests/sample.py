@@ -7,7 +7,7 @@ from datetime import datetime
 
 from orchestrator.requests.reasoning import Reasoning
 from specdec.decoding.sampling import Rule, Sampling
-from specdec.decoding.speculation import Speculation
+from specdec.decoding.speculation import SpeculationOptions
 from specdec.v2 import model_pb2
 
 
@@ -24,7 +24,7 @@ class Sample:
     end_tokens: frozenset[int]
     stop: tuple[str, ...]
     top_logprobs: int | None  # number of top tokens with logprobs; None: no logprobs, not even the chosen token's
-    speculation: Speculation
+    speculation: SpeculationOptions
     tenant: str
     rule: Rule
     contrast: model_pb2.Contrast

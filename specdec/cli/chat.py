@@ -16,11 +16,11 @@ from specdec import ports
 from specdec.cli.access import ApiKeyFile, ModelName, Orchestrators, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
 from specdec.cli.conversation import Conversation, LeaveError
 from specdec.cli.failure import fail
-from specdec.cli.report import Report
+from specdec.cli.report import CompletionReport
 from specdec.cli.shown import coloured, for_stdout, styled
-from specdec.cli.waiting import Waiting
+from specdec.cli.waiting import WaitReporter
 from specdec.client import Cancelled, Client, SpecdecError, Stream
-from specdec.client.options import Speculation
+from specdec.client.options import SpeculationChoice
 from specdec.exit_status import ExitStatus
 
 ASKS = "> "
@@ -40,7 +40,9 @@ def chat(
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**64 - 1, help="Seed of each answer. By default another one each time.")
     ] = None,
-    speculation: Annotated[Speculation, typer.Option(help="Who proposes candidates, as for `generate`.")] = "auto",
+    speculation: Annotated[
+        SpeculationChoice, typer.Option(help="Who proposes candidates, as for `generate`.")
+    ] = "auto",
     colours: Annotated[
         bool, typer.Option("--colours", help="Show each token in the colour of its source, as `generate` does.")
     ] = False,
@@ -70,7 +72,7 @@ def chat(
         while True:
             try:
                 while True:  # inside the try, so that an interrupt between two turns is caught too
-                    _turn(client, Waiting(address, access=allowed), conversation, asks)
+                    _turn(client, WaitReporter(address, access=allowed), conversation, asks)
             except (EOFError, LeaveError):
                 return
             except InterruptedError:
@@ -93,7 +95,7 @@ def chat(
                 _say(str(error))
 
 
-def _turn(client: Client, waiting: Waiting, conversation: Conversation, asks: str) -> None:
+def _turn(client: Client, waiting: WaitReporter, conversation: Conversation, asks: str) -> None:
     """Read a line at the prompt `asks`, and run its command or answer it."""
     line = input(asks)
     if not line.strip():
@@ -109,9 +111,9 @@ def _turn(client: Client, waiting: Waiting, conversation: Conversation, asks: st
     _answer(client, waiting, conversation)
 
 
-def _answer(client: Client, waiting: Waiting, conversation: Conversation) -> None:
+def _answer(client: Client, waiting: WaitReporter, conversation: Conversation) -> None:
     """Stream the answer to the last question; Ctrl-C cancels it. The part received stays in the conversation."""
-    console, report, said, thought = Console(), Report(), "", False
+    console, report, said, thought = Console(), CompletionReport(), "", False
     try:
         with client.generate(messages=conversation.messages, **conversation.options) as stream, waiting:
             report.request_id = stream.request_id

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, get_args
 
 from specdec.client import Message
-from specdec.client.options import Speculation
+from specdec.client.options import SpeculationChoice
 
 HELP = """\
 /seed N          draw the next answers with this seed; /seed alone: with another one each time
@@ -91,7 +91,7 @@ class Conversation:
         return f"temperature: {value or 'as the model has it'}", False
 
     def _set_speculation(self, value: str) -> tuple[str, bool]:
-        known = get_args(Speculation)
+        known = get_args(SpeculationChoice)
         if value not in known:
             raise ValueError(f"/speculation {value}: must be one of {', '.join(known)}".replace(" :", ":"))
         self.options["speculation"] = value

@@ -35,10 +35,10 @@ def doctor(
 
     Exit status 0, or 1 if a model given by --model or --draft cannot run here.
     """
-    from specdec.doctor.report import Asked, Report
+    from specdec.doctor.report import DoctorOptions, DoctorReport
     from specdec.doctor.table import lines
 
-    report = Report(Asked(model, draft, device, dtype, kv_tokens, engine))
+    report = DoctorReport(DoctorOptions(model, draft, device, dtype, kv_tokens, engine))
     if json_output:
         print(json.dumps(report.as_json(), indent=2))
     else:

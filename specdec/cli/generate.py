@@ -29,12 +29,12 @@ from specdec.cli.access import (
 from specdec.cli.failure import fail
 from specdec.cli.many import generate_many
 from specdec.cli.prompt_file import PromptFile, PromptFileError
-from specdec.cli.report import Report
+from specdec.cli.report import CompletionReport
 from specdec.cli.results_file import ResultsFile, ResultsFileError
 from specdec.cli.shown import coloured
-from specdec.cli.waiting import Waiting
+from specdec.cli.waiting import WaitReporter
 from specdec.client import Client, Speculation, build_request
-from specdec.client.options import Speculation as SpeculationName
+from specdec.client.options import SpeculationChoice
 from specdec.command_line import duration
 from specdec.exit_status import ExitStatus
 
@@ -108,7 +108,7 @@ def generate(
         list[str] | None, typer.Option(help="Text that may be the answer; no other may be than those. May be repeated.")
     ] = None,
     speculation: Annotated[
-        SpeculationName,
+        SpeculationChoice,
         typer.Option(
             help="Who proposes candidates. auto: all drafters, where that pays. draft: the remote draft alone, where "
             "that pays. always: the remote draft alone, even at a loss. local: the verifier's own proposers alone, "
@@ -211,7 +211,7 @@ def generate(
     with Client(
         address, timeout=timeout, credentials=allowed.credentials, api_key=allowed.api_key, options=allowed.options
     ) as client:
-        _complete(client, Waiting(address, access=allowed), text, options, json_output)
+        _complete(client, WaitReporter(address, access=allowed), text, options, json_output)
 
 
 def _content(file: Path | None) -> str | None:
@@ -265,8 +265,10 @@ def _complete_file(
         raise SystemExit(status)
 
 
-def _complete(client: Client, waiting: Waiting, prompt: str | None, options: dict[str, Any], json_output: bool) -> None:
-    console, report = Console(), Report()
+def _complete(
+    client: Client, waiting: WaitReporter, prompt: str | None, options: dict[str, Any], json_output: bool
+) -> None:
+    console, report = Console(), CompletionReport()
     with client.generate(prompt, **options) as stream, waiting:
         report.request_id = stream.request_id
         for chunk in stream:

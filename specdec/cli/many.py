@@ -21,10 +21,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from specdec.cli.access import Access
 from specdec.cli.failure import STATUS
 from specdec.cli.prompt_file import Prompt, PromptFile
-from specdec.cli.report import Report
+from specdec.cli.report import CompletionReport
 from specdec.cli.results_file import ResultsFile
 from specdec.cli.shown import for_stdout
-from specdec.cli.waiting import Waiting
+from specdec.cli.waiting import WaitReporter
 from specdec.client import AsyncClient, Overloaded, SpecdecError
 from specdec.exit_status import ExitStatus
 
@@ -39,7 +39,7 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
-class Answer:
+class PromptResult:
     """A result for a prompt, or the error in its place."""
 
     prompt: Prompt
@@ -94,11 +94,11 @@ async def as_done(
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def ask(client: AsyncClient, prompt: Prompt, timeout: float | None, heard: Callable[[], None]) -> Answer:
+async def ask(client: AsyncClient, prompt: Prompt, timeout: float | None, heard: Callable[[], None]) -> PromptResult:
     """Request one prompt, retrying after a pause while the servers are full. Call `heard` for every chunk."""
     deadline = time.monotonic() + (OVERLOADED_SECONDS if timeout is None else timeout)
     while True:
-        report = Report()
+        report = CompletionReport()
         try:
             left = None if timeout is None else max(0.001, deadline - time.monotonic())
             async with client.generate(prompt.text, timeout=left, **prompt.options) as stream:
@@ -106,14 +106,14 @@ async def ask(client: AsyncClient, prompt: Prompt, timeout: float | None, heard:
                 async for chunk in stream:
                     heard()
                     report.take(chunk)
-            return Answer(prompt, report.as_json())
+            return PromptResult(prompt, report.as_json())
         except Overloaded as error:
             pause = error.retry_after or 1.0
             if time.monotonic() + pause >= deadline:
-                return Answer(prompt, _told(error), error)
+                return PromptResult(prompt, _told(error), error)
             await asyncio.sleep(pause)
         except SpecdecError as error:
-            return Answer(prompt, _told(error), error)
+            return PromptResult(prompt, _told(error), error)
 
 
 def _told(error: SpecdecError) -> dict[str, Any]:
@@ -148,12 +148,12 @@ async def generate_many(
     failed: list[ExitStatus] = []
     drawn = console.is_terminal and (out is not None or not sys.stdout.isatty())  # never mixed with results
     bar = Progress(*columns, console=console, disable=not drawn, redirect_stdout=False)
-    waiting = Waiting(address, lambda line: console.print(f"specdec: {line}"), access=access)
+    waiting = WaitReporter(address, lambda line: console.print(f"specdec: {line}"), access=access)
     async with AsyncClient(
         address, credentials=access.credentials, api_key=access.api_key, options=access.options
     ) as client:
 
-        async def one(prompt: Prompt) -> Answer:
+        async def one(prompt: Prompt) -> PromptResult:
             answer = await ask(client, prompt, timeout, waiting.heard)
             if out is not None:  # immediately: the consumer may stop before this answer's turn
                 out.append(answer.prompt, answer.result)

@@ -8,7 +8,7 @@ from typing import Any
 from specdec.client import Chunk, Finish, SpecdecError
 
 
-class Report:
+class CompletionReport:
     """The report of one completion of one sample: created with the request, filled chunk by chunk."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ import typer
 from specdec import ports
 from specdec.cli.access import ApiKeyFile, ModelName, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
 from specdec.cli.failure import fail
-from specdec.cli.waiting import Waiting
+from specdec.cli.waiting import WaitReporter
 from specdec.client import Client
 from specdec.command_line import addresses, duration
 from specdec.exit_status import ExitStatus
@@ -56,7 +56,7 @@ def tokenize(
                 api_key=allowed.api_key,
                 options=allowed.options,
             ) as client,
-            Waiting(address, access=allowed),
+            WaitReporter(address, access=allowed),
         ):
             if chat:
                 found = client.tokenize(messages=[{"role": "user", "content": text}], model=model, pieces=not count)

@@ -100,7 +100,7 @@ def up(
     from specdec.engine.engine import UnsupportedModelError
     from specdec.engine.model_directory import ModelDirectoryError
     from specdec.engine.preflight.check import Wanted, check
-    from specdec.local import LocalError, Models, Stack
+    from specdec.local import LocalError, ModelPaths, Stack
     from specdec.local.child import DRAIN_SECONDS
     from specdec.local.upkeep import Upkeep
     from specdec.serving.process.listening import ListenError, bound
@@ -129,7 +129,7 @@ def up(
                 "`specdec openai --orchestrator-tls-ca FILE` beside this command",
                 ExitStatus.USAGE,
             )
-        models = Models.chosen(target, draft, local_draft)
+        models = ModelPaths.chosen(target, draft, local_draft)
         wanted = [Wanted(models.target, _placement(of_verifier))]
         wanted += [] if models.local_draft is None else [Wanted(models.local_draft, _placement(of_verifier))]
         wanted += [] if models.draft is None else [Wanted(models.draft, _placement({"engine": "onnx"} | of_draft))]

@@ -30,7 +30,7 @@ def _on_stderr(line: str) -> None:
     print(f"specdec: {line}", file=sys.stderr, flush=True)
 
 
-class Waiting:
+class WaitReporter:
     """The wait for tokens from orchestrators. Used as a context manager around the call; `heard` is called for every
     response. The reason for waiting is reported once, and again when it changes."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Annotated, Any, Literal, NotRequired, TypedDict, TypeVar, get_args, get_type_hints
 
-Speculation = Literal["auto", "off", "always", "draft", "local"]
+SpeculationChoice = Literal["auto", "off", "always", "draft", "local"]
 """Named sets of drafters; the option `speculation` explains them."""
 
 
@@ -94,7 +94,7 @@ class GenerateOptions(TypedDict, total=False):
     ]
 
     speculation: Annotated[
-        Speculation | None,
+        SpeculationChoice | None,
         "Who may propose candidates. auto: all drafters, where that pays. draft: draft services alone, where that "
         "pays. always: likewise, even at a loss. local: the verifier's own proposers alone. off: nobody.",
     ]

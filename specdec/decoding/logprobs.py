@@ -13,7 +13,7 @@ from specdec.decoding.truncation import largest
 Logits = NDArray[np.float32]
 
 
-class Logprobs(NamedTuple):
+class TokenLogprobs(NamedTuple):
     """The log-probability of one chosen token, and the most probable tokens with theirs, best first."""
 
     chosen: float
@@ -21,14 +21,14 @@ class Logprobs(NamedTuple):
     top_logprobs: list[float]
 
 
-def logprobs(logits: Logits, tokens: NDArray[np.int64], tops: Sequence[int]) -> list[Logprobs]:
+def logprobs(logits: Logits, tokens: NDArray[np.int64], tops: Sequence[int]) -> list[TokenLogprobs]:
     """Return the log-probability of each row's chosen token, with `tops` alternatives, from float32 logits [n, V]."""
     totals = _log_totals(logits)
     chosen = (logits[np.arange(len(logits)), tokens] - totals).astype(np.float32).tolist()
-    found: list[Logprobs] = []
+    found: list[TokenLogprobs] = []
     for row, total, own, top in zip(logits, totals, chosen, tops, strict=True):
         ids = largest(row, top) if top else np.zeros(0, dtype=np.int64)
-        found.append(Logprobs(own, ids.tolist(), (row[ids] - total).astype(np.float32).tolist()))
+        found.append(TokenLogprobs(own, ids.tolist(), (row[ids] - total).astype(np.float32).tolist()))
     return found
 
 

@@ -26,7 +26,7 @@ NO_DRAFTERS: frozenset[Drafter] = frozenset()
 
 
 @dataclass(frozen=True)
-class Speculation:
+class SpeculationOptions:
     """A request's speculation: its drafters and its limits on candidates; 0 leaves a number to the services."""
 
     drafters: frozenset[Drafter] = ALL_DRAFTERS

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.decoding.choice import BLOCK, Tokens, choose
-from specdec.decoding.logprobs import Logprobs, logprobs
+from specdec.decoding.logprobs import TokenLogprobs, logprobs
 from specdec.decoding.processing import Logits
 from specdec.decoding.query import SamplingQuery
 
@@ -26,7 +26,7 @@ class StepLogits(Protocol):
         """Return the tokens chosen by these rows, as `choice.choose` does, and which rows are sound (the token's logit
         is finite). The others are broken."""
 
-    def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[Logprobs]:
+    def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[TokenLogprobs]:
         """Return the log-probabilities of these rows, as `logprobs.logprobs` does."""
 
 
@@ -47,7 +47,7 @@ class HostLogits:
         # argmax returns the first NaN, if any, so a broken row shows in the chosen token's logit
         return tokens, np.isfinite(self._logits[np.asarray(rows, dtype=np.int64), tokens])
 
-    def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[Logprobs]:
+    def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[TokenLogprobs]:
         blocks = self._blocks(len(rows))
         found = [logprobs(self._of(rows[block]), tokens[block], tops[block]) for block in blocks]
         return list(chain.from_iterable(found))

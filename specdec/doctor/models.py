@@ -28,14 +28,14 @@ class Found(NamedTuple):
     memory_at_least: int  # bytes needed to start
 
 
-class Models(NamedTuple):
+class ModelCheck(NamedTuple):
     """The requested models, if all can be served together, else the problem."""
 
     found: list[Found]
     problem: str
 
 
-def models(target: Path | None, draft: Path | None, placement: Placement) -> Models:
+def models(target: Path | None, draft: Path | None, placement: Placement) -> ModelCheck:
     """Check a target as a verifier with this placement would, and a draft as a draft service would by default."""
     wanted = {}
     if target is not None:
@@ -48,14 +48,14 @@ def models(target: Path | None, draft: Path | None, placement: Placement) -> Mod
             from specdec.text.check import check_text  # imports packages that may be missing
 
             check_text(directories[0])
-        return Models(
+        return ModelCheck(
             [_found(role, wanted[role].placement, each) for role, each in zip(wanted, directories, strict=True)], ""
         )
     except (ModelDirectoryError, UnsupportedModelError) as error:
-        return Models([], str(error))
+        return ModelCheck([], str(error))
     except ModuleNotFoundError as error:
         role = "draft" if target is None else "verifier"
-        return Models([], hint(error, role) or str(error))
+        return ModelCheck([], hint(error, role) or str(error))
 
 
 def _found(role: str, placement: Placement, directory: ModelDirectory) -> Found:

@@ -11,7 +11,7 @@ from typing import Any
 from specdec import __version__
 from specdec.doctor import packages, places
 from specdec.doctor.machine import Machine
-from specdec.doctor.models import Models, models
+from specdec.doctor.models import ModelCheck, models
 from specdec.doctor.packages import Extra, Package
 from specdec.doctor.places import Cache
 from specdec.engine import fast_paths
@@ -21,7 +21,7 @@ from specdec.extras import hint
 
 
 @dataclass(frozen=True)
-class Asked:
+class DoctorOptions:
     """The models to check: a target as `specdec verifier` takes it, and a draft as `specdec draft` does."""
 
     model: Path | None = None
@@ -33,10 +33,10 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """The findings on this machine."""
 
-    asked: Asked
+    options: DoctorOptions
 
     @cached_property
     def packages(self) -> list[Package]:
@@ -63,13 +63,13 @@ class Report:
             return Cache(None, "no service is installed that has one")
 
     @cached_property
-    def models(self) -> Models | None:
+    def models(self) -> ModelCheck | None:
         """The requested models; None if there were none."""
-        asked = self.asked
-        if asked.model is None and asked.draft is None:
+        options = self.options
+        if options.model is None and options.draft is None:
             return None
-        target = Placement(asked.engine, asked.dtype, asked.device, asked.kv_tokens)
-        return models(asked.model, asked.draft, target)
+        target = Placement(options.engine, options.dtype, options.device, options.kv_tokens)
+        return models(options.model, options.draft, target)
 
     @cached_property
     def fast_paths(self) -> dict[str, FastPathOff | None] | str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from specdec import __version__
 from specdec.doctor.places import LISTENING
-from specdec.doctor.report import Report
+from specdec.doctor.report import DoctorReport
 
 WIDTH = 24
 """Width of the name column in characters."""
@@ -16,7 +16,7 @@ BESIDE = 16
 """Width of the next column in characters."""
 
 
-def lines(report: Report) -> Iterator[str]:
+def lines(report: DoctorReport) -> Iterator[str]:
     """Yield the lines of the report. `!` marks items that need attention."""
     machine = report.machine
     yield f"specdec {__version__}, Python {platform.python_version()}, {machine.system}"
@@ -47,7 +47,7 @@ def lines(report: Report) -> Iterator[str]:
         yield _line(name, "on" if off is None else f"off, {off.why}; {off.cost}", marked=off is not None)
 
 
-def _packages(report: Report) -> Iterator[str]:
+def _packages(report: DoctorReport) -> Iterator[str]:
     yield "packages"
     if not report.packages:
         yield _line("unknown", "this is not an installed distribution: nothing says which versions are wanted")
@@ -60,7 +60,7 @@ def _packages(report: Report) -> Iterator[str]:
         yield _line(extra.name, missing if extra.missing else "complete")
 
 
-def _machine(report: Report) -> Iterator[str]:
+def _machine(report: DoctorReport) -> Iterator[str]:
     machine = report.machine
     yield "machine"
     yield _line("cores", f"{machine.cores_given} given, of {machine.cores}")

@@ -1,7 +1,7 @@
 """`python -m specdec.grammar.trial MODEL SECONDS`: tries grammars as a service would use them, and reports their
 problems and sizes.
 
-Each line of stdin is a question in JSON, each line of stdout the answer (`Answer`); a first line reports that the
+Each line of stdin is a question in JSON, each line of stdout the answer (`TrialAnswer`); a first line reports that the
 process is ready. Its limits are tighter than a service's: stack, memory and CPU time. A grammar exceeding them ends the
 process.
 """
@@ -45,7 +45,7 @@ TOKEN_SECONDS = 0.02
 """CPU seconds per token of a text followed again: the library's work limits end far below."""
 
 
-class Answer(TypedDict):
+class TrialAnswer(TypedDict):
     """The answer to one grammar."""
 
     problem: str
@@ -56,7 +56,7 @@ class Answer(TypedDict):
     """True if the process should be replaced."""
 
 
-def answer_of(question: dict[str, Any], compiler: GrammarCompiler) -> Answer:
+def answer_of(question: dict[str, Any], compiler: GrammarCompiler) -> TrialAnswer:
     """Try a grammar: compile it, and follow a text."""
     grammar = Grammar(
         Kind(question["kind"]), tuple(question["source"]), question["after_token"], question["opening_token"]
@@ -75,10 +75,10 @@ def answer_of(question: dict[str, Any], compiler: GrammarCompiler) -> Answer:
         size = max(0, allocated_bytes() - before)
         del compiled
     except GrammarError as error:
-        return Answer(problem=str(error), bytes=0, worn=False)
+        return TrialAnswer(problem=str(error), bytes=0, worn=False)
     finally:
         compiler.forget()
-    return Answer(problem="", bytes=size, worn=False)
+    return TrialAnswer(problem="", bytes=size, worn=False)
 
 
 def follow(text: TextGrammar, tokens: Sequence[int]) -> None:
@@ -128,7 +128,7 @@ def _answer(compiler: GrammarCompiler, seconds: float) -> None:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
     ready = resident_bytes()
-    _say(Answer(problem="", bytes=0, worn=False))
+    _say(TrialAnswer(problem="", bytes=0, worn=False))
     for line in sys.stdin:
         question = json.loads(line)
         # SIGPROF ends the process even inside native code.
@@ -140,7 +140,7 @@ def _answer(compiler: GrammarCompiler, seconds: float) -> None:
         _say(answer)
 
 
-def _say(answer: Answer) -> None:
+def _say(answer: TrialAnswer) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 

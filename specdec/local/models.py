@@ -10,7 +10,7 @@ from specdec.local.child import LocalError
 DEMO = Path(__file__).parents[2] / "demo"
 
 
-class Models(NamedTuple):
+class ModelPaths(NamedTuple):
     """Model directories of a stack."""
 
     target: Path
@@ -18,7 +18,9 @@ class Models(NamedTuple):
     local_draft: Path | None
 
     @classmethod
-    def chosen(cls, target: Path | None = None, draft: str | None = None, local_draft: Path | None = None) -> Models:
+    def chosen(
+        cls, target: Path | None = None, draft: str | None = None, local_draft: Path | None = None
+    ) -> ModelPaths:
         """Return the models to serve; LocalError if the demo pair is needed and missing. `draft` may be "none", the
         default if `target` or `local_draft` is given, since the demo's draft fits only the demo's target."""
         if target is None and not (DEMO / "target" / "config.json").is_file():

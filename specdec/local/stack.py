@@ -22,7 +22,7 @@ from specdec.engine.preflight.check import Wanted
 from specdec.engine.preflight.memory_needed import in_gigabytes, memory_needed
 from specdec.engine.unsupported import UnsupportedModelError
 from specdec.local.child import DRAIN_SECONDS, Child, LocalError, stop
-from specdec.local.models import Models
+from specdec.local.models import ModelPaths
 
 START_SECONDS = 1800.0
 """Start-up timeout of all services in seconds: for large weights on slow disks."""
@@ -72,7 +72,7 @@ class Stack:
         route: Callable[[str], str] = lambda address: address,
     ) -> Iterator[Stack]:
         """Start the services, wait until they are ready, and stop them on exit of the context. LocalError if one does
-        not start. `Models.chosen` selects the models; `dtype` and `device` are the target's.
+        not start. `ModelPaths.chosen` selects the models; `dtype` and `device` are the target's.
 
         With `openai_options`, OpenAI's HTTP API is served as well. All services but the orchestrator take free ports
         unless their options set one. `drain_seconds` bounds the drain, and `forced` cuts it short once it returns True.
@@ -80,7 +80,7 @@ class Stack:
         role; `route` maps a service's address to the one given to the orchestrator. With these two, benchmarks run
         variants of a service, or put a proxy in between.
         """
-        models = Models.chosen(target, draft, local_draft)
+        models = ModelPaths.chosen(target, draft, local_draft)
         children: dict[str, Child] = {}
         addresses: dict[str, str] = {}
         begin = time.monotonic()

@@ -93,7 +93,7 @@ def main(
 
     API keys are passed to the orchestrators, which check them.
     """
-    asked = orchestrator or [address(f"127.0.0.1:{ports.ORCHESTRATOR}")]
+    addresses = orchestrator or [address(f"127.0.0.1:{ports.ORCHESTRATOR}")]
     files = TlsFiles(tls_cert, tls_key, tls_client_ca)
     settings = ServerSettings(
         host,
@@ -110,7 +110,7 @@ def main(
         theirs.read()
     except TlsError as error:
         raise typer.BadParameter(str(error)) from None
-    asking = Asking([each.target for each in asked], theirs if any(theirs.all) else None)
+    asking = Asking([each.target for each in addresses], theirs if any(theirs.all) else None)
     serving = serve(
         settings,
         asking,

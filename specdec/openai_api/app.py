@@ -60,10 +60,10 @@ def make_app(
 
     async def generate(request: Request, *, chat: bool) -> Response | EventStream:
         body = await bodies.read(request, request.scope[CALLER])
-        asked = await parser.parse(body, chat=chat, caller=request.scope[CALLER])
-        if asked.stream:
-            return EventStream(await while_present(request.receive, gateway.events(asked, _caller(request))))
-        answer = await while_present(request.receive, gateway.answer(asked, _caller(request)))
+        parsed = await parser.parse(body, chat=chat, caller=request.scope[CALLER])
+        if parsed.stream:
+            return EventStream(await while_present(request.receive, gateway.events(parsed, _caller(request))))
+        answer = await while_present(request.receive, gateway.answer(parsed, _caller(request)))
         return Response(answer, media_type="application/json")
 
     async def completions(request: Request) -> Response | EventStream:

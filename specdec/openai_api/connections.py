@@ -77,7 +77,7 @@ class Connections:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._by_network: dict[str, dict[Connection, None]] = {}  # longest-waiting first
+        self._by_network: dict[str, dict[HttpConnection, None]] = {}  # longest-waiting first
         self._served = 0
         self.health_only = 0
 
@@ -88,18 +88,18 @@ class Connections:
             victim.evict()
         return self._served < self._most
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: HttpConnection) -> None:
         self._by_network.setdefault(connection.network, {})[connection] = None
         self._served += 1
 
-    def answered(self, connection: Connection) -> None:
+    def answered(self, connection: HttpConnection) -> None:
         """Move a connection to the end of its network's queue: its idle time starts now."""
         own = self._by_network.get(connection.network, {})
         if connection in own:
             del own[connection]
             own[connection] = None
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: HttpConnection) -> None:
         own = self._by_network.get(connection.network, {})
         if connection in own:
             del own[connection]
@@ -107,7 +107,7 @@ class Connections:
             if not own:
                 del self._by_network[connection.network]
 
-    def _victim(self) -> Connection | None:
+    def _victim(self) -> HttpConnection | None:
         """Return the longest-waiting evictable connection of the network with most connections; None if all are
         busy."""
         for own in sorted(self._by_network.values(), key=len, reverse=True):
@@ -118,7 +118,7 @@ class Connections:
         return None
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """uvicorn's connection with limits. h11 gets only complete headers within the limits, bodies in pieces that take
     milliseconds, and no request before the previous one is answered."""
 

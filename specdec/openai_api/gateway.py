@@ -16,7 +16,7 @@ from specdec.client.tool_formats import FORMATS, ToolFormat
 from specdec.openai_api.answers import Calls, Choice, Frame, fingerprint, usage_of
 from specdec.openai_api.errors import from_specdec, unsupported
 from specdec.openai_api.json_text import Json
-from specdec.openai_api.requests import Asked
+from specdec.openai_api.requests import ParsedRequest
 from specdec.serving.interleaved import interleaved
 
 PROMPTS_AT_ONCE = 8
@@ -58,60 +58,60 @@ class Gateway:
         metadata: Metadata = (("authorization", authorization),) if authorization else ()
         await self.models(Caller(new_request_id(), metadata))
 
-    async def tool_format(self, asked: Asked, caller: Caller) -> ToolFormat | None:
+    async def tool_format(self, request: ParsedRequest, caller: Caller) -> ToolFormat | None:
         """Return the tool format of the requested model; None if the request has no tools, or the model no format."""
-        if not asked.calls_tools:
+        if not request.calls_tools:
             return None
-        name = next((each.tool_format for each in await self.models(caller) if each.is_asked_as(asked.model)), "")
+        name = next((each.tool_format for each in await self.models(caller) if each.is_asked_as(request.model)), "")
         if name and name not in FORMATS:
             raise unsupported("tools", f"are called in the format {name}, which this server does not read")
         return FORMATS.get(name)  # the orchestrator refuses tools for a model without a format
 
-    async def answer(self, asked: Asked, caller: Caller) -> bytes:
+    async def answer(self, request: ParsedRequest, caller: Caller) -> bytes:
         """Generate all samples of all prompts; return the complete answer as JSON."""
-        tool_format = await self.tool_format(asked, caller)
+        tool_format = await self.tool_format(request, caller)
         answer: _Answer | None = None
-        async with aclosing(self._chunks(asked, caller)) as chunks:
+        async with aclosing(self._chunks(request, caller)) as chunks:
             async for number, chunk in chunks:
-                answer = answer or _Answer(asked, caller, tool_format)
+                answer = answer or _Answer(request, caller, tool_format)
                 answer.choice(number, chunk).gather(chunk, answer.seed(number, chunk))
         assert answer is not None  # a stream without chunks ends with an error
         return answer.frame.whole(answer.choices)
 
-    async def events(self, asked: Asked, caller: Caller) -> AsyncGenerator[Json, None]:
+    async def events(self, request: ParsedRequest, caller: Caller) -> AsyncGenerator[Json, None]:
         """Generate all samples of all prompts; return the events of their stream. Errors before the first chunk are
         raised here."""
-        tool_format = await self.tool_format(asked, caller)
-        chunks = self._chunks(asked, caller)
+        tool_format = await self.tool_format(request, caller)
+        chunks = self._chunks(request, caller)
         try:
             first = await anext(chunks)
         except BaseException:
             await chunks.aclose()
             raise
-        return _events(_Answer(asked, caller, tool_format), first, chunks)
+        return _events(_Answer(request, caller, tool_format), first, chunks)
 
-    async def _chunks(self, asked: Asked, caller: Caller) -> Chunks:
+    async def _chunks(self, request: ParsedRequest, caller: Caller) -> Chunks:
         """Yield the chunks of all prompts in order of arrival."""
         places = asyncio.Semaphore(PROMPTS_AT_ONCE)
-        several = len(asked.prompts) > 1
-        stream = partial(self._stream, asked, caller, places, several=several)
-        streams = [stream(number) for number in range(len(asked.prompts))]
+        several = len(request.prompts) > 1
+        stream = partial(self._stream, request, caller, places, several=several)
+        streams = [stream(number) for number in range(len(request.prompts))]
         try:
             async with aclosing(interleaved(streams) if several else streams[0]) as chunks:
                 async for each in chunks:
                     yield each
         except SpecdecError as error:
-            raise from_specdec(error, asked.names) from error
+            raise from_specdec(error, request.names) from error
 
     async def _stream(
-        self, asked: Asked, caller: Caller, places: asyncio.Semaphore, number: int, *, several: bool
+        self, request: ParsedRequest, caller: Caller, places: asyncio.Semaphore, number: int, *, several: bool
     ) -> Chunks:
         """Yield the chunks of one prompt."""
         request_id = _numbered(caller.request_id, number) if several else caller.request_id
         async with (
             places,
             self._client() as client,
-            client.send(asked.message(number), request_id=request_id, metadata=caller.metadata) as stream,
+            client.send(request.message(number), request_id=request_id, metadata=caller.metadata) as stream,
         ):
             async for chunk in stream:
                 yield number, chunk
@@ -122,7 +122,7 @@ class _Answer:
     """An answer under construction. Create it with the first chunk: by then an orchestrator has validated the request,
     including its number of samples, which is unlimited here."""
 
-    asked: Asked
+    request: ParsedRequest
     caller: Caller
     tool_format: ToolFormat | None  # None: no tool calls in the text
     frame: Frame = field(init=False)
@@ -131,30 +131,30 @@ class _Answer:
     salt: str = field(default_factory=new_request_id)
 
     def __post_init__(self) -> None:
-        asked = self.asked
-        kind = "chatcmpl" if asked.chat else "cmpl"
-        self.frame = Frame(asked.chat, f"{kind}-{self.caller.request_id}", int(time.time()), asked.model)
+        request = self.request
+        kind = "chatcmpl" if request.chat else "cmpl"
+        self.frame = Frame(request.chat, f"{kind}-{self.caller.request_id}", int(time.time()), request.model)
         self.choices = [
             Choice(
                 index,
-                first_sample=index % asked.samples == 0,
-                chat=asked.chat,
-                logprobs=asked.logprobs,
-                reasoning=asked.reasoning,
+                first_sample=index % request.samples == 0,
+                chat=request.chat,
+                logprobs=request.logprobs,
+                reasoning=request.reasoning,
                 calls=self._calls(index),
             )
-            for index in range(asked.samples * len(asked.prompts))
+            for index in range(request.samples * len(request.prompts))
         ]
 
     def _calls(self, index: int) -> Calls | None:
         # Salted: a caller may use one request id for several requests, and matches results to calls by call id.
         if self.tool_format is None:
             return None
-        return Calls(self.tool_format, f"{self.salt}-{index}", self.asked.schemas)
+        return Calls(self.tool_format, f"{self.salt}-{index}", self.request.schemas)
 
     def choice(self, number: int, chunk: Chunk) -> Choice:
         """Return the choice of a prompt's chunk."""
-        return self.choices[self.asked.samples * number + chunk.index]
+        return self.choices[self.request.samples * number + chunk.index]
 
     def seed(self, number: int, chunk: Chunk) -> int | None:
         """Return the seed of a prompt, known from its first chunk."""
@@ -163,10 +163,10 @@ class _Answer:
 
 async def _events(answer: _Answer, first: tuple[int, Chunk], rest: Chunks) -> AsyncGenerator[Json, None]:
     """Yield the events of a stream after its first chunk has arrived."""
-    asked, frame = answer.asked, answer.frame
-    usage: Json = {"usage": None} if asked.usage_in_stream else {}
+    request, frame = answer.request, answer.frame
+    usage: Json = {"usage": None} if request.usage_in_stream else {}
     async with aclosing(rest):
-        if asked.chat:
+        if request.chat:
             yield frame.piece([each.opening() for each in answer.choices], **usage)
         found: tuple[int, Chunk] | None = first
         while found is not None:
@@ -175,7 +175,7 @@ async def _events(answer: _Answer, first: tuple[int, Chunk], rest: Chunks) -> As
             ended: Json = {} if chunk.finish is None else {"system_fingerprint": fingerprint([chunk.finish])}
             yield frame.piece([piece], **usage, **ended)
             found = await anext(rest, None)
-    if asked.usage_in_stream:
+    if request.usage_in_stream:
         yield frame.piece([], usage=usage_of(answer.choices))
 
 

@@ -15,7 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from specdec.client.tls_files import TlsError, TlsFiles
-from specdec.openai_api.connections import MAX_HEADER_BYTES, Connection, Connections
+from specdec.openai_api.connections import MAX_HEADER_BYTES, Connections, HttpConnection
 from specdec.serving.watched import Watched
 
 MOST_CONNECTIONS = 1024
@@ -93,10 +93,10 @@ class HttpServer:
         await self._serving
 
 
-def _protocol(header_seconds: float, connections: Connections) -> type[Connection]:
+def _protocol(header_seconds: float, connections: Connections) -> type[HttpConnection]:
     """Return a connection class with these arguments bound: uvicorn instantiates it."""
 
-    class Limited(Connection):
+    class Limited(HttpConnection):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, header_seconds=header_seconds, connections=connections, **options)
 

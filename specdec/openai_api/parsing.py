@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Protocol
 
-from specdec.openai_api.requests import Asked, parse
+from specdec.openai_api.requests import ParsedRequest, parse
 from specdec.serving.bounded_threads import BoundedThreads
 
 SHORT_BODY = 4 << 10
@@ -26,7 +26,7 @@ WAIT_SECONDS = 10.0
 class Parse(Protocol):
     """A function that parses a body."""
 
-    def __call__(self, body: bytes, *, chat: bool) -> Asked: ...
+    def __call__(self, body: bytes, *, chat: bool) -> ParsedRequest: ...
 
 
 class Parser:
@@ -37,7 +37,7 @@ class Parser:
         self._bodies = BoundedThreads("bodies", 1, MOST_WAITING)
         self._long_bodies = BoundedThreads("long bodies", 1, MOST_LONG_WAITING)
 
-    async def parse(self, body: bytes, *, chat: bool, caller: str) -> Asked:
+    async def parse(self, body: bytes, *, chat: bool, caller: str) -> ParsedRequest:
         """Return the parsed request; ApiError if it is invalid or unsupported, OverloadedError if too many bodies
         wait."""
         work = partial(self._parse, body, chat=chat)

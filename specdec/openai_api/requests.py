@@ -152,7 +152,7 @@ _OPTION = re.compile(r"(\w+)((\[\d+\])|(\.\w+))* = ")
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """One parsed request: one or more prompts, and options common to all of them."""
 
     chat: bool
@@ -187,13 +187,13 @@ class Asked:
 
     def message(self, number: int) -> GenerateRequest:
         """Return the complete message for the prompt of this number."""
-        asked = GenerateRequest()
-        asked.CopyFrom(self.prompts[number])
-        asked.MergeFrom(self.options)
-        return asked
+        message = GenerateRequest()
+        message.CopyFrom(self.prompts[number])
+        message.MergeFrom(self.options)
+        return message
 
 
-def parse(body: bytes, *, chat: bool) -> Asked:
+def parse(body: bytes, *, chat: bool) -> ParsedRequest:
     """Parse the body of a chat or completion request; ApiError if it is invalid or unsupported."""
     given = {name: value for name, value in _object(body).items() if value is not None}
     _check_names(given, chat=chat)
@@ -217,7 +217,7 @@ def parse(body: bytes, *, chat: bool) -> Asked:
         raise refused("model", "is missing: GET /v1/models lists what is served")
     names = _names(given, chat=chat)
     prompts = [conversation(given)] if chat else _prompts(given)
-    return Asked(
+    return ParsedRequest(
         chat=chat,
         model=given["model"],
         prompts=[_built(each, names) for each in prompts],

@@ -30,7 +30,7 @@ from specdec.serving.errors import PROBLEM_BYTES, InternalError, OverloadedError
 from specdec.serving.fair_turns import FairTurns
 
 if TYPE_CHECKING:
-    from specdec.grammar.trial import Answer
+    from specdec.grammar.trial import TrialAnswer
 
 log = structlog.get_logger()
 
@@ -218,7 +218,7 @@ class GrammarTrials:
         while len(self._known) > MAX_VERDICTS:
             self._known.popitem(last=False)
 
-    async def _answer(self, question: dict[str, Any]) -> Answer | int:
+    async def _answer(self, question: dict[str, Any]) -> TrialAnswer | int:
         """Return a process's answer, or its exit status if it ended instead. OverloadedError if it does neither in
         time."""
         process = await self._process()
@@ -267,7 +267,7 @@ class TrialProcess:
         """Exit status; 0 while it runs."""
         return 0 if self.process is None else self.process.returncode or 0
 
-    async def ask(self, question: dict[str, Any], patience: float) -> Answer | None:
+    async def ask(self, question: dict[str, Any], patience: float) -> TrialAnswer | None:
         """Return the answer to a question, or None if the process ends instead; TimeoutError after `patience`
         seconds."""
         process = self.process or await self._start()
@@ -281,7 +281,7 @@ class TrialProcess:
             if not line:
                 await process.wait()
                 return None
-        answer: Answer = json.loads(line)
+        answer: TrialAnswer = json.loads(line)
         return answer
 
     async def end(self) -> None:

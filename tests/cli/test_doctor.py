@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from specdec import cli
-from specdec.doctor.report import Asked, Report
+from specdec.doctor.report import DoctorOptions, DoctorReport
 from specdec.doctor.table import lines
 from specdec.extras import EXTRAS
 from tests.vllm.pod import PYTHON, needs_vllm
@@ -95,12 +95,14 @@ def test_a_model_that_cannot_be_served_is_a_status_and_a_line(tmp_path: Path, js
 
 
 def test_a_device_that_is_not_there_is_told() -> None:
-    problem = Report(Asked(TARGET, device="cuda:77")).problem
+    problem = DoctorReport(DoctorOptions(TARGET, device="cuda:77")).problem
     assert problem.startswith("device cuda:77: ")
 
 
 def test_an_engine_that_is_not_there_is_told() -> None:
-    assert Report(Asked(TARGET, engine="vllm")).problem.startswith("vLLM is not installed: pip install 'vllm")
+    assert DoctorReport(DoctorOptions(TARGET, engine="vllm")).problem.startswith(
+        "vLLM is not installed: pip install 'vllm"
+    )
     assert doctor_here("--model", TARGET, "--engine", "vlm").exit_code == 2
 
 
@@ -134,7 +136,7 @@ def test_the_client_alone_says_what_a_model_takes() -> None:
 
 def shown(**parts: Any) -> list[str]:
     """Return the lines of a report on this machine, with some parts replaced."""
-    report = Report(Asked())
+    report = DoctorReport(DoctorOptions())
     vars(report).update({"fast_paths": {}, "packages": [], "extras": [], **parts})  # set as by `cached_property`
     return list(lines(report))
 

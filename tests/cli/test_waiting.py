@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from specdec.cli.waiting import VERIFIER, Waiting
+from specdec.cli.waiting import VERIFIER, WaitReporter
 from tests.client.fake_server import TEXT, Act, FakeServer
 from tests.stack import until
 
@@ -32,7 +32,7 @@ async def test_an_orchestrator_that_is_not_there_is_waited_for_by_its_address() 
     async with FakeServer() as server:
         pass
     lines: list[str] = []
-    with Waiting(server.address, lines.append):
+    with WaitReporter(server.address, lines.append):
         await until(lambda: bool(lines))
     assert lines == [f"waiting for an orchestrator: nothing answers at {server.address} (is it still starting?)"]
 
@@ -40,7 +40,7 @@ async def test_an_orchestrator_that_is_not_there_is_waited_for_by_its_address() 
 async def test_what_is_waited_for_is_said_once_and_when_it_changes() -> None:
     lines: list[str] = []
     async with orchestrator(NOT_SERVING) as (server, checks):
-        with Waiting(server.address, lines.append) as waiting:
+        with WaitReporter(server.address, lines.append) as waiting:
             await until(lambda: bool(lines))
             await checks.set(VERIFIER, SERVING)
             await until(lambda: len(lines) > 1)
@@ -56,7 +56,7 @@ async def test_of_several_orchestrators_those_that_can_work_are_named() -> None:
         pass
     async with orchestrator() as (one, _), orchestrator(NOT_SERVING) as (other, _):
         lines: list[str] = []
-        with Waiting(f"{gone.address},{one.address},{other.address}", lines.append):
+        with WaitReporter(f"{gone.address},{one.address},{other.address}", lines.append):
             await until(lambda: bool(lines))
     assert lines == [f"waiting for tokens: {one.address} is at work (a long prompt, or many requests)"]
 

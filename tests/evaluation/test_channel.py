@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from evaluation import virtual_time
-from evaluation.channel import Call, Channel
+from evaluation.channel import Channel, InProcessCall
 from specdec.serving.errors import OverloadedError
 from specdec.v2 import model_pb2
 
@@ -23,7 +23,7 @@ class Echo:
             await context.write(request)
 
 
-def opened(channel: Channel) -> Call:
+def opened(channel: Channel) -> InProcessCall:
     return channel.stream_stream("/echo/Talk")(timeout=None, metadata=())
 
 

@@ -25,7 +25,7 @@ from evaluation.measurements import (
     run,
     speed,
 )
-from evaluation.pair import Pair, Place
+from evaluation.pair import EngineOptions, Pair
 from evaluation.workers import OnVirtualTime, SpendingInbox, host_seconds, sleep, unspent_seconds
 from orchestrator.requests.parsing import parse
 from orchestrator.requests.sample import Sample
@@ -34,7 +34,7 @@ from specdec.decoding.sampling import Rule
 from specdec.engine.model_directory import ModelDirectoryError
 from tests.services.conftest import Directories
 
-ONE_THREAD = Place(threads=1, dtype="float32")
+ONE_THREAD = EngineOptions(threads=1, dtype="float32")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from specdec.openai_api.parsing import LONG_BODY, MOST_LONG_WAITING, SHORT_BODY, Parser
-from specdec.openai_api.requests import Asked, parse
+from specdec.openai_api.requests import ParsedRequest, parse
 from specdec.serving.errors import OverloadedError, TenantLimitError
 from tests.client.fake_server import FakeServer
 from tests.openai_api.front import front
@@ -29,7 +29,7 @@ class Parses:
         self.threads: list[threading.Thread] = []
         self.go_on = threading.Event()
 
-    def __call__(self, body: bytes, *, chat: bool) -> Asked:
+    def __call__(self, body: bytes, *, chat: bool) -> ParsedRequest:
         self.threads.append(threading.current_thread())
         assert self.go_on.wait(30)
         return parse(body, chat=chat)

@@ -21,7 +21,7 @@ from specdec.openai_api.requests import (
     RENAMED,
     SAME,
     WITHOUT_EFFECT,
-    Asked,
+    ParsedRequest,
     parse,
 )
 
@@ -31,11 +31,11 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 CALLING = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 3000}
 
 
-def chat(**fields: Any) -> Asked:
+def chat(**fields: Any) -> ParsedRequest:
     return parse(json.dumps({"model": "m", "messages": MESSAGES} | fields).encode(), chat=True)
 
 
-def completion(**fields: Any) -> Asked:
+def completion(**fields: Any) -> ParsedRequest:
     return parse(json.dumps({"model": "m", "prompt": "def"} | fields).encode(), chat=False)
 
 
@@ -247,7 +247,7 @@ def test_what_a_text_must_look_like() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     named = {"name": "n", "strict": True, "schema": schema}
 
-    def described(asked: Asked) -> Any:
+    def described(asked: ParsedRequest) -> Any:
         return json.loads(asked.message(0).grammar.json_schema)
 
     assert described(chat(response_format={"type": "json_schema", "json_schema": named})) == schema
@@ -293,7 +293,7 @@ FIELDS = sorted(SAME | RENAMED.keys() | READ | REFUSED_UNLESS.keys() | WITHOUT_E
 def test_any_body_is_understood_or_refused(fields: dict[str, Any], of_chat: bool) -> None:
     """Errors name a field; no other exception is raised."""
     try:
-        found: Asked | ApiError = (chat if of_chat else completion)(**fields)
+        found: ParsedRequest | ApiError = (chat if of_chat else completion)(**fields)
     except ApiError as error:
         found = error
     if isinstance(found, ApiError):

@@ -15,7 +15,7 @@ from orchestrator.text.committed_text import CommittedText
 from orchestrator.text.failover_events import FailoverEvents
 from orchestrator.text.request_timeline import SampleTimeline
 from specdec.decoding.sampling import Rule, Sampling
-from specdec.decoding.speculation import Speculation
+from specdec.decoding.speculation import SpeculationOptions
 from specdec.serving.timeline import Timeline
 from specdec.v2 import model_pb2
 
@@ -36,7 +36,7 @@ def sample(**fields: Any) -> Sample:
         "end_tokens": frozenset({END}),
         "stop": (),
         "top_logprobs": None,
-        "speculation": Speculation(),
+        "speculation": SpeculationOptions(),
         "tenant": "",
         "rule": Rule.COUPLED,
         "contrast": model_pb2.Contrast(),

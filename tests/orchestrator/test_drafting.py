@@ -14,7 +14,7 @@ from orchestrator.generation.drafting import Drafting
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
 from specdec.decoding.sampling import Rule
-from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, OWN_DRAFTERS, Drafter, Speculation
+from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, OWN_DRAFTERS, Drafter, SpeculationOptions
 from specdec.serving.errors import OverloadedError, PeerLostError, ServiceError, to_status
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2
 from tests.orchestrator.samples import MODEL, context
@@ -42,7 +42,7 @@ class Sink:
     ("drafters", "reason"), [(ALL_DRAFTERS, "no_draft"), (OWN_DRAFTERS, "off"), (NO_DRAFTERS, "off")]
 )
 async def test_without_drafts_only_others_may_propose(drafters: frozenset[Drafter], reason: str) -> None:
-    async with Drafting(context(speculation=Speculation(drafters)), Sink()) as drafting:
+    async with Drafting(context(speculation=SpeculationOptions(drafters)), Sink()) as drafting:
         drafting.on_opened(verifier_pb2.VerifyOpened(max_nodes=8))
         assert drafting.undrafted_reason == reason
         assert model_pb2.DRAFTER_REMOTE not in drafting.policy.drafters
@@ -103,7 +103,7 @@ async def test_the_time_of_steps_whose_draft_is_late_is_counted() -> None:
     await peers.close()
 
 
-@pytest.mark.parametrize("fields", [{"speculation": Speculation(OWN_DRAFTERS)}, {"rule": Rule.CONTRASTIVE}])
+@pytest.mark.parametrize("fields", [{"speculation": SpeculationOptions(OWN_DRAFTERS)}, {"rule": Rule.CONTRASTIVE}])
 async def test_a_text_that_wants_no_draft_or_waits_for_it_does_not_go_on_without(fields: dict[str, Any]) -> None:
     peers = Peers(Pods(), Pods(["127.0.0.1:1"]))
     text = context(peers, **fields)

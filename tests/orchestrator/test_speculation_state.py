@@ -7,11 +7,11 @@ import pytest
 from orchestrator.generation.draft_control import FIRST_MIN_PROBABILITY
 from orchestrator.generation.speculation_state import SpeculationState
 from specdec.decoding.sampling import Rule
-from specdec.decoding.speculation import ALL_DRAFTERS, OWN_DRAFTERS, Speculation, drafters_of
+from specdec.decoding.speculation import ALL_DRAFTERS, OWN_DRAFTERS, SpeculationOptions, drafters_of
 from specdec.v2 import verifier_pb2
 from tests.orchestrator.samples import sample
 
-FORCED = Speculation(forced=True)
+FORCED = SpeculationOptions(forced=True)
 
 
 def test_what_changes_makes_another_state() -> None:
@@ -45,14 +45,14 @@ def test_when_a_draft_is_worth_asking(drafted: bool, wanted: bool, fields: dict[
 
 def test_a_verifier_waits_for_a_draft_only_while_there_is_one() -> None:
     for drafted, drafters in ((True, ALL_DRAFTERS), (False, OWN_DRAFTERS)):
-        policy = SpeculationState(drafted).verify_policy(Speculation(max_candidates=9), 0.05)
+        policy = SpeculationState(drafted).verify_policy(SpeculationOptions(max_candidates=9), 0.05)
         assert set(drafters_of(policy.drafters)) == drafters
         assert (policy.forced, policy.max_candidates, policy.patience_us) == (False, 9, 50_000)
 
 
 def test_a_draft_opens_with_what_pays_now() -> None:
     state = SpeculationState(True, max_nodes=64, drafting_wanted=False, min_candidate_probability=0.5)
-    policy = state.draft_policy(sample(speculation=Speculation(max_depth=3, max_branches=2)))
+    policy = state.draft_policy(sample(speculation=SpeculationOptions(max_depth=3, max_branches=2)))
     assert (policy.max_nodes, policy.max_depth, policy.max_branches) == (64, 3, 2)
     assert policy.paused
     assert policy.min_path_probability == pytest.approx(FIRST_MIN_PROBABILITY)

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from specdec.client.request_id import REQUEST_ID
 from specdec.serving.errors import OverloadedError, ProtocolError, from_rpc
-from specdec.serving.mux.channel import MuxChannel, MuxConnection
+from specdec.serving.mux.channel import ClientConnection, MuxChannel
 from specdec.serving.mux.send_queue import MAX_UNSENT_FRAMES, SendQueue
-from specdec.serving.mux.stream import MOST_BYTES, OVERHEAD, WINDOW, Stream, Traffic
+from specdec.serving.mux.stream import MOST_BYTES, OVERHEAD, WINDOW, ByteCounters, MuxStream
 from specdec.serving.process.server import CHANNEL_OPTIONS
 from specdec.v2 import mux_pb2, mux_pb2_grpc
 from tests.orchestrator.servers import addresses
@@ -164,10 +164,10 @@ async def test_bytes_of_messages_are_counted() -> None:
         for call, message in zip(calls, (b"four", b"sixsix"), strict=True):
             await call.write(message)
             assert await call.read() == message
-        assert to.pod.mux.traffic == Traffic(sent=10, received=10)
+        assert to.pod.mux.traffic == ByteCounters(sent=10, received=10)
         await calls[0].write(b"end")
         assert await calls[0].read() is grpc.aio.EOF
-        assert to.pod.mux.traffic == Traffic(sent=10, received=13)
+        assert to.pod.mux.traffic == ByteCounters(sent=10, received=13)
 
 
 async def test_streams_do_not_mix() -> None:
@@ -196,7 +196,7 @@ async def test_what_is_said_at_the_same_time_goes_together() -> None:
         await asyncio.sleep(0.01)
 
     sending = SendQueue()
-    streams = [Stream(number, sending) for number in range(64)]
+    streams = [MuxStream(number, sending) for number in range(64)]
     writing = asyncio.create_task(sending.write(write))
     for _ in range(3):
         await asyncio.gather(*(stream.send(b"commit") for stream in streams))
@@ -616,7 +616,7 @@ _frames = st.one_of(
 @given(st.lists(_frames, max_size=20))
 def test_what_arrived_before_the_end_is_read(frames: list[mux_pb2.Frame]) -> None:
     async def main() -> None:
-        stream = Stream(1, SendQueue())
+        stream = MuxStream(1, SendQueue())
         for frame in frames:
             stream.receive_frame(frame)
         ends = [index for index, frame in enumerate(frames) if frame.HasField("end")]
@@ -634,7 +634,7 @@ def test_what_arrived_before_the_end_is_read(frames: list[mux_pb2.Frame]) -> Non
 def test_a_frame_that_says_nothing_is_a_breach() -> None:
     async def main() -> None:
         with pytest.raises(ProtocolError):
-            Stream(1, SendQueue()).receive_frame(mux_pb2.Frame(stream=1))
+            MuxStream(1, SendQueue()).receive_frame(mux_pb2.Frame(stream=1))
 
     asyncio.run(main())
 
@@ -642,7 +642,7 @@ def test_a_frame_that_says_nothing_is_a_breach() -> None:
 async def test_a_stream_of_a_connection_that_nobody_reads_waits() -> None:
     """Messages wait for the queue to shrink; the stream's end is delivered meanwhile."""
     sending = SendQueue()
-    streams = [Stream(number, sending) for number in range(1, 12)]
+    streams = [MuxStream(number, sending) for number in range(1, 12)]
     message = bytes(WINDOW - OVERHEAD)
     for stream in streams[:5]:
         await stream.send(message)
@@ -758,7 +758,7 @@ class Refused:
 async def test_a_connection_that_does_not_come_about_has_reached_nobody() -> None:
     """gRPC provides initial metadata even for a call that failed to connect."""
     refused = Refused()
-    connection = MuxConnection(refused)
+    connection = ClientConnection(refused)
     call = connection.begin(mux_pb2.Begin(method="/tests.Methods/echo"), None, bytes, bytes)
     await asyncio.wait_for(refused.cancelled.wait(), 30)
     assert not call.reached

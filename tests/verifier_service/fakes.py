@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from specdec.decoding.choice import Tokens
-from specdec.decoding.logprobs import Logprobs
+from specdec.decoding.logprobs import TokenLogprobs
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import Drafter
@@ -277,7 +277,7 @@ class Client:
         return [token for result in self.mail.results for token in result.tokens]
 
     @property
-    def logprobs(self) -> list[Logprobs]:
+    def logprobs(self) -> list[TokenLogprobs]:
         return [p for result in self.mail.results for p in result.logprobs]
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from specdec.decoding.logprobs import Logprobs
+from specdec.decoding.logprobs import TokenLogprobs
 
 
 class TokenSource(IntEnum):
@@ -41,7 +41,7 @@ class VerifyResult:
     offered: int  # candidates verified
     tokens: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     accepted: int = 0
     finish: int = 0  # FinishReason; 0: continues
     steps: int = 1

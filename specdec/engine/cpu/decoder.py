@@ -2,8 +2,8 @@
 
 Each of transformers' layers is about forty small operators; for the few rows of a decode step they take as long as the
 matrix products. Here a layer is four products and five compiled loops. It uses the model's own weights; the model's
-linear layers become parts of the joined products (`hf/linear.py`: `Part`). Models of any other kind keep their own
-layers.
+linear layers become parts of the joined products (`hf/linear.py`: `JoinedPart`). Models of any other kind keep their
+own layers.
 """
 
 from __future__ import annotations

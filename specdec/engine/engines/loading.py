@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.engine import cache_folder, fast_paths, hub
 from specdec.engine.engine import Engine, UnsupportedModelError
 from specdec.engine.model_directory import GRAPH, ModelDirectory
-from specdec.engine.onnx.providers import place_of, providers
+from specdec.engine.onnx.providers import parse_device, providers
 from specdec.engine.placement import Dtype, Kind, Placement, WantedDtype
 from specdec.engine.preflight.device import check_device, check_placement
 from specdec.engine.preflight.dtype import dtype_of
@@ -145,7 +145,7 @@ def _onnx(directory: ModelDirectory, dtype: Dtype, device: str, *, capacity: int
 
     from specdec.engine.onnx.engine import OnnxEngine
 
-    providers(place_of(device), onnxruntime.get_available_providers())  # fail before an export in vain
+    providers(parse_device(device), onnxruntime.get_available_providers())  # fail before an export in vain
     if not (directory.path / GRAPH).is_file():
         from specdec.engine.onnx.export import exported
 

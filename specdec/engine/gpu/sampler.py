@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.decoding.choice import Tokens, choose
-from specdec.decoding.logprobs import Logprobs, logprobs
+from specdec.decoding.logprobs import TokenLogprobs, logprobs
 from specdec.decoding.processing import Logits
 from specdec.decoding.query import SamplingQuery
 from specdec.engine.gpu.shortlist import UNDECIDED, Narrowing, narrowing
@@ -40,7 +40,7 @@ class GpuLogits:
         tokens, sound = zip(*(self._known[row] for row in rows), strict=True)
         return np.array(tokens, dtype=np.int64), np.array(sound, dtype=bool)
 
-    def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[Logprobs]:
+    def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[TokenLogprobs]:
         return logprobs(self._whole(rows), tokens, tops)
 
     def _decide(self, asked: Mapping[int, SamplingQuery]) -> None:

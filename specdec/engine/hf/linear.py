@@ -124,7 +124,7 @@ class Joined(torch.nn.Module):
         return result
 
 
-class Part(torch.nn.Module):
+class JoinedPart(torch.nn.Module):
     """One of the joined layers: the same function as before, but it computes the whole joined product."""
 
     def __init__(self, joined: Joined, outputs: slice) -> None:
@@ -143,7 +143,7 @@ def join(module: torch.nn.Module, names: Sequence[str]) -> None:
     joined = Joined(layers)
     start = 0
     for name, layer in zip(names, layers, strict=True):
-        setattr(module, name, Part(joined, slice(start, start + layer.out_features)))
+        setattr(module, name, JoinedPart(joined, slice(start, start + layer.out_features)))
         start += layer.out_features
 
 

@@ -29,7 +29,7 @@ from specdec.engine.model_directory import (
     ModelDirectoryError,
 )
 from specdec.engine.model_file import in_one_line, opened, read_fields
-from specdec.engine.onnx.providers import CPU, Place, check_started, place_of, providers
+from specdec.engine.onnx.providers import CPU, OnnxDevice, check_started, parse_device, providers
 from specdec.engine.onnx.shortlists import OnnxDraftLogits
 from specdec.engine.padded.layout import PaddedBatch, PaddedPacker
 from specdec.engine.working_memory import logits_bytes, row_bytes
@@ -66,21 +66,21 @@ class OnnxEngine:
             raise ModelDirectoryError(
                 f"{file}: damaged, or of an earlier version; `specdec export` makes a new one ({reason})"
             ) from error
-        self._place = place_of(device)
-        chosen = providers(self._place, ort.get_available_providers())
-        if self._place.kind == "cuda":
+        self._onnx_device = parse_device(device)
+        chosen = providers(self._onnx_device, ort.get_available_providers())
+        if self._onnx_device.kind == "cuda":
             with contextlib.redirect_stdout(sys.stderr):  # it prints the names of missing libraries
                 ort.preload_dlls()
         half = of_pools == np.float16
         self._copies = _session(directory.path / COPY_GRAPH, threads, chosen, half=half)
-        check_started(self._place, self._copies.get_providers())  # with the small graph first
+        check_started(self._onnx_device, self._copies.get_providers())  # with the small graph first
         self._session = _session(directory.path / GRAPH, threads, chosen, half=half)
-        check_started(self._place, self._session.get_providers())
+        check_started(self._onnx_device, self._session.get_providers())
         _check_sizes(directory, self._session, shapes)
         self.exact = False  # all lanes of a batch are padded to one shape
         self.vocabulary = directory.vocabulary
         self.device, self.dtype = device, str(of_pools.name)
-        self.threads = (threads,) if self._place.kind == "cpu" else ()
+        self.threads = (threads,) if self._onnx_device.kind == "cpu" else ()
         provider = self._session.get_providers()[0]
         self.numerics = (
             f"onnxruntime-{ort.__version__}/{provider}/{platform.machine()}/{of_pools.name}/threads-{threads}"
@@ -91,19 +91,21 @@ class OnnxEngine:
         for layer, (heads, key_width, value_width) in enumerate(shapes):
             for kind, width in (("key", key_width), ("value", value_width)):
                 zeros = np.zeros((capacity, heads, width), of_pools)
-                self._pools[f"{kind}_{layer}"] = ort.OrtValue.ortvalue_from_numpy(zeros, *self._place)
+                self._pools[f"{kind}_{layer}"] = ort.OrtValue.ortvalue_from_numpy(zeros, *self._onnx_device)
         self._binding = self._session.io_binding()
         taken = {node.name for node in self._session.get_inputs()}
         self._takes_window = "windowed" in taken
-        if self._place.kind != "cpu" and (directory.path / SHORTLISTS_GRAPH).is_file():
+        if self._onnx_device.kind != "cpu" and (directory.path / SHORTLISTS_GRAPH).is_file():
             finding = _session(directory.path / SHORTLISTS_GRAPH, threads, chosen, half=False)
-            self.forward_shortlists: DraftPass = lambda batch: OnnxDraftLogits(self._run(batch, self._place), finding)
+            self.forward_shortlists: DraftPass = lambda batch: OnnxDraftLogits(
+                self._run(batch, self._onnx_device), finding
+            )
         for name, pool in self._pools.items():
             self._binding.bind_ortvalue_input(name, pool)
 
     def _room(self, slot_bytes: int, directory: ModelDirectory) -> int:
         """Return the number of slots that fit into memory."""
-        if self._place.kind != "cpu":
+        if self._onnx_device.kind != "cpu":
             return slots_for(slot_bytes, directory.context, self.device)
         working, row = logits_bytes(self.vocabulary), row_bytes(self.vocabulary)
         return slots_for(slot_bytes, directory.context, self.device, working=working, row_bytes=row)
@@ -112,10 +114,10 @@ class OnnxEngine:
         return PaddedPacker(window=self.window, one_group=True)
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
-        return np.asarray(self._run(batch, Place("cpu", 0)).numpy())
+        return np.asarray(self._run(batch, OnnxDevice("cpu", 0)).numpy())
 
-    def _run(self, batch: PackedBatch, place: Place) -> ort.OrtValue:
-        """Run a forward pass; return the logits of the wanted rows at this place."""
+    def _run(self, batch: PackedBatch, device: OnnxDevice) -> ort.OrtValue:
+        """Run a forward pass; return the logits of the wanted rows on this device."""
         assert isinstance(batch, PaddedBatch)  # from our own packer
         (group,) = batch.groups
         arrays = {
@@ -134,7 +136,7 @@ class OnnxEngine:
         for name, array in arrays.items():
             binding.bind_cpu_input(name, array)  # copied to the device unless it is the CPU
         binding.clear_binding_outputs()
-        binding.bind_output("logits", *place)
+        binding.bind_output("logits", *device)
         for name, pool in self._pools.items():
             binding.bind_ortvalue_output(f"new_{name}", pool)
         self._session.run_with_iobinding(binding)

@@ -31,7 +31,7 @@ from specdec.engine.hf.pretrained import DTYPES, LayerAttention, attention_of, l
 from specdec.engine.hf.reference_check import ReferenceCheck
 from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, SHORTLISTS_GRAPH, ModelDirectory
 from specdec.engine.onnx.replaceable import check_replaceable
-from specdec.engine.padded.attention import Group, PaddedAttention
+from specdec.engine.padded.attention import AttentionGroup, PaddedAttention
 
 COPIED = (
     "config.json",
@@ -91,7 +91,7 @@ class _Graph(torch.nn.Module):
         pools: list[Tensor],
     ) -> tuple[Tensor, list[Tensor]]:
         memory = TracedPools(pools[: self.layers], pools[self.layers :])
-        group = Group(keys, rows, visible, windowed)
+        group = AttentionGroup(keys, rows, visible, windowed)
         packed = PaddedAttention(memory, slots, [group], place, fused=False)
         logits = self.model(
             input_ids=tokens[None],

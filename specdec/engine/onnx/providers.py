@@ -18,43 +18,43 @@ CUDA_OPTIONS = {"arena_extend_strategy": "kSameAsRequested", "use_tf32": "0"}
 float32 products in float32, not in TF32."""
 
 
-class Place(NamedTuple):
+class OnnxDevice(NamedTuple):
     """A device as ONNX Runtime names it."""
 
     kind: str  # cpu or cuda
     number: int
 
 
-def place_of(device: str) -> Place:
+def parse_device(device: str) -> OnnxDevice:
     """Parse cpu, cuda or cuda:N; UnsupportedModelError for any other name."""
     found = re.fullmatch(r"(cpu|cuda)|cuda:(\d+)", device)
     if found is None:
         raise UnsupportedModelError(f"device {device}: the ONNX engine knows cpu, cuda, cuda:1, ...")
-    return Place(found[1] or "cuda", int(found[2] or 0))
+    return OnnxDevice(found[1] or "cuda", int(found[2] or 0))
 
 
-def providers(place: Place, available: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the execution providers for a place, in order of preference: the CPU alone, or CUDA and then the CPU (for
+def providers(device: OnnxDevice, available: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the execution providers for a device, in order of preference: the CPU alone, or CUDA and then the CPU (for
     shape computations).
 
     `available` are the providers the installed onnxruntime was built with; UnsupportedModelError if CUDA is needed and
     missing.
     """
-    if place.kind == "cpu":
+    if device.kind == "cpu":
         return [(CPU, {})]
     if CUDA not in available:
         raise UnsupportedModelError(
             f"device cuda: this onnxruntime has no {CUDA}: put onnxruntime-gpu in place of onnxruntime, which it "
             "excludes (pip uninstall onnxruntime; pip install 'specdec-serve[draft-gpu]')"
         )
-    return [(CUDA, {"device_id": str(place.number), **CUDA_OPTIONS}), (CPU, {})]
+    return [(CUDA, {"device_id": str(device.number), **CUDA_OPTIONS}), (CPU, {})]
 
 
-def check_started(place: Place, started: Sequence[str]) -> None:
+def check_started(device: OnnxDevice, started: Sequence[str]) -> None:
     """Raise UnsupportedModelError if a session runs without the requested provider: if CUDA's libraries are missing,
     onnxruntime falls back to the CPU."""
-    if place.kind == "cuda" and started[0] != CUDA:
+    if device.kind == "cuda" and started[0] != CUDA:
         raise UnsupportedModelError(
-            f"device cuda:{place.number}: onnxruntime could not start its {CUDA}; driver, CUDA and cuDNN must be "
+            f"device cuda:{device.number}: onnxruntime could not start its {CUDA}; driver, CUDA and cuDNN must be "
             "those that this onnxruntime-gpu was built for (pip install 'onnxruntime-gpu[cuda,cudnn]')"
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass
-class Group:
+class AttentionGroup:
     """A `PaddedGroup` (`padded/layout.py`) as tensors; `keys` is a slice if a view is enough."""
 
     keys: Tensor | slice
@@ -20,7 +20,7 @@ class Group:
     windowed: Tensor | None
 
 
-class Pools(Protocol):
+class KVTensors(Protocol):
     """Keys and values of all layers, each [slots, heads, width]."""
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,9 +31,9 @@ class Pools(Protocol):
 class PaddedAttention:
     """The attention of one forward pass, called by the model's layers."""
 
-    pools: Pools
+    pools: KVTensors
     slots: Tensor  # [t] destination of the new keys and values
-    groups: list[Group]
+    groups: list[AttentionGroup]
     place: Tensor | None  # [t] each token's row in the groups' output; None: they contain each token once, in order
     fused: bool  # use scaled_dot_product_attention, or else its component operations (for tracing)
 

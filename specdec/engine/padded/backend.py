@@ -14,7 +14,7 @@ from specdec.engine.batch import PackedBatch
 from specdec.engine.gpu.upload import upload
 from specdec.engine.hf.pretrained import LayerAttention
 from specdec.engine.kv.slots import Slots
-from specdec.engine.padded.attention import Group, PaddedAttention
+from specdec.engine.padded.attention import AttentionGroup, PaddedAttention
 from specdec.engine.padded.layout import LEAST_ROWS, PaddedBatch, PaddedGroup, PaddedPacker
 from specdec.engine.row_counts import InvariantRowCounts
 
@@ -54,14 +54,14 @@ class PaddedBackend:
         for pool in (*self._keys, *self._values):
             pool.index_copy_(0, target_rows, pool.index_select(0, source_rows))
 
-    def _group(self, group: PaddedGroup) -> Group:
+    def _group(self, group: PaddedGroup) -> AttentionGroup:
         first, length = int(group.keys[0, 0]), group.keys.shape[1]
         keys: Tensor | slice
         if group.contiguous and first + length <= self._capacity:
             keys = slice(first, first + length)
         else:
             keys = self._tensor(group.keys)
-        return Group(
+        return AttentionGroup(
             keys,
             self._tensor(group.rows),
             self._tensor(group.visible),

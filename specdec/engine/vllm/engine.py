@@ -21,7 +21,7 @@ import structlog
 from numpy.typing import NDArray
 
 from specdec.decoding.choice import Tokens
-from specdec.decoding.logprobs import Logprobs
+from specdec.decoding.logprobs import TokenLogprobs
 from specdec.decoding.query import SamplingQuery
 from specdec.engine.batch import PackedBatch
 from specdec.engine.batch_independence import long_rows_are_independent, rows_are_independent
@@ -239,8 +239,8 @@ class WorkerLogits:
         chosen, are_sound = zip(*(self._known[row] for row in rows), strict=True)
         return np.array(chosen, dtype=np.int64), np.array(are_sound, dtype=np.bool_)
 
-    def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[Logprobs]:
-        found: list[Logprobs] = self._call("specdec_logprobs", list(rows), tokens, list(tops))
+    def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[TokenLogprobs]:
+        found: list[TokenLogprobs] = self._call("specdec_logprobs", list(rows), tokens, list(tops))
         return found
 
 

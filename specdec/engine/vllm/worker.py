@@ -25,7 +25,7 @@ from vllm.utils.torch_utils import current_stream
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 from specdec.decoding.choice import Tokens
-from specdec.decoding.logprobs import Logprobs
+from specdec.decoding.logprobs import TokenLogprobs
 from specdec.decoding.query import SamplingQuery
 from specdec.decoding.step_logits import HostLogits, StepLogits
 from specdec.engine.gpu.sampler import GpuLogits
@@ -97,7 +97,7 @@ class Passes:
         return self._specdec_rows.choose(rows, queries)
 
     @on_the_stream
-    def specdec_logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[Logprobs] | None:
+    def specdec_logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[TokenLogprobs] | None:
         """Return log-probabilities from the last pass's logits."""
         return None if get_tp_group().rank_in_group else self._specdec_rows.logprobs(rows, tokens, tops)
 

@@ -73,7 +73,7 @@ IPV6_HOST_BITS = 64
 
 
 @dataclass(slots=True, eq=False)
-class Connection:
+class CallerConnection:
     """A caller's connection."""
 
     name: str  # gRPC's
@@ -82,7 +82,7 @@ class Connection:
     wasted: int = 0
     served_at: float | None = None  # last time a call was served or outlived EARLY_SECONDS
     closed: bool = False
-    calls: dict[Call, None] = field(default_factory=dict)  # running calls, oldest first
+    calls: dict[GuardedCall, None] = field(default_factory=dict)  # running calls, oldest first
 
     def is_trusted(self, now: float) -> bool:
         """Return True while a call has run for EARLY_SECONDS, or if one was served recently."""
@@ -93,10 +93,10 @@ class Connection:
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class GuardedCall:
     """A call of an authorized caller."""
 
-    connection: Connection | None  # None: the transport has no address
+    connection: CallerConnection | None  # None: the transport has no address
     begun_at: float
 
 
@@ -112,7 +112,7 @@ class ConnectionGuard:
         self.closed_connections = 0
         self._close_connections = close
         self._clock = clock
-        self._connections: OrderedDict[str, Connection] = OrderedDict()  # by gRPC's peer name, latest last
+        self._connections: OrderedDict[str, CallerConnection] = OrderedDict()  # by gRPC's peer name, latest last
         self._addresses = TokenBuckets(ADDRESS_RATE, ADDRESS_BURST, MAX_ADDRESSES, MAX_DEBT, clock)
         # Health checks have separate budgets: other clients of an address must not mute a load balancer's probes.
         self._open_addresses = TokenBuckets(ADDRESS_RATE, ADDRESS_BURST, MAX_ADDRESSES, MAX_DEBT, clock)
@@ -138,20 +138,20 @@ class ConnectionGuard:
         """Charge a call of an open service, which shows no authorization of its caller, to the budgets."""
         self._waste(peer, self._open_addresses)
 
-    def begin(self, peer: str) -> Call:
+    def begin(self, peer: str) -> GuardedCall:
         """Register a call of an authorized caller; `serve` or `reset` ends it."""
-        call = Call(self._connection(peer), self._clock())
+        call = GuardedCall(self._connection(peer), self._clock())
         if call.connection is not None:
             call.connection.calls[call] = None
         return call
 
-    def serve(self, call: Call) -> None:
+    def serve(self, call: GuardedCall) -> None:
         """End a call that was answered."""
         if (connection := call.connection) is not None:
             del connection.calls[call]
             connection.served_at = self._clock()
 
-    def reset(self, call: Call) -> None:
+    def reset(self, call: GuardedCall) -> None:
         """End a call cancelled by its client."""
         if (connection := call.connection) is not None:
             if self._clock() - call.begun_at >= EARLY_SECONDS:
@@ -166,7 +166,7 @@ class ConnectionGuard:
         if connection is not None and not connection.calls:  # authorized calls are not cut off for refused ones
             self._spend(connection, addresses)
 
-    def _spend(self, connection: Connection, addresses: TokenBuckets, *, mutes: bool = True) -> None:
+    def _spend(self, connection: CallerConnection, addresses: TokenBuckets, *, mutes: bool = True) -> None:
         """Charge a wasted call to both budgets; close or mute the connection when one is exhausted."""
         if connection.is_trusted(self._clock()):
             return
@@ -198,7 +198,7 @@ class ConnectionGuard:
             self._counted_from = self._logged_at = now
             self._calls_before, self._closed_told = self.wasted_calls, self.closed_connections
 
-    def _connection(self, peer: str) -> Connection | None:
+    def _connection(self, peer: str) -> CallerConnection | None:
         found = self._connections.get(peer)
         if found is not None:
             self._connections.move_to_end(peer)
@@ -207,14 +207,14 @@ class ConnectionGuard:
         if parsed is None:
             return None
         budget = TokenBucket(CONNECTION_RATE, CONNECTION_BURST, 0.0, self._clock)
-        self._connections[peer] = found = Connection(peer, parsed, budget)
+        self._connections[peer] = found = CallerConnection(peer, parsed, budget)
         for _ in range(max(0, len(self._connections) - MAX_CONNECTIONS)):
             name, oldest = self._connections.popitem(last=False)
             if oldest.calls:
                 self._connections[name] = oldest
         return found
 
-    def _end(self, connection: Connection, manner: dict[Peer, None]) -> None:
+    def _end(self, connection: CallerConnection, manner: dict[Peer, None]) -> None:
         """Schedule a connection to be closed or muted. It stays known, for its calls still to come."""
         if connection.peer in self._muted:
             return

@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import (
 
 from specdec.serving import watched
 from specdec.serving.histogram import Histogram
-from specdec.serving.mux.stream import Traffic
+from specdec.serving.mux.stream import ByteCounters
 from specdec.v2 import model_pb2
 
 Values = TypeVar("Values", bound=tuple[str, ...])
@@ -79,7 +79,7 @@ class Families:
             {(what,): count for what, count in watched.refused().items()},
         )
 
-    def traffic(self, traffic: Traffic) -> None:
+    def traffic(self, traffic: ByteCounters) -> None:
         """Add the message traffic of a service with sessions."""
         self.counter("session_sent_bytes", "Bytes of messages sent to orchestrators in sessions.", traffic.sent)
         self.counter(

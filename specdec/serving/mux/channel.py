@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from specdec.serving.errors import STATUS_DETAILS, ProtocolError
 from specdec.serving.mux.send_queue import SendQueue
-from specdec.serving.mux.stream import Stream, TooLargeError, check_batch
+from specdec.serving.mux.stream import MuxStream, TooLargeError, check_batch
 from specdec.v2 import mux_pb2, mux_pb2_grpc
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -92,24 +92,24 @@ class Carrier:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
         self.connected = False  # has ever had a connection
-        self._connections: list[MuxConnection] = []
+        self._connections: list[ClientConnection] = []
         self._unknown = False  # True: the service does not support connections
 
     @property
-    def connections(self) -> Sequence[MuxConnection]:
+    def connections(self) -> Sequence[ClientConnection]:
         """The unbroken connections. Broken ones are dropped, to free their unsent data."""
         self._unknown |= any(connection.unknown for connection in self._connections)
         self._connections = [connection for connection in self._connections if not connection.broken]
         return self._connections
 
-    def whole(self) -> MuxConnection | None:
+    def whole(self) -> ClientConnection | None:
         """Return a connection for new streams; None if the service does not support connections."""
         connections = self.connections
         if self._unknown:
             return None
         if not connections or connections[-1].leaving:
             stub: Any = mux_pb2_grpc.MuxServiceStub(self.channel)
-            self._connections.append(MuxConnection(stub.Connect()))
+            self._connections.append(ClientConnection(stub.Connect()))
             self.connected = True
         return self._connections[-1]
 
@@ -124,7 +124,7 @@ class Carrier:
         await self.channel.close()
 
 
-class MuxConnection:
+class ClientConnection:
     """The caller's end of a connection: one gRPC stream and the calls it carries."""
 
     def __init__(self, call: Any) -> None:
@@ -134,7 +134,7 @@ class MuxConnection:
         self.unknown = False  # True: the service does not support connections
         self._call = call
         self._sending = SendQueue()
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, MuxCall] = {}
         self._numbers = itertools.count(1)
         self._tasks = tuple(asyncio.create_task(do()) for do in (self._read, self._write, self._end_if_unread))
 
@@ -144,11 +144,11 @@ class MuxConnection:
         timeout: float | None,
         serialize: Callable[[Any], bytes],
         deserialize: Callable[[bytes], Any],
-    ) -> Call:
+    ) -> MuxCall:
         if timeout is not None:
             begun.timeout_us = int(1e6 * max(0.0, timeout))
         number = next(self._numbers)
-        call = Call(number, self, self._sending, timeout, serialize, deserialize)
+        call = MuxCall(number, self, self._sending, timeout, serialize, deserialize)
         self._calls[number] = call
         call.send_frame(mux_pb2.Frame(begin=begun))
         return call
@@ -162,7 +162,7 @@ class MuxConnection:
         self._call.cancel()
         await asyncio.wait(self._tasks)
 
-    def ended(self, call: Call) -> None:
+    def ended(self, call: MuxCall) -> None:
         """Forget a call that has ended; called at least once."""
         self._calls.pop(call.number, None)
         self._end_if_idle()
@@ -218,13 +218,13 @@ class MuxConnection:
                 call.end(end)
 
 
-class Call(Stream):
+class MuxCall(MuxStream):
     """The caller's end of a stream: the part of `grpc.aio.StreamStreamCall` in use."""
 
     def __init__(
         self,
         number: int,
-        connection: MuxConnection,
+        connection: ClientConnection,
         sending: SendQueue,
         timeout: float | None,
         serialize: Callable[[Any], bytes],

@@ -22,7 +22,7 @@ has stopped reading."""
 
 
 @dataclass(slots=True)
-class Waiting:
+class QueuedFrame:
     """A frame waiting to be written."""
 
     frame: mux_pb2.Frame | None  # None: dropped
@@ -35,8 +35,8 @@ class SendQueue:
     def __init__(self) -> None:
         self.overflowed = asyncio.Event()
         """Set once more than MAX_UNSENT_FRAMES frames are queued: the peer has stopped reading."""
-        self._frames: deque[Waiting] = deque()
-        self._of: defaultdict[int, deque[Waiting]] = defaultdict(deque)  # live frames by stream
+        self._frames: deque[QueuedFrame] = deque()
+        self._of: defaultdict[int, deque[QueuedFrame]] = defaultdict(deque)  # live frames by stream
         self._bytes = self._count = 0  # of live frames
         self._senders: set[asyncio.Event] = set()  # set when there is room for messages again
         self._news = asyncio.Event()
@@ -54,10 +54,10 @@ class SendQueue:
     def put(self, frame: mux_pb2.Frame) -> None:
         if self._abandoned:
             return
-        waiting = Waiting(frame, frame.ByteSize())
-        self._frames.append(waiting)
-        self._of[frame.stream].append(waiting)
-        self._bytes += waiting.size
+        queued = QueuedFrame(frame, frame.ByteSize())
+        self._frames.append(queued)
+        self._of[frame.stream].append(queued)
+        self._bytes += queued.size
         self._count += 1
         if self._count > MAX_UNSENT_FRAMES:
             self.overflowed.set()
@@ -66,12 +66,12 @@ class SendQueue:
     def drop(self, stream: int) -> bool:
         """Drop the queued frames of a stream; return whether its `begin` was among them."""
         begun = False
-        for waiting in self._of.pop(stream, ()):
-            assert waiting.frame is not None
-            begun |= waiting.frame.HasField("begin")
-            self._bytes -= waiting.size
+        for queued in self._of.pop(stream, ()):
+            assert queued.frame is not None
+            begun |= queued.frame.HasField("begin")
+            self._bytes -= queued.size
             self._count -= 1
-            waiting.frame = None  # `_batch` skips it; removing it here would be slow when a lost pod ends many streams
+            queued.frame = None  # `_batch` skips it; removing it here would be slow when a lost pod ends many streams
         self._make_room()
         return begun
 
@@ -105,15 +105,15 @@ class SendQueue:
         frames: list[mux_pb2.Frame] = []
         total = 0
         while self._frames and (not frames or total + self._frames[0].size <= BATCH_BYTES):
-            waiting = self._frames.popleft()
-            if (frame := waiting.frame) is None:
+            queued = self._frames.popleft()
+            if (frame := queued.frame) is None:
                 continue
             of_stream = self._of[frame.stream]
             of_stream.popleft()
             if not of_stream:
                 del self._of[frame.stream]
             frames.append(frame)
-            total += waiting.size
+            total += queued.size
         self._bytes -= total
         self._count -= len(frames)
         self._make_room()

@@ -15,7 +15,7 @@ from specdec.serving.echo import echo
 from specdec.serving.errors import STATUS_DETAILS, InternalError, OverloadedError, ProtocolError, to_status
 from specdec.serving.interceptor import guarded
 from specdec.serving.mux.send_queue import MAX_UNSENT_FRAMES, SendQueue
-from specdec.serving.mux.stream import Stream, Traffic, check_batch
+from specdec.serving.mux.stream import ByteCounters, MuxStream, check_batch
 from specdec.serving.propagation import bind_metadata
 from specdec.v2 import mux_pb2, mux_pb2_grpc
 
@@ -41,10 +41,10 @@ class MuxServicer(mux_pb2_grpc.MuxServiceServicer):
     """The servicer of connections; services register their methods with it as with a server."""
 
     def __init__(self) -> None:
-        self.traffic = Traffic()
+        self.traffic = ByteCounters()
         """Bytes of all streams since the start."""
         self._methods: dict[str, Any] = {}
-        self._connections: set[MuxConnection] = set()
+        self._connections: set[ServerConnection] = set()
         self._clients = ClientSessions(MAX_CONNECTIONS_OF_ONE, "connections")
         self._draining = False
 
@@ -67,7 +67,7 @@ class MuxServicer(mux_pb2_grpc.MuxServiceServicer):
         if len(self._connections) >= MAX_CONNECTIONS:
             raise OverloadedError(f"{len(self._connections)} connections are open, the limit is {MAX_CONNECTIONS}")
         with self._clients.session(context):
-            connection = MuxConnection(self._methods, context, self.traffic)
+            connection = ServerConnection(self._methods, context, self.traffic)
             self._connections.add(connection)
             if self._draining:
                 connection.drain()
@@ -88,10 +88,10 @@ def _streams(method: Any) -> bool:
     return bool(method.request_streaming and method.response_streaming)
 
 
-class MuxConnection:
+class ServerConnection:
     """The callee's end of a connection: one gRPC stream and the streams it carries."""
 
-    def __init__(self, methods: dict[str, Any], context: Any, traffic: Traffic) -> None:
+    def __init__(self, methods: dict[str, Any], context: Any, traffic: ByteCounters) -> None:
         self._methods = methods
         self._context = context
         self._traffic = traffic
@@ -197,11 +197,11 @@ class MuxConnection:
             self._sending.finish()
 
 
-class ServedStream(Stream):
+class ServedStream(MuxStream):
     """The callee's end of a stream: the part of `grpc.aio.ServicerContext` that methods use."""
 
     def __init__(
-        self, number: int, sending: SendQueue, begin: mux_pb2.Begin, method: Any, connection: Any, traffic: Traffic
+        self, number: int, sending: SendQueue, begin: mux_pb2.Begin, method: Any, connection: Any, traffic: ByteCounters
     ) -> None:
         """`connection` is the context of the connection's own call; the stream's messages are counted in `traffic`."""
         super().__init__(number, sending, begin.timeout_us / 1e6 if begin.HasField("timeout_us") else None)

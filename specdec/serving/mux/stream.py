@@ -23,7 +23,7 @@ MOST_BYTES = MAX_MESSAGE_BYTES - 1024
 
 
 @dataclass
-class Traffic:
+class ByteCounters:
     """Bytes of messages sent and received at one end, without their frames."""
 
     sent: int = 0
@@ -41,7 +41,7 @@ def check_batch(frames: Sequence[mux_pb2.Frame]) -> None:
         raise ProtocolError(f"a batch has {len(frames)} frames, must have at most {MAX_UNSENT_FRAMES}")
 
 
-class Stream:
+class MuxStream:
     """One end of a stream of serialized messages. `closed`: nothing can be sent any more."""
 
     def __init__(self, number: int, sending: SendQueue, timeout: float | None = None) -> None:

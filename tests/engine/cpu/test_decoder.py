@@ -22,7 +22,7 @@ from specdec.engine.cpu.openmp import Cuts, evenly
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.hf import llama_like
-from specdec.engine.hf.linear import Joined, Part, can_pack, join
+from specdec.engine.hf.linear import Joined, JoinedPart, can_pack, join
 from specdec.engine.hf.llama_like import join_products
 from specdec.engine.hf.pretrained import DTYPES as BY_NAME
 from specdec.engine.model_directory import ModelDirectory
@@ -49,7 +49,7 @@ def test_models_of_the_kind_run_on_it(tmp_path: Path, name: str) -> None:
     """The engine's tests compare its output with the model's own forward pass."""
     engine = CpuEngine(ModelDirectory(make(name, tmp_path / name)), capacity=1024)
     assert "/joined/" in engine.numerics
-    assert any(isinstance(module, Part) for module in engine.model.modules())
+    assert any(isinstance(module, JoinedPart) for module in engine.model.modules())
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "gemma2"])

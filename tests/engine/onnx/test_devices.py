@@ -28,7 +28,7 @@ from specdec.engine.memory import free_by_driver, free_bytes
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.onnx.engine import OnnxEngine
 from specdec.engine.onnx.export import export
-from specdec.engine.onnx.providers import CPU, CUDA, Place, check_started, place_of, providers
+from specdec.engine.onnx.providers import CPU, CUDA, OnnxDevice, check_started, parse_device, providers
 from specdec.engine.onnx.shortlists import OnnxDraftLogits
 from tests.models import VOCABULARY, make, save
 
@@ -69,32 +69,32 @@ def half(llama: Path) -> Path:
 
 class TestProviders:
     def test_devices(self) -> None:
-        assert place_of("cpu") == ("cpu", 0)
-        assert place_of("cuda") == ("cuda", 0)
-        assert place_of("cuda:3") == ("cuda", 3)
+        assert parse_device("cpu") == ("cpu", 0)
+        assert parse_device("cuda") == ("cuda", 0)
+        assert parse_device("cuda:3") == ("cuda", 3)
 
     @pytest.mark.parametrize("device", ["", "cuda:", "cuda:x", "cpu:1", "mps", "cuda:1:2"])
     def test_no_devices(self, device: str) -> None:
         with pytest.raises(UnsupportedModelError, match="the ONNX engine knows cpu, cuda"):
-            place_of(device)
+            parse_device(device)
 
     def test_the_cpu_alone_even_beside_a_gpu(self) -> None:
-        assert providers(Place("cpu", 0), [CUDA, CPU]) == [(CPU, {})]
+        assert providers(OnnxDevice("cpu", 0), [CUDA, CPU]) == [(CPU, {})]
 
     def test_cuda_before_the_cpu(self) -> None:
-        (first, options), second = providers(Place("cuda", 2), ["Other", CPU, CUDA])
+        (first, options), second = providers(OnnxDevice("cuda", 2), ["Other", CPU, CUDA])
         assert (first, options["device_id"], second) == (CUDA, "2", (CPU, {}))
 
     def test_cuda_is_not_built_in(self) -> None:
         with pytest.raises(UnsupportedModelError, match=r"no CUDAExecutionProvider: put onnxruntime-gpu in place of"):
-            providers(Place("cuda", 0), [CPU])
+            providers(OnnxDevice("cuda", 0), [CPU])
 
     def test_cuda_did_not_start(self) -> None:
         """onnxruntime falls back to the CPU with only a log line."""
-        check_started(Place("cuda", 0), [CUDA, CPU])
-        check_started(Place("cpu", 0), [CPU])
+        check_started(OnnxDevice("cuda", 0), [CUDA, CPU])
+        check_started(OnnxDevice("cpu", 0), [CPU])
         with pytest.raises(UnsupportedModelError, match="cuda:1: onnxruntime could not start"):
-            check_started(Place("cuda", 1), [CPU])
+            check_started(OnnxDevice("cuda", 1), [CPU])
 
 
 class TestWithoutCuda:
