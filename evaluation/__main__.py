@@ -159,7 +159,7 @@ def _evaluated(
     """Measure everything, with a progress bar if stderr is a terminal."""
     layout = replace(REMOTE_DRAFT.layout, delay=distance.hop + distance.network, draft_speed=draft_speed)
     remote = replace(REMOTE_DRAFT, layout=layout)
-    rules = [Rule.COUPLED, Rule.REJECTION] if any(not each.sampling.greedy for each in samples) else [Rule.COUPLED]
+    rules = [Rule.COUPLED, Rule.REJECTION] if any(not sample.sampling.greedy for sample in samples) else [Rule.COUPLED]
     asked = [
         (rule, tree) for rule in rules for tree in TREES if rule is Rule.COUPLED or tree.branches == 1
     ]  # REJECTION has one candidate per position
@@ -170,7 +170,7 @@ def _evaluated(
             bar.advance(doing)
             return found
 
-        accepted = {each: done(acceptance(pair, samples, *each)) for each in asked}
+        accepted = {case: done(acceptance(pair, samples, *case)) for case in asked}
         ways = {way: remote if way is REMOTE_DRAFT else way for way in WAYS if pair.has_local_draft or way is not LOCAL}
         speeds = {
             many: {way: done(_warm_speed(pair, used, samples, many)) for way, used in ways.items()} for many in streams
@@ -186,7 +186,7 @@ def _evaluated(
         target=_told(pair.target),
         draft=_told(pair.draft),
         texts=len(samples),
-        temperatures=sorted({round(each.sampling.temperature, 6) for each in samples}),
+        temperatures=sorted({round(sample.sampling.temperature, 6) for sample in samples}),
         step_seconds={
             name: [model.latency.of(rows) for rows in ROWS]
             for name, model in (("target", pair.target), ("draft", pair.draft))
@@ -212,9 +212,9 @@ def _enough(samples: Sequence[Sample], streams: int) -> list[Sample]:
     prompts are not cached."""
     rounds = -(-2 * streams // len(samples))
     return [
-        replace(each, tenant=f"{turn}", sampling=replace(each.sampling, seed=each.sampling.seed + turn))
+        replace(sample, tenant=f"{turn}", sampling=replace(sample.sampling, seed=sample.sampling.seed + turn))
         for turn in range(max(1, rounds))
-        for each in samples
+        for sample in samples
     ]
 
 

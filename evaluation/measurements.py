@@ -98,7 +98,7 @@ def run(pair: Pair, layout: Layout, *loads: Load) -> list[Figures]:
         deployment = Deployment(pair, layout)
         found = []
         for number, load in enumerate(loads):
-            samples = [replace(each, tenant=f"{number} {each.tenant}") for each in load.samples]
+            samples = [replace(sample, tenant=f"{number} {sample.tenant}") for sample in load.samples]
             found.append(await _figures(deployment, samples, load.streams))
         await deployment.end()
         return found
@@ -115,9 +115,9 @@ async def _figures(deployment: Deployment, samples: Sequence[Sample], streams: i
     return Figures(
         tokens=sum(len(text.tokens) for text in texts),
         seconds=seconds,
-        steps=sum(each.steps for each in statistics),
-        offered=sum(each.offered for each in statistics),
-        accepted=sum(each.accepted for each in statistics),
+        steps=sum(statistic.steps for statistic in statistics),
+        offered=sum(statistic.offered for statistic in statistics),
+        accepted=sum(statistic.accepted for statistic in statistics),
         target_busy=(deployment.target.busy - target) / seconds,
         draft_busy=(deployment.draft.busy - draft) / seconds,
     )
@@ -136,6 +136,6 @@ def speed(pair: Pair, way: Way, *loads: Load) -> list[Figures]:
     """Run loads one way, one after the other."""
 
     def asked(load: Load) -> Load:
-        return replace(load, samples=[replace(each, speculation=way.speculation) for each in load.samples])
+        return replace(load, samples=[replace(sample, speculation=way.speculation) for sample in load.samples])
 
     return run(pair, way.layout, *map(asked, loads))

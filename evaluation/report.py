@@ -66,21 +66,24 @@ class EvaluationReport:
         """Yield the report as text."""
         yield f"target  {self.target}"
         yield f"draft   {self.draft}"
-        warm = ", ".join(f"{each:g}" for each in self.temperatures)
+        warm = ", ".join(f"{temperature:g}" for temperature in self.temperatures)
         yield f"texts   {self.texts}, temperature {warm}"
         yield ""
         yield "Milliseconds of a pass on this device, by its rows"
         yield from _table(
             ["", *map(str, ROWS)],
-            [[name, *(f"{1000 * each:.2f}" for each in seconds)] for name, seconds in self.step_seconds.items()],
+            [
+                [name, *(f"{1000 * duration:.2f}" for duration in seconds)]
+                for name, seconds in self.step_seconds.items()
+            ],
         )
         yield ""
         yield "Acceptance, with a draft that is always in time"
         yield from _table(
             ["rule", "candidates", "accepted", "tokens a step"],
             [
-                [rule.value, tree.name, f"{each.acceptance:.0%}", f"{each.tokens_a_step:.2f}"]
-                for (rule, tree), each in self.acceptance.items()
+                [rule.value, tree.name, f"{figures.acceptance:.0%}", f"{figures.tokens_a_step:.2f}"]
+                for (rule, tree), figures in self.acceptance.items()
             ],
         )
         yield ""

@@ -75,7 +75,7 @@ NEEDED = {
 
 def needed_extra(arguments: Sequence[str]) -> str:
     """Return the extra sufficient for a command line of `specdec`."""
-    command = next((each for each in arguments if not each.startswith("-")), "")
+    command = next((argument for argument in arguments if not argument.startswith("-")), "")
     return NEEDED.get(command, "cli")
 
 

@@ -50,9 +50,9 @@ def configurable(service: str, command: Callable[..., None]) -> Callable[..., No
     def read(context: typer.Context, path: Path | None) -> Path | None:
         """Take the defaults of the options that follow from the environment and the file."""
         options = {
-            each.name: each
-            for each in context.command.params
-            if not getattr(each, "hidden", False) and each.name not in ("config", "help")
+            parameter.name: parameter
+            for parameter in context.command.params
+            if not getattr(parameter, "hidden", False) and parameter.name not in ("config", "help")
         }
         found: dict[str, tuple[Any, str]] = {}
         if path is not None:
@@ -94,8 +94,8 @@ def configurable(service: str, command: Callable[..., None]) -> Callable[..., No
         [
             inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
             *(
-                each.replace(annotation=hints[name], kind=last)
-                for name, each in inspect.signature(command).parameters.items()
+                parameter.replace(annotation=hints[name], kind=last)
+                for name, parameter in inspect.signature(command).parameters.items()
             ),
             inspect.Parameter("config", last, default=None, annotation=Annotated[Path | None, option]),
         ]
@@ -141,11 +141,11 @@ def _file(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
             meant = f"; {_spelled(near[0])} is" if near else ""
             raise typer.BadParameter(f"{key} is no option of this service{meant}", param_hint=hint)
         several = value if isinstance(value, list) else [value]
-        if any(isinstance(each, dict | list) or each is None for each in several) or (
+        if any(isinstance(item, dict | list) or item is None for item in several) or (
             isinstance(value, list) and not options[name].multiple
         ):
             raise typer.BadParameter(f"{key} should be one value, is {value}", param_hint=hint)
-        texts = [each if isinstance(each, bool) else str(each) for each in several]
+        texts = [item if isinstance(item, bool) else str(item) for item in several]
         values[name] = texts if options[name].multiple else texts[0]
     return values
 

@@ -55,13 +55,13 @@ async def in_order(
     room = asyncio.Semaphore(at_once)
     tasks: deque[asyncio.Task[Made]] = deque()
 
-    async def run(each: Given) -> Made:
+    async def run(item: Given) -> Made:
         async with room:
-            return await action(each)
+            return await action(item)
 
     try:
-        for each in given:
-            tasks.append(asyncio.create_task(run(each)))
+        for item in given:
+            tasks.append(asyncio.create_task(run(item)))
             while len(tasks) >= (1 + WAITING) * at_once or (tasks and tasks[0].done()):
                 yield await tasks[0]
                 tasks.popleft()
@@ -82,15 +82,15 @@ async def as_done(
     running: set[asyncio.Future[Made]] = set()
     try:
         while True:
-            running |= {asyncio.ensure_future(action(each)) for each in islice(left, at_once - len(running))}
+            running |= {asyncio.ensure_future(action(item)) for item in islice(left, at_once - len(running))}
             if not running:
                 return
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for each in done:
-                yield each.result()
+            for future in done:
+                yield future.result()
     finally:
-        for each in running:
-            each.cancel()
+        for future in running:
+            future.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
 

@@ -35,16 +35,19 @@ def passing_on(command: Callable[..., None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         passed: dict[str, Values] = {}
         for role, options in added.items():
-            values = {name: given.pop(each.name) for name, each in options.items()}
+            values = {name: given.pop(parameter.name) for name, parameter in options.items()}
             passed[role] = {name: value for name, value in values.items() if value is not None}
         command(**given, passed=passed)
 
     hints = get_type_hints(command, include_extras=True)
-    own = (each for name, each in inspect.signature(command).parameters.items() if name != "passed")
+    own = (parameter for name, parameter in inspect.signature(command).parameters.items() if name != "passed")
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what typer reads
         [
-            *(each.replace(annotation=hints[each.name], kind=inspect.Parameter.KEYWORD_ONLY) for each in own),
-            *(each for options in added.values() for each in options.values()),
+            *(
+                parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
+                for parameter in own
+            ),
+            *(parameter for options in added.values() for parameter in options.values()),
         ]
     )
     run.__annotations__ = {}
@@ -78,6 +81,6 @@ def arguments(values: Mapping[str, Any]) -> tuple[str, ...]:
         if isinstance(value, bool):
             words.append(f"--{spelled}" if value else f"--no-{spelled}")
         else:
-            for each in value if isinstance(value, list) else [value]:
-                words += f"--{spelled}", str(each)
+            for item in value if isinstance(value, list) else [value]:
+                words += f"--{spelled}", str(item)
     return tuple(words)

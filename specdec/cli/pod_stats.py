@@ -77,5 +77,5 @@ def _with_number(field: Any, value: Any) -> Any:
     if inner is None:
         return value
     if inner.GetOptions().map_entry:
-        return {key: _with_number(inner.fields_by_name["value"], each) for key, each in value.items()}
-    return [_with_numbers(inner, each) for each in value] if isinstance(value, list) else _with_numbers(inner, value)
+        return {key: _with_number(inner.fields_by_name["value"], item) for key, item in value.items()}
+    return [_with_numbers(inner, item) for item in value] if isinstance(value, list) else _with_numbers(inner, value)

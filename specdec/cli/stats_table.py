@@ -125,7 +125,7 @@ def _of_orchestrator(stats: GenerationServiceGetStatsResponse, before: Stats | N
             "model",
             f"{model.name}, {model.context_tokens} tokens of context, {model.vocabulary_size} token ids, {chat}",
         )
-    yield from _revisions([each for each in stats.revisions if each.revision])
+    yield from _revisions([view for view in stats.revisions if view.revision])
     yield (
         "requests",
         f"{stats.requests}: {stats.running_requests} running, {stats.cancelled_requests} left by their callers, "
@@ -149,17 +149,17 @@ def _of_orchestrator(stats: GenerationServiceGetStatsResponse, before: Stats | N
 def _revisions(revisions: Sequence[RevisionView]) -> Iterator[Line]:
     """Yield the named revisions, each with its share of its model's requests."""
     shares: defaultdict[str, float] = defaultdict(float)
-    for each in revisions:
-        shares[each.model] += 0.0 if each.leaving else each.share
-    width = max((len(f"{each.model}@{each.revision}") for each in revisions), default=0)
-    for number, each in enumerate(revisions):
-        gets = "leaving" if each.leaving else f"{percent(each.share, shares[each.model])} of requests"
-        state = "serving" if each.serving else "not serving"
-        failed = f"failed: {_by_reason(each.failed_requests)}"
+    for view in revisions:
+        shares[view.model] += 0.0 if view.leaving else view.share
+    width = max((len(f"{view.model}@{view.revision}") for view in revisions), default=0)
+    for number, view in enumerate(revisions):
+        gets = "leaving" if view.leaving else f"{percent(view.share, shares[view.model])} of requests"
+        state = "serving" if view.serving else "not serving"
+        failed = f"failed: {_by_reason(view.failed_requests)}"
         yield (
             "" if number else "revisions",
-            f"{each.model}@{each.revision:{width - len(each.model) - 1}}  {gets}, {state}, {each.requests} requests, "
-            f"{each.running_requests} running, {failed}",
+            f"{view.model}@{view.revision:{width - len(view.model) - 1}}  {gets}, {state}, {view.requests} requests, "
+            f"{view.running_requests} running, {failed}",
         )
 
 
@@ -212,7 +212,7 @@ def _mean(total: int, count: int) -> str:
 
 def printable(text: str) -> str:
     """Return a text with terminal control characters replaced: the server controls it."""
-    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 def percent(part: float, whole: float) -> str:

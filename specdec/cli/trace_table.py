@@ -18,29 +18,29 @@ class TraceTable:
     def __init__(self, told: GetTraceResponse) -> None:
         self._timelines = list(told.timelines)
         self._missing = list(told.missing)
-        self._oldest = max((each.age_us for each in self._timelines), default=0)
+        self._oldest = max((timeline.age_us for timeline in self._timelines), default=0)
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "timelines": [self._timeline(each) for each in self._timelines],
-            "missing": [{"pod": each.pod, "reason": each.reason} for each in self._missing],
+            "timelines": [self._timeline(timeline) for timeline in self._timelines],
+            "missing": [{"pod": missing.pod, "reason": missing.reason} for missing in self._missing],
         }
 
     def lines(self) -> Iterator[str]:
         """Yield lines for a person: the events in order, each with its time and place."""
-        where = [" ".join(filter(None, (each.service, each.pod))) for each in self._timelines]
+        where = [" ".join(filter(None, (timeline.service, timeline.pod))) for timeline in self._timelines]
         width = max(map(len, where), default=0)
         happened = [
             (at, f"{place:{width}}  {what}")
             for place, timeline in zip(where, self._timelines, strict=True)
             for at, what in self._happened(timeline)
         ]
-        for at, what in sorted(happened, key=lambda each: each[0]):  # stable: ties in the order of the services
+        for at, what in sorted(happened, key=lambda event: event[0]):  # stable: ties in the order of the services
             yield printable(f"{at / 1000:>12.1f} ms  {what}")
         for place, timeline in zip(where, self._timelines, strict=True):
             yield from self._remarks(printable(place), timeline)
-        for each in self._missing:
-            yield printable(f"missing: {each.pod}: {each.reason}")
+        for missing in self._missing:
+            yield printable(f"missing: {missing.pod}: {missing.reason}")
 
     def _happened(self, timeline: Timeline) -> Iterator[tuple[int, str]]:
         yield self._at(timeline.age_us), "begin"
@@ -69,8 +69,8 @@ class TraceTable:
             "error": timeline.error,
             "attributes": _values(timeline.attributes),
             "events": [
-                {"at_us": self._at(each.age_us), "name": each.name, "attributes": _values(each.attributes)}
-                for each in timeline.events
+                {"at_us": self._at(event.age_us), "name": event.name, "attributes": _values(event.attributes)}
+                for event in timeline.events
             ],
             "dropped_events": timeline.dropped_events,
         }

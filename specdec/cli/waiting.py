@@ -43,7 +43,7 @@ class WaitReporter:
     ) -> None:
         """`address` is one address or several, comma-separated; `say` takes a line for a person, in another thread."""
         self._access = access
-        self._targets = [each.target for each in parse_addresses(address)]
+        self._targets = [parsed.target for parsed in parse_addresses(address)]
         self._say = say
         self._heard_at = time.monotonic()
         self._said = ""
@@ -84,7 +84,7 @@ def waited_for(targets: list[str], access: Access = OPEN) -> str:
     """Return the reason why a request to these servers waits, from their health checks, as a line for a person."""
     channels = [access.channel(target) for target in targets]
     asked = health_pb2.HealthCheckRequest(service=VERIFIER)
-    calls = [health_pb2_grpc.HealthStub(each).Check.future(asked, timeout=LOOK_SECONDS) for each in channels]
+    calls = [health_pb2_grpc.HealthStub(channel).Check.future(asked, timeout=LOOK_SECONDS) for channel in channels]
     absent, without = [], []
     for target, call in zip(targets, calls, strict=True):
         code = call.code()  # waits for it
@@ -92,8 +92,8 @@ def waited_for(targets: list[str], access: Access = OPEN) -> str:
             absent.append(target)
         elif code is grpc.StatusCode.OK and call.result().status != health_pb2.HealthCheckResponse.SERVING:
             without.append(target)
-    for each in channels:
-        each.close()
+    for channel in channels:
+        channel.close()
     if len(absent) == len(targets):
         return f"waiting for an orchestrator: nothing answers at {', '.join(absent)} (is it still starting?)"
     if len(absent) + len(without) == len(targets):

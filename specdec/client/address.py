@@ -61,7 +61,7 @@ class Address:
                 return cls(f"dns:///{host}:{port}", name=(host.strip("[]"), port))
             case "ipv4" | "ipv6":
                 version = int(scheme[-1])
-                servers = tuple(_literal(each, version) for each in rest.removeprefix("///").split(","))
+                servers = tuple(_literal(server, version) for server in rest.removeprefix("///").split(","))
                 return cls(f"{scheme}:{','.join(servers)}", servers)
             case "unix":
                 target = f"unix:{_path(rest)}"

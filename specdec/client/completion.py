@@ -158,7 +158,7 @@ class Model:
 
     def is_asked_as(self, name: str) -> bool:
         """Return True if a request for this name gets this model, in any revision."""
-        return name in (self.name, *(f"{self.name}@{each}" for each in self.revisions))
+        return name in (self.name, *(f"{self.name}@{revision}" for revision in self.revisions))
 
 
 # Values unknown to this client, from a newer server, become "unspecified".
@@ -285,7 +285,9 @@ def _read_logprobs(logprobs: verifier_pb2.TokenLogprobs) -> Logprobs:
         top=dict(zip(logprobs.top_tokens, logprobs.top_logprobs, strict=True)),
         piece=_piece(logprobs.chosen_bytes),
         # Older servers send no bytes of alternatives.
-        top_pieces={token: _piece(each) for token, each in zip(logprobs.top_tokens, logprobs.top_bytes, strict=False)},
+        top_pieces={
+            token: _piece(spelt) for token, spelt in zip(logprobs.top_tokens, logprobs.top_bytes, strict=False)
+        },
     )
 
 

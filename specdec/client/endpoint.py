@@ -86,7 +86,7 @@ class Endpoint(Generic[Channel]):
     def _with(self, metadata: Sequence[tuple[str, str | bytes]]) -> Metadata:
         """Return the metadata of a call: the client's own, with `metadata` added or replacing the same keys."""
         replaced = {key for key, _ in metadata}
-        return tuple([each for each in self._metadata if each[0] not in replaced] + list(metadata))
+        return tuple([entry for entry in self._metadata if entry[0] not in replaced] + list(metadata))
 
     def _identified(
         self, request_id: str | None, metadata: Sequence[tuple[str, str | bytes]] = ()
@@ -98,7 +98,7 @@ class Endpoint(Generic[Channel]):
         found = request_id if request_id is not None else usual if isinstance(usual, str) else new_request_id()
         if not is_request_id(found):
             raise ValueError(f"request_id = {found!r}: must be 1 to 64 printable ASCII characters")
-        others: Metadata = tuple(each for each in all_metadata if each[0] != REQUEST_ID)
+        others: Metadata = tuple(entry for entry in all_metadata if entry[0] != REQUEST_ID)
         return found, ((REQUEST_ID, found), *others)
 
     def _retries(self, timeout: float | EllipsisType | None) -> Retries:

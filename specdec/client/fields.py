@@ -13,7 +13,7 @@ def put(message: Message, field: str, option: str, value: object) -> None:
     descriptor = message.DESCRIPTOR.fields_by_name[field]
     is_number = descriptor.type not in (FieldDescriptor.TYPE_BOOL, FieldDescriptor.TYPE_STRING)
     values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
-    if is_number and any(isinstance(each, bool) for each in values):  # protobuf would accept True and False as 1 and 0
+    if is_number and any(isinstance(item, bool) for item in values):  # protobuf would accept True and False as 1 and 0
         raise TypeError(f"{option} = {value!r}: must be a number")
     try:
         message.MergeFrom(type(message)(**{field: value}))

@@ -11,5 +11,5 @@ unreadable file may become readable."""
 
 def version_of(*files: Path) -> Version:
     """Return the current version of some files; OSError if one cannot be found."""
-    stats = [each.stat() for each in files]
-    return tuple((each.st_ino, each.st_mtime_ns, each.st_ctime_ns, each.st_size) for each in stats)
+    stats = [file.stat() for file in files]
+    return tuple((stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size) for stat in stats)

@@ -137,11 +137,13 @@ def takes_options(function: Function) -> Function:
     hints = get_type_hints(GenerateOptions, include_extras=True)
     types, meanings = zip(*(get_args(hint) for hint in hints.values()), strict=True)
     options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=each)
-        for name, each in zip(hints, types, strict=True)
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in zip(hints, types, strict=True)
     ]
     signature = inspect.signature(function)
-    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    own = [
+        parameter for parameter in signature.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
     described = [
         textwrap.fill(f"{name}: {meaning}", 100, initial_indent="    ", subsequent_indent="        ")
         for name, meaning in zip(hints, meanings, strict=True)

@@ -131,7 +131,7 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
         elif name == "drafters":
             if isinstance(value, str) or not isinstance(value, Iterable):
                 raise ValueError(f"drafters = {value!r}: not a list of names")
-            found = [_named(_DRAFTERS, name, each) for each in value]
+            found = [_named(_DRAFTERS, name, drafter) for drafter in value]
             if not found:
                 raise ValueError("drafters = []: no drafters at all is speculation='off'")
             request.speculation.drafters.extend(found)

@@ -127,7 +127,7 @@ class Retries:
     def _may_return(self) -> bool:
         """True while it is too early to give up on a server that has answered before. False if the caller wants no
         retries."""
-        known = any(self._rotation.is_known(each) for each in self._failures if each not in self._left_out)
+        known = any(self._rotation.is_known(address) for address in self._failures if address not in self._left_out)
         return known and self._most > 0 and self._clock() - self._failing_since < _RETURN_SECONDS
 
 

@@ -36,7 +36,7 @@ class Rotation:
         its turn. `left_out` must not cover all addresses."""
         with self._lock:
             now = self._clock()
-            turns = [each for each in self._turns if each not in left_out]
+            turns = [turn for turn in self._turns if turn not in left_out]
             address = min(turns, key=lambda a: (failures.get(a, 0), max(0.0, self._rests[a][0] - now)))
             self._turns.remove(address)
             self._turns.append(address)

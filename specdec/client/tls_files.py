@@ -39,7 +39,7 @@ class TlsFiles:
 
     def version(self) -> Version:
         """Return the current version of the files; OSError if one cannot be found."""
-        return version_of(*(each for each in self.all if each is not None))
+        return version_of(*(file for file in self.all if file is not None))
 
     def read(self) -> Contents:
         """Read the files; TlsError if one is unreadable or not PEM, or the key belongs to another certificate."""

@@ -119,8 +119,8 @@ MINIMAX = ToolFormat("minimax_m2", "<minimax:tool_call>", _MINIMAX_CALL)
 """MiniMax M2."""
 
 FORMATS = {
-    each.name: each
-    for each in (HERMES, MISTRAL, MISTRAL_ARGS, LLAMA, GRANITE, QWEN_CODER, SEED, GLM, GLM_DENSE, MINIMAX)
+    tool_format.name: tool_format
+    for tool_format in (HERMES, MISTRAL, MISTRAL_ARGS, LLAMA, GRANITE, QWEN_CODER, SEED, GLM, GLM_DENSE, MINIMAX)
 }
 """All formats, by name: the name of vLLM's parser if one exists for this form alone."""
 

@@ -113,7 +113,7 @@ def _perturbed(values: Logits, ids: NDArray[np.int64], queries: Sequence[Samplin
     Trailing columns without a survivor in any row are cut off."""
     samplings = [query.sampler.sampling for query in queries]
     z = tempered(values, samplings)
-    if any(truncates(each) for each in samplings):
+    if any(truncates(sampling) for sampling in samplings):
         totals = np.exp(z - z[:, :1]).sum(axis=1, dtype=np.float64)
         kept = leading(z, ids, totals, z.shape[1], samplings)  # the row is its shortlist
         columns = int(np.flatnonzero(kept.any(axis=0))[-1]) + 1
@@ -123,7 +123,7 @@ def _perturbed(values: Logits, ids: NDArray[np.int64], queries: Sequence[Samplin
     streams = np.array([[stream_at(query.sampler.state, query.position)] for query in queries], dtype=np.uint64)
     scores = z + word_gumbel(token_words(streams, ids))
     # Times T: AGREEMENT_SCALE is the noise between logits before their division by T.
-    return np.where(kept, np.array([[each.temperature] for each in samplings]) * scores, -np.inf)
+    return np.where(kept, np.array([[sampling.temperature] for sampling in samplings]) * scores, -np.inf)
 
 
 def _ranked(scores: NDArray[np.float64], width: int) -> NDArray[np.int64]:

@@ -48,21 +48,21 @@ def leading(
     """
     every, most = np.arange(len(z)), z.shape[1]
     count = np.full(len(z), most) if z[:, -1].min() > -np.inf else (z > -np.inf).sum(axis=1)
-    size, top_k = count, np.array([each.top_k for each in samplings])
-    limited = any(each.top_k > 0 for each in samplings)
+    size, top_k = count, np.array([sampling.top_k for sampling in samplings])
+    limited = any(sampling.top_k > 0 for sampling in samplings)
     if limited:
         size = np.where(top_k > 0, np.minimum(top_k, count), count)
-    if any(each.top_p < 1.0 for each in samplings):
-        top_p = np.array([each.top_p for each in samplings])
+    if any(sampling.top_p < 1.0 for sampling in samplings):
+        top_p = np.array([sampling.top_p for sampling in samplings])
         reached = np.exp(z - z[:, :1]).cumsum(axis=1, dtype=np.float64)
         # top-p is relative to the weight left by top-k, or to the whole row's without one.
         of = np.where((top_k > 0) & (top_k < vocabulary), reached[every, size - 1], totals) if limited else totals
         enough = reached >= (top_p * of)[:, None]  # a row without any True reaches p beyond its k largest
         cut = np.minimum(size, enough.argmax(axis=1) + 1)
         size = np.where((top_p < 1.0) & enough[:, -1], cut, size)
-    if any(each.min_p > 0.0 for each in samplings):
+    if any(sampling.min_p > 0.0 for sampling in samplings):
         of_rows = zip(z[:, 0], samplings, strict=True)
-        least = [_least(peak, each.min_p) if each.min_p > 0.0 else -np.inf for peak, each in of_rows]
+        least = [_least(peak, sampling.min_p) if sampling.min_p > 0.0 else -np.inf for peak, sampling in of_rows]
         size = np.minimum(size, (z >= np.array(least)[:, None]).sum(axis=1))
     last = z[every, size - 1]
     if most < vocabulary:

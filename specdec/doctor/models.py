@@ -49,7 +49,11 @@ def models(target: Path | None, draft: Path | None, placement: Placement) -> Mod
 
             check_text(directories[0])
         return ModelCheck(
-            [_found(role, wanted[role].placement, each) for role, each in zip(wanted, directories, strict=True)], ""
+            [
+                _found(role, wanted[role].placement, directory)
+                for role, directory in zip(wanted, directories, strict=True)
+            ],
+            "",
         )
     except (ModelDirectoryError, UnsupportedModelError) as error:
         return ModelCheck([], str(error))

@@ -38,12 +38,14 @@ class Package(NamedTuple):
     @property
     def range(self) -> str:
         """Its version range with redundant bounds removed, lower bound first."""
-        lower = [each for each in self.wanted if each.operator in (">", ">=")]
-        upper = [each for each in self.wanted if each.operator in ("<", "<=")]
-        others = sorted(str(each) for each in self.wanted if each not in (*lower, *upper))
-        greatest = max(lower, key=lambda each: (Version(each.version), each.operator == ">"), default=None)
-        least = min(upper, key=lambda each: (Version(each.version), each.operator == "<="), default=None)
-        return ",".join((*(str(each) for each in (greatest, least) if each is not None), *others))
+        lower = [specifier for specifier in self.wanted if specifier.operator in (">", ">=")]
+        upper = [specifier for specifier in self.wanted if specifier.operator in ("<", "<=")]
+        others = sorted(str(specifier) for specifier in self.wanted if specifier not in (*lower, *upper))
+        greatest = max(
+            lower, key=lambda specifier: (Version(specifier.version), specifier.operator == ">"), default=None
+        )
+        least = min(upper, key=lambda specifier: (Version(specifier.version), specifier.operator == "<="), default=None)
+        return ",".join((*(str(specifier) for specifier in (greatest, least) if specifier is not None), *others))
 
 
 class Extra(NamedTuple):
@@ -70,8 +72,11 @@ def packages(required: list[Requirement]) -> list[Package]:
     """Return the packages required by specdec or any of EXTRAS, once each with all ranges intersected, and vLLM if it
     is installed: no extra brings it."""
     ranges: dict[str, SpecifierSet] = {}
-    for each in (*_without_extras(required), *(each for extra in EXTRAS for each in _of(extra, required))):
-        ranges[each.name] = ranges.get(each.name, SpecifierSet()) & each.specifier
+    for requirement in (
+        *_without_extras(required),
+        *(requirement for extra in EXTRAS for requirement in _of(extra, required)),
+    ):
+        ranges[requirement.name] = ranges.get(requirement.name, SpecifierSet()) & requirement.specifier
     found = [Package(name, installed_version(name), wanted) for name, wanted in ranges.items()]
     installed = vllm_version.installed_vllm()
     return found if installed is None else [*found, Package("vllm", installed, vllm_version.TESTED)]
@@ -80,7 +85,12 @@ def packages(required: list[Requirement]) -> list[Package]:
 def extras(required: list[Requirement]) -> list[Extra]:
     """Return the missing packages of each of EXTRAS."""
     return [
-        Extra(name, sorted({each.name for each in _of(name, required) if installed_version(each.name) is None}))
+        Extra(
+            name,
+            sorted(
+                {requirement.name for requirement in _of(name, required) if installed_version(requirement.name) is None}
+            ),
+        )
         for name in EXTRAS
     ]
 
@@ -94,16 +104,24 @@ def installed_version(name: str) -> str | None:
 
 
 def _without_extras(required: list[Requirement]) -> Iterator[Requirement]:
-    return (each for each in required if each.marker is None or each.marker.evaluate({"extra": ""}))
+    return (
+        requirement
+        for requirement in required
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    )
 
 
 def _of(extra: str, required: list[Requirement]) -> Iterator[Requirement]:
     """Yield the requirements of an extra on this platform, nested extras included."""
-    for each in required:
-        if each.marker is None or each.marker.evaluate({"extra": ""}) or not each.marker.evaluate({"extra": extra}):
+    for requirement in required:
+        if (
+            requirement.marker is None
+            or requirement.marker.evaluate({"extra": ""})
+            or not requirement.marker.evaluate({"extra": extra})
+        ):
             continue
-        if each.name == DISTRIBUTION:
-            for inner in sorted(each.extras):
+        if requirement.name == DISTRIBUTION:
+            for inner in sorted(requirement.extras):
                 yield from _of(inner, required)
         else:
-            yield each
+            yield requirement

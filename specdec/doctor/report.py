@@ -92,10 +92,10 @@ class DoctorReport:
             "specdec": __version__,
             "python": platform.python_version(),
             "packages": {
-                each.name: {"version": each.installed, "wanted": each.range, "fits": each.fits}
-                for each in self.packages
+                package.name: {"version": package.installed, "wanted": package.range, "fits": package.fits}
+                for package in self.packages
             },
-            "extras": {each.name: {"missing": each.missing, "install": each.command} for each in self.extras},
+            "extras": {extra.name: {"missing": extra.missing, "install": extra.command} for extra in self.extras},
             "machine": self.machine._asdict(),
             "fast_paths": {
                 name: None if off is None else {"why": off.why, "cost": off.cost}
@@ -104,6 +104,6 @@ class DoctorReport:
             "fast_paths_unknown": paths if isinstance(paths, str) else "",
             "ports": {role: {"port": places.LISTENING[role], "taken": why} for role, why in self.ports.items()},
             "cache": {**self.cache._asdict(), "folder": self.cache.folder and str(self.cache.folder)},
-            "models": [{**each._asdict(), "path": str(each.path)} for each in (found.found if found else [])],
+            "models": [{**model._asdict(), "path": str(model.path)} for model in (found.found if found else [])],
             "problem": self.problem,
         }

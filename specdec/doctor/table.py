@@ -31,11 +31,11 @@ def lines(report: DoctorReport) -> Iterator[str]:
     yield _line(str(cache.folder or "none"), f"not used: {cache.unusable}" if cache.unusable else kept)
     if report.models is not None:
         yield "models"
-        for each in report.models.found:
+        for model in report.models.found:
             yield _line(
-                f"{each.role} ({each.architecture})",
-                f"{each.dtype} on {each.device}, {each.context} tokens of context, at least "
-                f"{each.memory_at_least / 1e9:.3g} GB, at most {each.memory / 1e9:.3g} GB: can be served",
+                f"{model.role} ({model.architecture})",
+                f"{model.dtype} on {model.device}, {model.context} tokens of context, at least "
+                f"{model.memory_at_least / 1e9:.3g} GB, at most {model.memory / 1e9:.3g} GB: can be served",
             )
         if report.problem:
             yield _line("cannot be served", report.problem, marked=True)
@@ -51,9 +51,9 @@ def _packages(report: DoctorReport) -> Iterator[str]:
     yield "packages"
     if not report.packages:
         yield _line("unknown", "this is not an installed distribution: nothing says which versions are wanted")
-    for each in report.packages:
-        wanted = f"wants {each.range}" if each.fits else f"outside the tested range {each.range}"
-        yield _line(each.name, f"{each.installed or 'not installed':{BESIDE}} {wanted}", marked=not each.fits)
+    for package in report.packages:
+        wanted = f"wants {package.range}" if package.fits else f"outside the tested range {package.range}"
+        yield _line(package.name, f"{package.installed or 'not installed':{BESIDE}} {wanted}", marked=not package.fits)
     yield "extras"
     for extra in report.extras:
         missing = f"missing {', '.join(extra.missing)}: {extra.command}"

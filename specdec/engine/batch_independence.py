@@ -83,7 +83,7 @@ def long_rows_are_independent(engine: Engine, length: int) -> bool:
     beside = logits((0, end, length), (1, end, length))[:AT_ONCE]
     alone = np.concatenate([logits((0, place, place + 1))[:1] for place in range(end, length)])
     crowd = np.concatenate([logits((0, place, place + 1), (1, end, end + 1))[:1] for place in range(end, length)])
-    if not all(np.array_equal(together[:AT_ONCE], each) for each in (beside, alone, crowd)):
+    if not all(np.array_equal(together[:AT_ONCE], other) for other in (beside, alone, crowd)):
         return False
     return _is_the_same_in_decodes(engine, texts[0][-1], places[0], together[AT_ONCE - 1])
 

@@ -123,7 +123,7 @@ def versions() -> tuple[str, ...]:
         sources(),
         sys.implementation.cache_tag or "",
         platform.python_version(),
-        *(f"{each} {version(each)}" for each in PACKAGES),
+        *(f"{package} {version(package)}" for package in PACKAGES),
     )
 
 
@@ -167,14 +167,14 @@ def _name(kind: str, key: tuple[object, ...]) -> str:
 def _bound(folder: Path) -> None:
     """Remove the least recently used entries while the total exceeds MOST_BYTES."""
     entries = []
-    for each in os.scandir(folder):
-        if not each.is_file(follow_symlinks=False):  # exports of drafts are here, too
+    for entry in os.scandir(folder):
+        if not entry.is_file(follow_symlinks=False):  # exports of drafts are here, too
             continue
         try:
-            found = each.stat(follow_symlinks=False)
+            found = entry.stat(follow_symlinks=False)
         except FileNotFoundError:  # removed by another process
             continue
-        entries.append((found.st_mtime, found.st_size, each.path))
+        entries.append((found.st_mtime, found.st_size, entry.path))
     size = sum(of_one for _, of_one, _ in entries)
     for _, of_one, path in sorted(entries):
         if size <= MOST_BYTES:

@@ -40,6 +40,6 @@ def _groups(membership: Path) -> list[tuple[str, str]]:
 def _upwards(mount: Path, group: str) -> Iterator[Path]:
     """Yield the folders of a cgroup and its ancestors; in a container its own may be mounted as the root."""
     path = PurePosixPath(group.lstrip("/"))
-    for each in (path, *path.parents):
-        if ".." not in each.parts:
-            yield mount / each
+    for folder in (path, *path.parents):
+        if ".." not in folder.parts:
+            yield mount / folder

@@ -131,13 +131,13 @@ class LazyMemory(Protocol):
 def touch_memory(engines: Iterable[Engine]) -> None:
     """Have the system allocate the KV memory of engines with lazy memory, one engine at a time, in a thread beside
     their passes."""
-    lazy = [each for each in engines if isinstance(each, LazyMemory)]
+    lazy = [engine for engine in engines if isinstance(engine, LazyMemory)]
     if not lazy:
         return
 
     def touch() -> None:
-        for each in lazy:
-            each.touch_memory()
+        for engine in lazy:
+            engine.touch_memory()
 
     threading.Thread(target=touch, name="touch-memory", daemon=True).start()
 

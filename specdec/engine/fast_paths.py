@@ -56,7 +56,7 @@ def off() -> list[FastPathOff]:
 
 def fast_paths_off() -> list[str]:
     """Return one line for each fast path that is off: its name, the reason, and the cost."""
-    return [str(each) for each in off()]
+    return [str(path) for path in off()]
 
 
 def log_off() -> None:
@@ -99,7 +99,7 @@ def _products() -> str:
     version = sys.modules["torch"].__version__
     if version.startswith(TESTED_TORCH):
         return f"this build of torch {version} lacks the C functions"
-    return f"torch {version} is not tested, {' and '.join(f'{each}x' for each in TESTED_TORCH)} is"
+    return f"torch {version} is not tested, {' and '.join(f'{tested}x' for tested in TESTED_TORCH)} is"
 
 
 def _team() -> str:

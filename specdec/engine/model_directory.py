@@ -97,10 +97,10 @@ class ModelDirectory:
             raise ModelDirectoryError(f"{self.path}: is a file, not a model's directory: {_instead_of(self.path)}")
         _ = self.name, self.vocabulary, self.context, self._named_end_tokens
         text = self._text_config
-        for each in (text, self._whole_config):
+        for config in (text, self._whole_config):
             for key in ("quantization_config", "rope_parameters", "rope_scaling"):  # read by `hf/pretrained.py`
-                if each.has(key):
-                    each.fields(key)
+                if config.has(key):
+                    config.fields(key)
         if text.has("sliding_window"):
             text.integer("sliding_window", 0, LONGEST_CONTEXT)
 
@@ -155,7 +155,7 @@ class ModelDirectory:
         """The field `quantization_config`, in multimodal models beside their text part; None if the weights are not
         quantised."""
         sources = (self._text_config.content, self._whole_config.content)
-        return next((each["quantization_config"] for each in sources if each.get("quantization_config")), None)
+        return next((source["quantization_config"] for source in sources if source.get("quantization_config")), None)
 
     @cached_property
     def tokenizer_config(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class ModelDirectory:
     def dtype(self) -> object:
         """The dtype of the weights in config.json, in older ones as `torch_dtype`; None if it has none."""
         sources = (self._text_config.content, self._whole_config.content)
-        return next((each[key] for each in sources for key in ("dtype", "torch_dtype") if each.get(key)), None)
+        return next((source[key] for source in sources for key in ("dtype", "torch_dtype") if source.get(key)), None)
 
     @cached_property
     def context(self) -> int:

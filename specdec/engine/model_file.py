@@ -106,7 +106,7 @@ def _is_deeper(content: object, levels: int) -> bool:
     """Return whether lists and objects are nested more than `levels` deep; walks them level by level."""
     level: list[Any] = [content] if isinstance(content, (dict, list)) else []
     for _ in range(levels):
-        insides = (each.values() if isinstance(each, dict) else each for each in level)
+        insides = (container.values() if isinstance(container, dict) else container for container in level)
         level = [value for inside in insides for value in inside if isinstance(value, (dict, list))]
     return bool(level)
 
@@ -181,6 +181,6 @@ class Fields:
     def objects(self, key: str) -> list[Fields]:
         """Read a list of objects."""
         value = self.content.get(key)
-        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             raise self.refusal(key, "a list of objects")
-        return [Fields(self.file, each, f"{self.place}{key}[{index}].") for index, each in enumerate(value)]
+        return [Fields(self.file, item, f"{self.place}{key}[{index}].") for index, item in enumerate(value)]

@@ -39,7 +39,7 @@ def phase(name: str) -> Iterator[None]:
 
 def seconds() -> dict[str, float]:
     """Return the seconds of all phases so far, to a hundredth."""
-    return {name: round(each, 2) for name, each in _seconds.items()}
+    return {name: round(duration, 2) for name, duration in _seconds.items()}
 
 
 def log_end() -> None:

@@ -306,7 +306,7 @@ class GrammarCompiler:
             eos_token_id = end
             bos_token_id = None
             tokens = [pieces.of(token) for token in range(end)] + [b"<end>"]
-            special_token_ids = [token for token, each in added.items() if each.special and token < end] + [end]
+            special_token_ids = [token for token, entry in added.items() if entry.special and token < end] + [end]
 
             def __call__(self, text: bytes | str) -> list[int]:
                 text = text if isinstance(text, str) else text.decode(errors="replace")

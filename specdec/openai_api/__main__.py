@@ -110,7 +110,7 @@ def main(
         theirs.read()
     except TlsError as error:
         raise typer.BadParameter(str(error)) from None
-    asking = Asking([each.target for each in addresses], theirs if any(theirs.all) else None)
+    asking = Asking([parsed.target for parsed in addresses], theirs if any(theirs.all) else None)
     serving = serve(
         settings,
         asking,

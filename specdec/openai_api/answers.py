@@ -36,7 +36,7 @@ class Frame:
         """Return the complete answer as JSON; all choices must have ended."""
         kind = "chat.completion" if self.chat else "text_completion"
         told = self._framed(kind, usage=usage_of(choices), system_fingerprint=fingerprint(c.finish for c in choices))
-        return json_object(told, {"choices": json_list(each.whole() for each in choices)}).encode()
+        return json_object(told, {"choices": json_list(choice.whole() for choice in choices)}).encode()
 
     def piece(self, choices: Sequence[Json], **others: Any) -> Json:
         """Return one event of a stream."""
@@ -169,8 +169,8 @@ class Calls:
         found = list(self._reader.push(chunk.text))
         if chunk.finish is not None:
             found += self._reader.finish()
-        text = "".join(each for each in found if isinstance(each, str))
-        calls = [self._made(each) for each in found if isinstance(each, ToolCall)]
+        text = "".join(item for item in found if isinstance(item, str))
+        calls = [self._made(item) for item in found if isinstance(item, ToolCall)]
         return text, calls
 
     def _made(self, call: ToolCall) -> Json:
@@ -184,21 +184,21 @@ class Calls:
 
 def usage_of(choices: Sequence[Choice]) -> Json:
     """Return the token counts of finished choices. A prompt counts once, however many samples it has."""
-    prompts = [each.finish for each in choices if each.first_sample]
-    prompt = sum(each.prompt_tokens for each in prompts)
-    completion = sum(each.finish.completion_tokens for each in choices)
+    prompts = [choice.finish for choice in choices if choice.first_sample]
+    prompt = sum(finish.prompt_tokens for finish in prompts)
+    completion = sum(choice.finish.completion_tokens for choice in choices)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in prompts)},
-        "completion_tokens_details": {"reasoning_tokens": sum(each.finish.reasoning_tokens for each in choices)},
+        "prompt_tokens_details": {"cached_tokens": sum(finish.cached_tokens for finish in prompts)},
+        "completion_tokens_details": {"reasoning_tokens": sum(choice.finish.reasoning_tokens for choice in choices)},
     }
 
 
 def fingerprint(finishes: Iterable[Finish]) -> str:
     """Return a hash of the numerics: equal hashes and equal seeds mean equal tokens."""
-    numerics = sorted({each.numerics for each in finishes})
+    numerics = sorted({finish.numerics for finish in finishes})
     return f"fp_{hashlib.sha256(' '.join(numerics).encode()).hexdigest()[:16]}"
 
 

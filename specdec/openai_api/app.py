@@ -76,20 +76,20 @@ def make_app(
         told = await while_present(request.receive, gateway.models(_caller(request)))
         found = [
             {
-                "id": each.name,
+                "id": model.name,
                 "object": "model",
                 "created": started,
                 "owned_by": "specdec",
-                "max_model_len": each.context_tokens,  # vLLM's field
+                "max_model_len": model.context_tokens,  # vLLM's field
             }
-            for each in told
+            for model in told
         ]
         wanted = request.path_params.get("model")
         if wanted is None:
             return JSONResponse({"object": "list", "data": found})
-        for each, model in zip(found, told, strict=True):
+        for entry, model in zip(found, told, strict=True):
             if model.is_asked_as(wanted):
-                return JSONResponse(each | {"id": wanted})
+                return JSONResponse(entry | {"id": wanted})
         raise ApiError(404, f"model: {wanted!r} is not served here", param="model", code="model_not_found")
 
     async def health(_: Request) -> JSONResponse:

@@ -31,14 +31,18 @@ def conversation(given: Mapping[str, Any]) -> dict[str, Any]:
         raise refused("messages", "must be a list of at least one message")
     _check_number("messages", "messages", len(messages), MOST_MESSAGES)
     _check_number("messages", "tool_calls", sum(map(_calls, messages)), MOST_CALLS)
-    turns = [_message(each, f"messages[{index}]") for index, each in enumerate(messages)]
+    turns = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     return {"messages": turns, "template_arguments": arguments or None, **dict(_tools(given))}
 
 
 def tool_schemas(given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the functions' argument schemas by name, from a body that was already built into a message."""
     functions = [tool["function"] for tool in given.get("tools", [])]
-    return {each["name"]: each["parameters"] for each in functions if isinstance(each.get("parameters"), dict)}
+    return {
+        function["name"]: function["parameters"]
+        for function in functions
+        if isinstance(function.get("parameters"), dict)
+    }
 
 
 def _check_number(field: str, what: str, number: int, most: int) -> None:
@@ -84,7 +88,7 @@ def _reasoning(message: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any
     given = [message[key] for key in REASONING if message.get(key) not in (None, "")]
     if len(given) > 1 and given[0] != given[1]:
         raise refused(f"{name}.reasoning_content", "is given beside another reasoning")
-    yield from (("reasoning", each) for each in given[:1])
+    yield from (("reasoning", text) for text in given[:1])
 
 
 def _part(part: object, name: str) -> str:

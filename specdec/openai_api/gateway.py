@@ -62,7 +62,7 @@ class Gateway:
         """Return the tool format of the requested model; None if the request has no tools, or the model no format."""
         if not request.calls_tools:
             return None
-        name = next((each.tool_format for each in await self.models(caller) if each.is_asked_as(request.model)), "")
+        name = next((model.tool_format for model in await self.models(caller) if model.is_asked_as(request.model)), "")
         if name and name not in FORMATS:
             raise unsupported("tools", f"are called in the format {name}, which this server does not read")
         return FORMATS.get(name)  # the orchestrator refuses tools for a model without a format
@@ -98,8 +98,8 @@ class Gateway:
         streams = [stream(number) for number in range(len(request.prompts))]
         try:
             async with aclosing(interleaved(streams) if several else streams[0]) as chunks:
-                async for each in chunks:
-                    yield each
+                async for chunk in chunks:
+                    yield chunk
         except SpecdecError as error:
             raise from_specdec(error, request.names) from error
 
@@ -167,7 +167,7 @@ async def _events(answer: _Answer, first: tuple[int, Chunk], rest: Chunks) -> As
     usage: Json = {"usage": None} if request.usage_in_stream else {}
     async with aclosing(rest):
         if request.chat:
-            yield frame.piece([each.opening() for each in answer.choices], **usage)
+            yield frame.piece([choice.opening() for choice in answer.choices], **usage)
         found: tuple[int, Chunk] | None = first
         while found is not None:
             number, chunk = found

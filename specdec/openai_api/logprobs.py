@@ -38,10 +38,10 @@ def chat_logprobs(found: Iterable[Logprobs]) -> Json:
 
     content = [
         {
-            **one(each.piece, each.chosen),
-            "top_logprobs": [one(each.top_pieces.get(token, UNTOLD), logprob) for token, logprob in each.top.items()],
+            **one(entry.piece, entry.chosen),
+            "top_logprobs": [one(entry.top_pieces.get(token, UNTOLD), logprob) for token, logprob in entry.top.items()],
         }
-        for each in found
+        for entry in found
     ]
     return {"content": content, "refusal": None}
 
@@ -49,14 +49,14 @@ def chat_logprobs(found: Iterable[Logprobs]) -> Json:
 def completion_logprobs(found: Iterable[Logprobs], offset: TextOffset) -> Json:
     """Return log-probabilities in the format of completions."""
     told: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for each in found:
-        told["tokens"].append(each.piece.text)
-        told["token_logprobs"].append(max(each.chosen, LEAST_LOGPROB))
+    for entry in found:
+        told["tokens"].append(entry.piece.text)
+        told["token_logprobs"].append(max(entry.chosen, LEAST_LOGPROB))
         top: dict[str, float] = {}
-        for token, logprob in each.top.items():  # best first: of tokens with equal text the best is kept
-            top.setdefault(each.top_pieces.get(token, UNTOLD).text, max(logprob, LEAST_LOGPROB))
+        for token, logprob in entry.top.items():  # best first: of tokens with equal text the best is kept
+            top.setdefault(entry.top_pieces.get(token, UNTOLD).text, max(logprob, LEAST_LOGPROB))
         told["top_logprobs"].append(top)
-        told["text_offset"].append(offset.before(each.piece))
+        told["text_offset"].append(offset.before(entry.piece))
     return told
 
 

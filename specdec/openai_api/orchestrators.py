@@ -122,14 +122,14 @@ class Channels:
             self._control_client = AsyncClient(targets, credentials=credentials, options=OWN_CONNECTIONS)
         else:
             self._client, self._control_client = (
-                each.renewed(credentials) for each in (before._client, before._control_client)
+                client.renewed(credentials) for client in (before._client, before._control_client)
             )
-        self._checks = [CHECKS if may_be_several(each) else 1 for each in targets]
+        self._checks = [CHECKS if may_be_several(target) else 1 for target in targets]
         self._channels = [
-            grpc.aio.insecure_channel(each, options)
+            grpc.aio.insecure_channel(target, options)
             if credentials is None
-            else grpc.aio.secure_channel(each, credentials, options)
-            for each in targets
+            else grpc.aio.secure_channel(target, credentials, options)
+            for target in targets
         ]
         self._requests = 0
         self._left = False
@@ -154,7 +154,7 @@ class Channels:
         """Return, for each check answered, whether the orchestrator takes requests; empty if none was answered."""
         often = zip(self._channels, self._checks, strict=True)
         checks = [self._check(channel) for channel, times in often for _ in range(times)]
-        return [each for each in await asyncio.gather(*checks) if each is not None]
+        return [answer for answer in await asyncio.gather(*checks) if answer is not None]
 
     async def leave(self) -> None:
         """Close the channels after the last running request; no new ones may start."""
@@ -164,8 +164,8 @@ class Channels:
     async def close(self) -> None:
         await self._client.close()
         await self._control_client.close()
-        for each in self._channels:
-            await each.close()
+        for channel in self._channels:
+            await channel.close()
 
     async def _close_unused(self) -> None:
         if self._left and not self._requests:

@@ -25,8 +25,8 @@ async def while_present(receive: Receive, work: Coroutine[Any, Any, Result]) -> 
             raise CallerLeftError
         return working.result()
     finally:
-        for each in (working, leaving):
-            each.cancel()
+        for task in (working, leaving):
+            task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 

@@ -220,7 +220,7 @@ def parse(body: bytes, *, chat: bool) -> ParsedRequest:
     return ParsedRequest(
         chat=chat,
         model=given["model"],
-        prompts=[_built(each, names) for each in prompts],
+        prompts=[_built(prompt, names) for prompt in prompts],
         options=_built(options | {"fallback_temperature": TEMPERATURE}, names),
         names=names,
         stream=_flag(given, "stream"),
@@ -263,7 +263,7 @@ def _check_names(given: Mapping[str, Any], *, chat: bool) -> None:
         if name == "best_of" and _alike(value, given.get("n", 1)):
             continue
         if name in REFUSED_UNLESS:
-            if not any(_alike(value, each) for each in REFUSED_UNLESS[name]):
+            if not any(_alike(value, allowed) for allowed in REFUSED_UNLESS[name]):
                 raise unsupported(name)
         elif name not in known | WITHOUT_EFFECT:
             raise unknown(name)
@@ -446,4 +446,4 @@ def _prompts(given: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise refused("prompt", f"has {len(prompt)} prompts, must have at most {MOST_PROMPTS}")
     if kinds == {list} and not all(set(map(type, tokens)) <= {int} for tokens in prompt):
         raise wrong
-    return [{"prompt" if kinds == {str} else "tokens": each} for each in prompt]
+    return [{"prompt" if kinds == {str} else "tokens": item} for item in prompt]

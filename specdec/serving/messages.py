@@ -135,9 +135,9 @@ def paths_from(message: model_pb2.Extend, most_ids: int = 0, most_values: int = 
     """Return candidates in the token tree's form. Malformed distributions are dropped, as the tree drops nodes that can
     never be accepted. Those with more than `most_ids` ids or `most_values` values are dropped unread."""
     received = [
-        (each.parent, DraftDistribution.received(list(each.ids), each.values))
-        for each in message.distributions
-        if len(each.ids) <= most_ids and len(each.values) <= 2 * most_values  # float16
+        (distribution.parent, DraftDistribution.received(list(distribution.ids), distribution.values))
+        for distribution in message.distributions
+        if len(distribution.ids) <= most_ids and len(distribution.values) <= 2 * most_values  # float16
     ]
     distributions = [(parent, found) for parent, found in received if found is not None]
     return Paths(list(message.tokens), list(message.parents), logprobs_from(message.logprob_bytes), distributions)

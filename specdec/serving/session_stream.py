@@ -204,7 +204,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         reader: asyncio.Task[None] | None = None
         try:
             taken, _ = await asyncio.wait({taking}, timeout=self.place_seconds)
-            if all(each.result() for each in taken):
+            if all(task.result() for task in taken):
                 await context.write(self.opened(session))
             reader = asyncio.create_task(self._read(requests, session, responses))
             await responses.write_to(context, heartbeat=partial(self.heartbeat, session), is_last=self.is_last)

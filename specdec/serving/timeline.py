@@ -54,7 +54,7 @@ class Timeline:
         limit, an event in the middle is dropped."""
         if self.ended is not None:
             return
-        self.events.append(Event(time.monotonic(), name, {key: _cut(each) for key, each in attributes.items()}))
+        self.events.append(Event(time.monotonic(), name, {key: _cut(value) for key, value in attributes.items()}))
         if len(self.events) > FIRST_EVENTS + LAST_EVENTS:
             del self.events[FIRST_EVENTS]
             self.dropped_events += 1
@@ -65,11 +65,11 @@ class Timeline:
             self.event(name, **attributes)
 
     def has(self, name: str) -> bool:
-        return any(each.name == name for each in self.events)
+        return any(event.name == name for event in self.events)
 
     def set(self, **attributes: Value) -> None:
         """Set attributes of the timeline."""
-        self.attributes |= {key: _cut(each) for key, each in attributes.items()}
+        self.attributes |= {key: _cut(value) for key, value in attributes.items()}
 
     def add(self, **amounts: int) -> None:
         """Add to integer attributes of the timeline."""
@@ -130,8 +130,8 @@ class Timelines:
 
     def find(self, request_id: str) -> list[Timeline]:
         """Return the timelines of a request, oldest first."""
-        found = [each for each in (*self._ended, *self._running) if each.request_id == request_id]
-        return sorted(found, key=lambda each: each.began)
+        found = [timeline for timeline in (*self._ended, *self._running) if timeline.request_id == request_id]
+        return sorted(found, key=lambda timeline: timeline.began)
 
 
 def _cut(value: Value) -> Value:

@@ -89,7 +89,7 @@ class Watched(Generic[Contents]):
                 self._refused = str(error)
                 return False
             self._version, self.contents, self._refused = version, contents, ""
-            paths = [str(each) for each in self._files.all if each is not None]
+            paths = [str(file) for file in self._files.all if file is not None]
             log.info("files_changed", what=self._files.what, files=paths)
             return True
 
@@ -101,6 +101,6 @@ def refused() -> Mapping[str, int]:
     """Return the number of unusable watched sets of files by kind. TLS files are always listed: any service may have
     some."""
     found: Counter[str] = Counter({TlsFiles.what: 0})
-    for each in list(_all):
-        found[each.what] += each.refused
+    for watched in list(_all):
+        found[watched.what] += watched.refused
     return found

@@ -59,8 +59,8 @@ class Tokenizer:
         settings = Fields(directory.path / "tokenizer_config.json", directory.tokenizer_config)
         self._special = special_tokens(directory)
         added = self._tokenizer.get_added_tokens_decoder()
-        self._added_ids = {each.content: token for token, each in added.items()}
-        self._special_ids = {each.content: token for token, each in added.items() if each.special}
+        self._added_ids = {entry.content: token for token, entry in added.items()}
+        self._special_ids = {entry.content: token for token, entry in added.items() if entry.special}
         self.chat_templates = templates_of(directory.path, settings)
         """The chat templates; None if there is none."""
         sources = None if self.chat_templates is None else self.chat_templates.sources

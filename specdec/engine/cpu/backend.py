@@ -31,8 +31,8 @@ class RaggedBackend:
     def __init__(
         self, layers: Sequence[LayerAttention], capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        keys = _pool([(each.kv_heads, capacity, each.width) for each in layers], dtype)
-        values = _pool([(each.kv_heads, capacity, each.value_width) for each in layers], dtype)
+        keys = _pool([(layer.kv_heads, capacity, layer.width) for layer in layers], dtype)
+        values = _pool([(layer.kv_heads, capacity, layer.value_width) for layer in layers], dtype)
         self._memory = RaggedMemory(keys, values)
 
     def packer(self, rows: InvariantRowCounts | None) -> RaggedPacker:

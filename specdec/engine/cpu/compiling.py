@@ -110,7 +110,7 @@ class _Compiler(CompilerBase):  # type: ignore[misc]
     def define_pipelines(self) -> list[Any]:
         passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
         passes.add_pass_after(self.lowering, NativeLowering)
-        passes.passes = [each for each in passes.passes if each[0] is not NativeLowering]
+        passes.passes = [entry for entry in passes.passes if entry[0] is not NativeLowering]
         passes.finalize()
         return [passes]
 

@@ -115,7 +115,7 @@ class Decoder:
             self._make_room(rows)
         found = self._workspaces.get(rows)
         if found is None:
-            residual, normal, attended, gated, query = (each[:rows] for each in self._largest)
+            residual, normal, attended, gated, query = (buffer[:rows] for buffer in self._largest)
             inputs = [normal, attended, normal, gated]
             buffers = Buffers(
                 array_of(residual),
@@ -161,8 +161,8 @@ def _weights(inside: Any, attends: list[LayerAttention], epsilon: float) -> Weig
         epsilon=np.float32(epsilon),
         cos=np.empty((0, 0), np.float32),
         sin=np.empty((0, 0), np.float32),
-        windows=np.asarray([each.window or EVERYTHING for each in attends]),
-        scales=np.asarray([each.scale for each in attends], np.float32),
+        windows=np.asarray([attention.window or EVERYTHING for attention in attends]),
+        scales=np.asarray([attention.scale for attention in attends], np.float32),
     )
 
 

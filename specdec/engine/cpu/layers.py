@@ -146,7 +146,7 @@ def sequence(loops: Loops, multiply: Callable[[Any, int], Array]) -> Callable[..
 @functools.cache
 def compiled(width: int) -> Callable[..., None]:
     """Compile the layers for heads of this width and prepacked GEMMs (`cpu/packed_gemm.py`: `Products`)."""
-    layers = sequence(Loops(*(each.inside for each in _loops(width))), product)
+    layers = sequence(Loops(*(loop.inside for loop in _loops(width))), product)
     layers.__qualname__ = f"layers_{width}"  # becomes part of symbol names (`cpu/openmp.py`)
     return closed(f"layers-{width}")(layers)  # type: ignore[no-any-return]
 

@@ -128,8 +128,8 @@ def shared(*, scratch: int = 0, **options: Any) -> Callable[[Callable[..., None]
 
         # Symbols are made of these names: they must be unique.
         whole = run if AVAILABLE else alone
-        for each in (share, whole):
-            each.__qualname__ = f"{each.__name__}_{function.__qualname__}"
+        for loop_function in (share, whole):
+            loop_function.__qualname__ = f"{loop_function.__name__}_{function.__qualname__}"
         return SharedLoop(whole, function.__code__.co_filename)
 
     return decorate

@@ -72,7 +72,7 @@ _data = types.ExternalFunction(  # tensor, &pointer to its data
 _give_back = types.ExternalFunction("specdec.aoti_torch_delete_tensor_object", types.int32(types.uintp))
 
 _nothing_after = ctypes.create_string_buffer(b"none"), (ctypes.c_char_p * 1)(b"")
-_NOTHING_AFTER = np.asarray([ctypes.addressof(each) for each in _nothing_after], dtype=np.int64)
+_NOTHING_AFTER = np.asarray([ctypes.addressof(buffer) for buffer in _nothing_after], dtype=np.int64)
 
 
 class Products(NamedTuple):
@@ -104,7 +104,7 @@ class TiledInputs:
     """The inputs of products: for each kind a tensor [t, inputs], cut into tiles of the given row counts."""
 
     def __init__(self, inputs: Sequence[Tensor], tiles: Sequence[Sequence[int]]) -> None:
-        parts = [part for each, sizes in zip(inputs, tiles, strict=True) for part in torch.split(each, list(sizes))]
+        parts = [part for tensor, sizes in zip(inputs, tiles, strict=True) for part in torch.split(tensor, list(sizes))]
         self._references = References(parts)
         self.handles = self._references.handles
         self.rows = np.asarray([len(part) for part in parts], dtype=np.int64)

@@ -89,7 +89,9 @@ class CpuEngine(TorchEngine):
     def _largest_tiles(self) -> dict[Shape, int]:
         """Rows of the fastest tile for each shape of prepacked product, measured once the KV cache exists."""
         head = set(self.model.get_output_embeddings().modules())  # left out: it has fewer rows
-        products = [each for each in self.model.modules() if isinstance(each, PackedLinear) and each not in head]
+        products = [
+            module for module in self.model.modules() if isinstance(module, PackedLinear) and module not in head
+        ]
         return largest_tiles(products)
 
     @cached_property

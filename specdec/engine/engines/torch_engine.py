@@ -65,7 +65,9 @@ class TorchEngine:
         self.device, self.dtype = device, dtype
         self._device = torch.device(device)
         self._layers = layers = attention_of(self.model)
-        slot_bytes = DTYPES[dtype].itemsize * sum(each.kv_heads * (each.width + each.value_width) for each in layers)
+        slot_bytes = DTYPES[dtype].itemsize * sum(
+            layer.kv_heads * (layer.width + layer.value_width) for layer in layers
+        )
         self.capacity = capacity or self._room(slot_bytes, directory, device, ranks, promised)
         self._kv_bytes = self.capacity * slot_bytes
         with phase("kv_cache"):

@@ -58,7 +58,7 @@ class Tiling(NamedTuple):
     @classmethod
     def of(cls, width: int, value_width: int, item_bytes: int) -> Tiling:
         """Choose the parameters for keys and values of these widths with `item_bytes` per number."""
-        block, value_block = (triton.next_power_of_2(max(16, each)) for each in (width, value_width))
+        block, value_block = (triton.next_power_of_2(max(16, size)) for size in (width, value_width))
         key_bytes = (block + value_block) * item_bytes
         wide = item_bytes > 2
         tile = next((tile for tile in TILES[wide:] if tile * key_bytes <= STAGE_BYTES), TILES[-1])

@@ -84,12 +84,14 @@ class GpuEngine:
         self._device = torch.device(device)
         self._layers = layers = attention_of(self.model)
         self._heads = int(self.model.config.get_text_config().num_attention_heads)
-        self._tile_rows = tile_rows_for(max(self._heads // each.kv_heads for each in layers))
-        slot_bytes = DTYPES[dtype].itemsize * sum(each.kv_heads * (each.width + each.value_width) for each in layers)
+        self._tile_rows = tile_rows_for(max(self._heads // layer.kv_heads for layer in layers))
+        slot_bytes = DTYPES[dtype].itemsize * sum(
+            layer.kv_heads * (layer.width + layer.value_width) for layer in layers
+        )
         self.capacity = capacity = capacity or slots_for(slot_bytes, directory.context, device)
         place: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device}
-        keys = [torch.zeros(capacity, each.kv_heads, each.width, **place) for each in layers]
-        values = [torch.zeros(capacity, each.kv_heads, each.value_width, **place) for each in layers]
+        keys = [torch.zeros(capacity, layer.kv_heads, layer.width, **place) for layer in layers]
+        values = [torch.zeros(capacity, layer.kv_heads, layer.value_width, **place) for layer in layers]
         self._memory = SplitKvMemory(keys, values)
         self._memory.reserve(LEAST_PARTIALS, self._heads)
         self.tile(None)

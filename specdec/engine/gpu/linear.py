@@ -76,7 +76,9 @@ def length_of(inputs: int, parts: int) -> int:
 
 def cuts(model: torch.nn.Module) -> str:
     """Return a name that identifies the cuts of a model's layers: other cuts give other bits."""
-    split = {(each.in_features, each.out_features) for each in model.modules() if isinstance(each, SplitKLinear)}
+    split = {
+        (module.in_features, module.out_features) for module in model.modules() if isinstance(module, SplitKLinear)
+    }
     cut = sorted((*shape, length_of(shape[0], parts_of(*shape))) for shape in split)
     return f"{len(cut)}-{zlib.crc32(repr(cut).encode()):08x}"
 

@@ -49,9 +49,9 @@ class GpuLogits:
             groups[narrowing(query)].append(row)
         whole = groups.pop(None, [])
         narrowed = [(rows, kind(self._of(rows), [asked[row] for row in rows])) for kind, rows in groups.items() if kind]
-        fetched = iter(_fetched([part for _, each in narrowed for part in each.parts]))
-        for rows, each in narrowed:
-            tokens = each.decided([next(fetched) for _ in each.parts]).tolist()
+        fetched = iter(_fetched([part for _, shortlist in narrowed for part in shortlist.parts]))
+        for rows, shortlist in narrowed:
+            tokens = shortlist.decided([next(fetched) for _ in shortlist.parts]).tolist()
             for row, token in zip(rows, tokens, strict=True):
                 if token == UNDECIDED:
                     whole.append(row)

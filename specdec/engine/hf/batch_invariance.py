@@ -83,8 +83,8 @@ def _largest_class(layers: Iterable[Linear], device: str, threads: Sequence[int]
     classes: dict[object, list[int]] = defaultdict(list)
     for count, found in bits.items():
         of_layers = [found[first : first + len(threads)] for first in range(0, len(found), len(threads))]
-        agree = all(len(set(each)) == 1 for each in of_layers)
-        classes[tuple(each[0] for each in of_layers) if agree else count].append(count)
+        agree = all(len(set(hashes)) == 1 for hashes in of_layers)
+        classes[tuple(hashes[0] for hashes in of_layers) if agree else count].append(count)
     return InvariantRowCounts(max(map(tuple, classes.values()), key=len))  # the first of equally large ones
 
 

@@ -28,7 +28,7 @@ def machine() -> tuple[object, ...] | None:
     try:
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
         caches = [
-            each.read_text().strip() for each in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("*/size"))
+            file.read_text().strip() for file in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("*/size"))
         ]
         cores = sorted(os.sched_getaffinity(0))
     except (OSError, AttributeError):  # not Linux, or its files are hidden

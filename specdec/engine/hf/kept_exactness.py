@@ -36,8 +36,8 @@ class KeptExactness:
     def __init__(
         self, contents: bytes, model: PreTrainedModel, linears: Collection[Any], threads: Sequence[int]
     ) -> None:
-        self._shapes: set[Shape] = {(each.in_features, each.out_features) for each in linears}
-        kinds = sorted({f"{type(each).__name__} {_shape(each)} {each.bias is None}" for each in linears})
+        self._shapes: set[Shape] = {(linear.in_features, linear.out_features) for linear in linears}
+        kinds = sorted({f"{type(linear).__name__} {_shape(linear)} {linear.bias is None}" for linear in linears})
         here = machine()
         self._key = (
             None
@@ -72,7 +72,7 @@ class KeptExactness:
         for counts in products.values():  # a part of CANDIDATES, in order
             if not counts or counts != tuple(count for count in CANDIDATES if count in counts):
                 return None
-        classes = ShapeRowCounts.made_up_of({shape: InvariantRowCounts(each) for shape, each in products.items()})
+        classes = ShapeRowCounts.made_up_of({shape: InvariantRowCounts(counts) for shape, counts in products.items()})
         return None if classes is None else Known(classes, bits)
 
 

@@ -32,7 +32,7 @@ STYLES = {BY_OUTPUTS, BY_INPUTS, "replicated_with_grad_allreduce"}
 def check_plan(name: str, config: Any, degree: int) -> None:
     """Raise UnsupportedModelError if a model of this configuration cannot be split into `degree` parts."""
     whole, config = config, config.get_text_config()  # a multimodal model has both, and either may specify it
-    quantised = any(getattr(each, "quantization_config", None) is not None for each in (whole, config))
+    quantised = any(getattr(source, "quantization_config", None) is not None for source in (whole, config))
     plan: Mapping[str, str] | None = getattr(config, "base_model_tp_plan", None)
     if not plan:
         raise UnsupportedModelError(f"{name}: transformers has no tensor parallel plan for {config.model_type}")

@@ -81,8 +81,8 @@ class BlockPool:
         """Return the number of leading tokens, in whole blocks, already published for a text with these block hashes.
         May be called from any thread. The answer is a snapshot: the blocks are not held."""
         known = 0
-        for each in hashes:
-            if each not in self._hashes:
+        for block_hash in hashes:
+            if block_hash not in self._hashes:
                 break
             known += BLOCK
         return known

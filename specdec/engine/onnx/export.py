@@ -123,7 +123,7 @@ def export(directory: ModelDirectory, target: Path, dtype: Dtype = "float32") ->
         onnx.save(shortlists_graph(), partial / SHORTLISTS_GRAPH)
         description = {
             "dtype": dtype,
-            "pools": [[each.kv_heads, each.width, each.value_width] for each in attends],
+            "pools": [[attention.kv_heads, attention.width, attention.value_width] for attention in attends],
             "window": window_of(model),
             "model": directory.name,
             "model_fingerprint": directory.model_fingerprint,
@@ -167,8 +167,8 @@ def _write_graph(model: PreTrainedModel, attends: list[LayerAttention], path: Pa
         torch.ones(3, 4, 64, dtype=torch.bool),
         torch.zeros(6, dtype=torch.int64),
         torch.arange(2),
-        [torch.zeros(128, each.kv_heads, each.width, dtype=model.dtype) for each in attends]
-        + [torch.zeros(128, each.kv_heads, each.value_width, dtype=model.dtype) for each in attends],
+        [torch.zeros(128, attention.kv_heads, attention.width, dtype=model.dtype) for attention in attends]
+        + [torch.zeros(128, attention.kv_heads, attention.value_width, dtype=model.dtype) for attention in attends],
     )
     shapes_of_inputs = (
         {0: t},

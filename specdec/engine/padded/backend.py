@@ -29,9 +29,9 @@ class PaddedBackend:
     ) -> None:
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         self._capacity, self._device = capacity, device
-        self._keys = [torch.zeros(capacity, each.kv_heads, each.width, **place) for each in layers]
-        self._values = [torch.zeros(capacity, each.kv_heads, each.value_width, **place) for each in layers]
-        self._window = next((each.window for each in layers if each.window), None)
+        self._keys = [torch.zeros(capacity, layer.kv_heads, layer.width, **place) for layer in layers]
+        self._values = [torch.zeros(capacity, layer.kv_heads, layer.value_width, **place) for layer in layers]
+        self._window = next((layer.window for layer in layers if layer.window), None)
 
     def packer(self, rows: InvariantRowCounts | None) -> PaddedPacker:
         return PaddedPacker(rows=rows, window=self._window, least_rows=1 if rows is None else LEAST_ROWS)

@@ -32,10 +32,10 @@ def check(target: Wanted, *drafts: Wanted) -> list[ModelDirectory]:
     Raises ModelDirectoryError or UnsupportedModelError, naming in one line the problem and the remedy, or
     ModuleNotFoundError for a missing package. Weights are not read, torch and transformers not imported.
     """
-    directories = [check_model(each) for each in (target, *drafts)]
+    directories = [check_model(wanted) for wanted in (target, *drafts)]
     for draft in directories[1:]:
         draft.check_pair(directories[0])
-    check_memory([each.placement for each in (target, *drafts)], directories)
+    check_memory([wanted.placement for wanted in (target, *drafts)], directories)
     return directories
 
 
@@ -63,9 +63,9 @@ def check_memory(placements: list[Placement], directories: list[ModelDirectory])
             memory_needed(directory, placement)
         )
     for device, models in on_device.items():
-        free, needed = free_bytes(device), sum(each.total for each in models)
+        free, needed = free_bytes(device), sum(model.total for model in models)
         if needed > free:
             raise UnsupportedModelError(
                 f"{'; '.join(map(str, models))}: together {in_gigabytes(needed)}, but {device} has "
-                f"{in_gigabytes(free)} free: {' or '.join(dict.fromkeys(each.remedy for each in models))}"
+                f"{in_gigabytes(free)} free: {' or '.join(dict.fromkeys(model.remedy for model in models))}"
             )

@@ -75,7 +75,7 @@ class MemoryNeeded:
         return (
             f"{self.name} needs {in_gigabytes(self.weights)} for weights in {self.dtype}, "
             f"{in_gigabytes(self.kv)} for {self.tokens} tokens of keys and values"
-            f"{''.join(f', {each}' for each in beside)}{exported}"
+            f"{''.join(f', {need}' for need in beside)}{exported}"
         )
 
 
@@ -137,7 +137,7 @@ def _parts(directory: ModelDirectory, placement: Placement, width: int, *, expor
         return _Parts(int(weights * share))
     if placement.kind == "onnx":
         return _Parts(GRAPH_COPIES * weights, EXPORTING_PROCESS, export=EXPORT_COPIES * weights, vocabulary=vocabulary)
-    found = [each for file in directory.weights() for each in tensors(file).values() if each["dtype"] in USUAL]
+    found = [tensor for file in directory.weights() for tensor in tensors(file).values() if tensor["dtype"] in USUAL]
     laid_out = weights + _head(found, vocabulary, width) + (weights if placement.compiled else 0)
     start = start_bytes(vocabulary, *_largest(found, vocabulary, width)) if plain else 0
     return _Parts(int(laid_out * share), TORCH_PROCESS, int(start * share), vocabulary=vocabulary)
@@ -146,7 +146,7 @@ def _parts(directory: ModelDirectory, placement: Placement, width: int, *, expor
 def _head(found: Iterable[Tensor], vocabulary: int, width: int) -> int:
     """Return the bytes of a float32 output head beyond the stored weights: a full copy if the token embeddings are also
     the head, else the extra width of float32."""
-    tables = [math.prod(each["shape"]) for each in found if _is_of_vocabulary(each, vocabulary)]
+    tables = [math.prod(tensor["shape"]) for tensor in found if _is_of_vocabulary(tensor, vocabulary)]
     if not tables:
         return 0
     return tables[0] * BYTES["float32"] if len(tables) == 1 else tables[0] * (BYTES["float32"] - width)
@@ -154,8 +154,10 @@ def _head(found: Iterable[Tensor], vocabulary: int, width: int) -> int:
 
 def _largest(found: Iterable[Tensor], vocabulary: int, width: int) -> tuple[int, int, int]:
     """Return the inputs of an output head, and the bytes and outputs of the largest layer."""
-    hidden = next((each["shape"][1] for each in found if _is_of_vocabulary(each, vocabulary)), 0)
-    layers = [each["shape"] for each in found if len(each["shape"]) == 2 and not _is_of_vocabulary(each, vocabulary)]
+    hidden = next((tensor["shape"][1] for tensor in found if _is_of_vocabulary(tensor, vocabulary)), 0)
+    layers = [
+        tensor["shape"] for tensor in found if len(tensor["shape"]) == 2 and not _is_of_vocabulary(tensor, vocabulary)
+    ]
     return (
         hidden,
         max((math.prod(shape) * width for shape in layers), default=0),

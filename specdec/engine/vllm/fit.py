@@ -39,4 +39,4 @@ def _sees_ahead(group: Any) -> bool:
     """Return whether the attention of a group of layers is not causal."""
     spec = group.kv_cache_spec
     layers = getattr(spec, "kv_cache_specs", {})  # present if they differ
-    return any(getattr(each, "non_causal", False) for each in (spec, *layers.values()))
+    return any(getattr(layer, "non_causal", False) for layer in (spec, *layers.values()))

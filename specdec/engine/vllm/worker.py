@@ -120,7 +120,7 @@ class Passes:
         """Zero keys and values, of whole blocks or single tokens."""
         for cache in self.model_runner.kv_caches:  # [blocks, heads, tokens, numbers]
             places = np.divmod(slots, self._specdec_tokens_in(cache))
-            blocks, tokens = (torch.from_numpy(each).to(cache.device) for each in places)
+            blocks, tokens = (torch.from_numpy(indices).to(cache.device) for indices in places)
             cache[blocks, :, tokens] = 0
 
     @on_the_stream
@@ -144,8 +144,8 @@ def _outlive_signals() -> None:
     """Ignore signals in a worker process, leaving them to its parent. A terminal or supervisor signals all processes at
     once, but workers are needed until the texts are drained. The end of vLLM's pipe stops them."""
     if multiprocessing.parent_process() is not None:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _logits(runner: Any, batch: BlockBatch) -> Tensor | None:
@@ -170,7 +170,7 @@ def _logits(runner: Any, batch: BlockBatch) -> Tensor | None:
         rows = padded.num_tokens
         tables = sequences if padded.num_reqs is None else padded.num_reqs
         # Backends that write keys outside of attention write them for padding rows, too.
-        beside = not all(each.backend.forward_includes_kv_cache_update for each in runner.attn_groups[0])
+        beside = not all(group.backend.forward_includes_kv_cache_update for group in runner.attn_groups[0])
         in_attention, in_layers = runner._get_slot_mappings(
             num_tokens_padded=rows if whole_graph or beside else count,
             num_reqs_padded=tables if whole_graph or beside else sequences,

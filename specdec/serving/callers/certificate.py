@@ -61,8 +61,8 @@ def _names(pem: bytes) -> frozenset[Name]:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType):
         return frozenset()
-    hosts = [_host(each) for each in names.get_values_for_type(x509.DNSName)]
-    addresses = [str(each) for each in names.get_values_for_type(x509.IPAddress)]
+    hosts = [_host(name) for name in names.get_values_for_type(x509.DNSName)]
+    addresses = [str(address) for address in names.get_values_for_type(x509.IPAddress)]
     uris = names.get_values_for_type(x509.UniformResourceIdentifier)
     return frozenset(
         [

@@ -60,8 +60,8 @@ class Families:
     def histograms(self, name: str, help: str, labels: tuple[str, ...], found: Mapping[Values, Histogram]) -> None:
         """Add a histogram per tuple of label values."""
         family = HistogramMetricFamily(self._name(name), help, labels=labels)
-        for value, each in found.items():
-            family.add_metric(value, _buckets(each), each.total)
+        for value, histogram in found.items():
+            family.add_metric(value, _buckets(histogram), histogram.total)
         self.made.append(family)
 
     def process(self, pod: model_pb2.PodInfo, serving: bool) -> None:

@@ -76,11 +76,11 @@ class MuxChannel:
         connection may carry plain streams, and stays open."""
         if (channel := self._renewed()) is None:
             return
-        idle = [each for each in self._retired if each.connected and not each.connections]
-        for each in idle:
-            self._closing.add(closing := asyncio.create_task(each.channel.close(None)))
+        idle = [carrier for carrier in self._retired if carrier.connected and not carrier.connections]
+        for carrier in idle:
+            self._closing.add(closing := asyncio.create_task(carrier.channel.close(None)))
             closing.add_done_callback(self._closing.discard)
-        self._retired = [each for each in self._retired if each not in idle]
+        self._retired = [carrier for carrier in self._retired if carrier not in idle]
         self._retired.append(self._current)
         self._current.leave()
         self._current = Carrier(channel)

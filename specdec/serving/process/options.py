@@ -116,8 +116,8 @@ def serving(port: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     default port; the command receives their ServerSettings."""
     hints = get_type_hints(server_settings, include_extras=True)
     shared = {
-        name: each.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, each in inspect.signature(server_settings).parameters.items()
+        name: parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(server_settings).parameters.items()
     }
     shared["port"] = shared["port"].replace(default=port)
 
@@ -128,13 +128,13 @@ def serving(port: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
         own_hints = get_type_hints(command, include_extras=True)
         parameters: list[inspect.Parameter] = []
-        for name, each in inspect.signature(command).parameters.items():
+        for name, parameter in inspect.signature(command).parameters.items():
             if name == SERVER:
                 parameters += shared.values()
             else:
-                parameters.append(each.replace(annotation=own_hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+                parameters.append(parameter.replace(annotation=own_hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
-        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         run.__doc__ = command.__doc__
         return run
 

@@ -221,8 +221,8 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
         log.info("answering_health_checks", address=f"{settings.host}:{health_port}")
     endpoint = serve_metrics(settings, lambda: all_metrics(service, mux, service_name))
     gc.freeze()  # loaded objects stay: scanning them would cost each collection a tenth of a second
-    for each in servers:
-        await each.start()
+    for grpc_server in servers:
+        await grpc_server.start()
     announce(f"{settings.host}:{port}")
     log.info("serving", address=f"{settings.host}:{port}")
     await stopping
@@ -235,8 +235,8 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     log.info("draining", seconds=settings.drain_seconds)
     mux.drain()
     await server.stop(settings.drain_seconds)
-    for each in servers[1:]:  # probes are answered until the drain ends
-        await each.stop(None)
+    for grpc_server in servers[1:]:  # probes are answered until the drain ends
+        await grpc_server.stop(None)
     if endpoint is not None:
         await endpoint.close()
     await service.close()
@@ -292,7 +292,7 @@ def log_settings() -> None:
     """Log the settings and their sources, if the service was started by a command."""
     if (found := started_with()) is None:
         return
-    log.info("settings", values={name: _plain(each) for name, each in found.values.items()}, sources=found.sources)
+    log.info("settings", values={name: _plain(value) for name, value in found.values.items()}, sources=found.sources)
     if found.unknown:
         log.warning("unknown_settings", variables=found.unknown)
 
@@ -300,7 +300,7 @@ def log_settings() -> None:
 def _plain(value: object) -> object:
     """Return a setting as a JSON value."""
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return value if isinstance(value, bool | int | float | None) else str(value)
 
 

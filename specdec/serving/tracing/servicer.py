@@ -43,7 +43,7 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
 
     def told(self, timelines: list[Timeline]) -> trace_pb2.GetTraceResponse:
         now = time.monotonic()
-        return trace_pb2.GetTraceResponse(timelines=[self._message(each, now) for each in timelines])
+        return trace_pb2.GetTraceResponse(timelines=[self._message(timeline, now) for timeline in timelines])
 
     def _message(self, timeline: Timeline, now: float) -> trace_pb2.Timeline:
         message = trace_pb2.Timeline(
@@ -55,9 +55,9 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
             dropped_events=timeline.dropped_events,
         )
         message.attributes.update(dict(timeline.attributes))
-        for each in list(timeline.events):  # the worker's thread may append to it meanwhile
-            event = message.events.add(age_us=_age(each.at, now), name=each.name)
-            event.attributes.update(each.attributes)
+        for recorded in list(timeline.events):  # the worker's thread may append to it meanwhile
+            event = message.events.add(age_us=_age(recorded.at, now), name=recorded.name)
+            event.attributes.update(recorded.attributes)
         return message
 
 
