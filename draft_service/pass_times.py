@@ -53,7 +53,7 @@ class PassTimes:
         return self._a_node * sum(probabilities) / self.of(len(probabilities))
 
     def _fit(self) -> None:
-        weight, n, nn, t, nt = (self._measured + self._passes).tolist()
+        weight, n, nn, t, nt = map(float, self._measured + self._passes)
         slope = (weight * nt - n * t) / (weight * nn - n * n)
         self._a_node = min(max(slope, 0.0), t / n)  # noise must make neither a node nor an empty pass cost less than 0
         self._base = (t - n * self._a_node) / weight

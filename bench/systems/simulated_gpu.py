@@ -61,7 +61,7 @@ class SimulatedGpu:
         self.vocabulary = vocabulary
         self.capacity = capacity
         table, kinds = _table(vocabulary, end_token), sorted(set(ranks))
-        self.table = np.concatenate([_demoted(table, rank) for rank in kinds])
+        self.table: NDArray[np.float32] = np.concatenate([_demoted(table, rank) for rank in kinds])
         self._begins = np.array([PERIOD * kinds.index(rank) for rank in ranks])  # of each position's rows in the table
         self._seconds = seconds
         self._totals: dict[tuple[int, float], float] = {}
