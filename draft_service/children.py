@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from draft_service.session import Session, add_children
+from draft_service.session import DrafterSession, add_children
 from specdec.decoding import contrastive, rejection
 from specdec.decoding.candidates import AskedRow, Candidates, draft_candidates
 from specdec.decoding.draft_logits import DraftLogits
@@ -21,7 +21,7 @@ from specdec.decoding.tree import Node
 class Computed(NamedTuple):
     """A node computed by a pass, and its row of logits."""
 
-    session: Session
+    session: DrafterSession
     node: Node
     row: AskedRow
 
@@ -46,9 +46,9 @@ def chosen(computed: Sequence[Computed], logits: DraftLogits) -> Chosen:
     return Chosen(by_whole_rows, expanded, candidates)
 
 
-def give(children: Chosen) -> dict[Session, Exception]:
+def give(children: Chosen) -> dict[DrafterSession, Exception]:
     """Add chosen children to their nodes. Return the sessions that cannot continue, with the reason."""
-    failed: dict[Session, Exception] = {}
+    failed: dict[DrafterSession, Exception] = {}
     for (session, node, _), found in children.by_whole_rows:
         try:
             match found:

@@ -17,7 +17,7 @@ import structlog
 
 from draft_service.drafter import Drafter, ExpansionError
 from draft_service.send_queue import Extension
-from draft_service.session import Session
+from draft_service.session import DrafterSession
 from draft_service.stats import DraftStats
 from specdec.serving.engine_worker import EngineWorker
 from specdec.serving.response_queue import ResponseQueue
@@ -32,15 +32,15 @@ READER_WAIT_SECONDS = 0.25
 
 
 @dataclass
-class RunningSession:
+class ServedSession:
     """A session, its response queue, and the function that turns an extension into a message."""
 
-    session: Session
+    session: DrafterSession
     responses: ResponseQueue[Any]
     message: Callable[[Extension], Any]
 
 
-class DraftLoop(EngineWorker[Session]):
+class DraftLoop(EngineWorker[DrafterSession]):
     """The worker that steps all draft sessions with one drafter."""
 
     def __init__(self, drafter: Drafter) -> None:
@@ -48,19 +48,20 @@ class DraftLoop(EngineWorker[Session]):
         self.drafter = drafter
         self.steps = 0
         self.stats = DraftStats()
-        self._sessions: dict[Session, RunningSession] = {}
+        self._sessions: dict[DrafterSession, ServedSession] = {}
         self._step_seconds = 0.0  # moving average
 
     # --- actions: called in the loop's thread -----------------------------------------------------
 
-    def attach(self, entry: RunningSession) -> None:
+    def attach(self, entry: ServedSession) -> None:
         """Allocate a session's memory; PoolFullError if none is left, EngineLostError if the engine is lost."""
         self.check_works()
         self.drafter.open(entry.session)
         self._sessions[entry.session] = entry
 
-    def commit(self, session: Session, base: int, tokens: list[int], arrived: float) -> None:
-        """Commit tokens to a session's text; `arrived`: arrival by `time.monotonic`. Errors as in `Session.commit`."""
+    def commit(self, session: DrafterSession, base: int, tokens: list[int], arrived: float) -> None:
+        """Commit tokens to a session's text; `arrived`: arrival by `time.monotonic`. Errors as in
+        `DrafterSession.commit`."""
         session.outgoing.commit_arrived(arrived)
         move = session.commit(base, tokens)
         self.stats.committed += len(move.tokens)
@@ -68,13 +69,13 @@ class DraftLoop(EngineWorker[Session]):
         if session in self._sessions:  # an error may have ended it while the commit was in flight
             self.drafter.commit(session, move)
 
-    def detach(self, session: Session) -> None:
+    def detach(self, session: DrafterSession) -> None:
         """Forget a session and free its memory; no-op for an unknown one."""
         self._retry.forget(session)
         if self._sessions.pop(session, None) is not None:
             self.drafter.close(session)
 
-    def end_session(self, session: Session, error: Exception) -> None:
+    def end_session(self, session: DrafterSession, error: Exception) -> None:
         entry = self._sessions[session]
         self.detach(session)
         entry.responses.send(error)
@@ -101,7 +102,7 @@ class DraftLoop(EngineWorker[Session]):
             return 0.0
         return None if wake is None else max(0.0, wake - now)
 
-    def _expand(self, runnable: list[Session]) -> None:
+    def _expand(self, runnable: list[DrafterSession]) -> None:
         """Expand sessions, the best first; one suspected of failing steps is expanded alone."""
         retried = self._retry.next(runnable)
         asked = runnable if retried is None else [retried]

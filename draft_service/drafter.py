@@ -2,7 +2,7 @@
 
 The draft loop owns one and calls it in its own thread. `language_model.py` is the current one; heads on the target's
 hidden states, an n-gram index or a suffix cache on a separate machine would be others, one file each. Texts, trees,
-commits, calibration, sending and policies stay outside a drafter: `Session` handles them.
+commits, calibration, sending and policies stay outside a drafter: `DrafterSession` handles them.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
-from draft_service.session import RootMove, Session
+from draft_service.session import DrafterSession, RootMove
 from specdec.decoding.sampling import Rule
 
 
 class ExpansionError(Exception):
     """A failed expansion: none of `sessions` got any children, because of `cause`."""
 
-    def __init__(self, sessions: Sequence[Session], cause: Exception) -> None:
+    def __init__(self, sessions: Sequence[DrafterSession], cause: Exception) -> None:
         super().__init__(f"the expansion of {len(sessions)} sessions failed: {cause}")
         self.sessions = sessions
         self.cause = cause
@@ -40,18 +40,18 @@ class Drafter(ABC):
         """KV slots held by sessions. Thread-safe."""
         return 0
 
-    def open(self, session: Session) -> None:  # noqa: B027 -- not every drafter has memory of its own
+    def open(self, session: DrafterSession) -> None:  # noqa: B027 -- not every drafter has memory of its own
         """Prepare for a session; PoolFullError if there is no memory for it."""
 
-    def commit(self, session: Session, move: RootMove) -> None:  # noqa: B027 -- the tree may say all
+    def commit(self, session: DrafterSession, move: RootMove) -> None:  # noqa: B027 -- the tree may say all
         """Follow a commit: the root of the session's tree has moved."""
 
-    def best_logprob(self, session: Session) -> float:
+    def best_logprob(self, session: DrafterSession) -> float:
         """Return the path logprob of the node to expand next for this session; -inf if none is worth it."""
         return session.best_logprob()
 
     @abstractmethod
-    def expand(self, sessions: Sequence[Session]) -> Mapping[Session, Exception]:
+    def expand(self, sessions: Sequence[DrafterSession]) -> Mapping[DrafterSession, Exception]:
         """Give children to the best nodes of sessions, as many nodes as make an efficient step. Every session has a
         node to expand; sessions are sorted by their best node's probability, highest first.
 
@@ -60,7 +60,7 @@ class Drafter(ABC):
         ended.
         """
 
-    def close(self, session: Session) -> None:  # noqa: B027 -- as with `open`
+    def close(self, session: DrafterSession) -> None:  # noqa: B027 -- as with `open`
         """Forget an open session."""
 
     def recover(self) -> bool:

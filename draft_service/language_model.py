@@ -10,7 +10,7 @@ from draft_service.children import Computed, chosen, give
 from draft_service.drafter import Drafter, ExpansionError
 from draft_service.model_session import ModelSession
 from draft_service.pass_times import PassTimes
-from draft_service.session import RootMove, Session
+from draft_service.session import DrafterSession, RootMove
 from specdec.decoding.sampling import Rule
 from specdec.engine.batch import Packer
 from specdec.engine.engine import Engine, draft_pass_of
@@ -59,7 +59,7 @@ class LanguageModelDrafter(Drafter):
         self._rows_per_session = rows_per_session
         self._prompt_budget = prompt_budget
         self._times = times
-        self._sessions: dict[Session, ModelSession] = {}
+        self._sessions: dict[DrafterSession, ModelSession] = {}
         self._had: dict[str, float] = {}  # virtual time (rows over weight) of tenants with sessions
         self._probe = EngineProbe(engine)
 
@@ -71,26 +71,26 @@ class LanguageModelDrafter(Drafter):
     def slots_used(self) -> int:
         return self._pool.used
 
-    def open(self, session: Session) -> None:
+    def open(self, session: DrafterSession) -> None:
         self._sessions[session] = ModelSession(session, self._pool.take(session.end + session.max_nodes))
 
-    def commit(self, session: Session, move: RootMove) -> None:
+    def commit(self, session: DrafterSession, move: RootMove) -> None:
         self._sessions[session].commit(move)
 
-    def close(self, session: Session) -> None:
+    def close(self, session: DrafterSession) -> None:
         self._pool.give(self._sessions.pop(session).slots.all)
         tenant = session.request.tenant
         if all(other.request.tenant != tenant for other in self._sessions):
             self._had.pop(tenant, None)
 
-    def best_logprob(self, session: Session) -> float:
+    def best_logprob(self, session: DrafterSession) -> float:
         """Return the base class's value. A paused session gets 0 if its pending text exceeds PAUSED_LAG_TOKENS (it is
         then read, after all others), else -inf."""
         if session.policy.paused and not session.over:
             return 0.0 if self._sessions[session].pending_text > PAUSED_LAG_TOKENS else -math.inf
         return session.best_logprob()
 
-    def expand(self, sessions: Sequence[Session]) -> Mapping[Session, Exception]:
+    def expand(self, sessions: Sequence[DrafterSession]) -> Mapping[DrafterSession, Exception]:
         begin = time.monotonic()
         packer = self.engine.packer()
         expanding: list[ModelSession] = []
@@ -100,7 +100,7 @@ class LanguageModelDrafter(Drafter):
             (reading if known.pending_text else expanding).append(known)
         planned: list[ModelSession] = []
         computed: list[Computed] = []
-        failed: dict[Session, Exception] = {}
+        failed: dict[DrafterSession, Exception] = {}
         try:
             self._plan_nodes(packer, expanding, planned, self._break_even(expanding, reading))
             if reading:

@@ -6,7 +6,7 @@ import math
 
 from draft_service.children import Computed
 from draft_service.kv_slots import SessionSlots
-from draft_service.session import RootMove, Session
+from draft_service.session import DrafterSession, RootMove
 from specdec.decoding.candidates import AskedRow
 from specdec.decoding.tree import Node
 from specdec.engine.batch import Packer
@@ -17,7 +17,7 @@ class ModelSession:
     """A session as the language model sees it. A pass computes either its pending text or its nodes: the root has no
     children until the whole text is computed."""
 
-    def __init__(self, session: Session, slots: Slots) -> None:
+    def __init__(self, session: DrafterSession, slots: Slots) -> None:
         self.session = session
         self.slots = SessionSlots(slots)
         self._planned: list[Node] = []  # nodes that get logits in the planned pass

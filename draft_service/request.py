@@ -47,7 +47,7 @@ class ExpansionPolicy:
 
 
 @dataclass(frozen=True)
-class SessionRequest:
+class DrafterSessionRequest:
     """A validated DraftOpen."""
 
     prompt: list[int]

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import grpc
 from prometheus_client.metrics_core import Metric
 
-from draft_service.draft_loop import DraftLoop, RunningSession
+from draft_service.draft_loop import DraftLoop, ServedSession
 from draft_service.metrics import metrics
-from draft_service.request import ExpansionPolicy, SessionRequest
+from draft_service.request import DrafterSessionRequest, ExpansionPolicy
 from draft_service.send_queue import Extension
-from draft_service.session import Session
+from draft_service.session import DrafterSession
 from specdec.decoding.calibration import Calibrations
 from specdec.decoding.sampling import Rule
 from specdec.decoding.sampling_limits import sampling_violations
@@ -54,7 +54,7 @@ class Limits:
 
 
 class DraftServicer(
-    SessionServicer[Session, draft_pb2.DraftRequest, draft_pb2.DraftResponse],
+    SessionServicer[DrafterSession, draft_pb2.DraftRequest, draft_pb2.DraftResponse],
     draft_pb2_grpc.DraftServiceServicer,
 ):
     name = "specdec.v2.DraftService"
@@ -128,7 +128,9 @@ class DraftServicer(
             serving=self.works,
         )
 
-    def attach(self, session: Session, responses: ResponseQueue[draft_pb2.DraftResponse], timeline: Timeline) -> None:
+    def attach(
+        self, session: DrafterSession, responses: ResponseQueue[draft_pb2.DraftResponse], timeline: Timeline
+    ) -> None:
         def message(extension: Extension) -> draft_pb2.DraftResponse:
             timeline.first("first_candidates")
             timeline.add(messages=1, candidates=len(extension.paths.tokens))
@@ -136,7 +138,7 @@ class DraftServicer(
             extend.base_age_us = int(1e6 * extension.held)
             return draft_pb2.DraftResponse(extend=extend)
 
-        self._loop.attach(RunningSession(session, responses, message))
+        self._loop.attach(ServedSession(session, responses, message))
         timeline.event("admitted")
 
     def takes_long(self, request: draft_pb2.DraftRequest) -> bool:
@@ -145,10 +147,10 @@ class DraftServicer(
     async def prepare(self, request: draft_pb2.DraftRequest) -> object:
         return await self._grammars.prepare(request.open.grammar, request.open.tenant)
 
-    def detach(self, session: Session) -> None:
+    def detach(self, session: DrafterSession) -> None:
         self._loop.detach(session)
 
-    def act(self, session: Session, request: draft_pb2.DraftRequest, arrived: float) -> None:
+    def act(self, session: DrafterSession, request: draft_pb2.DraftRequest, arrived: float) -> None:
         match request.WhichOneof("message"):
             case "committed":
                 self._loop.commit(session, request.committed.base, list(request.committed.tokens), arrived)
@@ -159,14 +161,14 @@ class DraftServicer(
             case "resend":
                 session.outgoing.resend()
 
-    def opened(self, session: Session) -> draft_pb2.DraftResponse:
+    def opened(self, session: DrafterSession) -> draft_pb2.DraftResponse:
         policy = session.policy
         opened = draft_pb2.DraftOpened(
             identity=self._identity, max_depth=policy.max_depth, max_branches=policy.max_branches
         )
         return draft_pb2.DraftResponse(opened=opened)
 
-    def heartbeat(self, session: Session) -> draft_pb2.DraftResponse:
+    def heartbeat(self, session: DrafterSession) -> draft_pb2.DraftResponse:
         return draft_pb2.DraftResponse(heartbeat=model_pb2.Heartbeat(steps=self._loop.steps, capacity=self.capacity()))
 
     def is_last(self, response: draft_pb2.DraftResponse) -> bool:
@@ -185,7 +187,7 @@ class DraftServicer(
             round_trip=message.round_trip_us * 1e-6,
         )
 
-    def parse(self, request: draft_pb2.DraftRequest, deadline: float | None) -> Session:
+    def parse(self, request: draft_pb2.DraftRequest, deadline: float | None) -> DrafterSession:
         """Return the session requested by an `open`; InvalidRequestError if a value is invalid. Values are validated
         for all callers, trusted or not."""
         message = request.open
@@ -214,7 +216,7 @@ class DraftServicer(
             violations.append(("rule", f"is {rule.name}, this draft serves {served}"))
         if violations:
             raise InvalidRequestError(violations)
-        wanted = SessionRequest(
+        wanted = DrafterSessionRequest(
             prompt,
             generated,
             sampler_from(sampling, end_tokens, len(prompt) + message.min_tokens, message),
@@ -227,7 +229,7 @@ class DraftServicer(
         )
         policy = self._policy(message.policy, self._limits.max_nodes)
         try:
-            return Session(wanted, policy, vocabulary, self._calibrations.of(wanted.sampler, message.tenant))
+            return DrafterSession(wanted, policy, vocabulary, self._calibrations.of(wanted.sampler, message.tenant))
         except GrammarError as error:
             raise InvalidRequestError([("generated_tokens", str(error))]) from None
 

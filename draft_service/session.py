@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draft_service.frontier import Frontier
-from draft_service.request import MIN_PROBABILITY, ExpansionPolicy, SessionRequest
+from draft_service.request import MIN_PROBABILITY, DrafterSessionRequest, ExpansionPolicy
 from draft_service.send_queue import SendQueue
 from specdec.decoding import rejection
 from specdec.decoding.calibration import Calibration, corrected
@@ -33,7 +33,7 @@ class RootMove(NamedTuple):
     alive: frozenset[Node]
 
 
-class Session:
+class DrafterSession:
     """A draft session, owned by the draft loop's thread.
 
     A drafter takes the best unexpanded node (`best_logprob`, `take_best`) and gives it children. Their logprobs are
@@ -42,7 +42,7 @@ class Session:
     """
 
     def __init__(
-        self, request: SessionRequest, policy: ExpansionPolicy, vocabulary: int, calibration: Calibration
+        self, request: DrafterSessionRequest, policy: ExpansionPolicy, vocabulary: int, calibration: Calibration
     ) -> None:
         self.request = request
         self.policy = policy
@@ -221,11 +221,11 @@ class Session:
 
 
 def add_children(
-    nodes: Sequence[tuple[Session, Node]], tokens: NDArray[np.int64], logprobs: NDArray[np.float64]
-) -> dict[Session, Exception]:
+    nodes: Sequence[tuple[DrafterSession, Node]], tokens: NDArray[np.int64], logprobs: NDArray[np.float64]
+) -> dict[DrafterSession, Exception]:
     """Add children to nodes of sessions: tokens and logprobs, [n, width] each, the likeliest first, padded with a
     logprob of -inf. Return the sessions that cannot continue, with the reason."""
-    failed: dict[Session, Exception] = {}
+    failed: dict[DrafterSession, Exception] = {}
     calibrated = corrected([session.shifts(node) for session, node in nodes], logprobs)
     for (session, node), own_tokens, own_logprobs in zip(nodes, tokens.tolist(), calibrated.tolist(), strict=True):
         try:

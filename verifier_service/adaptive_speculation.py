@@ -17,7 +17,7 @@ from verifier_service.scheduling.cpu_threads import ThreadPolicy
 from verifier_service.scheduling.planner import StepPlan
 from verifier_service.sessions.draft_gain import TenantGains
 from verifier_service.sessions.running_session import RunningSession
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DraftGainTuning
 from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
 from verifier_service.speculation.controllers import Controllers
@@ -34,7 +34,7 @@ class Batch(NamedTuple):
 
     controller: SpeculationController
     profile: BatchProfile
-    sessions: frozenset[Session]  # without exempt ones
+    sessions: frozenset[VerifierSession]  # without exempt ones
 
 
 class AdaptiveSpeculation:
@@ -56,7 +56,7 @@ class AdaptiveSpeculation:
         self.proposers = proposers
         self._threads = threads
 
-    def outlook(self, session: Session, sessions: int) -> tuple[bool, float]:
+    def outlook(self, session: VerifierSession, sessions: int) -> tuple[bool, float]:
         """Return (whether candidates of a remote draft are wanted, the break-even probability) for a new session.
 
         An estimate before the session's first step, for `sessions` sessions like it. No side effects; thread-safe.
@@ -74,7 +74,7 @@ class AdaptiveSpeculation:
             prefilling = sum(bool(entry.session.remaining_prompt) for entry in running)
             self.eligibility.prefilling = 2 * prefilling > len(running)
 
-    def select(self, sessions: Sequence[Session]) -> list[Batch]:
+    def select(self, sessions: Sequence[VerifierSession]) -> list[Batch]:
         """Select the modes of the coming step; return its batches, without those that cannot speculate."""
         now, batches = time.monotonic(), []
         for controller, members in self._controllers.select(sessions):
@@ -86,7 +86,7 @@ class AdaptiveSpeculation:
         self._note_mode(batches)
         return batches
 
-    def propose(self, phase: Phase, sessions: Sequence[Session]) -> ProposalStats:
+    def propose(self, phase: Phase, sessions: Sequence[VerifierSession]) -> ProposalStats:
         """Run the proposers of a phase for the coming step."""
         step = ComingStep(sessions, self.eligibility, self._threads.latency, self.eligibility.price)
         seconds, count = NO_PROPOSALS
@@ -122,7 +122,7 @@ class AdaptiveSpeculation:
         """
         rows_of = {entry.session: rows.rows for entry, rows in plan.entries}
         tokens_of = {entry.session: len(result.tokens) for entry, result in results}
-        all_rows, drafted = sum(rows_of.values()), set[Session]()
+        all_rows, drafted = sum(rows_of.values()), set[VerifierSession]()
         if self._threads.yielding:
             drafted = {session for session in rows_of if self.eligibility.uses_remote_draft(session)}
         for controller, batch, led in batches:
@@ -161,12 +161,12 @@ class AdaptiveSpeculation:
         if batches:
             self.mode = max(batches, key=lambda batch: len(batch.sessions)).controller.mode
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: VerifierSession) -> None:
         """Have the proposers forget a session that left or was preempted."""
         for proposer in self.proposers:
             proposer.forget(session)
 
-    def finished(self, session: Session) -> None:
+    def finished(self, session: VerifierSession) -> None:
         """Have the proposers learn from a complete text."""
         for proposer in self.proposers:
             proposer.finished(session)

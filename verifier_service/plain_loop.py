@@ -16,11 +16,11 @@ from verifier_service.backend.result import StepTimes
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.sessions.running_session import RunningSession
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 from verifier_service.verification.verified_step import VerifiedStep
 
 
-class PlainLoop(EngineWorker[Session]):
+class PlainLoop(EngineWorker[VerifierSession]):
     """A verifier's loop with the interface of `StepLoop`. `step_rows`: limit on prompt tokens of one session in a
     step."""
 
@@ -44,7 +44,7 @@ class PlainLoop(EngineWorker[Session]):
         self.check_works()
         self._queue.add(entry)
 
-    def detach(self, session: Session) -> None:
+    def detach(self, session: VerifierSession) -> None:
         """Forget a session in any state and free its memory."""
         self._queue.remove(session)
 
@@ -80,7 +80,7 @@ class PlainLoop(EngineWorker[Session]):
     def recover(self) -> bool:
         return self._probe.recovers()
 
-    def end_session(self, session: Session, error: Exception) -> None:
+    def end_session(self, session: VerifierSession, error: Exception) -> None:
         (entry,) = (entry for entry in self._queue.all if entry.session is session)
         self._end(entry, error)
 

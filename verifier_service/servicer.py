@@ -48,7 +48,7 @@ from specdec.serving.validation import (
     weight_violations,
 )
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
-from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.backend.result import StepTimes, VerifyResult
 from verifier_service.backend.session_backend import BackendSession, SessionBackend
 from verifier_service.metrics import metrics
@@ -337,7 +337,7 @@ class VerifierServicer(
         if violations:
             raise refusal(violations)
         sampler = sampler_from(sampling, end_tokens, len(prompt) + message.min_tokens, message)
-        wanted = SessionRequest(
+        wanted = VerifierSessionRequest(
             prompt,
             generated,
             sampler,

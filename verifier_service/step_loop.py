@@ -26,7 +26,7 @@ from specdec.serving.errors import GrammarFailureError
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
 from verifier_service.adaptive_speculation import AdaptiveSpeculation, Batch
-from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.backend.session_backend import MakeCommit, MemoryUse, SessionBackend
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.costs.step_latency import StepLatency, best_prefill_rows
@@ -43,7 +43,7 @@ from verifier_service.scheduling.step_delay import StepDelay
 from verifier_service.scheduling.step_shares import Division
 from verifier_service.sessions.draft_gain import DraftGain
 from verifier_service.sessions.running_session import RunningSession
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DEFAULTS, Tuning
 from verifier_service.speculation.controller import SpeculationController
 from verifier_service.speculation.controllers import Controllers
@@ -57,7 +57,7 @@ MOST_CANDIDATES = STEP_CANDIDATES
 only."""
 
 
-class StepLoop(EngineWorker[Session], SessionBackend):
+class StepLoop(EngineWorker[VerifierSession], SessionBackend):
     """The step loop of a verifier.
 
     `step_rows`: limit on a step's rows with prompts, lowered if fewer rows have the same cost per row;
@@ -135,19 +135,23 @@ class StepLoop(EngineWorker[Session], SessionBackend):
     def fitting(self, tokens: float) -> int:
         return int(self.pool.available * BLOCK / tokens)
 
-    def session(self, request: SessionRequest, policy: Policy, max_nodes: int, vocabulary: int) -> Session:
+    def session(
+        self, request: VerifierSessionRequest, policy: Policy, max_nodes: int, vocabulary: int
+    ) -> VerifierSession:
         expected = self._speculation.tenant_gains.of(request.tenant)
         gain = DraftGain(expected, self._tuning.draft_gain)
-        return Session(
+        return VerifierSession(
             request, policy, max_nodes, vocabulary, self._tuning, chains_only=self.chains_only, draft_gain=gain
         )
 
-    def drafting_outlook(self, session: Session, sessions: int) -> tuple[bool, float]:
+    def drafting_outlook(self, session: VerifierSession, sessions: int) -> tuple[bool, float]:
         return self._speculation.outlook(session, sessions)
 
     # --- actions: called in the loop's thread -------------------------------------------------------
 
-    def serve(self, session: Session, responses: ResponseQueue[Any], commit: MakeCommit, timeline: Timeline) -> None:
+    def serve(
+        self, session: VerifierSession, responses: ResponseQueue[Any], commit: MakeCommit, timeline: Timeline
+    ) -> None:
         self.attach(RunningSession(session, responses, commit, timeline=timeline))
 
     def attach(self, entry: RunningSession) -> None:
@@ -156,7 +160,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self._planner.shares.joined(entry)
         self._queue.add(entry)
 
-    def detach(self, session: Session) -> None:
+    def detach(self, session: VerifierSession) -> None:
         """Forget a session in any state and free its memory. Its length feeds the forecast, even if the client ended it
         (possibly at a stop string unknown to the verifier), unless its deadline passed."""
         entry, deadline = self._queue.remove(session), session.request.deadline
@@ -212,7 +216,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
             return ready, False
         return [entry for entry in ready if entry.session is retried], True
 
-    def _seconds_to_wait(self, sessions: Sequence[Session]) -> float | None:
+    def _seconds_to_wait(self, sessions: Sequence[VerifierSession]) -> float | None:
         """Return the seconds to delay the step for candidates in flight; None: step now."""
         now = time.monotonic()
         drafted = [self._speculation.eligibility.uses_remote_draft(session) for session in sessions]
@@ -308,14 +312,14 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self._forget(entry.session)
         entry.awaiting_draft = False  # its next step may come long after its draft's candidates
 
-    def _forget(self, session: Session) -> None:
+    def _forget(self, session: VerifierSession) -> None:
         self._retry.forget(session)
         self._speculation.forget(session)
 
     def recover(self) -> bool:
         return self._probe.recovers()
 
-    def end_session(self, session: Session, error: Exception) -> None:
+    def end_session(self, session: VerifierSession, error: Exception) -> None:
         (entry,) = (entry for entry in self._queue.all if entry.session is session)
         self._quarantine(entry, error)
 

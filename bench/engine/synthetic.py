@@ -23,10 +23,10 @@ from specdec.decoding.speculation import NO_DRAFTERS, Drafter
 from specdec.decoding.tree import Paths
 from specdec.engine.engine import Engine
 from testing.mailbox import Mailbox
-from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.sessions.running_session import RunningSession
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 from verifier_service.step_loop import MOST_CANDIDATES, StepLoop
 
 MAX_OWN_NODES = 256
@@ -53,13 +53,13 @@ class _Stream:
     """A session of the step loop, and the results read from it."""
 
     def __init__(self, loop: StepLoop, prompt: Sequence[int], length: int, vocabulary: int, width: int) -> None:
-        request = SessionRequest(
+        request = VerifierSessionRequest(
             list(prompt), [], RequestSampler(Sampling(), frozenset()), frozenset(), length, None, loop.context
         )
         policy = Policy(
             frozenset({Drafter.REMOTE}) if width else NO_DRAFTERS, max_candidates=width, patience=0.0, forced=True
         )
-        self.session = Session(request, policy, MAX_OWN_NODES, vocabulary)
+        self.session = VerifierSession(request, policy, MAX_OWN_NODES, vocabulary)
         self.mail = Mailbox()
         self.tokens: list[int] = []
         self.offered = self.accepted = 0

@@ -23,12 +23,11 @@ from numpy.typing import NDArray
 
 from bench.arguments import parser_of
 from demo.prompts import held_out
-from draft_service.draft_loop import DraftLoop, RunningSession
+from draft_service.draft_loop import DraftLoop, ServedSession
 from draft_service.language_model import LanguageModelDrafter
-from draft_service.request import ExpansionPolicy
-from draft_service.request import SessionRequest as DraftRequest
+from draft_service.request import DrafterSessionRequest, ExpansionPolicy
 from draft_service.send_queue import Extension
-from draft_service.session import Session as DraftSession
+from draft_service.session import DrafterSession
 from specdec.decoding.calibration import Calibration
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
@@ -39,9 +38,9 @@ from specdec.engine.kv.blocks import BlockPool
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 from testing.mailbox import Handed
-from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.backend.result import CORRECTION
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 from verifier_service.verification.tree_verification import TreeVerification
 from verifier_service.verification.verify_trees import verify_trees
 
@@ -96,18 +95,18 @@ class Pair:
     def run(
         self, prompt: list[int], sampler: RequestSampler, shape: Shape, tokens: int, calibration: Calibration
     ) -> Text:
-        growing = DraftRequest(prompt, [], sampler, frozenset(), tokens, self.context)
+        growing = DrafterSessionRequest(prompt, [], sampler, frozenset(), tokens, self.context)
         policy = ExpansionPolicy(CREDIT if shape.branches > 1 else shape.nodes, shape.depth, shape.branches)
-        draft = DraftSession(growing, policy, self.draft.vocabulary, calibration)
-        wanted = SessionRequest(prompt, [], sampler, frozenset(), tokens, None, self.context)
-        verifier = Session(wanted, Policy(REMOTE, shape.nodes, 0.0), CREDIT, self.target.vocabulary)
+        draft = DrafterSession(growing, policy, self.draft.vocabulary, calibration)
+        wanted = VerifierSessionRequest(prompt, [], sampler, frozenset(), tokens, None, self.context)
+        verifier = VerifierSession(wanted, Policy(REMOTE, shape.nodes, 0.0), CREDIT, self.target.vocabulary)
         pushed: list[Extension] = []
 
         def fail(error: Exception) -> None:
             raise error
 
         loop = DraftLoop(LanguageModelDrafter(self.draft))
-        loop.attach(RunningSession(draft, Handed(pushed.append, fail), lambda extension: extension))
+        loop.attach(ServedSession(draft, Handed(pushed.append, fail), lambda extension: extension))
         verifier.allocate(BlockPool((CAPACITY - TREE_SLOTS) // 64))
         count = Count()
         while True:
@@ -121,7 +120,7 @@ class Pair:
                 return Text(verifier.tree.committed, count)
             loop.commit(draft, base, verifier.tree.committed[base:], time.monotonic())
 
-    def _step(self, session: Session, count: Count) -> bool:
+    def _step(self, session: VerifierSession, count: Count) -> bool:
         """Verify all candidates in one step; return True if the text has ended."""
         nodes = session.candidates().nodes
         assert session.table is not None

@@ -19,7 +19,7 @@ from bench.systems.simulated_gpu import SimulatedGpu
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftServicer, Limits
-from draft_service.session import Session
+from draft_service.session import DrafterSession
 from specdec.serving.timeline import Timeline
 from specdec.v2 import draft_pb2, model_pb2
 from testing.mailbox import Handed
@@ -54,7 +54,7 @@ class DraftedSessions:
             self._servicer.act(session, draft_pb2.DraftRequest(committed=committed), time.monotonic())
         self._settle()
 
-    def _opened(self, seed: int, temperature: float, tokens: int) -> Session:
+    def _opened(self, seed: int, temperature: float, tokens: int) -> DrafterSession:
         sampling = model_pb2.Sampling(temperature=temperature, seed=seed)
         if temperature:
             sampling.top_p = 0.95

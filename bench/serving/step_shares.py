@@ -31,7 +31,7 @@ from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar, Kind
 from specdec.local import DEMO
 from testing.mailbox import Mailbox
-from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.step_loop import StepLoop
 
@@ -74,7 +74,7 @@ class Stream:
 
     def __init__(self, loop: StepLoop, tenant: str, prompt: list[int], asked: Asked) -> None:
         grammar = None if asked.grammar is None else GRAMMARS.compile(asked.grammar, tenant)
-        request = SessionRequest(
+        request = VerifierSessionRequest(
             prompt=prompt,
             generated=[],
             sampler=RequestSampler(asked.sampling),

@@ -75,7 +75,7 @@ class AllAtOnce(SendQueue):
         self.answered = 0
 
 
-class DraftSession(draft_service.session.Session):
+class DraftSession(draft_service.session.DrafterSession):
     """A draft session that drafts from scratch after each commit, and answers it once."""
 
     def __init__(self, *args: Any) -> None:
@@ -126,7 +126,7 @@ class DraftServicer(draft_service.servicer.DraftServicer):
         )
 
 
-class VerifierSession(verifier_service.sessions.session.Session):
+class VerifierSession(verifier_service.sessions.session.VerifierSession):
     """A verifier session that skips steps until its draft has answered."""
 
     _answered = 0  # base of the last Extend
@@ -145,7 +145,7 @@ class VerifierServicer(verifier_service.servicer.VerifierServicer):
     """A verifier servicer of synchronous sessions."""
 
     def parse(self, request: verifier_pb2.VerifyRequest, deadline: float | None) -> VerifierSession:
-        plain = cast("verifier_service.sessions.session.Session", super().parse(request, deadline))
+        plain = cast("verifier_service.sessions.session.VerifierSession", super().parse(request, deadline))
         vocabulary = self.identity.vocabulary_size
         return VerifierSession(plain.request, plain.policy, self._limits.max_nodes, vocabulary)
 

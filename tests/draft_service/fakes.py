@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draft_service.draft_loop import DraftLoop, RunningSession
+from draft_service.draft_loop import DraftLoop, ServedSession
 from draft_service.language_model import LanguageModelDrafter
-from draft_service.request import ExpansionPolicy, SessionRequest
+from draft_service.request import DrafterSessionRequest, ExpansionPolicy
 from draft_service.send_queue import Extension
-from draft_service.session import Session
+from draft_service.session import DrafterSession
 from specdec.decoding.calibration import Calibration
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
@@ -52,26 +52,28 @@ class Engine:
 
 def session(
     tokens: int = 200, prompt: Sequence[int] = (1, 2, 3), tenant: str = "", weight: float = 1.0, **policy: Any
-) -> Session:
+) -> DrafterSession:
     sampler = RequestSampler(Sampling())
-    request = SessionRequest(list(prompt), [], sampler, frozenset(), tokens, 10_000, tenant=tenant, weight=weight)
-    return Session(request, ExpansionPolicy(**policy), VOCABULARY, Calibration())
+    request = DrafterSessionRequest(
+        list(prompt), [], sampler, frozenset(), tokens, 10_000, tenant=tenant, weight=weight
+    )
+    return DrafterSession(request, ExpansionPolicy(**policy), VOCABULARY, Calibration())
 
 
 def running(
-    session: Session,
+    session: DrafterSession,
     take: Callable[[Extension], None],
     fail: Callable[[Exception], None],
     takes_more: Callable[[], bool] = lambda: True,
-) -> RunningSession:
+) -> ServedSession:
     """Return a session whose extensions and errors go to these functions."""
-    return RunningSession(session, Handed(take, fail, takes_more), lambda extension: extension)
+    return ServedSession(session, Handed(take, fail, takes_more), lambda extension: extension)
 
 
 class Listener:
     """A session at a loop, with everything sent to it."""
 
-    def __init__(self, loop: DraftLoop, session: Session) -> None:
+    def __init__(self, loop: DraftLoop, session: DrafterSession) -> None:
         self.sent: list[Extension] = []
         self.failed: list[Exception] = []
         loop.attach(running(session, self.sent.append, self.failed.append))
@@ -87,11 +89,11 @@ class Pod:
         self.sent: dict[int, list[Extension]] = {}
         self.failed: list[Exception] = []
 
-    def attach(self, session: Session) -> None:
+    def attach(self, session: DrafterSession) -> None:
         sent = self.sent[id(session)] = []
         self.loop.attach(running(session, sent.append, self.failed.append))
 
-    def commit(self, session: Session, tokens: list[int]) -> None:
+    def commit(self, session: DrafterSession, tokens: list[int]) -> None:
         """Commit the next tokens of a session's text."""
         self.loop.commit(session, session.tree.base, tokens, time.monotonic())
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from draft_service.drafter import ExpansionError
 from draft_service.language_model import LanguageModelDrafter
-from draft_service.request import ExpansionPolicy, SessionRequest
-from draft_service.session import Session
+from draft_service.request import DrafterSessionRequest, ExpansionPolicy
+from draft_service.session import DrafterSession
 from specdec.decoding.calibration import Calibration
 from specdec.decoding.draft_logits import HostDraftLogits, Shortlists
 from specdec.decoding.processing import Logits
@@ -60,17 +60,17 @@ class Fetched:
 
 def opened(
     drafter: LanguageModelDrafter, samplers: Sequence[RequestSampler], vocabulary: int = VOCABULARY
-) -> list[Session]:
+) -> list[DrafterSession]:
     """Open sessions with these samplers."""
     policy = ExpansionPolicy(max_nodes=40, max_branches=3)
-    requests = [SessionRequest([1, 2, 3], [], sampler, frozenset(), 20, 100) for sampler in samplers]
-    sessions = [Session(request, policy, vocabulary, Calibration()) for request in requests]
+    requests = [DrafterSessionRequest([1, 2, 3], [], sampler, frozenset(), 20, 100) for sampler in samplers]
+    sessions = [DrafterSession(request, policy, vocabulary, Calibration()) for request in requests]
     for session in sessions:
         drafter.open(session)
     return sessions
 
 
-def grown(engine: Engine, samplers: Sequence[RequestSampler], vocabulary: int = VOCABULARY) -> list[Session]:
+def grown(engine: Engine, samplers: Sequence[RequestSampler], vocabulary: int = VOCABULARY) -> list[DrafterSession]:
     """Open sessions with these samplers and expand them a few times."""
     drafter = LanguageModelDrafter(engine)
     sessions = opened(drafter, samplers, vocabulary)
@@ -79,7 +79,7 @@ def grown(engine: Engine, samplers: Sequence[RequestSampler], vocabulary: int = 
     return sessions
 
 
-def described(session: Session) -> list[tuple[int, int, float]]:
+def described(session: DrafterSession) -> list[tuple[int, int, float]]:
     return [(node.position, node.token, node.logprob) for node in session.tree.root.walk()]
 
 

@@ -11,7 +11,7 @@ import pytest
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftServicer, Limits
-from draft_service.session import Session
+from draft_service.session import DrafterSession
 from specdec.serving.errors import InvalidRequestError
 from specdec.v2 import draft_pb2, model_pb2
 from tests.draft_service.fakes import VOCABULARY, Engine, session
@@ -28,7 +28,7 @@ def test_a_session_gets_back_what_another_verifier_grants(granted: int) -> None:
         assert draft.policy.max_nodes == becomes
 
 
-def parsed(**fields: Any) -> Session:
+def parsed(**fields: Any) -> DrafterSession:
     """Return the session for an opening whose target has half of the draft's vocabulary."""
     identity = model_pb2.ModelIdentity(vocabulary_size=VOCABULARY, context_tokens=100)
     servicer = DraftServicer(DraftLoop(LanguageModelDrafter(Engine())), identity, Limits())

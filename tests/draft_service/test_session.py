@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from draft_service import send_queue
 from draft_service.language_model import PAUSED_LAG_TOKENS, LanguageModelDrafter
-from draft_service.request import ExpansionPolicy, SessionRequest
-from draft_service.session import Session
+from draft_service.request import DrafterSessionRequest, ExpansionPolicy
+from draft_service.session import DrafterSession
 from specdec.decoding.calibration import DEPTHS, RANKS, Calibration, corrected
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import RequestSampler
@@ -42,8 +42,8 @@ class Draft:
         **policy: Any,
     ) -> None:
         sampler = RequestSampler(Sampling(temperature=temperature), rule=rule)
-        request = SessionRequest([1, 2, 3], [], sampler, frozenset(), context, context)
-        self.session = Session(request, ExpansionPolicy(**policy), VOCABULARY, calibration or Calibration())
+        request = DrafterSessionRequest([1, 2, 3], [], sampler, frozenset(), context, context)
+        self.session = DrafterSession(request, ExpansionPolicy(**policy), VOCABULARY, calibration or Calibration())
         self._engine = engine or Engine()
         self._model = LanguageModelDrafter(self._engine, prompt_budget=1000)
         self._model.open(self.session)

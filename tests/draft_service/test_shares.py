@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from draft_service.session import Session
+from draft_service.session import DrafterSession
 from specdec.serving.validation import weight_violations
 from tests.draft_service.fakes import ROWS, Engine, Pod, session
 
 
-def candidates(pod: Pod, of: Session) -> int:
+def candidates(pod: Pod, of: DrafterSession) -> int:
     return sum(len(extension.paths.tokens) for extension in pod.sent[id(of)])
 
 
-def pod_with(crowd: int, **policy: float) -> tuple[Pod, Session]:
+def pod_with(crowd: int, **policy: float) -> tuple[Pod, DrafterSession]:
     """Return a pod with prompts computed: one session of a quiet tenant, and many of another."""
     pod = Pod(Engine(sureness=12.0))
     quiet = session(tenant="quiet")

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from draft_service.servicer import DraftServicer
-from draft_service.session import Session
+from draft_service.session import DrafterSession
 from orchestrator.models.catalog import Catalog
 from orchestrator.pods.pods import Pods
 from orchestrator.servicer import GenerationServicer
@@ -32,7 +32,7 @@ class Overheard(DraftServicer):
 
     asked: list[draft_pb2.DraftOpen]
 
-    def parse(self, request: draft_pb2.DraftRequest, deadline: float | None) -> Session:
+    def parse(self, request: draft_pb2.DraftRequest, deadline: float | None) -> DrafterSession:
         self.asked.append(request.open)
         return super().parse(request, deadline)
 

@@ -13,7 +13,7 @@ import pytest
 from draft_service.draft_loop import DraftLoop
 from draft_service.drafter import Drafter, ExpansionError
 from draft_service.servicer import DraftServicer, Limits
-from draft_service.session import Session, add_children
+from draft_service.session import DrafterSession, add_children
 from orchestrator.models.catalog import Catalog
 from orchestrator.servicer import GenerationServicer
 from specdec.serving.engine_worker import CHECK_SECONDS
@@ -28,7 +28,7 @@ from tests.stack import ALWAYS, peers_at, request_of, served, stack
 class RepeatLastToken(Drafter):
     """Proposes the text's last token again."""
 
-    def expand(self, sessions: Sequence[Session]) -> Mapping[Session, Exception]:
+    def expand(self, sessions: Sequence[DrafterSession]) -> Mapping[DrafterSession, Exception]:
         nodes = [(each, each.take_best()) for each in sessions]
         add_children(nodes, np.array([[node.token] for _, node in nodes]), np.full((len(nodes), 1), -0.1))
         return {}
@@ -82,7 +82,7 @@ class Broken(RepeatLastToken):
 
     mended = False
 
-    def expand(self, sessions: Sequence[Session]) -> Mapping[Session, Exception]:
+    def expand(self, sessions: Sequence[DrafterSession]) -> Mapping[DrafterSession, Exception]:
         raise ExpansionError(sessions, RuntimeError("broken"))
 
     def recover(self) -> bool:
@@ -106,7 +106,7 @@ def test_one_that_does_not_recover_serves_nobody_until_it_does() -> None:
 class Mistaken(RepeatLastToken):
     """Has a bug triggered by one session's text."""
 
-    def expand(self, sessions: Sequence[Session]) -> Mapping[Session, Exception]:
+    def expand(self, sessions: Sequence[DrafterSession]) -> Mapping[DrafterSession, Exception]:
         if any(each.tree.root.token == 9 for each in sessions):
             raise KeyError(9)
         return super().expand(sessions)

@@ -8,10 +8,10 @@ from typing import Any
 import grpc
 import pytest
 
-from draft_service.draft_loop import RunningSession
+from draft_service.draft_loop import ServedSession
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
-from draft_service.session import Session
+from draft_service.session import DrafterSession
 from specdec.client.errors import from_rpc
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
@@ -32,8 +32,10 @@ REJECTION = model_pb2.ACCEPTANCE_RULE_REJECTION
 class Mute(DraftServicer):
     """Reads, works and sends heartbeats, but no candidates."""
 
-    def attach(self, session: Session, responses: ResponseQueue[draft_pb2.DraftResponse], timeline: Timeline) -> None:
-        self._loop.attach(RunningSession(session, Handed(lambda extension: None, responses.send), lambda _: None))
+    def attach(
+        self, session: DrafterSession, responses: ResponseQueue[draft_pb2.DraftResponse], timeline: Timeline
+    ) -> None:
+        self._loop.attach(ServedSession(session, Handed(lambda extension: None, responses.send), lambda _: None))
 
 
 def slow_draft() -> None:

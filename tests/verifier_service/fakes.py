@@ -31,11 +31,11 @@ from specdec.engine.row_counts import InvariantRowCounts
 from testing.mailbox import Mailbox
 from tests.choices import choose_token
 from tests.paged import Paged
-from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.plain_loop import PlainLoop
 from verifier_service.sessions.running_session import RunningSession
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import LatencyTuning
 from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
 from verifier_service.step_loop import MOST_CANDIDATES, StepLoop
@@ -85,7 +85,7 @@ class Language:
 LANGUAGE = Language()
 
 
-def reference(request: SessionRequest) -> list[int]:
+def reference(request: VerifierSessionRequest) -> list[int]:
     """Return a session's expected tokens, chosen one by one by plain decoding."""
     sampler, text = request.sampler, request.prompt + request.generated
     penalty_state = PenaltyState(VOCABULARY, request.prompt, request.generated) if sampler.sampling.penalises else None
@@ -249,7 +249,7 @@ class Client:
         coalesce_commits: bool = False,
     ) -> None:
         sampler = RequestSampler(sampling or Sampling(), end_tokens, rule=rule)
-        request = SessionRequest(
+        request = VerifierSessionRequest(
             list(prompt),
             list(generated),
             sampler,
@@ -265,7 +265,7 @@ class Client:
         )
         policy = policy or Policy(REMOTE, max_candidates, 0.0)
         chains_only = isinstance(loop, StepLoop) and loop.chains_only
-        self.session = Session(request, policy, 64, VOCABULARY, chains_only=chains_only)
+        self.session = VerifierSession(request, policy, 64, VOCABULARY, chains_only=chains_only)
         self.want = reference(request)
         self.mail = Mailbox()
         self.running = RunningSession(self.session, self.mail, lambda result, times: (result, times))

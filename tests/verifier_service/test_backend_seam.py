@@ -14,7 +14,7 @@ from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.stack import served
-from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.backend.result import LENGTH, PLAIN, StepTimes, VerifyResult
 from verifier_service.backend.session_backend import MakeCommit, MemoryUse, SessionBackend
 from verifier_service.backend.stats import VerifierStats
@@ -26,7 +26,7 @@ VOCABULARY, CONTEXT = 100, 64
 class Count:
     """A text continued with the next number."""
 
-    def __init__(self, request: SessionRequest, policy: Policy) -> None:
+    def __init__(self, request: VerifierSessionRequest, policy: Policy) -> None:
         self.request, self.policy = request, policy
         self.text = [*request.prompt, *request.generated]
         self.refused_extends = 0
@@ -57,7 +57,7 @@ class Counting(SessionBackend):
         self.running: list[Count] = []
         self.ended: list[Count] = []
 
-    def session(self, request: SessionRequest, policy: Policy, max_nodes: int, vocabulary: int) -> Count:
+    def session(self, request: VerifierSessionRequest, policy: Policy, max_nodes: int, vocabulary: int) -> Count:
         return Count(request, policy)
 
     def serve(self, session: Count, responses: ResponseQueue[Any], commit: MakeCommit, timeline: Timeline) -> None:

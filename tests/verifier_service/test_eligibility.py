@@ -10,7 +10,7 @@ from verifier_service.adaptive_speculation import AdaptiveSpeculation
 from verifier_service.backend.request import Policy
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.scheduling.cpu_threads import FixedThreads
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.speculation.controller import Mode
 from verifier_service.speculation.controllers import Controllers
@@ -25,7 +25,7 @@ class Serving:
 
     works = True
 
-    def serves(self, session: Session) -> bool:
+    def serves(self, session: VerifierSession) -> bool:
         return True
 
 

@@ -15,9 +15,9 @@ from specdec.decoding.speculation import NO_DRAFTERS
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from tests.verifier_service.fakes import VOCABULARY, TextEngine, run, step_loop
 from tests.verifier_service.step_loop.helpers import check_over, client, text
-from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.scheduling.memory_forecast import REMEMBERED, TextLengths, expected_growth
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 
 
 class ToTheLimit(TextLengths):
@@ -34,10 +34,12 @@ def lengths_of(*tokens: int) -> TextLengths:
     return lengths
 
 
-def session(tokens: int, to_come: int, pool: BlockPool | None) -> Session:
+def session(tokens: int, to_come: int, pool: BlockPool | None) -> VerifierSession:
     """Return a session of `tokens` tokens and a limit on further ones; without a pool it waits for memory."""
-    request = SessionRequest(text(tokens, 1), [], RequestSampler(Sampling()), frozenset(), to_come, None, 10_000)
-    made = Session(request, Policy(NO_DRAFTERS, 8, 0.0), 64, VOCABULARY)
+    request = VerifierSessionRequest(
+        text(tokens, 1), [], RequestSampler(Sampling()), frozenset(), to_come, None, 10_000
+    )
+    made = VerifierSession(request, Policy(NO_DRAFTERS, 8, 0.0), 64, VOCABULARY)
     if pool is not None:
         made.allocate(pool)
     return made
@@ -83,7 +85,7 @@ class TestGrowth:
                 begun.cache_prefix()
             newcomer = session(3 * BLOCK, 6, None)
 
-            def make_room(_: int, newcomer: Session = newcomer) -> None:
+            def make_room(_: int, newcomer: VerifierSession = newcomer) -> None:
                 found.append(expected_growth([newcomer], ToTheLimit()))
 
             newcomer.allocate(pool, make_room)

@@ -29,10 +29,10 @@ from tests.verifier_service.fakes import (
     run,
     step_loop,
 )
-from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.backend.result import NGRAM, PLAIN
 from verifier_service.sessions.ngram import Confidence, SessionNgrams
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.speculation.controller import Mode
 
@@ -263,8 +263,8 @@ def test_a_window_that_looks_below_the_tip_does_not_decide_what_is_drawn_there()
 
 def test_what_is_contrasted_is_not_guessed() -> None:
     sampler = RequestSampler(Sampling(), rule=Rule.CONTRASTIVE)
-    request = SessionRequest(REPETITIVE, [], sampler, frozenset(), 60, None, 256)
-    assert not Session(request, Policy(ALL_DRAFTERS, 64, 0.0), 64, 12).takes_own_candidates
+    request = VerifierSessionRequest(REPETITIVE, [], sampler, frozenset(), 60, None, 256)
+    assert not VerifierSession(request, Policy(ALL_DRAFTERS, 64, 0.0), 64, 12).takes_own_candidates
 
 
 def test_who_asks_for_no_guesses_gets_none() -> None:

@@ -15,7 +15,7 @@ from verifier_service.backend.request import Policy
 from verifier_service.backend.result import NGRAM
 from verifier_service.plain_loop import PlainLoop
 from verifier_service.proposers.proposer import ComingStep, Phase, ProposalStats, Proposer
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 from verifier_service.speculation.controller import Mode
 
 GREEDY = Sampling(banned_tokens=frozenset({BAD}))
@@ -29,8 +29,8 @@ class EveryToken(Proposer):
     def __init__(self, phase: Phase) -> None:
         self.phase = phase
         self.asked = self.sessions = 0
-        self.gone: list[Session] = []
-        self.complete: list[Session] = []
+        self.gone: list[VerifierSession] = []
+        self.complete: list[VerifierSession] = []
 
     def propose(self, step: ComingStep) -> ProposalStats:
         tokens = range(8)
@@ -41,10 +41,10 @@ class EveryToken(Proposer):
         self.sessions += len(sessions)
         return ProposalStats(0.0, len(sessions))
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: VerifierSession) -> None:
         self.gone.append(session)
 
-    def finished(self, session: Session) -> None:
+    def finished(self, session: VerifierSession) -> None:
         self.complete.append(session)
 
 

@@ -16,7 +16,7 @@ from tests.serving.test_sessions import Context
 from tests.stack import until
 from tests.verifier_service.fakes import VOCABULARY, TextEngine, step_loop
 from verifier_service.servicer import MOST_LOGPROBS, Limits, VerifierServicer
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 
 
 class ParsingInThreads(VerifierServicer):
@@ -32,10 +32,10 @@ def servicer(kind: type[VerifierServicer] = VerifierServicer) -> VerifierService
     return kind(step_loop(TextEngine(8)), identity, Limits())
 
 
-def parsed(**fields: Any) -> Session:
+def parsed(**fields: Any) -> VerifierSession:
     usual: dict[str, Any] = {"prompt_tokens": [2, 3], "max_tokens": 10}
     session = servicer().parse(verifier_pb2.VerifyRequest(open=verifier_pb2.VerifyOpen(**(usual | fields))), None)
-    assert isinstance(session, Session)
+    assert isinstance(session, VerifierSession)
     return session
 
 

@@ -17,7 +17,7 @@ from specdec.decoding.tree import Node, Paths
 from specdec.engine.cpu.layout import RaggedPacker
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.kv.slots import PoolFullError
-from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.backend.result import (
     BONUS,
     CONTEXT,
@@ -29,7 +29,7 @@ from verifier_service.backend.result import (
     STOP,
     VerifyResult,
 )
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 from verifier_service.sessions.step_rows import ScheduledRows
 from verifier_service.verification.tree_verification import TreeVerification
 from verifier_service.verification.verify_trees import verify_trees
@@ -55,14 +55,14 @@ def made(
     speculate: bool = True,
     max_candidates: int = 8,
     rule: Rule = Rule.COUPLED,
-) -> Session:
+) -> VerifierSession:
     """Return a session without memory."""
     sampler = RequestSampler(sampling or Sampling(), end, rule=rule)
-    request = SessionRequest(prompt, list(generated), sampler, end, max_tokens, None, context, tenant)
-    return Session(request, Policy(REMOTE if speculate else NO_DRAFTERS, max_candidates, 0.0), 64, VOCABULARY)
+    request = VerifierSessionRequest(prompt, list(generated), sampler, end, max_tokens, None, context, tenant)
+    return VerifierSession(request, Policy(REMOTE if speculate else NO_DRAFTERS, max_candidates, 0.0), 64, VOCABULARY)
 
 
-def decoding(pool: BlockPool | None = None, **fields: Any) -> Session:
+def decoding(pool: BlockPool | None = None, **fields: Any) -> VerifierSession:
     """Return a session with memory and all but the tip computed."""
     session = made(**fields)
     session.allocate(pool or BlockPool(4))
@@ -77,7 +77,7 @@ class Script:
         self.choices = choices
         self.default = default
 
-    def logits(self, packer: RaggedPacker, *sessions: Session) -> StepLogits:
+    def logits(self, packer: RaggedPacker, *sessions: VerifierSession) -> StepLogits:
         """Return logits for each wanted row from the text spelled by its path, given the token in every slot."""
         batch = packer.pack()
         token_at: dict[int, int] = {}
@@ -93,14 +93,14 @@ class Script:
         return result
 
 
-def planned(session: Session, packer: RaggedPacker, tree_slots: list[int] | None = None) -> ScheduledRows:
+def planned(session: VerifierSession, packer: RaggedPacker, tree_slots: list[int] | None = None) -> ScheduledRows:
     """Plan a step with the best candidates within its limit."""
     nodes = session.tree.best(session.max_candidates)
     return session.plan(packer, 1, nodes, list(TREE_SLOTS) if tree_slots is None else tree_slots)
 
 
 def step(
-    session: Session, script: Script, tree_slots: list[int] | None = None
+    session: VerifierSession, script: Script, tree_slots: list[int] | None = None
 ) -> tuple[VerifyResult, TreeVerification]:
     packer = RaggedPacker()
     verification = TreeVerification(session, planned(session, packer, tree_slots))

@@ -11,7 +11,7 @@ from specdec.grammar.compiler import CompiledGrammar
 
 
 @dataclass(frozen=True)
-class SessionRequest:
+class VerifierSessionRequest:
     """A validated VerifyOpen."""
 
     prompt: list[int]

@@ -14,7 +14,7 @@ from specdec.decoding.tree import Paths
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
 from specdec.serving.worker import Worker
-from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.backend.result import StepTimes, VerifyResult
 from verifier_service.backend.stats import VerifierStats
 
@@ -28,7 +28,7 @@ class BackendSession(Protocol):
     refused_extends: int  # invalid messages of candidates
 
     @property
-    def request(self) -> SessionRequest: ...
+    def request(self) -> VerifierSessionRequest: ...
 
     @property
     def policy(self) -> Policy: ...
@@ -70,7 +70,7 @@ class SessionBackend(Worker):
         """Maximum tokens of memory for one session."""
 
     @abstractmethod
-    def session(self, request: SessionRequest, policy: Policy, max_nodes: int, vocabulary: int) -> Any:
+    def session(self, request: VerifierSessionRequest, policy: Policy, max_nodes: int, vocabulary: int) -> Any:
         """Return a new session (`BackendSession`), not served yet. Thread-safe.
 
         `max_nodes`: limit on live candidates of its draft; `vocabulary`: number of its tokens.

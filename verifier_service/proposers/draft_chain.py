@@ -20,7 +20,7 @@ from specdec.decoding.tree import Paths
 from specdec.engine.kv.blocks import BlockTable
 from specdec.engine.kv.slots import PoolFullError, Slots
 from verifier_service.backend.result import LOCAL_MODEL
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DraftModelTuning
 
 log = structlog.get_logger()
@@ -58,7 +58,7 @@ class PrefixState:
 
     def __init__(
         self,
-        session: Session,
+        session: VerifierSession,
         table: BlockTable,
         context: int,
         vocabulary: int,

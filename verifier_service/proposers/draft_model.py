@@ -24,7 +24,7 @@ from specdec.engine.kv.slots import PADDING_SLOT
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.proposers.draft_chain import DraftChain, PrefixState, Usefulness, extend
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Phase, ProposalStats, Proposer
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DEFAULTS, Tuning
 
 log = structlog.get_logger()
@@ -55,7 +55,7 @@ class DraftModelProposer(Proposer):
         self._context = context
         self._pool = BlockPool(blocks)
         self._latency = latency or StepLatency.measure(engine, blocks * BLOCK, tuning.latency)
-        self._prefixes: dict[Session, PrefixState] = {}
+        self._prefixes: dict[VerifierSession, PrefixState] = {}
         self._calibrations = Calibrations()
         self._tenants: OrderedDict[str, Usefulness] = OrderedDict()
 
@@ -64,7 +64,7 @@ class DraftModelProposer(Proposer):
         """The number of KV cache blocks held by sessions."""
         return self._pool.held
 
-    def serves(self, session: Session) -> bool:
+    def serves(self, session: VerifierSession) -> bool:
         """Return True if it may propose candidates for a session, now or later."""
         prefix = self._prefixes.get(session)
         return self.works and session.tree.base < self._context and (prefix is None or not prefix.over)
@@ -74,7 +74,9 @@ class DraftModelProposer(Proposer):
         asked = [session for session in decoding if step.eligibility.uses_local_model(session)]
         return self.guess(asked, len(decoding), step.latency, step.price) if asked else NO_PROPOSALS
 
-    def guess(self, sessions: Sequence[Session], decoding: int, latency: StepLatency, price: float) -> ProposalStats:
+    def guess(
+        self, sessions: Sequence[VerifierSession], decoding: int, latency: StepLatency, price: float
+    ) -> ProposalStats:
         """Propose candidates to these sessions, while that is worth its time before the next step.
 
         The step has `decoding` sessions; `latency`: of the target's steps; `price`: the break-even probability.
@@ -100,13 +102,13 @@ class DraftModelProposer(Proposer):
                 self._close(chain.prefix, wipe=True)
         return ProposalStats(time.monotonic() - begin, len(chains))
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: VerifierSession) -> None:
         """Forget a session and free its memory; it may come back."""
         prefix = self._prefixes.pop(session, None)
         if prefix is not None:
             self._close(prefix)
 
-    def _begin(self, sessions: Sequence[Session]) -> list[DraftChain]:
+    def _begin(self, sessions: Sequence[VerifierSession]) -> list[DraftChain]:
         """Read committed tokens, shortest remaining first; return the chains of fully read sessions."""
         prefixes = [prefix for session in sessions if (prefix := self._followed(session)) is not None]
         prefixes.sort(key=lambda prefix: prefix.pending)
@@ -163,7 +165,7 @@ class DraftModelProposer(Proposer):
         self._latency.observe(rows, time.monotonic() - begin)
         return longer
 
-    def _followed(self, session: Session) -> PrefixState | None:
+    def _followed(self, session: VerifierSession) -> PrefixState | None:
         """Return a session's prefix state, updated to its text; None if nothing can be proposed for it now."""
         prefix = self._prefixes.get(session)
         if prefix is None:
@@ -186,7 +188,7 @@ class DraftModelProposer(Proposer):
             self._close(prefix)
         return None
 
-    def _expected_accepted(self, session: Session) -> float:
+    def _expected_accepted(self, session: VerifierSession) -> float:
         """Return the expected number of accepted tokens of a session's next chain."""
         prefix = self._prefixes.get(session)
         usefulness = self._of_tenant(session.request.tenant) if prefix is None else prefix.usefulness

@@ -8,7 +8,7 @@ from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.tree import Paths
 from verifier_service.backend.result import GRAMMAR
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, ProposalStats, Proposer
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 
 LONGEST = 32
 """Maximum forced tokens in one step."""
@@ -22,7 +22,7 @@ class ForcedTokens(Proposer):
     """Proposes the tokens forced by grammars, once for each length of a text."""
 
     def __init__(self) -> None:
-        self._proposed: dict[Session, int] = {}  # text length at the last proposal
+        self._proposed: dict[VerifierSession, int] = {}  # text length at the last proposal
 
     def propose(self, step: ComingStep) -> ProposalStats:
         for session in step.proposed_for():
@@ -36,5 +36,5 @@ class ForcedTokens(Proposer):
             session.add_candidates(Paths(tokens, range(len(tokens)), [LOGPROB] * len(tokens), rows), GRAMMAR)
         return NO_PROPOSALS
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: VerifierSession) -> None:
         self._proposed.pop(session, None)

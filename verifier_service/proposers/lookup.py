@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, ProposalStats, Proposer
 from verifier_service.proposers.suffix_cache import SuffixCache
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 
 
 class LookupProposer(Proposer):
@@ -19,5 +19,5 @@ class LookupProposer(Proposer):
             session.propose_ngrams(step.price, self._cache.tokens_of(session.request.tenant))
         return NO_PROPOSALS
 
-    def finished(self, session: Session) -> None:
+    def finished(self, session: VerifierSession) -> None:
         self._cache.add(session.request.tenant, session.tree.committed)

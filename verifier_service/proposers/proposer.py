@@ -14,7 +14,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from verifier_service.costs.step_latency import StepLatency
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 from verifier_service.speculation.eligibility import Eligibility
 
 
@@ -42,17 +42,17 @@ NO_PROPOSALS = ProposalStats()
 class ComingStep:
     """The step that proposers work for."""
 
-    sessions: Sequence[Session]  # the ready ones
+    sessions: Sequence[VerifierSession]  # the ready ones
     eligibility: Eligibility
     latency: StepLatency
     price: float  # the break-even probability
 
     @property
-    def decoding(self) -> list[Session]:
+    def decoding(self) -> list[VerifierSession]:
         """Sessions with a computed prompt."""
         return [session for session in self.sessions if not session.remaining_prompt]
 
-    def proposed_for(self) -> Iterator[Session]:
+    def proposed_for(self) -> Iterator[VerifierSession]:
         """Yield the decoding sessions that use proposers. Where a place takes a single, sampled candidate, a local
         model in use has precedence."""
         for session in self.sessions:
@@ -69,10 +69,10 @@ class Proposer(ABC):
 
     @abstractmethod
     def propose(self, step: ComingStep) -> ProposalStats:
-        """Add candidates to the trees of the step's sessions (`Session.add_candidates`)."""
+        """Add candidates to the trees of the step's sessions (`VerifierSession.add_candidates`)."""
 
-    def forget(self, session: Session) -> None:  # noqa: B027 -- most proposers keep nothing
+    def forget(self, session: VerifierSession) -> None:  # noqa: B027 -- most proposers keep nothing
         """Free the state of a session that left or was preempted; it may come back."""
 
-    def finished(self, session: Session) -> None:  # noqa: B027 -- most proposers learn nothing
+    def finished(self, session: VerifierSession) -> None:  # noqa: B027 -- most proposers learn nothing
         """Learn from a complete text."""

@@ -11,13 +11,13 @@ from specdec.decoding.tree import Node
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.costs.token_budget import WindowCosts
 from verifier_service.sessions.ngram import LookaheadRows
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 from verifier_service.speculation.eligibility import Eligibility
 from verifier_service.verification.tree_verification import TreeVerification
 
 
 def open_windows(
-    sessions: Sequence[Session],
+    sessions: Sequence[VerifierSession],
     chosen: Sequence[list[Node]],
     decoding: int,
     free: int,
@@ -48,7 +48,7 @@ def open_windows(
 
 
 def window_rows(
-    sessions: Sequence[Session],
+    sessions: Sequence[VerifierSession],
     chosen: Sequence[list[Node]],
     decoding: int,
     free: int,
@@ -66,7 +66,7 @@ def window_rows(
     return rows
 
 
-def _wanted(session: Session, costs: WindowCosts, eligibility: Eligibility) -> Lookahead | None:
+def _wanted(session: VerifierSession, costs: WindowCosts, eligibility: Eligibility) -> Lookahead | None:
     """Return the size of the window for a session, or None."""
     if not session.policy.windows or session.chains_only or not eligibility.uses_proposers(session):
         return None

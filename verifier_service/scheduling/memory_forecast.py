@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.engine.kv.blocks import BLOCK
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 
 REMEMBERED = 256
 """Finished texts with a remembered length."""
@@ -60,7 +60,7 @@ class TextLengths:
         return np.where(first < len(known), np.append(known, 0)[like], generated + BLOCK)
 
 
-def expected_growth(texts: Sequence[Session], lengths: TextLengths) -> int:
+def expected_growth(texts: Sequence[VerifierSession], lengths: TextLengths) -> int:
     """Return the peak growth of these texts in blocks if none is added, the oldest first (module docstring). All hold
     memory for their current length, except perhaps the one being admitted."""
     now, generated, left, blocks, exclusive = np.array(

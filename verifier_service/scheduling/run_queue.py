@@ -25,7 +25,7 @@ from verifier_service.backend.stats import VerifierStats
 from verifier_service.scheduling.memory_forecast import TextLengths, expected_growth
 from verifier_service.scheduling.shares import Shares, who_counts, youngest_beyond, youngest_of_largest
 from verifier_service.sessions.running_session import RunningSession
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 
 log = structlog.get_logger()
 
@@ -66,7 +66,7 @@ class RunQueue:
         self._waiting.append(entry)
         self._count()
 
-    def remove(self, session: Session, *, wipe: bool = False) -> RunningSession | None:
+    def remove(self, session: VerifierSession, *, wipe: bool = False) -> RunningSession | None:
         """Forget a session in any state and free its memory. Return it; None if it is unknown."""
         found = next((entry for entry in self.all if entry.session is session), None)
         if found is not None and found.computing_prompt and not found.preemptions:
@@ -116,7 +116,7 @@ class RunQueue:
         reserved = [entry for entry in entries if self._reserve_text(entry)]
         return [entry for entry in reserved if entry.session.table is not None]  # a later one may have preempted it
 
-    def reserve_ahead(self, session: Session, length: int) -> bool:
+    def reserve_ahead(self, session: VerifierSession, length: int) -> bool:
         """Reserve memory for a running text of `length` tokens; return False if that would need a preemption."""
         assert session.table is not None
         missing = length - len(session.slots)
@@ -221,7 +221,7 @@ class RunQueue:
         entry.timeline.event("preempted", text_tokens=entry.session.tree.base)
         log.info("preempted", tokens=entry.session.tree.base, running=len(self.running))
 
-    def _take_memory(self, session: Session, *, wipe: bool = False) -> None:
+    def _take_memory(self, session: VerifierSession, *, wipe: bool = False) -> None:
         to_wipe = session.free(wipe=wipe)
         self._copy(np.full(len(to_wipe), PADDING_SLOT), to_wipe)
 

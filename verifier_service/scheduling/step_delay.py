@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.sessions.draft_timing import WaitEstimate
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 
 WITHOUT_DRAFT = WaitEstimate(1.0)
 """The wait estimate of a session with nothing to wait for: one token now."""
@@ -45,7 +45,7 @@ class StepDelay:
 
     def seconds(
         self,
-        sessions: Sequence[Session],
+        sessions: Sequence[VerifierSession],
         drafted: Sequence[bool],
         now: float,
         *,

@@ -10,7 +10,7 @@ from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
 from verifier_service.backend.result import StepTimes, VerifyResult
 from verifier_service.backend.stats import VerifierStats
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 
 
 @dataclass(eq=False)
@@ -18,7 +18,7 @@ class RunningSession:
     """A session in the step loop, owned by the loop's thread. `message` turns a verify result and its times into a
     response, on the response queue's event loop."""
 
-    session: Session
+    session: VerifierSession
     responses: ResponseQueue[Any]
     message: Callable[[VerifyResult, StepTimes], Any]
     arrival: int = 0

@@ -19,7 +19,7 @@ from specdec.engine.kv.blocks import BLOCK, BlockPool, BlockTable
 from specdec.engine.kv.slots import Slots
 from specdec.grammar.text_grammar import TextGrammar
 from specdec.serving import checksum
-from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.backend.result import (
     CONTEXT,
     CORRECTION,
@@ -35,7 +35,7 @@ from verifier_service.sessions.step_rows import ScheduledRows, plan_tree
 from verifier_service.settings.tuning import DEFAULTS, Tuning
 
 
-class Session:
+class VerifierSession:
     """A session at the verifier, owned by the step loop's thread.
 
     `computed` is the length of the committed text's prefix in the KV cache. A session with everything but the root
@@ -44,7 +44,7 @@ class Session:
 
     def __init__(
         self,
-        request: SessionRequest,
+        request: VerifierSessionRequest,
         policy: Policy,
         max_nodes: int,
         vocabulary: int,

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DEFAULTS, ControllerTuning
 from verifier_service.speculation.controller import SpeculationController
 
@@ -36,17 +36,17 @@ class Controllers:
         self._shared = shared
         self._known: OrderedDict[Group, SpeculationController] = OrderedDict()
 
-    def of(self, session: Session) -> SpeculationController:
+    def of(self, session: VerifierSession) -> SpeculationController:
         """Return the controller of a session, a new one if its group is unknown. No side effects; thread-safe."""
         if self._shared is not None:
             return self._shared
         return self._known.get(_group(session)) or SpeculationController(self._tuning)
 
-    def select(self, sessions: Iterable[Session]) -> list[tuple[SpeculationController, list[Session]]]:
+    def select(self, sessions: Iterable[VerifierSession]) -> list[tuple[SpeculationController, list[VerifierSession]]]:
         """Return the sessions of a step by controller, and keep these controllers."""
         if self._shared is not None:
             return [(self._shared, list(sessions))]
-        grouped: dict[Group, list[Session]] = {}
+        grouped: dict[Group, list[VerifierSession]] = {}
         for session in sessions:
             grouped.setdefault(_group(session), []).append(session)
         found = []
@@ -60,5 +60,5 @@ class Controllers:
         return found
 
 
-def _group(session: Session) -> Group:
+def _group(session: VerifierSession) -> Group:
     return Group(session.request.tenant, session.policy.remote and session.draft_gain.helps)

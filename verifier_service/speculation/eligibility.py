@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 from verifier_service.speculation.controller import BatchProfile, Mode
 from verifier_service.speculation.controllers import Controllers
 
@@ -21,7 +21,7 @@ class LocalModel(Protocol):
 
     works: bool
 
-    def serves(self, session: Session) -> bool:
+    def serves(self, session: VerifierSession) -> bool:
         """Return True if it may propose candidates for the session, now or later."""
 
 
@@ -39,7 +39,7 @@ class Eligibility:
         """Update the moving average with a step's break-even probability, with weight `smoothing`."""
         self.price += smoothing * (min(price, 1.0) - self.price)
 
-    def uses_remote_draft(self, session: Session) -> bool:
+    def uses_remote_draft(self, session: VerifierSession) -> bool:
         """Return True if the session's remote draft should propose candidates. CONTRASTIVE always needs them."""
         if not session.policy.remote:
             return False
@@ -49,18 +49,18 @@ class Eligibility:
             return False
         return self._controllers.of(session).mode is Mode.REMOTE_DRAFT
 
-    def lacks_remote_draft(self, session: Session) -> bool:
+    def lacks_remote_draft(self, session: VerifierSession) -> bool:
         """Return True if the session's remote draft is late: it is in use, but there is no candidate for the next
         token. False under CONTRASTIVE, where the session waits for its draft."""
         return not session.needs_draft and self.uses_remote_draft(session) and not session.has_draft_candidates
 
-    def uses_proposers(self, session: Session) -> bool:
+    def uses_proposers(self, session: VerifierSession) -> bool:
         """Return True if the session may have candidates of the verifier's own proposers."""
         return session.takes_own_candidates and (
             is_exempt(session) or self._controllers.of(session).mode is not Mode.OFF
         )
 
-    def uses_local_model(self, session: Session) -> bool:
+    def uses_local_model(self, session: VerifierSession) -> bool:
         """Return True if the local model proposes for the session. A request for a lookahead window excludes the local
         model."""
         policy = session.policy
@@ -70,7 +70,7 @@ class Eligibility:
             return False
         return self._local_model is not None and self._local_model.serves(session)
 
-    def profile(self, sessions: Sequence[Session], beside: int = 0) -> BatchProfile | None:
+    def profile(self, sessions: Sequence[VerifierSession], beside: int = 0) -> BatchProfile | None:
         """Return the batch profile of the sessions of a step with a common mode, with `beside` other sessions in the
         step; None if no session governed by the mode may speculate."""
         led = [session for session in sessions if not is_exempt(session)]
@@ -85,7 +85,7 @@ class Eligibility:
             exempt=len(sessions) - len(led) + beside,
         )
 
-    def would_draft(self, session: Session, sessions: int) -> bool:
+    def would_draft(self, session: VerifierSession, sessions: int) -> bool:
         """Return True if `sessions` sessions like this one would use remote drafts. Thread-safe."""
         batch = BatchProfile(
             sessions,
@@ -102,11 +102,11 @@ class Eligibility:
         return self._local_model is not None and self._local_model.works
 
 
-def is_exempt(session: Session) -> bool:
+def is_exempt(session: VerifierSession) -> bool:
     """Return True if the session speculates regardless of the controller."""
     return _insists_on_draft(session) or session.policy.lookahead is not None
 
 
-def _insists_on_draft(session: Session) -> bool:
+def _insists_on_draft(session: VerifierSession) -> bool:
     """Return True if the session uses its draft regardless of the controller."""
     return session.policy.forced or session.needs_draft

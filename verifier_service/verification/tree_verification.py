@@ -11,7 +11,7 @@ from specdec.decoding.tree import Node
 from specdec.grammar.grammar import GrammarError
 from specdec.serving.errors import GrammarFailureError
 from verifier_service.backend.result import BONUS, CORRECTION, PLAIN, REMOTE_DRAFT, VerifyResult
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 from verifier_service.sessions.step_rows import ScheduledRows, TreeRows
 
 
@@ -20,7 +20,7 @@ class TreeVerification:
 
     __slots__ = ("_asked", "_node", "_path", "error", "kv_copies", "planned", "result", "row", "rows", "session")
 
-    def __init__(self, session: Session, planned: ScheduledRows) -> None:
+    def __init__(self, session: VerifierSession, planned: ScheduledRows) -> None:
         assert planned.root_row is not None  # a chunk of prompt chooses no token
         self.session = session
         self.planned = planned

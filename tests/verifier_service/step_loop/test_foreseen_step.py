@@ -26,7 +26,7 @@ from tests.verifier_service.step_loop.helpers import WARM, check_over, client, e
 from verifier_service.backend.result import LENGTH, PLAIN, VerifyResult
 from verifier_service.scheduling.foreseen_step import ForeseenStep
 from verifier_service.scheduling.run_queue import RunQueue
-from verifier_service.sessions.session import Session
+from verifier_service.sessions.session import VerifierSession
 from verifier_service.sessions.step_rows import ScheduledRows
 from verifier_service.step_loop import StepLoop
 
@@ -185,7 +185,7 @@ def test_nothing_is_kept_of_texts_that_have_left() -> None:
 class Memory:
     """The part of a run queue with enough memory that a foreseen step reads."""
 
-    def reserve_ahead(self, session: Session, length: int) -> bool:
+    def reserve_ahead(self, session: VerifierSession, length: int) -> bool:
         assert session.table is not None
         session.table.reserve(length)
         return True
