@@ -15,7 +15,7 @@ with needed_by("draft", "draft"):
     from draft_service.draft_loop import DraftLoop
     from draft_service.language_model import LanguageModelDrafter
     from draft_service.pass_times import PassTimes
-    from draft_service.servicer import DraftServicer, Limits
+    from draft_service.servicer import DraftLimits, DraftServicer
     from specdec import ports
     from specdec.command_line import run_command
     from specdec.engine import fast_paths
@@ -95,7 +95,7 @@ def main(
         count = threads or threads_for(device)
         loaded = load_engine(engine, directory, capacity=kv_tokens, threads=(count,), dtype=dtype, device=device)
         fast_paths.log_off()
-        limits = Limits(max_sessions=max_sessions, max_sessions_per_client=max_sessions_per_client)
+        limits = DraftLimits(max_sessions=max_sessions, max_sessions_per_client=max_sessions_per_client)
         # A session's slots hold its text and its nodes.
         identity = identity_of(directory, loaded, loaded.capacity - 1 - limits.max_nodes)
         width = expansion_width.measured(loaded, limits.defaults.max_branches)

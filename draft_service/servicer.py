@@ -42,7 +42,7 @@ from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
 
 
 @dataclass(frozen=True)
-class Limits:
+class DraftLimits:
     """Limits on a session's requested values, and the defaults for unset ones."""
 
     defaults: ExpansionPolicy = field(default_factory=ExpansionPolicy)
@@ -65,7 +65,7 @@ class DraftServicer(
         self,
         loop: DraftLoop,
         identity: model_pb2.ModelIdentity,
-        limits: Limits,
+        limits: DraftLimits,
         info: model_pb2.PodInfo | None = None,
         grammars: GrammarCompiler | None = None,
         trials: GrammarTrials | None = None,

@@ -18,7 +18,7 @@ with needed_by("evaluate", "evaluate"):
     from rich.console import Console
     from rich.progress import Progress
 
-    from draft_service.servicer import Limits as DraftLimits
+    from draft_service.servicer import DraftLimits
     from evaluation.hop import hop_seconds
     from evaluation.measurements import LOCAL, REMOTE_DRAFT, TREES, WAYS, Figures, Load, Way, acceptance, speed
     from evaluation.pair import EngineOptions, LoadedModel, Pair

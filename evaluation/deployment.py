@@ -12,8 +12,7 @@ import grpc
 
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.pass_times import PassTimes
-from draft_service.servicer import DraftServicer
-from draft_service.servicer import Limits as DraftLimits
+from draft_service.servicer import DraftLimits, DraftServicer
 from evaluation.channel import Channel
 from evaluation.pair import Pair
 from evaluation.timed_engine import TimedEngine
@@ -31,8 +30,7 @@ from specdec.serving.timeline import Timeline
 from specdec.v2 import generation_pb2
 from verifier_service.costs.step_latency import MEASURED_ROWS, StepLatency
 from verifier_service.proposers.draft_model import DraftModelProposer
-from verifier_service.servicer import Limits as VerifierLimits
-from verifier_service.servicer import VerifierServicer
+from verifier_service.servicer import VerifierLimits, VerifierServicer
 
 PAUSE = 0.5
 """Virtual seconds of a patient step loop's wait: enough for a draft's few messages a step."""

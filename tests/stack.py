@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
-from draft_service.servicer import DraftServicer
-from draft_service.servicer import Limits as DraftLimits
+from draft_service.servicer import DraftLimits, DraftServicer
 from orchestrator.models.catalog import Catalog
 from orchestrator.models.grammar_check import GrammarCheck
 from orchestrator.pods.peers import Peers
@@ -46,8 +45,7 @@ from specdec.v2 import generation_pb2, generation_pb2_grpc, model_pb2
 from tests.paged import Paged
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.proposers.draft_model import DraftModelProposer
-from verifier_service.servicer import Limits as VerifierLimits
-from verifier_service.servicer import VerifierServicer
+from verifier_service.servicer import VerifierLimits, VerifierServicer
 from verifier_service.settings.tuning import DEFAULTS, Tuning
 from verifier_service.speculation.controller import SpeculationController
 from verifier_service.step_loop import StepLoop

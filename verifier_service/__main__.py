@@ -32,7 +32,7 @@ with needed_by("verifier", "verifier"):
     from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
     from specdec.serving.validation import MAX_CANDIDATES
     from verifier_service.proposers.draft_model import DraftModelProposer
-    from verifier_service.servicer import Limits, VerifierServicer
+    from verifier_service.servicer import VerifierLimits, VerifierServicer
     from verifier_service.step_loop import StepLoop
 
 if TYPE_CHECKING:  # imports torch
@@ -117,7 +117,7 @@ def main(
     max_candidates: Annotated[
         int,
         typer.Option(min=1, max=MAX_CANDIDATES, help="Most candidates of one session that a step verifies."),
-    ] = Limits.max_candidates,
+    ] = VerifierLimits.max_candidates,
     suffix_cache_tokens: Annotated[
         int,
         typer.Option(
@@ -232,7 +232,7 @@ def main(
         start_phases.log_end()
         touch_memory([loaded] if local_draft is None else [loaded, local_draft.engine])
         fast_paths.log_off()
-        limits = Limits(
+        limits = VerifierLimits(
             max_candidates=max_candidates,
             max_sessions=max_sessions,
             max_sessions_per_client=max_sessions_per_client,

@@ -63,7 +63,7 @@ ninths of the room, and with more tenants waiting each gets less (dynamic thresh
 
 
 @dataclass(frozen=True)
-class Limits:
+class VerifierLimits:
     """Limits of a verifier and of each session, also used for unset values."""
 
     max_nodes: int = 256  # live candidates of a session's draft
@@ -98,7 +98,7 @@ class VerifierServicer(
         self,
         backend: SessionBackend,
         identity: model_pb2.ModelIdentity,
-        limits: Limits,
+        limits: VerifierLimits,
         info: model_pb2.PodInfo | None = None,
         grammars: GrammarCompiler | None = None,
         trials: GrammarTrials | None = None,

@@ -18,7 +18,7 @@ from bench.arguments import numbers, parser_of, whole_numbers
 from bench.systems.simulated_gpu import SimulatedGpu
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
-from draft_service.servicer import DraftServicer, Limits
+from draft_service.servicer import DraftLimits, DraftServicer
 from draft_service.session import DrafterSession
 from specdec.serving.timeline import Timeline
 from specdec.v2 import draft_pb2, model_pb2
@@ -38,10 +38,10 @@ class DraftedSessions:
         tokens = COMMITTED_TOKENS * (rounds + 1) + POLICY.max_depth
         context = PROMPT_TOKENS + tokens
         self.nodes = 0  # computed so far
-        self._engine = SimulatedGpu(vocabulary, sessions * (context + Limits().max_nodes) + 1, self._count)
+        self._engine = SimulatedGpu(vocabulary, sessions * (context + DraftLimits().max_nodes) + 1, self._count)
         self._loop = DraftLoop(LanguageModelDrafter(self._engine, rows=rows, rows_per_session=WIDTH))
         identity = model_pb2.ModelIdentity(vocabulary_size=vocabulary, context_tokens=context)
-        self._servicer = DraftServicer(self._loop, identity, Limits(max_sessions=sessions))
+        self._servicer = DraftServicer(self._loop, identity, DraftLimits(max_sessions=sessions))
         self._sessions = [self._opened(seed, temperature, tokens) for seed in range(sessions)]
         self._settle()
 

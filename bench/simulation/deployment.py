@@ -18,8 +18,7 @@ from bench.systems import synchronous
 from draft_service.expansion_width import ROWS, WIDTHS, most, widest
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.pass_times import PassTimes
-from draft_service.servicer import DraftServicer
-from draft_service.servicer import Limits as DraftLimits
+from draft_service.servicer import DraftLimits, DraftServicer
 from evaluation import virtual_time
 from evaluation.channel import Channel
 from evaluation.workers import VirtualDraftLoop, VirtualStepLoop, sleep
@@ -36,8 +35,7 @@ from specdec.serving.identity import PROTOCOL_VERSION
 from specdec.serving.timeline import Timeline
 from specdec.text.tokenizer import Tokenizer
 from specdec.v2 import model_pb2
-from verifier_service.servicer import Limits as VerifierLimits
-from verifier_service.servicer import VerifierServicer
+from verifier_service.servicer import VerifierLimits, VerifierServicer
 from verifier_service.step_loop import MOST_CANDIDATES
 
 FINGERPRINT = "simulated"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from bench.simulation.devices import Hardware
 from bench.simulation.language import Language
-from verifier_service.servicer import Limits as VerifierLimits
+from verifier_service.servicer import VerifierLimits
 
 
 @dataclass(frozen=True)

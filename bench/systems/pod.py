@@ -24,8 +24,7 @@ from draft_service import expansion_width
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.pass_times import PassTimes
-from draft_service.servicer import DraftServicer
-from draft_service.servicer import Limits as DraftLimits
+from draft_service.servicer import DraftLimits, DraftServicer
 from specdec.engine.engine import Engine
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory
@@ -33,8 +32,7 @@ from specdec.engine.placement import WantedDtype
 from specdec.serving.identity import identity_of
 from specdec.serving.process.server import ServerSettings, Service, in_a_thread_of_its_own, run
 from verifier_service.proposers.draft_model import DraftModelProposer
-from verifier_service.servicer import Limits as VerifierLimits
-from verifier_service.servicer import VerifierServicer
+from verifier_service.servicer import VerifierLimits, VerifierServicer
 from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.step_loop import StepLoop
 

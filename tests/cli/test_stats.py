@@ -19,8 +19,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
-from draft_service.servicer import DraftServicer
-from draft_service.servicer import Limits as DraftLimits
+from draft_service.servicer import DraftLimits, DraftServicer
 from orchestrator.models.catalog import Catalog
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
@@ -44,7 +43,7 @@ from specdec.v2.verifier_pb2 import GetStatsResponse
 from tests.draft_service.fakes import Engine
 from tests.stack import served
 from tests.verifier_service.test_backend_seam import Counting
-from verifier_service.servicer import Limits, VerifierServicer
+from verifier_service.servicer import VerifierLimits, VerifierServicer
 
 IDENTITY = ModelIdentity(model="m", vocabulary_size=16, context_tokens=99, model_fingerprint=64 * "a")
 
@@ -69,7 +68,7 @@ async def services() -> AsyncIterator[dict[str, str]]:
         model = ServedModel.of(ModelDirectory(DEMO / "target"))
         servicers: dict[str, Servicer] = {
             "orchestrator": GenerationServicer(Catalog.of(model, Peers(Pods(["127.0.0.1:1"]), Pods(["127.0.0.1:2"])))),
-            "verifier": VerifierServicer(backend, IDENTITY, Limits()),
+            "verifier": VerifierServicer(backend, IDENTITY, VerifierLimits()),
             "draft": DraftServicer(drafting, IDENTITY, DraftLimits()),
         }
         yield {role: (await exits.enter_async_context(served(each)))[0] for role, each in servicers.items()}

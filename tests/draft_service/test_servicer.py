@@ -10,7 +10,7 @@ import pytest
 
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
-from draft_service.servicer import DraftServicer, Limits
+from draft_service.servicer import DraftLimits, DraftServicer
 from draft_service.session import DrafterSession
 from specdec.serving.errors import InvalidRequestError
 from specdec.v2 import draft_pb2, model_pb2
@@ -20,7 +20,7 @@ from tests.draft_service.fakes import VOCABULARY, Engine, session
 @pytest.mark.parametrize("granted", [1, 64, 200])
 def test_a_session_gets_back_what_another_verifier_grants(granted: int) -> None:
     """Limited by its memory."""
-    servicer = DraftServicer(DraftLoop(LanguageModelDrafter(Engine())), model_pb2.ModelIdentity(), Limits())
+    servicer = DraftServicer(DraftLoop(LanguageModelDrafter(Engine())), model_pb2.ModelIdentity(), DraftLimits())
     draft = session(max_nodes=200)
     for most, becomes in ((granted, granted), (256, 200), (0, 200)):
         request = draft_pb2.DraftRequest(policy=draft_pb2.DraftPolicy(max_nodes=most))
@@ -31,7 +31,7 @@ def test_a_session_gets_back_what_another_verifier_grants(granted: int) -> None:
 def parsed(**fields: Any) -> DrafterSession:
     """Return the session for an opening whose target has half of the draft's vocabulary."""
     identity = model_pb2.ModelIdentity(vocabulary_size=VOCABULARY, context_tokens=100)
-    servicer = DraftServicer(DraftLoop(LanguageModelDrafter(Engine())), identity, Limits())
+    servicer = DraftServicer(DraftLoop(LanguageModelDrafter(Engine())), identity, DraftLimits())
     usual: dict[str, Any] = {"prompt_tokens": [1, 2], "max_tokens": 10, "vocabulary_size": VOCABULARY // 2}
     return servicer.parse(draft_pb2.DraftRequest(open=draft_pb2.DraftOpen(**(usual | fields))), None)
 
@@ -106,7 +106,7 @@ def test_a_probability_that_no_node_has_is_refused(probability: float) -> None:
         parsed(policy=policy)
     ((field, problem),) = refused.value.violations
     assert (field, problem.partition(", ")[2]) == ("policy.min_path_probability", "must be in [0, 1)")
-    servicer = DraftServicer(DraftLoop(LanguageModelDrafter(Engine())), model_pb2.ModelIdentity(), Limits())
+    servicer = DraftServicer(DraftLoop(LanguageModelDrafter(Engine())), model_pb2.ModelIdentity(), DraftLimits())
     with pytest.raises(ValueError, match=r"policy\.min_path_probability is .*, must be in \[0, 1\)"):
         servicer.act(session(), draft_pb2.DraftRequest(policy=policy), 0.0)
 

@@ -23,8 +23,7 @@ import structlog
 
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
-from draft_service.servicer import DraftServicer
-from draft_service.servicer import Limits as DraftLimits
+from draft_service.servicer import DraftLimits, DraftServicer
 from orchestrator.generation.draft_control import DraftControl, first_min_probability
 from specdec.engine.engine import Engine
 from specdec.serving.response_queue import ResponseQueue
@@ -34,7 +33,7 @@ from tests.replay.clock import Clock
 from tests.replay.engines import HabitEngine, TimedEngine
 from tests.replay.scenarios import CONTRASTIVE, Request, Scenario
 from verifier_service.proposers.draft_model import DraftModelProposer
-from verifier_service.servicer import Limits, VerifierServicer
+from verifier_service.servicer import VerifierLimits, VerifierServicer
 from verifier_service.step_loop import StepLoop
 
 SERVICES = tuple(
@@ -144,7 +143,7 @@ class Deployment:
         )
         self._growth = DraftLoop(LanguageModelDrafter(draft))
         identity = model_pb2.ModelIdentity(vocabulary_size=target.vocabulary, context_tokens=1024)
-        self._verifier = VerifierServicer(self._steps, identity, Limits())
+        self._verifier = VerifierServicer(self._steps, identity, VerifierLimits())
         self._drafts = DraftServicer(self._growth, identity, DraftLimits())
         self._due: dict[int, list[Callable[[], None]]] = defaultdict(list)
         self._texts: list[Text] = []

@@ -12,7 +12,7 @@ import pytest
 
 from draft_service.draft_loop import DraftLoop
 from draft_service.drafter import Drafter, ExpansionError
-from draft_service.servicer import DraftServicer, Limits
+from draft_service.servicer import DraftLimits, DraftServicer
 from draft_service.session import DrafterSession, add_children
 from orchestrator.models.catalog import Catalog
 from orchestrator.servicer import GenerationServicer
@@ -41,7 +41,7 @@ async def front(directories: Directories) -> AsyncIterator[Any]:
         identity = services.verifiers[0].service.identity
         loop = DraftLoop(RepeatLastToken())
         loop.start()
-        service = DraftServicer(loop, identity, Limits())
+        service = DraftServicer(loop, identity, DraftLimits())
         async with served(service) as (draft, _):
             generation = GenerationServicer(Catalog.of(services.model, peers_at(services, draft)))
             async with served(generation) as (address, _), grpc.aio.insecure_channel(address) as channel:

@@ -26,8 +26,7 @@ from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2
 from tests.services.conftest import Directories
 from tests.services.test_faults import rest_of
 from tests.stack import Stack, VerifierPod, peers_at, request_of, served, stack, until
-from verifier_service.servicer import Limits as VerifierLimits
-from verifier_service.servicer import VerifierServicer
+from verifier_service.servicer import VerifierLimits, VerifierServicer
 from verifier_service.step_loop import MOST_CANDIDATES
 
 PROMPT = [50, 60, 70, 80, 90]

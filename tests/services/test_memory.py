@@ -28,7 +28,7 @@ from tests.services.conftest import Directories
 from tests.services.test_equality import slow_target
 from tests.stack import ALWAYS, Stack, request_of, served, stack, until
 from tests.verifier_service.step_loop.helpers import expect_no_growth
-from verifier_service.servicer import Limits as VerifierLimits
+from verifier_service.servicer import VerifierLimits
 
 PROMPT = [50 + i % 60 for i in range(2 * BLOCK + 20)]
 NEVER_AT_ONCE = 20.0

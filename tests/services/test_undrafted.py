@@ -9,8 +9,7 @@ import grpc
 import pytest
 
 from draft_service.draft_loop import ServedSession
-from draft_service.servicer import DraftServicer
-from draft_service.servicer import Limits as DraftLimits
+from draft_service.servicer import DraftLimits, DraftServicer
 from draft_service.session import DrafterSession
 from specdec.client.errors import from_rpc
 from specdec.serving.response_queue import ResponseQueue
@@ -20,7 +19,7 @@ from testing.mailbox import Handed
 from tests.services.conftest import Directories
 from tests.stack import ALWAYS, REMOTE, stack, until
 from tests.verifier_service.fakes import Decided
-from verifier_service.servicer import Limits as VerifierLimits
+from verifier_service.servicer import VerifierLimits
 from verifier_service.speculation.controller import Mode
 
 PROMPT = [50, 60, 70, 80, 90]

@@ -18,7 +18,7 @@ from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.backend.result import LENGTH, PLAIN, StepTimes, VerifyResult
 from verifier_service.backend.session_backend import MakeCommit, MemoryUse, SessionBackend
 from verifier_service.backend.stats import VerifierStats
-from verifier_service.servicer import Limits, VerifierServicer
+from verifier_service.servicer import VerifierLimits, VerifierServicer
 
 VOCABULARY, CONTEXT = 100, 64
 
@@ -108,7 +108,7 @@ async def test_a_backend_without_a_model_serves_the_verify_protocol() -> None:
             yield await sent.get()
 
     async with (
-        served(VerifierServicer(backend, identity, Limits())) as (address, _),
+        served(VerifierServicer(backend, identity, VerifierLimits())) as (address, _),
         grpc.aio.insecure_channel(address) as channel,
     ):
         stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)

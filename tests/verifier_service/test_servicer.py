@@ -15,7 +15,7 @@ from specdec.v2 import model_pb2, verifier_pb2
 from tests.serving.test_sessions import Context
 from tests.stack import until
 from tests.verifier_service.fakes import VOCABULARY, TextEngine, step_loop
-from verifier_service.servicer import MOST_LOGPROBS, Limits, VerifierServicer
+from verifier_service.servicer import MOST_LOGPROBS, VerifierLimits, VerifierServicer
 from verifier_service.sessions.session import VerifierSession
 
 
@@ -29,7 +29,7 @@ class ParsingInThreads(VerifierServicer):
 def servicer(kind: type[VerifierServicer] = VerifierServicer) -> VerifierServicer:
     """Return a servicer of a loop whose thread is not started."""
     identity = model_pb2.ModelIdentity(vocabulary_size=VOCABULARY, context_tokens=256)
-    return kind(step_loop(TextEngine(8)), identity, Limits())
+    return kind(step_loop(TextEngine(8)), identity, VerifierLimits())
 
 
 def parsed(**fields: Any) -> VerifierSession:
