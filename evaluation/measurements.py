@@ -11,9 +11,9 @@ from evaluation.deployment import Deployment, Layout
 from evaluation.pair import Pair
 from orchestrator.requests.sample import Sample
 from specdec.decoding.sampling import Rule
-from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS, Drafter, SpeculationOptions
+from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS, CandidateSource, SpeculationOptions
 
-REMOTE = frozenset({Drafter.REMOTE})
+REMOTE = frozenset({CandidateSource.REMOTE})
 
 LONG_STEP = 0.5
 """Seconds of a step of the target, however many candidates it has: long enough for a draft to send all of them and for

@@ -19,7 +19,7 @@ from typing import Any
 
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
-from specdec.decoding.speculation import NO_DRAFTERS, Drafter
+from specdec.decoding.speculation import NO_DRAFTERS, CandidateSource
 from specdec.decoding.tree import Paths
 from specdec.engine.engine import Engine
 from testing.mailbox import Mailbox
@@ -57,7 +57,10 @@ class _Stream:
             list(prompt), [], RequestSampler(Sampling(), frozenset()), frozenset(), length, None, loop.context
         )
         policy = Policy(
-            frozenset({Drafter.REMOTE}) if width else NO_DRAFTERS, max_candidates=width, patience=0.0, forced=True
+            frozenset({CandidateSource.REMOTE}) if width else NO_DRAFTERS,
+            max_candidates=width,
+            patience=0.0,
+            forced=True,
         )
         self.session = VerifierSession(request, policy, MAX_OWN_NODES, vocabulary)
         self.mail = Mailbox()

@@ -31,7 +31,7 @@ from draft_service.session import DrafterSession
 from specdec.decoding.calibration import Calibration
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
-from specdec.decoding.speculation import Drafter
+from specdec.decoding.speculation import CandidateSource
 from specdec.decoding.step_logits import HostLogits
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.kv.blocks import BlockPool
@@ -44,7 +44,7 @@ from verifier_service.sessions.session import VerifierSession
 from verifier_service.verification.tree_verification import TreeVerification
 from verifier_service.verification.verify_trees import verify_trees
 
-REMOTE = frozenset({Drafter.REMOTE})
+REMOTE = frozenset({CandidateSource.REMOTE})
 
 CAPACITY = 4096
 TREE_SLOTS = 256

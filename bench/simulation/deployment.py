@@ -30,7 +30,7 @@ from orchestrator.requests.model import ServedModel
 from orchestrator.requests.sample import Sample
 from orchestrator.text.request_timeline import SampleTimeline
 from specdec.decoding.sampling import Rule, Sampling
-from specdec.decoding.speculation import NO_DRAFTERS, Drafter, SpeculationOptions
+from specdec.decoding.speculation import NO_DRAFTERS, CandidateSource, SpeculationOptions
 from specdec.serving.identity import PROTOCOL_VERSION
 from specdec.serving.timeline import Timeline
 from specdec.text.tokenizer import Tokenizer
@@ -151,7 +151,7 @@ class Deployment:
             top_logprobs=None,
             speculation=SpeculationOptions(
                 # The language of the simulation has independent tokens: it repeats nothing to look up.
-                drafters=frozenset({Drafter.REMOTE}) if self._drafts else NO_DRAFTERS,
+                drafters=frozenset({CandidateSource.REMOTE}) if self._drafts else NO_DRAFTERS,
                 forced=self._scenario.always or self._scenario.synchronous,
                 max_candidates=0,
                 max_depth=self._scenario.nodes if self._scenario.synchronous else 0,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from orchestrator.generation.draft_control import first_min_probability
 from orchestrator.requests.sample import Sample
-from specdec.decoding.speculation import Drafter, SpeculationOptions
+from specdec.decoding.speculation import CandidateSource, SpeculationOptions
 from specdec.serving.messages import lookahead_message
 from specdec.v2 import draft_pb2, verifier_pb2
 
@@ -46,7 +46,7 @@ class SpeculationState:
     def verify_policy(self, speculation: SpeculationOptions, patience_seconds: float) -> verifier_pb2.VerifyPolicy:
         """Return the policy of the verifier. It may wait for candidates of a draft only if there is one, or hope of
         one."""
-        drafters = speculation.drafters if self.drafted else speculation.drafters - {Drafter.REMOTE}
+        drafters = speculation.drafters if self.drafted else speculation.drafters - {CandidateSource.REMOTE}
         return verifier_pb2.VerifyPolicy(
             drafters=sorted(drafters),  # type: ignore[arg-type]
             forced=speculation.forced,

@@ -17,7 +17,7 @@ from orchestrator.tenants.file import Tenant
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.sampling_limits import sampling_violations
-from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, Drafter, SpeculationOptions, drafters_of
+from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, CandidateSource, SpeculationOptions, drafters_of
 from specdec.serving.echo import echo
 from specdec.serving.errors import (
     InvalidRequestError,
@@ -261,13 +261,13 @@ def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple
         drafters = NO_DRAFTERS
     else:
         drafters = drafters_of(wanted.drafters) or ALL_DRAFTERS
-    if message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE and Drafter.REMOTE not in drafters:
+    if message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE and CandidateSource.REMOTE not in drafters:
         field = "off" if wanted.off else "drafters"
         violations.append((f"speculation.{field}", "leaves out REMOTE, which the CONTRASTIVE rule needs"))
     lookahead = None
     if wanted.HasField("lookahead"):
         wrong = lookahead_violations("speculation.lookahead", wanted.lookahead)
-        if Drafter.LOOKAHEAD not in drafters or message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE:
+        if CandidateSource.LOOKAHEAD not in drafters or message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE:
             wrong.append(
                 ("speculation.lookahead", "is set, needs the drafter LOOKAHEAD and a rule other than CONTRASTIVE")
             )

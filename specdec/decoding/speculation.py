@@ -9,7 +9,7 @@ from enum import IntEnum
 from specdec.decoding.lookahead import Lookahead
 
 
-class Drafter(IntEnum):
+class CandidateSource(IntEnum):
     """A source of candidates; numbers as in specdec.v2.Drafter."""
 
     REMOTE = 1
@@ -18,18 +18,18 @@ class Drafter(IntEnum):
     LOCAL_MODEL = 4
 
 
-ALL_DRAFTERS = frozenset(Drafter)
-OWN_DRAFTERS = ALL_DRAFTERS - {Drafter.REMOTE}
+ALL_DRAFTERS = frozenset(CandidateSource)
+OWN_DRAFTERS = ALL_DRAFTERS - {CandidateSource.REMOTE}
 """Drafters inside the verifier."""
 
-NO_DRAFTERS: frozenset[Drafter] = frozenset()
+NO_DRAFTERS: frozenset[CandidateSource] = frozenset()
 
 
 @dataclass(frozen=True)
 class SpeculationOptions:
     """A request's speculation: its drafters and its limits on candidates; 0 leaves a number to the services."""
 
-    drafters: frozenset[Drafter] = ALL_DRAFTERS
+    drafters: frozenset[CandidateSource] = ALL_DRAFTERS
     forced: bool = False  # even where it does not pay
     max_candidates: int = 0  # verified per step
     max_depth: int = 0  # tokens ahead of the text
@@ -39,9 +39,9 @@ class SpeculationOptions:
     @property
     def remote(self) -> bool:
         """True if draft services may propose candidates."""
-        return Drafter.REMOTE in self.drafters
+        return CandidateSource.REMOTE in self.drafters
 
 
-def drafters_of(numbers: Iterable[int]) -> frozenset[Drafter]:
+def drafters_of(numbers: Iterable[int]) -> frozenset[CandidateSource]:
     """Return the drafters with these numbers; ValueError for an unknown number."""
-    return frozenset(map(Drafter, numbers))
+    return frozenset(map(CandidateSource, numbers))

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from specdec.decoding.sampling import Rule, Sampling
-from specdec.decoding.speculation import Drafter
+from specdec.decoding.speculation import CandidateSource
 from specdec.grammar.grammar import Kind, source_violation
 from specdec.serving.messages import RULES, contrast_from, lookahead_from
 from specdec.v2 import draft_pb2, generation_pb2, model_pb2, verifier_pb2
@@ -182,7 +182,7 @@ MOST_GUESSES = 64
 
 def drafter_violations(field: str, numbers: Sequence[int]) -> list[tuple[str, str]]:
     """Return violations of a list of drafters."""
-    known = set(map(int, Drafter))
+    known = set(map(int, CandidateSource))
     if len(numbers) > len(known):
         return [(field, f"has {len(numbers)} entries, must have at most {len(known)}")]
     if wrong := [number for number in numbers if number not in known]:

@@ -14,7 +14,7 @@ from orchestrator.generation.drafting import Drafting
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
 from specdec.decoding.sampling import Rule
-from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, OWN_DRAFTERS, Drafter, SpeculationOptions
+from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, OWN_DRAFTERS, CandidateSource, SpeculationOptions
 from specdec.serving.errors import OverloadedError, PeerLostError, ServiceError, to_status
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2
 from tests.orchestrator.samples import MODEL, context
@@ -41,7 +41,7 @@ class Sink:
 @pytest.mark.parametrize(
     ("drafters", "reason"), [(ALL_DRAFTERS, "no_draft"), (OWN_DRAFTERS, "off"), (NO_DRAFTERS, "off")]
 )
-async def test_without_drafts_only_others_may_propose(drafters: frozenset[Drafter], reason: str) -> None:
+async def test_without_drafts_only_others_may_propose(drafters: frozenset[CandidateSource], reason: str) -> None:
     async with Drafting(context(speculation=SpeculationOptions(drafters)), Sink()) as drafting:
         drafting.on_opened(verifier_pb2.VerifyOpened(max_nodes=8))
         assert drafting.undrafted_reason == reason

@@ -19,7 +19,7 @@ from specdec.decoding.choice import Tokens
 from specdec.decoding.logprobs import TokenLogprobs
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Rule, Sampling
-from specdec.decoding.speculation import Drafter
+from specdec.decoding.speculation import CandidateSource
 from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.tree import Paths
 from specdec.engine.batch import PackedBatch
@@ -40,7 +40,7 @@ from verifier_service.settings.tuning import LatencyTuning
 from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
 from verifier_service.step_loop import MOST_CANDIDATES, StepLoop
 
-REMOTE = frozenset({Drafter.REMOTE})
+REMOTE = frozenset({CandidateSource.REMOTE})
 
 VOCABULARY = 12
 END = 1

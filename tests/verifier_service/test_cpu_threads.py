@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.decoding.speculation import NO_DRAFTERS, Drafter
+from specdec.decoding.speculation import NO_DRAFTERS, CandidateSource
 from specdec.engine.kv.blocks import BLOCK
 from tests.verifier_service.fakes import Client, Decided, TextEngine, ThreadedTextEngine, step_loop
 from verifier_service.backend.request import Policy
@@ -17,7 +17,7 @@ from verifier_service.scheduling.cpu_threads import (
 from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.speculation.controller import Mode
 
-REMOTE = frozenset({Drafter.REMOTE})
+REMOTE = frozenset({CandidateSource.REMOTE})
 
 BLOCKS = 40
 

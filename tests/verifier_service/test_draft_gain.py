@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from specdec.decoding.speculation import Drafter
+from specdec.decoding.speculation import CandidateSource
 from tests.verifier_service.fakes import Client, Decided, TextEngine, run, step_loop
 from verifier_service.backend.request import Policy
 from verifier_service.sessions import draft_gain
@@ -17,7 +17,7 @@ from verifier_service.speculation.controller import BatchProfile, Mode
 from verifier_service.speculation.controllers import Controllers
 
 TUNING = DEFAULTS.draft_gain
-REMOTE = frozenset({Drafter.REMOTE})
+REMOTE = frozenset({CandidateSource.REMOTE})
 
 
 def steps_until_rest(gain: DraftGain) -> int:

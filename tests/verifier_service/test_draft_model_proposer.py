@@ -9,7 +9,7 @@ import pytest
 
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.sampling import Rule, Sampling
-from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS, Drafter
+from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS, CandidateSource
 from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.row_counts import InvariantRowCounts
 from tests.verifier_service.fakes import (
@@ -32,7 +32,7 @@ from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.speculation.controller import Mode
 from verifier_service.step_loop import StepLoop
 
-REMOTE = frozenset({Drafter.REMOTE})
+REMOTE = frozenset({CandidateSource.REMOTE})
 
 NO_BAD = Sampling(banned_tokens=frozenset({BAD}))
 WARM = Sampling(temperature=0.9, seed=5, banned_tokens=frozenset({BAD}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.decoding.speculation import Drafter
+from specdec.decoding.speculation import CandidateSource
 from tests.verifier_service.fakes import Client, Decided, TextEngine, step_loop
 from verifier_service.adaptive_speculation import AdaptiveSpeculation
 from verifier_service.backend.request import Policy
@@ -16,8 +16,8 @@ from verifier_service.speculation.controller import Mode
 from verifier_service.speculation.controllers import Controllers
 from verifier_service.speculation.eligibility import Eligibility
 
-REMOTE = frozenset({Drafter.REMOTE})
-LOCAL = frozenset({Drafter.LOCAL_MODEL})
+REMOTE = frozenset({CandidateSource.REMOTE})
+LOCAL = frozenset({CandidateSource.LOCAL_MODEL})
 
 
 class Serving:
@@ -64,7 +64,7 @@ def test_what_a_local_draft_takes_is_charged_to_its_users() -> None:
     speculation = AdaptiveSpeculation(
         Controllers(shared=Decided(Mode.OFF)), local_model, [], threads, DEFAULTS.draft_gain
     )
-    ngrams = frozenset({Drafter.NGRAM})
+    ngrams = frozenset({CandidateSource.NGRAM})
     policies = [Policy(drafters, 8, 0.0, forced=True) for drafters in (LOCAL, ngrams)] + [Policy(frozenset(), 8, 0.0)]
     entries = [Client(loop, [3, 4], policy=policy).running for policy in policies]
     assert list(speculation.shared_out(entries, 0.2, 3.0).values()) == [3.1, 0.1, 0.0]

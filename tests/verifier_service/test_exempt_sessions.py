@@ -10,7 +10,7 @@ import pytest
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
-from specdec.decoding.speculation import OWN_DRAFTERS, Drafter
+from specdec.decoding.speculation import OWN_DRAFTERS, CandidateSource
 from tests.replay.deployment import made_up, record
 from tests.replay.scenarios import ALWAYS, CONTRASTIVE, SCENARIOS, WARM, Request, Scenario
 from tests.verifier_service.fakes import Client, TextEngine, step_loop
@@ -51,7 +51,7 @@ def test_a_mode_that_does_not_pay_is_left_beside_a_session_that_is_exempt(exempt
 def test_who_is_exempt_is_no_part_of_what_the_mode_decides() -> None:
     loop = step_loop(TextEngine(40))
     eligibility = Eligibility(Controllers(), None)
-    remote, own = frozenset({Drafter.REMOTE}), frozenset({Drafter.NGRAM})
+    remote, own = frozenset({CandidateSource.REMOTE}), frozenset({CandidateSource.NGRAM})
     drafted = Client(loop, [3, 4], policy=Policy(remote, 8, 0.0)).session
     plain = Client(loop, [3, 4], policy=Policy(frozenset(), 8, 0.0)).session
     forced = Client(loop, [3, 4], policy=Policy(remote | own, 8, 0.0, forced=True)).session

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.decoding.speculation import Drafter
+from specdec.decoding.speculation import CandidateSource
 from specdec.v2 import model_pb2
 from verifier_service.backend.result import FinishReason, TokenSource
 
@@ -11,7 +11,7 @@ def test_enumerations_are_those_of_the_contract() -> None:
     for ours, contract, prefix in (
         (TokenSource, model_pb2.TokenSource, "TOKEN_SOURCE_"),
         (FinishReason, model_pb2.FinishReason, "FINISH_REASON_"),
-        (Drafter, model_pb2.Drafter, "DRAFTER_"),
+        (CandidateSource, model_pb2.Drafter, "DRAFTER_"),
     ):
         values = {name.removeprefix(prefix): number for name, number in contract.items() if number}
         assert {member.name: member.value for member in ours} == values

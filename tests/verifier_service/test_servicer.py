@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specdec.decoding.speculation import NO_DRAFTERS, Drafter
+from specdec.decoding.speculation import NO_DRAFTERS, CandidateSource
 from specdec.serving.errors import InvalidRequestError, OverloadedError, TenantLimitError, TooLateError
 from specdec.v2 import model_pb2, verifier_pb2
 from tests.serving.test_sessions import Context
@@ -81,7 +81,7 @@ def test_a_session_has_the_drafters_that_are_named() -> None:
     assert parsed().policy.drafters == NO_DRAFTERS
     named = verifier_pb2.VerifyPolicy(drafters=[model_pb2.DRAFTER_REMOTE, model_pb2.DRAFTER_NGRAM])
     policy = parsed(policy=named).policy
-    assert policy.drafters == {Drafter.REMOTE, Drafter.NGRAM}
+    assert policy.drafters == {CandidateSource.REMOTE, CandidateSource.NGRAM}
     assert policy.remote
     assert policy.own
     assert policy.ngram

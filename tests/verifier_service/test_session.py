@@ -11,7 +11,7 @@ import pytest
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
-from specdec.decoding.speculation import NO_DRAFTERS, Drafter
+from specdec.decoding.speculation import NO_DRAFTERS, CandidateSource
 from specdec.decoding.step_logits import HostLogits
 from specdec.decoding.tree import Node, Paths
 from specdec.engine.cpu.layout import RaggedPacker
@@ -34,7 +34,7 @@ from verifier_service.sessions.step_rows import ScheduledRows
 from verifier_service.verification.tree_verification import TreeVerification
 from verifier_service.verification.verify_trees import verify_trees
 
-REMOTE = frozenset({Drafter.REMOTE})
+REMOTE = frozenset({CandidateSource.REMOTE})
 
 VOCABULARY = 10
 PROMPT = [1, 2, 3]

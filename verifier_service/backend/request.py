@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.query import RequestSampler
-from specdec.decoding.speculation import OWN_DRAFTERS, Drafter
+from specdec.decoding.speculation import OWN_DRAFTERS, CandidateSource
 from specdec.grammar.compiler import CompiledGrammar
 
 
@@ -34,7 +34,7 @@ class VerifierSessionRequest:
 class Policy:
     """A validated VerifyPolicy."""
 
-    drafters: frozenset[Drafter]  # permitted sources of candidates
+    drafters: frozenset[CandidateSource]  # permitted sources of candidates
     max_candidates: int  # in one step
     patience: float  # limit in seconds after a commit on waiting for a draft's candidates
     forced: bool = False  # speculate regardless of the controller
@@ -42,8 +42,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         # Computed once: needed several times a step.
-        self.remote = Drafter.REMOTE in self.drafters
+        self.remote = CandidateSource.REMOTE in self.drafters
         self.own = bool(self.drafters & OWN_DRAFTERS)
-        self.ngram = Drafter.NGRAM in self.drafters
-        self.windows = Drafter.LOOKAHEAD in self.drafters
-        self.local_model = Drafter.LOCAL_MODEL in self.drafters
+        self.ngram = CandidateSource.NGRAM in self.drafters
+        self.windows = CandidateSource.LOOKAHEAD in self.drafters
+        self.local_model = CandidateSource.LOCAL_MODEL in self.drafters

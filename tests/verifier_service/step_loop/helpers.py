@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.decoding.sampling import Sampling
-from specdec.decoding.speculation import Drafter
+from specdec.decoding.speculation import CandidateSource
 from tests.verifier_service.fakes import (
     BAD,
     Client,
@@ -20,7 +20,7 @@ from tests.verifier_service.fakes import (
 from verifier_service.scheduling.memory_forecast import TextLengths
 from verifier_service.step_loop import StepLoop
 
-REMOTE = frozenset({Drafter.REMOTE})
+REMOTE = frozenset({CandidateSource.REMOTE})
 
 NO_BAD = Sampling(banned_tokens=frozenset({BAD}))
 WARM = Sampling(temperature=0.9, seed=5, banned_tokens=frozenset({BAD}))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from specdec.decoding.lookahead import Lookahead
-from specdec.decoding.speculation import OWN_DRAFTERS, Drafter
+from specdec.decoding.speculation import OWN_DRAFTERS, CandidateSource
 from specdec.decoding.token_mask import TokenMask
 from tests.replay.clock import Clock
 from tests.replay.engines import TimedEngine
@@ -28,8 +28,8 @@ FAIR = 2.2
 """Maximal slowdown of a text beside one tenant of equal weight: 2, plus rounding."""
 
 PLAIN = Policy(frozenset(), 8, 0.0)
-FORCED = Policy(frozenset({Drafter.REMOTE}), 64, 0.0, forced=True)
-LOOKUPS = Policy(frozenset({Drafter.NGRAM}), 8, 0.0, forced=True)
+FORCED = Policy(frozenset({CandidateSource.REMOTE}), 64, 0.0, forced=True)
+LOOKUPS = Policy(frozenset({CandidateSource.NGRAM}), 8, 0.0, forced=True)
 WINDOW = Policy(OWN_DRAFTERS, 64, 0.0, lookahead=Lookahead(15, 5, 15))
 
 TOKENS = 60
@@ -159,7 +159,7 @@ def test_a_text_takes_twice_as_long_beside_one_tenant(name: str, cost: tuple[flo
 
 @pytest.mark.parametrize("name", CROWDS)
 def test_a_text_that_speculates_takes_twice_as_long_beside_one_tenant(name: str) -> None:
-    forced = Policy(frozenset({Drafter.REMOTE}), 8, 0.0, forced=True)
+    forced = Policy(frozenset({CandidateSource.REMOTE}), 8, 0.0, forced=True)
     with site(*CPU) as one:
         alone = one.seconds(forced, draft=4)
         CROWDS[name](one)
