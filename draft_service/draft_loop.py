@@ -15,8 +15,8 @@ from typing import Any
 
 import structlog
 
+from draft_service.candidate_queue import Extension
 from draft_service.drafter import Drafter, ExpansionError
-from draft_service.send_queue import Extension
 from draft_service.session import DrafterSession
 from draft_service.stats import DraftStats
 from specdec.serving.engine_worker import EngineWorker

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import grpc
 from prometheus_client.metrics_core import Metric
 
+from draft_service.candidate_queue import Extension
 from draft_service.draft_loop import DraftLoop, ServedSession
 from draft_service.metrics import metrics
 from draft_service.request import DrafterSessionRequest, ExpansionPolicy
-from draft_service.send_queue import Extension
 from draft_service.session import DrafterSession
 from specdec.decoding.calibration import Calibrations
 from specdec.decoding.sampling import Rule

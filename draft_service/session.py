@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from draft_service.candidate_queue import CandidateQueue
 from draft_service.frontier import Frontier
 from draft_service.request import MIN_PROBABILITY, DrafterSessionRequest, ExpansionPolicy
-from draft_service.send_queue import SendQueue
 from specdec.decoding import rejection
 from specdec.decoding.calibration import Calibration, corrected
 from specdec.decoding.proposal import DraftDistribution
@@ -59,7 +59,7 @@ class DrafterSession:
         self.penalty_state = (
             PenaltyState(vocabulary, request.prompt, request.generated) if request.sampler.sampling.penalises else None
         )
-        self.outgoing = SendQueue(self.tree, request.sampler.rule, policy)
+        self.outgoing = CandidateQueue(self.tree, request.sampler.rule, policy)
         self._calibration = calibration  # of this text
         self._frontier = Frontier()  # nodes that may have children
         self._too_deep: list[tuple[float, Node]] = []  # off the frontier until the root or the policy changes

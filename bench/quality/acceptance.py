@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from bench.arguments import parser_of
 from demo.prompts import held_out
+from draft_service.candidate_queue import Extension
 from draft_service.draft_loop import DraftLoop, ServedSession
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.request import DrafterSessionRequest, ExpansionPolicy
-from draft_service.send_queue import Extension
 from draft_service.session import DrafterSession
 from specdec.decoding.calibration import Calibration
 from specdec.decoding.query import RequestSampler

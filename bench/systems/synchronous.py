@@ -20,8 +20,8 @@ import draft_service.servicer
 import draft_service.session
 import verifier_service.servicer
 import verifier_service.sessions.session
+from draft_service.candidate_queue import CandidateQueue, Extension
 from draft_service.request import ExpansionPolicy
-from draft_service.send_queue import Extension, SendQueue
 from draft_service.session import RootMove
 from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node, Paths, TokenTree
@@ -38,7 +38,7 @@ TUNING = replace(DEFAULTS, latency=replace(DEFAULTS.latency, certain_error=math.
 """A step verifies the draft's whole answer: none omits candidates to learn the cost of fewer rows."""
 
 
-class AllAtOnce(SendQueue):
+class AllAtOnce(CandidateQueue):
     """A send queue that holds every candidate back until the K best are known, and sends these together."""
 
     def __init__(self, tree: TokenTree, rule: Rule, policy: ExpansionPolicy, complete: Callable[[], bool]) -> None:

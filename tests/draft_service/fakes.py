@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from draft_service.candidate_queue import Extension
 from draft_service.draft_loop import DraftLoop, ServedSession
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.request import DrafterSessionRequest, ExpansionPolicy
-from draft_service.send_queue import Extension
 from draft_service.session import DrafterSession
 from specdec.decoding.calibration import Calibration
 from specdec.decoding.query import RequestSampler

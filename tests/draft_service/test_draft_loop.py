@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from draft_service.candidate_queue import Extension
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import PROMPT_WIDTHS, LanguageModelDrafter
 from draft_service.pass_times import PassTimes
-from draft_service.send_queue import Extension
 from evaluation import virtual_time
 from specdec.engine.batch import PackedBatch
 from specdec.engine.cpu.layout import RaggedPacker

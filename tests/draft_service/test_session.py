@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from draft_service import send_queue
+from draft_service import candidate_queue
 from draft_service.language_model import PAUSED_LAG_TOKENS, LanguageModelDrafter
 from draft_service.request import DrafterSessionRequest, ExpansionPolicy
 from draft_service.session import DrafterSession
@@ -305,7 +305,7 @@ def test_a_message_holds_no_more_distributions_than_fit(
     everything = draft.take()
     rows = [row for _, row in everything.distributions]
     most = 2 * max(_bytes(row) for row in rows)
-    monkeypatch.setattr(send_queue, "MOST_DISTRIBUTION_BYTES", most)
+    monkeypatch.setattr(candidate_queue, "MOST_DISTRIBUTION_BYTES", most)
     known = TokenTree([1, 2, 3], vocabulary=VOCABULARY, last_position=CONTEXT, sampled=rule is Rule.REJECTION)
     draft.session.outgoing.resend()
     messages = 0

@@ -1,4 +1,4 @@
-"""The send queue: which candidates of a session go to the verifier, and when.
+"""The candidate queue: which candidates of a session go to the verifier, and when.
 
 A node is *offered* once it is probable enough: the next message contains it. Until then it is *held back*. A commit
 raises the path probability of surviving nodes, so held-back nodes are checked after every commit.
@@ -34,8 +34,8 @@ class Extension(NamedTuple):
     held: float
 
 
-class SendQueue:
-    """The send queue of one session. It reads the session's tree without changing it."""
+class CandidateQueue:
+    """The candidate queue of one session. It reads the session's tree without changing it."""
 
     def __init__(self, tree: TokenTree, rule: Rule, policy: ExpansionPolicy) -> None:
         self._tree = tree
