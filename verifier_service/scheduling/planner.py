@@ -3,9 +3,9 @@
 Steps over n rows take T_v(n) seconds (`StepLatency`), or s * T_v(n) with rows of prompts (`PrefillSlowdown`). The plan
 is made in this order:
 
-- Yielding: decoding sessions sit out while urgent prompts of other tenants are computed (`Shares.urgent`), if that
-  makes the step shorter by more than a factor: T_v(p + d) > worth_a_wait * T_v(p + d'), with p urgent prompt rows, d
-  decoding sessions, and d' of them that do not yield. This happens in at most `most_waiting_steps` steps in a row.
+- Yielding: decoding sessions sit out while urgent prompts of other tenants are computed (`TenantShares.urgent`), if
+  that makes the step shorter by more than a factor: T_v(p + d) > worth_a_wait * T_v(p + d'), with p urgent prompt rows,
+  d decoding sessions, and d' of them that do not yield. This happens in at most `most_waiting_steps` steps in a row.
 - Speculation: candidates of all sessions together, for the highest goodput (`token_budget.py`). If a tenant would
   get less than its part of its goodput alone (`Division.is_fair`), every tenant's candidates are chosen apart, within
   its part of the step.

@@ -23,7 +23,7 @@ from specdec.serving.errors import TooLateError
 from verifier_service.backend.result import VerifyResult
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.scheduling.memory_forecast import TextLengths, expected_growth
-from verifier_service.scheduling.shares import Shares, who_counts, youngest_beyond, youngest_of_largest
+from verifier_service.scheduling.shares import TenantShares, who_counts, youngest_beyond, youngest_of_largest
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
 
@@ -45,7 +45,7 @@ class RunQueue:
         self.pool = pool
         self.running: list[RunningSession] = []  # sessions with memory, in order of arrival
         self._waiting: list[RunningSession] = []  # sessions without
-        self.shares = Shares()
+        self.shares = TenantShares()
         self.lengths = TextLengths()
         self._engine = engine
         self._stats = stats

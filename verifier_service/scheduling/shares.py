@@ -60,7 +60,7 @@ class Urgent(NamedTuple):
 NOBODY = Urgent(frozenset(), frozenset())
 
 
-class Shares:
+class TenantShares:
     """The counters of tenants, owned by the step loop's thread."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ MAX_GROUPS = 256
 """Groups with kept statistics; the least recently active one is forgotten first. Each takes a few kilobytes."""
 
 
-class Group(NamedTuple):
+class ControllerGroup(NamedTuple):
     """Texts with a common controller."""
 
     tenant: str
@@ -34,7 +34,7 @@ class Controllers:
     ) -> None:
         self._tuning = tuning
         self._shared = shared
-        self._known: OrderedDict[Group, SpeculationController] = OrderedDict()
+        self._known: OrderedDict[ControllerGroup, SpeculationController] = OrderedDict()
 
     def of(self, session: VerifierSession) -> SpeculationController:
         """Return the controller of a session, a new one if its group is unknown. No side effects; thread-safe."""
@@ -46,7 +46,7 @@ class Controllers:
         """Return the sessions of a step by controller, and keep these controllers."""
         if self._shared is not None:
             return [(self._shared, list(sessions))]
-        grouped: dict[Group, list[VerifierSession]] = {}
+        grouped: dict[ControllerGroup, list[VerifierSession]] = {}
         for session in sessions:
             grouped.setdefault(_group(session), []).append(session)
         found = []
@@ -60,5 +60,5 @@ class Controllers:
         return found
 
 
-def _group(session: VerifierSession) -> Group:
-    return Group(session.request.tenant, session.policy.remote and session.draft_gain.helps)
+def _group(session: VerifierSession) -> ControllerGroup:
+    return ControllerGroup(session.request.tenant, session.policy.remote and session.draft_gain.helps)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from specdec.engine.cpu.arithmetic import Array, array_of
 from specdec.engine.cpu.attention import EVERYTHING, RaggedAttention
-from specdec.engine.cpu.layers import PRODUCTS, Buffers, Shares, StepRows, Weights, compiled, interpreted
+from specdec.engine.cpu.layers import PRODUCTS, Buffers, StepRows, ThreadShares, Weights, compiled, interpreted
 from specdec.engine.cpu.openmp import evenly
 from specdec.engine.cpu.packed_gemm import PackedGemm, TiledInputs
 from specdec.engine.hf.batch_invariance import TiledLinear
@@ -91,7 +91,7 @@ class Decoder:
             keys,
             values,
             work.buffers,
-            Shares(
+            ThreadShares(
                 norms=evenly(rows, attention.threads, SHARED_FROM // self._hidden),
                 heads=evenly(rows, attention.threads, SHARED_FROM // self._projected),
                 gates=evenly(rows, attention.threads, SHARED_FROM // self._inner),

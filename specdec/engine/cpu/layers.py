@@ -61,7 +61,7 @@ class Buffers(NamedTuple):
     gated: Array  # [t, inner]
 
 
-class Shares(NamedTuple):
+class ThreadShares(NamedTuple):
     """The cuts that split each kind of loop among the OpenMP team."""
 
     norms: Cuts
