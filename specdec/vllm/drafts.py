@@ -24,8 +24,8 @@ from specdec.serving.pods.connections import SecureConnections, connect
 from specdec.serving.pods.discovery import Discovery
 from specdec.serving.pods.replicas import Replicas
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
-from specdec.vllm.settings import Settings
-from specdec.vllm.texts import Text
+from specdec.vllm.settings import VllmDraftSettings
+from specdec.vllm.texts import VllmText
 
 log = structlog.get_logger()
 
@@ -67,12 +67,12 @@ class Target(NamedTuple):
     depth: int  # candidates per text and step
 
 
-class UnfitError(Exception):
+class UnfitDraftError(Exception):
     """A draft cannot draft for this target; the message is the reason."""
 
 
 @dataclass
-class Pod:
+class DraftPod:
     """A draft service."""
 
     address: str
@@ -87,15 +87,15 @@ class Pod:
         return bool(self.sessions)
 
 
-class Pods(Replicas[Pod]):
+class DraftPods(Replicas[DraftPod]):
     """The draft services. Belongs to the event loop."""
 
     def __init__(self, tls: TlsFiles | None) -> None:
         self.names: dict[str, str] = {}  # DNS names by address, for which certificates must be valid
         channel = connect if tls is None else SecureConnections(tls, None, self.names)
-        super().__init__(lambda address: Pod(address, channel(address), Breaker(address)))
+        super().__init__(lambda address: DraftPod(address, channel(address), Breaker(address)))
 
-    def choose(self) -> Pod | None:
+    def choose(self) -> DraftPod | None:
         """Return the pod with the fewest sessions among those worth trying; None if there is none."""
         now = time.monotonic()
         able = [pod for pod in self if pod.breaker.state != "open" and now >= pod.left_alone_until]
@@ -103,10 +103,10 @@ class Pods(Replicas[Pod]):
 
 
 @dataclass(eq=False)
-class Session:
+class RemoteDraftSession:
     """A text and its session at a draft, if it has one now."""
 
-    text: Text
+    text: VllmText
     outgoing: asyncio.Queue[draft_pb2.DraftRequest] = field(default_factory=asyncio.Queue)
     task: asyncio.Task[None] | None = None
     open: bool = False  # the draft knows the text except for `unsent`
@@ -122,20 +122,20 @@ class Drafts:
     """The sessions of all texts, each with room for `room` more tokens. vLLM's thread calls `follow`, `wait` and
     `forget`; `lock` guards the texts."""
 
-    def __init__(self, settings: Settings, target: Target, room: int = ROOM) -> None:
+    def __init__(self, settings: VllmDraftSettings, target: Target, room: int = ROOM) -> None:
         self._settings = settings
         self._target = target
         self._room = room
         self.lock = threading.Condition()
-        self._sessions: dict[Text, Session] = {}
-        self._pods = Pods(settings.tls)
+        self._sessions: dict[VllmText, RemoteDraftSession] = {}
+        self._pods = DraftPods(settings.tls)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, name="remote-draft", daemon=True).start()
 
-    def follow(self, text: Text, tokens: list[int], *, proposing: bool) -> None:
+    def follow(self, text: VllmText, tokens: list[int], *, proposing: bool) -> None:
         """Send a text's draft the tokens that the target has committed, and whether to propose; find a draft for a text
         without one. Call with the lock held."""
-        session, now = self._sessions.setdefault(text, Session(text)), time.monotonic()
+        session, now = self._sessions.setdefault(text, RemoteDraftSession(text)), time.monotonic()
         session.followed_at = now
         if session.open and self._may_outgrow(session):  # the next session has room again
             session.open = False
@@ -156,18 +156,18 @@ class Drafts:
             session.again_at = now + AGAIN_SECONDS
             self._soon(self._begin, session)
 
-    def wait(self, texts: Iterable[Text]) -> None:
+    def wait(self, texts: Iterable[VllmText]) -> None:
         """Wait until every text worth waiting for has candidates, within the configured wait of a step. Call with the
         lock held."""
 
-        def missing() -> list[Text]:
+        def missing() -> list[VllmText]:
             return [text for text in texts if self._sessions[text].open and text.worth_a_wait]
 
         if missing() and not self.lock.wait_for(lambda: not missing(), self._settings.wait):
             for text in missing():
                 text.waited_in_vain()
 
-    def forget(self, texts: Iterable[Text]) -> None:
+    def forget(self, texts: Iterable[VllmText]) -> None:
         """End the sessions of texts that have ended."""
         for text in texts:
             session = self._sessions.pop(text, None)
@@ -207,22 +207,22 @@ class Drafts:
             if time.monotonic() - session.followed_at > IDLE_SECONDS:
                 self._end(session)
 
-    def _send(self, session: Session, message: draft_pb2.DraftRequest) -> None:
+    def _send(self, session: RemoteDraftSession, message: draft_pb2.DraftRequest) -> None:
         if not session.open:
             return
         session.outgoing.put_nowait(message)
         if session.outgoing.qsize() > UNSENT:
             self._end(session)
 
-    def _begin(self, session: Session) -> None:
+    def _begin(self, session: RemoteDraftSession) -> None:
         if session.task is None:
             session.task = self._loop.create_task(self._serve(session))
 
-    def _end(self, session: Session) -> None:
+    def _end(self, session: RemoteDraftSession) -> None:
         if session.task is not None:
             session.task.cancel()
 
-    async def _serve(self, session: Session) -> None:
+    async def _serve(self, session: RemoteDraftSession) -> None:
         """Run a draft for a text until either ends."""
         pod = self._pods.choose()
         try:
@@ -233,7 +233,7 @@ class Drafts:
                     await self._draft(session, pod)
                 finally:
                     pod.sessions -= 1
-        except UnfitError as error:
+        except UnfitDraftError as error:
             assert pod is not None
             pod.left_alone_until = time.monotonic() + REFUSED_SECONDS
             self._tell(pod, str(error))
@@ -250,7 +250,7 @@ class Drafts:
                 session.text.lost()
                 self.lock.notify_all()
 
-    def _failed(self, session: Session, pod: Pod, error: grpc.aio.AioRpcError | TimeoutError) -> None:
+    def _failed(self, session: RemoteDraftSession, pod: DraftPod, error: grpc.aio.AioRpcError | TimeoutError) -> None:
         """Update the pod's back-off and breaker after an error or timeout of its session."""
         if isinstance(error, TimeoutError):
             self._tell(pod, f"sent nothing for {SILENCE_SECONDS} seconds")
@@ -266,13 +266,13 @@ class Drafts:
         else:
             pod.breaker.failed(conclusive=code is grpc.StatusCode.UNAVAILABLE)
 
-    def _tell(self, pod: Pod, why: str) -> None:
+    def _tell(self, pod: DraftPod, why: str) -> None:
         """Log a draft's refusal, once per reason."""
         if why not in pod.told and len(pod.told) < MOST_TOLD:
             pod.told.add(why)
             log.warning("draft_refused", pod=pod.address, why=why)
 
-    async def _draft(self, session: Session, pod: Pod) -> None:
+    async def _draft(self, session: RemoteDraftSession, pod: DraftPod) -> None:
         stub: Any = draft_pb2_grpc.DraftServiceStub(pod.channel)
         stream = stub.Draft()
         sending: asyncio.Task[None] | None = None
@@ -297,7 +297,7 @@ class Drafts:
                 sending.cancel()
             stream.cancel()
 
-    async def _feed(self, session: Session, stream: Any) -> None:
+    async def _feed(self, session: RemoteDraftSession, stream: Any) -> None:
         outgoing = session.outgoing
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader gets the error
             while True:
@@ -311,7 +311,7 @@ class Drafts:
             raise grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, none, none, "it ended the session")
         return response
 
-    def _insert(self, text: Text, extend: model_pb2.Extend) -> None:
+    def _insert(self, text: VllmText, extend: model_pb2.Extend) -> None:
         """Add a draft's candidates. Invalid ones are dropped: the only loss is a guess."""
         with self.lock:
             try:
@@ -321,13 +321,13 @@ class Drafts:
             self.lock.notify_all()
 
     def _check(self, identity: model_pb2.ModelIdentity) -> None:
-        """Raise UnfitError unless the draft fits this target."""
+        """Raise UnfitDraftError unless the draft fits this target."""
         if (mismatch := protocol_mismatch(identity)) is not None:
-            raise UnfitError(mismatch)
+            raise UnfitDraftError(mismatch)
         if identity.tokenizer_fingerprint != self._target.tokenizer_fingerprint:
-            raise UnfitError(f"serves {identity.model!r} with another tokenizer than the target has")
+            raise UnfitDraftError(f"serves {identity.model!r} with another tokenizer than the target has")
 
-    def _opening(self, text: Text) -> draft_pb2.DraftOpen:
+    def _opening(self, text: VllmText) -> draft_pb2.DraftOpen:
         """Return a session's opening: argmax candidates, as far ahead as two steps can accept."""
         target = self._target
         return draft_pb2.DraftOpen(
@@ -339,7 +339,7 @@ class Drafts:
             policy=self._policy(paused=False),
         )
 
-    def _may_outgrow(self, session: Session) -> bool:
+    def _may_outgrow(self, session: RemoteDraftSession) -> bool:
         """Return whether the next step may exceed the draft's room. Not at the end of the context: the text ends there
         as well."""
         return session.end < self._target.context and len(session.text) + self._target.depth >= session.end

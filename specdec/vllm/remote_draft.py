@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from specdec.engine.model_directory import ModelDirectory
 from specdec.vllm.drafts import Drafts, Target
-from specdec.vllm.settings import Settings
+from specdec.vllm.settings import VllmDraftSettings
 from specdec.vllm.texts import TextTable
 from specdec.vllm.worth import Worth
 
@@ -40,7 +40,7 @@ class RemoteDraft:
     def __init__(self, vllm_config: Any, worth: Worth | None = None) -> None:
         """`vllm_config` is vLLM's, `worth` decides when to propose. ValueError if the environment lacks the addresses
         of drafts (`settings.py`)."""
-        settings = Settings.of()
+        settings = VllmDraftSettings.of()
         model = vllm_config.model_config
         self._depth: int = vllm_config.speculative_config.num_speculative_tokens
         # vLLM uses the proposals of one tensor-parallel rank only, so only that one asks drafts.

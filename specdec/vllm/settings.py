@@ -19,7 +19,7 @@ LONGEST_WAIT_MS = 1000.0
 
 
 @dataclass(frozen=True)
-class Settings:
+class VllmDraftSettings:
     """Addresses of drafts, and how long a step of vLLM may wait for them."""
 
     drafts: tuple[Address, ...]
@@ -27,7 +27,7 @@ class Settings:
     tls: TlsFiles | None = None  # None: no encryption
 
     @classmethod
-    def of(cls, environment: Mapping[str, str] = os.environ) -> Settings:
+    def of(cls, environment: Mapping[str, str] = os.environ) -> VllmDraftSettings:
         """Read the settings; ValueError names a missing or invalid variable."""
         given = environment.get(DRAFTS, "")
         if not given:

@@ -15,8 +15,8 @@ from specdec.client.address import Address
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.errors import OverloadedError, PeerLostError
 from specdec.vllm.drafts import FULL_SECONDS, Drafts, Target
-from specdec.vllm.settings import Settings
-from specdec.vllm.texts import Text
+from specdec.vllm.settings import VllmDraftSettings
+from specdec.vllm.texts import VllmText
 from tests.captured_logs import captured_logs
 from tests.models import CONTEXT
 from tests.services.conftest import Directories, directories
@@ -28,19 +28,19 @@ DEPTH = 3
 PROMPT = list(range(20, 40))
 
 
-def drafts_of(directories: Directories, *addresses: str, room: int = CONTEXT) -> tuple[Drafts, Callable[[], Text]]:
+def drafts_of(directories: Directories, *addresses: str, room: int = CONTEXT) -> tuple[Drafts, Callable[[], VllmText]]:
     """Return the sessions at these drafts, and a factory of texts."""
     model = ModelDirectory(directories.target)
     target = Target(model.tokenizer_fingerprint, model.vocabulary, CONTEXT, frozenset(), DEPTH)
-    settings = Settings(tuple(map(Address.parse, addresses)), wait=1.0)
+    settings = VllmDraftSettings(tuple(map(Address.parse, addresses)), wait=1.0)
 
-    def text() -> Text:
-        return Text(np.asarray(PROMPT, dtype=np.int32), model.vocabulary, CONTEXT, frozenset())
+    def text() -> VllmText:
+        return VllmText(np.asarray(PROMPT, dtype=np.int32), model.vocabulary, CONTEXT, frozenset())
 
     return Drafts(settings, target, room), text
 
 
-async def grow(drafts: Drafts, text: Text, tokens: int = 0, *, until_drafted: bool = True) -> None:
+async def grow(drafts: Drafts, text: VllmText, tokens: int = 0, *, until_drafted: bool = True) -> None:
     """Add `tokens` target tokens, the draft's own candidates where it has some; wait for the next candidates."""
 
     def step(new: list[int]) -> bool:

@@ -22,7 +22,7 @@ from specdec.serving.timeline import Timeline
 from specdec.v2 import draft_pb2
 from specdec.vllm import RemoteDraft
 from specdec.vllm.remote_draft import MOST_MISTAKES
-from specdec.vllm.settings import Settings
+from specdec.vllm.settings import VllmDraftSettings
 from specdec.vllm.worth import Worth
 from tests.captured_logs import captured_logs
 from tests.certificates import Authority
@@ -259,17 +259,17 @@ async def test_only_one_part_of_a_model_asks(directories: Directories, environme
 
 def test_settings_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="SPECDEC_DRAFTS is not set"):
-        Settings.of({})
+        VllmDraftSettings.of({})
     with pytest.raises(ValueError, match="SPECDEC_DRAFTS: 'http://x:1'"):
-        Settings.of({"SPECDEC_DRAFTS": "http://x:1"})
+        VllmDraftSettings.of({"SPECDEC_DRAFTS": "http://x:1"})
     for wait in ("-1", "soon", "1e9", "nan"):
         with pytest.raises(ValueError, match=f"SPECDEC_DRAFT_WAIT_MS is '{wait}', must be from 0 to 1000"):
-            Settings.of({"SPECDEC_DRAFTS": "a:1", "SPECDEC_DRAFT_WAIT_MS": wait})
-    settings = Settings.of({"SPECDEC_DRAFTS": "a:1, b:2", "SPECDEC_DRAFT_WAIT_MS": "2"})
-    assert settings == Settings((Address.parse("a:1"), Address.parse("b:2")), 0.002, None)
+            VllmDraftSettings.of({"SPECDEC_DRAFTS": "a:1", "SPECDEC_DRAFT_WAIT_MS": wait})
+    settings = VllmDraftSettings.of({"SPECDEC_DRAFTS": "a:1, b:2", "SPECDEC_DRAFT_WAIT_MS": "2"})
+    assert settings == VllmDraftSettings((Address.parse("a:1"), Address.parse("b:2")), 0.002, None)
     missing = str(tmp_path / "ca.pem")
     with pytest.raises(Exception, match="SPECDEC_DRAFT_TLS_CA"):
-        Settings.of({"SPECDEC_DRAFTS": "a:1", "SPECDEC_DRAFT_TLS_CA": missing})
+        VllmDraftSettings.of({"SPECDEC_DRAFTS": "a:1", "SPECDEC_DRAFT_TLS_CA": missing})
 
 
 async def test_a_mistake_of_ours_costs_vllm_proposals_alone(

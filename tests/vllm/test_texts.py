@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.decoding.tree import Paths
-from specdec.vllm.texts import IN_VAIN, LEAST_PATH_PROBABILITY, Text, TextTable, Tokens
+from specdec.vllm.texts import IN_VAIN, LEAST_PATH_PROBABILITY, TextTable, Tokens, VllmText
 
 VOCABULARY, CONTEXT, END = 50, 64, frozenset({1})
 
@@ -29,7 +29,7 @@ def chain(*tokens: int, probability: float = 0.9) -> Paths:
 @given(st.lists(st.permutations(range(4)), min_size=1, max_size=8), st.data())
 def test_a_text_is_found_in_whatever_row_it_is(orders: list[list[int]], data: st.DataObject) -> None:
     texts = {number: [9, 9, number] for number in range(4)}
-    found: dict[int, Text] = {}
+    found: dict[int, VllmText] = {}
     ours = table()
     for step, order in enumerate(orders):
         present = [number for number in order if data.draw(st.booleans())]
@@ -62,7 +62,7 @@ def test_another_text_in_the_same_row_is_a_new_one() -> None:
 
 
 def test_what_a_text_says_since_is_committed() -> None:
-    text = Text(row(5, 6), VOCABULARY, CONTEXT, END)
+    text = VllmText(row(5, 6), VOCABULARY, CONTEXT, END)
     text.insert(2, chain(7, 8, 9, 10))
     assert text.extend_to(row(5, 6)) == []
     assert text.extend_to(row(5, 6, 7, 8)) == [7, 8]
@@ -75,23 +75,23 @@ def test_what_a_text_says_since_is_committed() -> None:
 
 
 def test_candidates_that_are_hardly_reached_are_left_out() -> None:
-    text = Text(row(5), VOCABULARY, CONTEXT, END)
+    text = VllmText(row(5), VOCABULARY, CONTEXT, END)
     text.insert(1, chain(*range(10, 20), probability=0.5))
     reached = math.floor(math.log(LEAST_PATH_PROBABILITY, 0.5))
     assert text.chain(10) == list(range(10, 10 + reached))
 
 
 def test_nothing_follows_the_end() -> None:
-    text = Text(row(5), VOCABULARY, CONTEXT, END)
+    text = VllmText(row(5), VOCABULARY, CONTEXT, END)
     text.insert(1, chain(6, 1, 7))
     assert text.chain(8) == [6, 1]
-    full = Text(row(*[5] * (CONTEXT - 1)), VOCABULARY, CONTEXT, END)
+    full = VllmText(row(*[5] * (CONTEXT - 1)), VOCABULARY, CONTEXT, END)
     full.insert(CONTEXT - 1, chain(6, 7))
     assert full.chain(8) == [6]
 
 
 def test_a_draft_that_is_late_is_not_waited_for_until_it_sends_something() -> None:
-    text = Text(row(5), VOCABULARY, CONTEXT, END)
+    text = VllmText(row(5), VOCABULARY, CONTEXT, END)
     assert not text.worth_a_wait  # nothing has come yet
     text.insert(1, chain(6))
     assert not text.worth_a_wait  # candidates are there already
@@ -108,7 +108,7 @@ def test_a_draft_that_is_late_is_not_waited_for_until_it_sends_something() -> No
 
 
 def test_a_text_that_is_over_is_not_waited_for() -> None:
-    text = Text(row(5), VOCABULARY, CONTEXT, END)
+    text = VllmText(row(5), VOCABULARY, CONTEXT, END)
     text.insert(1, chain(6))
     text.extend_to(row(5, 1))
     assert not text.worth_a_wait
