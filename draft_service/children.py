@@ -37,12 +37,12 @@ class Chosen(NamedTuple):
 
 def chosen(computed: Sequence[Computed], logits: DraftLogits) -> Chosen:
     """Choose children from a pass's logits; candidates for all nodes in one call."""
-    whole = [each for each in computed if each.session.request.sampler.rule is not Rule.COUPLED]
-    rows = logits.whole([each.row.number for each in whole]) if whole else []
-    by_whole_rows = [(each, _by_whole_row(each, row)) for each, row in zip(whole, rows, strict=True)]
-    expanded = [each for each in computed if each.session.request.sampler.rule is not Rule.REJECTION]
-    width = max((each.session.policy.max_branches for each in expanded), default=0)
-    candidates = draft_candidates(logits, [each.row for each in expanded], width) if expanded else None
+    whole = [node for node in computed if node.session.request.sampler.rule is not Rule.COUPLED]
+    rows = logits.whole([node.row.number for node in whole]) if whole else []
+    by_whole_rows = [(node, _by_whole_row(node, row)) for node, row in zip(whole, rows, strict=True)]
+    expanded = [node for node in computed if node.session.request.sampler.rule is not Rule.REJECTION]
+    width = max((node.session.policy.max_branches for node in expanded), default=0)
+    candidates = draft_candidates(logits, [node.row for node in expanded], width) if expanded else None
     return Chosen(by_whole_rows, expanded, candidates)
 
 

@@ -104,23 +104,23 @@ class LanguageModelDrafter(Drafter):
         try:
             self._plan_nodes(packer, expanding, planned, self._break_even(expanding, reading))
             if reading:
-                for each, most in _shared_by_tenant(reading, self._prompt_rows(reading, expanding)):
-                    planned.append(each)
-                    each.plan_text(packer, most)
+                for model_session, most in _shared_by_tenant(reading, self._prompt_rows(reading, expanding)):
+                    planned.append(model_session)
+                    model_session.plan_text(packer, most)
             logits = self._forward(packer.pack())
-            for each in planned:
+            for model_session in planned:
                 try:
-                    computed += each.computed()
+                    computed += model_session.computed()
                 except Exception as error:  # an error of one session must not end the others
-                    failed[each.session] = error
+                    failed[model_session.session] = error
             children = chosen(computed, logits)
         except Exception as error:  # the whole pass is void; its sessions are retried
             self._probe.pass_failed(packer.slots)
-            for each in planned:
-                each.undo_plan()
-            raise ExpansionError([each.session for each in planned], error) from error
-        for each in planned:
-            each.forget_plan()
+            for model_session in planned:
+                model_session.undo_plan()
+            raise ExpansionError([model_session.session for model_session in planned], error) from error
+        for model_session in planned:
+            model_session.forget_plan()
         failed |= give(children)
         if self._times is not None and len(packer.tokens) <= self._rows:  # longer passes read prompts
             self._times.observe(len(packer.tokens), time.monotonic() - begin)
@@ -134,7 +134,7 @@ class LanguageModelDrafter(Drafter):
         if self._times is None:
             return -math.inf
         # The pass has each session's best node in any case. Of a session that reads, that is the end of its text.
-        best = [math.exp(each.session.best_logprob()) for each in expanding] + [1.0] * len(reading)
+        best = [math.exp(session.session.best_logprob()) for session in expanding] + [1.0] * len(reading)
         probability = self._times.break_even(best)
         return math.log(probability) if probability > 0 else -math.inf
 
@@ -158,10 +158,10 @@ class LanguageModelDrafter(Drafter):
         for tenant in sorted(tenants, key=had.__getitem__):
             own, part = tenants[tenant], min(left, max(1, round(parts[tenant])))
             share, taken = max(1, min(self._rows_per_session, part // len(own))), 0
-            for each in own:
+            for session in own:
                 if taken < part:
-                    planned.append(each)
-                    taken += each.plan_nodes(packer, min(share, part - taken), break_even)
+                    planned.append(session)
+                    taken += session.plan_nodes(packer, min(share, part - taken), break_even)
             left -= taken
             had[tenant] += taken / weights[tenant]
         self._had |= had
@@ -175,10 +175,10 @@ class LanguageModelDrafter(Drafter):
         with many sessions cannot lengthen another's passes. If no session expands, at least the shortest pending text
         is computed whole, since no one waits for it.
         """
-        wanted = sum(not each.session.policy.paused for each in reading)
+        wanted = sum(not session.session.policy.paused for session in reading)
         beside = PROMPT_WIDTHS * self._rows_per_session
-        readers = {each.session.request.tenant: each.session.request.weight for each in reading}
-        held_up = {each.session.request.tenant: each.session.request.weight for each in expanding}
+        readers = {session.session.request.tenant: session.session.request.weight for session in reading}
+        held_up = {session.session.request.tenant: session.session.request.weight for session in expanding}
         others = [
             sum(weight for reader, weight in readers.items() if reader != tenant) / own
             for tenant, own in held_up.items()
@@ -196,8 +196,8 @@ class LanguageModelDrafter(Drafter):
 def _by_tenant(sessions: Iterable[ModelSession]) -> dict[str, list[ModelSession]]:
     """Group sessions by tenant, keeping their order."""
     found: dict[str, list[ModelSession]] = {}
-    for each in sessions:
-        found.setdefault(each.session.request.tenant, []).append(each)
+    for session in sessions:
+        found.setdefault(session.session.request.tenant, []).append(session)
     return found
 
 
@@ -205,12 +205,12 @@ def _shared_by_tenant(reading: Sequence[ModelSession], rows: int) -> Iterator[tu
     """Yield what `_shared` yields for each tenant, with the rows divided among tenants by weight."""
     tenants = _by_tenant(reading)
     pool = Pool(rows, {tenant: own[0].session.request.weight for tenant, own in tenants.items()})
-    wanted = {tenant: float(sum(each.pending_text for each in own)) for tenant, own in tenants.items()}
+    wanted = {tenant: float(sum(session.pending_text for session in own)) for tenant, own in tenants.items()}
     for tenant in pool.order(wanted):
         taken = 0
-        for each, most in _shared(tenants[tenant], math.ceil(pool.part(tenant))):
-            taken += min(most, each.pending_text)
-            yield each, most
+        for session, most in _shared(tenants[tenant], math.ceil(pool.part(tenant))):
+            taken += min(most, session.pending_text)
+            yield session, most
         pool.take(tenant, taken)
 
 
@@ -222,12 +222,12 @@ def _reading_order(session: ModelSession) -> tuple[bool, int]:
 def _shared(reading: Sequence[ModelSession], rows: int) -> Iterator[tuple[ModelSession, int]]:
     """Yield the sessions to read in a pass over `rows` rows of text, and the token limit of each. The first of
     `reading` has waited longest and gets a quota, so that shorter texts cannot starve it."""
-    wanted = [each for each in reading if not each.session.policy.paused]
+    wanted = [session for session in reading if not session.session.policy.paused]
     for_oldest = {wanted[0]: rows // OLDEST_SHARE} if wanted else {}
-    left = rows - sum(min(most, each.pending_text) for each, most in for_oldest.items())
-    for each in sorted(reading, key=_reading_order):
-        own = min(for_oldest.get(each, 0), each.pending_text)
-        more = min(left, each.pending_text - own)
+    left = rows - sum(min(most, session.pending_text) for session, most in for_oldest.items())
+    for session in sorted(reading, key=_reading_order):
+        own = min(for_oldest.get(session, 0), session.pending_text)
+        more = min(left, session.pending_text - own)
         if own + more > 0:
             left -= more
-            yield each, own + more
+            yield session, own + more

@@ -156,7 +156,7 @@ class DraftServicer(
                 self._loop.commit(session, request.committed.base, list(request.committed.tokens), arrived)
             case "policy":
                 if wrong := _policy_violations(request.policy):
-                    raise ValueError("; ".join(" ".join(each) for each in wrong))
+                    raise ValueError("; ".join(" ".join(violation) for violation in wrong))
                 session.set_policy(self._policy(request.policy, session.max_nodes))
             case "resend":
                 session.outgoing.resend()

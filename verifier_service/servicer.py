@@ -241,7 +241,7 @@ class VerifierServicer(
                 self._extend(session, request.extend, arrived)
             case "policy":
                 if wrong := self._policy_violations(request.policy):
-                    raise ValueError("; ".join(" ".join(each) for each in wrong))
+                    raise ValueError("; ".join(" ".join(violation) for violation in wrong))
                 session.set_policy(self._policy(request.policy))
             case "consumed":
                 session.client_has_read(request.consumed.tokens)

@@ -78,12 +78,16 @@ def _wanted(session: VerifierSession, costs: WindowCosts, eligibility: Eligibili
 
 def observe_windows(verifications: Sequence[TreeVerification], logits: StepLogits) -> None:
     """Update the windows of a step with the target's choices below their rows."""
-    with_window = [each for each in verifications if each.error is None and each.lookahead_count]
+    with_window = [
+        verification for verification in verifications if verification.error is None and verification.lookahead_count
+    ]
     if not with_window:
         return
-    rows, queries = zip(*(pair for each in with_window for pair in each.lookahead_queries()), strict=True)
+    rows, queries = zip(
+        *(pair for verification in with_window for pair in verification.lookahead_queries()), strict=True
+    )
     chosen = iter(logits.choose(rows, queries)[0].tolist())
-    for each in with_window:
-        each.session.ngrams.observe_window(
-            list(itertools.islice(chosen, each.lookahead_count)), len(each.result.tokens)
+    for verification in with_window:
+        verification.session.ngrams.observe_window(
+            list(itertools.islice(chosen, verification.lookahead_count)), len(verification.result.tokens)
         )

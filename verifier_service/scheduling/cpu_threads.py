@@ -57,7 +57,9 @@ def thread_policy(
     threaded = cpu_threads(engine)
     if threaded is None:
         return FixedThreads(measure())
-    return AdaptiveThreads(threaded, measure, [each for each in map(cpu_threads, beside) if each is not None], tuning)
+    return AdaptiveThreads(
+        threaded, measure, [threads for threads in map(cpu_threads, beside) if threads is not None], tuning
+    )
 
 
 class FixedThreads:

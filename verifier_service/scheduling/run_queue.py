@@ -62,7 +62,7 @@ class RunQueue:
         """Queue a session; it is admitted as soon as there is memory for it."""
         entry.arrival = next(self._arrivals)
         entry.waiting_since = time.monotonic()
-        self.shares.joined(entry, {each.tenant for each in self._waiting if not each.preemptions})
+        self.shares.joined(entry, {other.tenant for other in self._waiting if not other.preemptions})
         self._waiting.append(entry)
         self._count()
 
@@ -184,14 +184,14 @@ class RunQueue:
             assert victim.session.table is not None
             victims.append(victim)
             tables.append(victim.session.table)
-            running = [each for each in running if each is not victim]
+            running = [other for other in running if other is not victim]
             room = self.pool.available + blocks_freed(tables)
         for victim in victims:
             self._preempt(victim)
 
     def _next_victim(self, entry: RunningSession, running: list[RunningSession]) -> RunningSession | None:
         """Return the running session to preempt first for `entry`, or None."""
-        throttled = [each for each in running if self.throttled(each)]
+        throttled = [other for other in running if self.throttled(other)]
         if throttled:  # no progress until its reader catches up
             return throttled[-1]
         return youngest_beyond(running, entry, entry.session.tree.base)
@@ -199,12 +199,12 @@ class RunQueue:
     def _growth(self, entry: RunningSession, running: list[RunningSession]) -> int:
         """Return the forecast growth in blocks of a session being admitted and the running ones. Sessions that would be
         preempted for it count only if they give back more than they take."""
-        growth = expected_growth([*(each.session for each in running), entry.session], self.lengths)
-        if all(each.tenant == entry.tenant for each in running):  # fairness preempts between tenants only
+        growth = expected_growth([*(other.session for other in running), entry.session], self.lengths)
+        if all(other.tenant == entry.tenant for other in running):  # fairness preempts between tenants only
             return growth
         counted = who_counts(running, entry, entry.session.tree.base)
         if len(counted) < len(running):
-            growth = min(growth, expected_growth([*(each.session for each in counted), entry.session], self.lengths))
+            growth = min(growth, expected_growth([*(other.session for other in counted), entry.session], self.lengths))
         return growth
 
     def _preempt(self, entry: RunningSession) -> None:

@@ -78,7 +78,7 @@ class TenantShares:
         """Add a session that waits for memory; `wanting`: tenants with other new sessions waiting."""
         tenant = entry.tenant
         if tenant not in wanting:
-            of_others = min((self._counters[each] for each in wanting), default=0.0)
+            of_others = min((self._counters[other] for other in wanting), default=0.0)
             # No credit for idle time: at least level with the tenants that wait and with the virtual time, less a small
             # burst.
             least = max(of_others, self._level) - BURST * self._usual / entry.weight
@@ -97,7 +97,7 @@ class TenantShares:
         self._counters.move_to_end(tenant)
         forgotten = len(self._counters) - len(self._sessions) - REMEMBERED
         if forgotten > 0:
-            idle = (each for each in self._counters if each not in self._sessions)
+            idle = (tenant for tenant in self._counters if tenant not in self._sessions)
             for tenant in list(islice(idle, forgotten)):
                 del self._counters[tenant]
 
@@ -111,7 +111,7 @@ class TenantShares:
 
     def stepped(self, tenants: Collection[str]) -> None:
         """Advance the virtual time after a step; `tenants`: those in it or waiting, already charged for it."""
-        self._level = max(self._level, min((self._counters[each] for each in tenants), default=0.0))
+        self._level = max(self._level, min((self._counters[tenant] for tenant in tenants), default=0.0))
 
     def next(self, waiting: Iterable[RunningSession]) -> RunningSession | None:
         """Return the next waiting session: smallest counter of its tenant, then fewest sessions per weight, then
@@ -137,24 +137,26 @@ class TenantShares:
                 lacking[entry.tenant] += (entry.session.tree.base - entry.session.computed) / entry.weight
         had = {tenant: self._counters[tenant] - tokens for tenant, tokens in lacking.items()}
         decoders = {entry.tenant for entry in decoding}
-        most = max((sessions[each] for each in decoders), default=0.0)
-        highest = max((self._counters[each] for each in decoders), default=0.0)
+        most = max((sessions[tenant] for tenant in decoders), default=0.0)
+        highest = max((self._counters[tenant] for tenant in decoders), default=0.0)
         # Necessary for going before any decoding tenant. Fewer sessions per weight: with many sessions a tenant could
         # otherwise stop all decoding by its prompts. Served no more: a tenant ahead of its share waits its turn.
-        able = [each for each in had if sessions[each] < most and had[each] <= highest]
+        able = [tenant for tenant in had if sessions[tenant] < most and had[tenant] <= highest]
         if not able:
             return NOBODY
         # The neediest tenant decides who yields; the others may only join it.
-        neediest = min(able, key=lambda each: (sessions[each], had[each]))
+        neediest = min(able, key=lambda tenant: (sessions[tenant], had[tenant]))
         yielding = {
-            each for each in decoders if sessions[neediest] < sessions[each] and had[neediest] <= self._counters[each]
+            tenant
+            for tenant in decoders
+            if sessions[neediest] < sessions[tenant] and had[neediest] <= self._counters[tenant]
         }
         if not yielding:
             return NOBODY
         # Urgent tenants must go before every yielding one. The strict n_i < n_j also keeps the two sets disjoint.
-        fewest = min(sessions[each] for each in yielding)
-        lowest = min(self._counters[each] for each in yielding)
-        return Urgent({each for each in able if sessions[each] < fewest and had[each] <= lowest}, yielding)
+        fewest = min(sessions[tenant] for tenant in yielding)
+        lowest = min(self._counters[tenant] for tenant in yielding)
+        return Urgent({tenant for tenant in able if sessions[tenant] < fewest and had[tenant] <= lowest}, yielding)
 
     def _count(self, entry: RunningSession, cost: float) -> None:
         entry.cost += cost
@@ -199,22 +201,22 @@ def who_counts(running: Sequence[RunningSession], entry: RunningSession, tokens:
     own = shares.pop(entry.tenant, 0.0) + tokens / entry.weight
     # Well above this tenant's share once admitted: these would be preempted for it, so their growth cannot displace it.
     beyond = {tenant for tenant, tokens_held in shares.items() if tokens_held >= IMBALANCE * own}
-    giving_way = {id(each) for each in spared(running) if each.tenant in beyond}
-    return [each for each in running if id(each) not in giving_way]
+    giving_way = {id(other) for other in spared(running) if other.tenant in beyond}
+    return [other for other in running if id(other) not in giving_way]
 
 
 def youngest_beyond(running: list[RunningSession], entry: RunningSession, tokens: int) -> RunningSession | None:
     """Return the session to preempt so that the waiting `entry` gets memory for `tokens` tokens, or None: the youngest
     of the tenant with the most memory per weight, among tenants that hold `IMBALANCE` times this tenant's future share
     even after the preemption."""
-    others = [each for each in spared(running) if each.tenant != entry.tenant]
+    others = [other for other in spared(running) if other.tenant != entry.tenant]
     if not others:
         return None
     shares = held(running)
     wanted = IMBALANCE * (shares[entry.tenant] + tokens / entry.weight)
     # Still above after giving the blocks back: otherwise the two tenants would preempt each other in turn.
-    beyond = (each for each in reversed(others) if wanted <= shares[each.tenant] - given_back(each))
-    return max(beyond, key=lambda each: shares[each.tenant], default=None)
+    beyond = (other for other in reversed(others) if wanted <= shares[other.tenant] - given_back(other))
+    return max(beyond, key=lambda other: shares[other.tenant], default=None)
 
 
 def prompt_weights(prompts: Sequence[RunningSession]) -> list[float]:

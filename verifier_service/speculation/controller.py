@@ -246,7 +246,7 @@ class SpeculationController:
         sizes = (kind.sessions, kind.sessions + 1, *reversed(range(kind.sessions)))
         others = reversed(range(kind.exempt + 1))
         neighbours = (kind._replace(sessions=size, exempt=exempt) for exempt in others for size in sizes)
-        known = (self._stats[each].best for each in neighbours if each in self._stats)
+        known = (self._stats[neighbour].best for neighbour in neighbours if neighbour in self._stats)
         return next(known, kind.modes[0])
 
 

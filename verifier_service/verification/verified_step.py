@@ -50,15 +50,17 @@ class VerifiedStep:
 
     def _add_logprobs(self) -> None:
         """Add the log-probabilities of committed tokens to the results of requests for them."""
-        asking = [each for _, each in self._sound if each.session.request.top_logprobs is not None]
+        asking = [
+            verification for _, verification in self._sound if verification.session.request.top_logprobs is not None
+        ]
         if not asking:
             return
-        rows = [row for each in asking for row in each.rows]
-        tokens = np.asarray([token for each in asking for token in each.result.tokens])
-        tops = [each.session.request.top_logprobs or 0 for each in asking for _ in each.rows]
+        rows = [row for verification in asking for row in verification.rows]
+        tokens = np.asarray([token for verification in asking for token in verification.result.tokens])
+        tops = [verification.session.request.top_logprobs or 0 for verification in asking for _ in verification.rows]
         found = iter(self.logits.logprobs(rows, tokens, tops))
-        for each in asking:
-            each.result.logprobs = list(islice(found, len(each.rows)))
+        for verification in asking:
+            verification.result.logprobs = list(islice(found, len(verification.rows)))
 
     def apply(self, now: float) -> list[tuple[RunningSession, VerifyResult]]:
         """Commit and return accepted tokens; `failed` sessions get nothing."""
