@@ -37,51 +37,49 @@ log = structlog.get_logger()
 def main(
     model: Annotated[
         Path,
-        typer.Option(help="Directory of the draft model: one that `specdec export` wrote, or Hugging Face's layout."),
+        typer.Option(help="Directory of the draft model: an export by `specdec export`, or Hugging Face's layout."),
     ],
     engine: Annotated[
         DraftKind,
         typer.Option(
-            help="onnx uses ONNX Runtime: it exports a directory in Hugging Face's layout on first use. torch is the "
-            "engine made for the device. eager runs the model's own layers, slowly, to compare with."
+            help="onnx: ONNX Runtime, which exports a directory in Hugging Face's layout on first use. torch: "
+            "specdec's own engine for the device. eager: the model's own layers, slow, for comparison."
         ),
     ] = "onnx",
     dtype: Annotated[
         WantedDtype,
         typer.Option(
-            help="Data type that the draft computes in; float16 is for GPUs, and onnx has no bfloat16. auto is that of "
-            "the export, or the checkpoint's own where the device computes it well, else float32."
+            help="Data type of the draft; float16 is for GPUs, and onnx has no bfloat16. auto: the export's, or the "
+            "checkpoint's, if the device computes it fast, else float32."
         ),
     ] = "auto",
     device: Annotated[
-        str, typer.Option(help="Device to compute on: cpu, cuda, or cuda:N for one of several GPUs.")
+        str, typer.Option(help="Device of the model: cpu, cuda, or cuda:N for one of several GPUs.")
     ] = "cpu",
     threads: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=MOST_THREADS,
-            help="CPU threads of the forward pass; fewer than the machine has cores where a verifier shares it. By "
-            "default one for each core that the process is given, and one beside a GPU.",
+            help="CPU threads of the forward pass; fewer than the machine's cores if a verifier shares it. Default: "
+            "one for each core available to the process; 1 with a GPU.",
         ),
     ] = None,
     kv_tokens: Annotated[
         int | None,
         typer.Option(
             min=512,
-            help="Tokens that the KV cache has room for. By default 64 texts as long as the model's context, but no "
-            "more than half of the free memory.",
+            help="Size of the KV cache in tokens. Default: 64 texts of the model's context length, but at most half "
+            "of the free memory.",
         ),
     ] = None,
-    max_sessions: Annotated[
-        int, typer.Option(min=1, help="Most sessions that are open at the same time; more are refused.")
-    ] = 256,
+    max_sessions: Annotated[int, typer.Option(min=1, help="Maximum open sessions; further ones are refused.")] = 256,
     max_sessions_per_client: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Most sessions that callers with one certificate have open, or without certificates those of one "
-            "host; more are refused. By default there is no limit besides --max-sessions.",
+            help="Maximum open sessions per client certificate, or per host without certificates; further ones are "
+            "refused. Default: only --max-sessions applies.",
         ),
     ] = None,
     *,

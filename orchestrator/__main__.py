@@ -61,7 +61,7 @@ def main(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of the target model. Its tokenizer and configuration are read, its weights are not needed."
+            help="Directory of the target model: its tokenizer and configuration are read; weights are not needed."
         ),
     ] = None,
     served_model_name: Annotated[
@@ -69,7 +69,7 @@ def main(
         typer.Option(
             parser=_model_name,
             metavar="NAME",
-            help="Name by which requests ask for the model. By default the name of its directory.",
+            help="Name of the model in requests. Default: the name of its directory.",
         ),
     ] = None,
     verifier: Annotated[
@@ -77,8 +77,8 @@ def main(
         typer.Option(
             parser=address,
             metavar="ADDRESS",
-            help="Address of a verifier: HOST:PORT, or as gRPC spells it. dns:///NAME:PORT is a verifier at every "
-            "record of the name. May be repeated.",
+            help="Address of a verifier: HOST:PORT, or a gRPC target. dns:///NAME:PORT stands for one verifier per "
+            "DNS record of the name. May be repeated.",
         ),
     ] = None,
     draft: Annotated[
@@ -86,61 +86,60 @@ def main(
         typer.Option(
             parser=address,
             metavar="ADDRESS",
-            help="Address of a draft service, in the same form. May be repeated. By default no remote draft is used.",
+            help="Address of a draft service, in the same form. May be repeated. Default: no remote draft.",
         ),
     ] = None,
     models: Annotated[
         Path | None,
         typer.Option(
-            help="YAML file of several models and revisions, with their directories, pods and shares of the requests, "
-            "instead of --model, --served-model-name, --verifier and --draft. It is read again when it changes."
+            help="YAML file of models and revisions with their directories, pods and traffic shares, in place of "
+            "--model, --served-model-name, --verifier and --draft. Reloaded when it changes."
         ),
     ] = None,
     workers: Annotated[
-        int, typer.Option(min=1, max=256, help="Processes that share the port; each uses at most one core.")
+        int, typer.Option(min=1, max=256, help="Worker processes sharing the port; each uses at most one core.")
     ] = 1,
     patience_ms: Annotated[
         float,
         duration(
-            "Longest step delay in milliseconds: how long a verifier may put a step off for candidates that are on "
-            "their way.",
+            "Maximum step delay in milliseconds: how long a verifier may delay a step for candidates on their way.",
             max=60_000.0,
         ),
     ] = 50.0,
     silence_seconds: Annotated[
         float,
-        duration("Seconds without a message after which a verifier or draft counts as lost.", min=0.5, max=3600.0),
+        duration("Seconds without a message before a verifier or draft counts as lost.", min=0.5, max=3600.0),
     ] = 1.5,
-    failover_seconds: Annotated[float, duration("Seconds without progress after which a request fails.")] = 30.0,
+    failover_seconds: Annotated[float, duration("Seconds without progress before a request fails.")] = 30.0,
     peer_tls_ca: Annotated[
         Path | None,
         typer.Option(
-            help="PEM file of the authorities that certificates of verifiers and drafts must be of. With it calls to "
-            "them use TLS."
+            help="PEM file of the CAs that sign the certificates of verifiers and drafts. With it, calls to them use "
+            "TLS."
         ),
     ] = None,
     peer_tls_cert: Annotated[
-        Path | None, typer.Option(help="PEM file of the certificate to show to verifiers and drafts that ask for one.")
+        Path | None, typer.Option(help="PEM file of the client certificate for verifiers and drafts that require one.")
     ] = None,
     peer_tls_key: Annotated[Path | None, typer.Option(help="PEM file of that certificate's key, unencrypted.")] = None,
     peer_tls_name: Annotated[
         str | None,
         typer.Option(
-            help="Name that certificates of verifiers and drafts must be for. By default the host of their address."
+            help="Name that certificates of verifiers and drafts must be valid for. Default: the host of their address."
         ),
     ] = None,
     tenants: Annotated[
         Path | None,
         typer.Option(
-            help="YAML file of tenants, with the hashes of their API keys, and limits. With it every request needs a "
-            "key. By default anybody may ask, for the tenant that the request names."
+            help="YAML file of tenants with the hashes of their API keys, and limits. With it, every request needs "
+            "an API key. Default: no authentication; a request names its tenant."
         ),
     ] = None,
     trust_drafts: Annotated[
         bool,
         typer.Option(
-            help="Let the services of --draft influence what tokens are chosen, as the REJECTION and CONTRASTIVE rules "
-            "do. By default such requests are refused."
+            help="Accept requests with the REJECTION and CONTRASTIVE rules, where the draft services influence which "
+            "tokens are chosen. Default: refuse them."
         ),
     ] = False,
     share_port: Annotated[bool, typer.Option(hidden=True)] = False,  # these two are set by the supervisor of workers
@@ -218,7 +217,7 @@ def _check_models(models: Path | None, given: Mapping[str, object]) -> None:
         for option, value in given.items():
             if value:
                 raise typer.BadParameter(
-                    "stands in the file of --models: leave one of them out", param_hint=f"'{option}'"
+                    "is set by the file of --models: give only one of the two", param_hint=f"'{option}'"
                 )
         return
     for option in ("--model", "--verifier"):

@@ -50,19 +50,19 @@ def main(
     dtype: Annotated[
         WantedDtype,
         typer.Option(
-            help="Data type that the target computes in; float16 is for GPUs. auto is the checkpoint's own where the "
-            "device computes it well, else float32; with --engine onnx, that of the export."
+            help="Data type of the target; float16 is for GPUs. auto: the checkpoint's, if the device computes it "
+            "fast, else float32; with --engine onnx, the export's."
         ),
     ] = "auto",
     device: Annotated[
-        str, typer.Option(help="Device to compute on: cpu, cuda, or cuda:N for one of several GPUs.")
+        str, typer.Option(help="Device of the model: cpu, cuda, or cuda:N for one of several GPUs.")
     ] = "cpu",
     engine: Annotated[
         Kind,
         typer.Option(
-            help="torch is the engine made for the device. eager runs the model's own layers, slowly, to compare with. "
-            "onnx uses ONNX Runtime: it exports the model on first use and is never exact. vllm has vLLM run the "
-            "model, with its kernels and quantisations, on one device or several; it verifies chains of candidates, no "
+            help="torch: specdec's own engine for the device. eager: the model's own layers, slow, for comparison. "
+            "onnx: ONNX Runtime, which exports the model on first use and is never exact. vllm: vLLM runs the model "
+            "with its kernels and quantisations, on one device or several, and verifies chains of candidates, not "
             "trees."
         ),
     ] = "torch",
@@ -71,8 +71,7 @@ def main(
         typer.Option(
             min=1,
             max=MOST_THREADS,
-            help="CPU threads of the forward pass. By default one for each core that the process is given, and one "
-            "beside a GPU.",
+            help="CPU threads of the forward pass. Default: one for each core available to the process; 1 with a GPU.",
         ),
     ] = None,
     threads_while_drafting: Annotated[
@@ -80,86 +79,85 @@ def main(
         typer.Option(
             min=1,
             max=MOST_THREADS,
-            help="CPU threads of the forward pass while drafts are at work: fewer than --threads where a draft service "
-            "shares the machine. By default as many as --threads.",
+            help="CPU threads of the forward pass while a draft is working: fewer than --threads if a draft service "
+            "shares the machine. Default: --threads.",
         ),
     ] = None,
     kv_tokens: Annotated[
         int | None,
         typer.Option(
             min=512,
-            help="Tokens that the KV cache has room for. By default 64 texts as long as the model's context, but no "
-            "more than half of the free memory.",
+            help="Size of the KV cache in tokens. Default: 64 texts of the model's context length, but at most half "
+            "of the free memory.",
         ),
     ] = None,
-    max_sessions: Annotated[
-        int, typer.Option(min=1, help="Most sessions that are open at the same time; more are refused.")
-    ] = 512,
+    max_sessions: Annotated[int, typer.Option(min=1, help="Maximum open sessions; further ones are refused.")] = 512,
     max_sessions_per_client: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Most sessions that callers with one certificate have open, or without certificates those of one "
-            "host; more are refused. By default there is no limit besides --max-sessions.",
+            help="Maximum open sessions per client certificate, or per host without certificates; further ones are "
+            "refused. Default: only --max-sessions applies.",
         ),
     ] = None,
     max_waiting: Annotated[
-        int, typer.Option(min=1, help="Most sessions that wait for their first room in the KV cache; more are refused.")
+        int,
+        typer.Option(min=1, help="Maximum sessions waiting for their first KV cache blocks; further ones are refused."),
     ] = 128,
     step_rows: Annotated[
         int,
         typer.Option(
             min=8,
-            help="Rows (tokens) up to which prompts fill a step. The verifier takes fewer if a row costs as little "
-            "then, as it measures at start.",
+            help="Maximum rows (tokens) of a step with prefill. The verifier uses fewer if its measurements at "
+            "start-up show that larger steps make a row no cheaper.",
         ),
     ] = 512,
     max_candidates: Annotated[
         int,
-        typer.Option(min=1, max=MAX_CANDIDATES, help="Most candidates of one session that a step verifies."),
+        typer.Option(min=1, max=MAX_CANDIDATES, help="Maximum candidates that a step verifies for one session."),
     ] = VerifierLimits.max_candidates,
     suffix_cache_tokens: Annotated[
         int,
         typer.Option(
             min=0,
             max=1 << 17,
-            help="Tokens that each tenant's suffix cache holds: its latest finished texts, which n-gram lookup "
-            "searches for its next requests. 0 turns it off.",
+            help="Size of each tenant's suffix cache in tokens: its latest finished texts, searched by n-gram lookup "
+            "for its next requests. 0 turns it off.",
         ),
     ] = 0,
     exact: Annotated[
         bool,
         typer.Option(
-            help="Compute exactly: a token's logits have the same bits whatever shares its step. The verifier checks "
-            "this at start, and warns if it cannot be had."
+            help="Exact numerics: a token's logits have the same bits whatever else is in its step. The "
+            "verifier checks this at start-up and warns if it does not hold."
         ),
     ] = True,
     compile: Annotated[
         bool,
         typer.Option(
-            help="Compile the model's own layers with torch: half a minute at start for faster steps of models that "
-            "are not of the Llama kind, or that vLLM runs. Works on CPUs only and needs a C++ compiler."
+            help="Compile the model's own layers with torch: start-up takes half a minute longer, and steps are "
+            "faster for models not of the Llama kind, or run by vLLM. CPU only; needs a C++ compiler."
         ),
     ] = False,
     cuda_graphs: Annotated[
         bool,
         typer.Option(
-            help="Record steps as CUDA graphs, which the host launches in one call; without them every kernel by "
-            "itself, slowly, to compare with. For the torch engine and vLLM on a GPU."
+            help="Capture steps as CUDA graphs, launched in one call; without them the host launches every kernel "
+            "separately, slow, for comparison. For the torch engine and vLLM on a GPU."
         ),
     ] = True,
     draft_model: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of a local draft: a small model that the verifier itself runs between steps, where a draft "
-            "service would take cores from the target. By default there is none."
+            help="Directory of a local draft: a small model run by the verifier itself between steps, for machines "
+            "where a draft service would take cores from the target. Default: none."
         ),
     ] = None,
     vllm_options: Annotated[
         str,
         typer.Option(
             metavar="JSON",
-            help="With --engine vllm: options of vLLM by their names in vllm.EngineArgs, such as "
+            help="With --engine vllm: engine options by their names in vllm.EngineArgs, such as "
             '\'{"tensor_parallel_size": 4, "quantization": "fp8"}\'.',
         ),
     ] = "{}",

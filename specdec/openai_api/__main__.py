@@ -26,21 +26,21 @@ def main(
         typer.Option(
             parser=address,
             metavar="ADDRESS",
-            help="Address of an orchestrator: HOST:PORT, or as gRPC spells it. dns:///NAME:PORT is an orchestrator at "
-            f"every record of the name. May be repeated. By default 127.0.0.1:{ports.ORCHESTRATOR}.",
+            help="Address of an orchestrator: HOST:PORT, or a gRPC target. dns:///NAME:PORT stands for one "
+            f"orchestrator per DNS record of the name. May be repeated. Default: 127.0.0.1:{ports.ORCHESTRATOR}.",
         ),
     ] = None,
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = ports.OPENAI,
     max_connections: Annotated[
-        int, typer.Option(min=1, help="Most connections at the same time; at the limit idle ones give way to new ones.")
+        int, typer.Option(min=1, help="Maximum open connections; at the limit a new one replaces an idle one.")
     ] = MOST_CONNECTIONS,
     keep_alive_seconds: Annotated[
         int,
         typer.Option(
             min=1,
-            help="Seconds for which a connection stays open on which no further request comes: longer than a load "
-            "balancer in front keeps it.",
+            help="Seconds before an idle keep-alive connection is closed; must be longer than the idle timeout of a "
+            "load balancer in front.",
         ),
     ] = KEEP_ALIVE_SECONDS,
     allow_origin: Annotated[
@@ -48,41 +48,40 @@ def main(
         typer.Option(
             parser=origin,
             metavar="ORIGIN",
-            help="Origin, such as https://chat.example.com, whose pages may ask from a browser; * for any. May be "
-            "repeated. By default none may.",
+            help="Allowed CORS origin, such as https://chat.example.com; * for any. May be repeated. Default: none.",
         ),
     ] = None,
     tls_cert: Annotated[
         Path | None,
-        typer.Option(help="PEM file of the server's certificate, intermediate ones after it. With it it speaks HTTPS."),
+        typer.Option(
+            help="PEM file of the server's certificate, followed by intermediate ones. With it, the server "
+            "speaks HTTPS."
+        ),
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key, unencrypted.")] = None,
     tls_client_ca: Annotated[
         Path | None,
-        typer.Option(help="PEM file of authorities: only clients that show a certificate of theirs are served."),
+        typer.Option(help="PEM file of CAs: clients must present a certificate signed by one of them."),
     ] = None,
     orchestrator_tls_ca: Annotated[
         Path | None,
         typer.Option(
-            help="PEM file of the authorities that certificates of orchestrators must be of. With it calls to them use "
-            "TLS."
+            help="PEM file of the CAs that sign the certificates of orchestrators. With it, calls to them use TLS."
         ),
     ] = None,
     orchestrator_tls_cert: Annotated[
-        Path | None, typer.Option(help="PEM file of the certificate to show to orchestrators that ask for one.")
+        Path | None, typer.Option(help="PEM file of the client certificate for orchestrators that require one.")
     ] = None,
     orchestrator_tls_key: Annotated[
         Path | None, typer.Option(help="PEM file of that certificate's key, unencrypted.")
     ] = None,
     metrics_port: Annotated[
         int | None,
-        typer.Option(
-            min=0, max=65535, help="Port on which Prometheus finds metrics, at /metrics, by HTTP without TLS."
-        ),
+        typer.Option(min=0, max=65535, help="Port of the Prometheus metrics, at /metrics, over HTTP without TLS."),
     ] = None,
     drain_seconds: Annotated[
         float,
-        duration("Seconds that running requests get to finish when the server is told to stop; the rest is cancelled."),
+        duration("Seconds for running requests to finish during a shutdown; the rest are cancelled."),
     ] = 30.0,
     log_level: LogLevel = "info",
     stop_with_stdin: Annotated[

@@ -117,7 +117,7 @@ MISTAKES = (
     Mistake(
         "specdec orchestrator --models models.yaml --model target",
         USAGE,
-        "'--model': stands in the file of --models: leave one of them out",
+        "'--model': is set by the file of --models: give only one of the two",
     ),
     Mistake(
         "specdec orchestrator --model target --verifier a:1 --served-model-name b@c",

@@ -25,19 +25,19 @@ def server_settings(
     tls_cert: Annotated[
         Path | None,
         typer.Option(
-            help="PEM file of the server's certificate, intermediate ones after it. With it all calls need TLS."
+            help="PEM file of the server's certificate, followed by intermediate ones. With it, all calls need TLS."
         ),
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key, unencrypted.")] = None,
     tls_client_ca: Annotated[
         Path | None,
-        typer.Option(help="PEM file of authorities: only clients that show a certificate of theirs are served."),
+        typer.Option(help="PEM file of CAs: clients must present a certificate signed by one of them."),
     ] = None,
     tls_client_name: Annotated[
         list[str] | None,
         typer.Option(
-            help="Subject alternative name (host, IP address or URI) that a client's certificate must have, besides "
-            "being of --tls-client-ca. May be repeated: one of them is enough. By default any name."
+            help="Required subject alternative name (host, IP address or URI) of a client's certificate, in addition "
+            "to --tls-client-ca. May be repeated: one match is enough. Default: any name."
         ),
     ] = None,
     health_port: Annotated[
@@ -45,40 +45,36 @@ def server_settings(
         typer.Option(
             min=0,
             max=65535,
-            help="Port of a second server that answers health checks alone, without TLS: for probes, which know none.",
+            help="Port of a second server for health checks only, without TLS: for probes that do not support TLS.",
         ),
     ] = None,
     metrics_port: Annotated[
         int | None,
-        typer.Option(
-            min=0, max=65535, help="Port on which Prometheus finds metrics, at /metrics, by HTTP without TLS."
-        ),
+        typer.Option(min=0, max=65535, help="Port of the Prometheus metrics, at /metrics, over HTTP without TLS."),
     ] = None,
     otlp_endpoint: Annotated[
         Address | None,
         typer.Option(
             parser=address,
             metavar="ADDRESS",
-            help="Address of an OpenTelemetry collector, HOST:PORT, that takes traces by OTLP over gRPC, without TLS. "
-            "By default none are sent. Needs the extra `otel`.",
+            help="Address of an OpenTelemetry collector, HOST:PORT, for traces by OTLP over gRPC, without TLS. "
+            "Default: traces are not exported. Needs the extra `otel`.",
         ),
     ] = None,
     trace_ratio: Annotated[
         float,
         number(
-            "With --otlp-endpoint: share of requests that are traced, where their callers have not decided it.",
+            "With --otlp-endpoint: share of requests to trace, where the caller's trace context does not decide.",
             min=0.0,
             max=1.0,
         ),
     ] = 1.0,
     reflection: Annotated[
-        bool, typer.Option(help="Answer gRPC reflection: tools such as grpcurl then need no proto files.")
+        bool, typer.Option(help="Enable gRPC server reflection, so that tools such as grpcurl need no proto files.")
     ] = False,
     drain_seconds: Annotated[
         float,
-        duration(
-            "Seconds that running requests get to finish when the service is told to stop; the rest is cancelled."
-        ),
+        duration("Seconds for running requests to finish during a shutdown; the rest are cancelled."),
     ] = 30.0,
     log_level: LogLevel = "info",
     stop_with_stdin: Annotated[
