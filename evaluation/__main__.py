@@ -55,49 +55,48 @@ def main(
     prompts: Annotated[
         Path,
         typer.Option(
-            help="File of prompts like those that you serve, with their options: as for `specdec generate "
-            "--prompt-file`."
+            help="File of prompts typical of your traffic, with their options, as for `specdec generate --prompt-file`."
         ),
     ],
-    max_prompts: Annotated[int, typer.Option(min=1, help="Prompts that are taken of the file at most.")] = 16,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of a text, where its prompt does not say it.")] = 128,
-    temperature: Annotated[float, number("Temperature, where a prompt does not say it.", min=0.0, max=10.0)] = 0.0,
+    max_prompts: Annotated[int, typer.Option(min=1, help="Maximum prompts to read from the file.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate, if the prompt does not set it.")] = 128,
+    temperature: Annotated[float, number("Temperature, if the prompt does not set it.", min=0.0, max=10.0)] = 0.0,
     streams: Annotated[
         list[int] | None,
         typer.Option(
-            min=1, max=MOST_STREAMS, help="Texts that one verifier serves at a time. May be repeated. Default: 1 and 8."
+            min=1, max=MOST_STREAMS, help="Concurrent texts of one verifier. May be repeated. Default: 1 and 8."
         ),
     ] = None,
     concurrent: Annotated[
-        int | None, typer.Option(min=1, help="Texts at a time in all, for which the sizes of pools are told.")
+        int | None, typer.Option(min=1, help="Concurrent texts in total: predict the number of pods needed for them.")
     ] = None,
     device: Annotated[str, typer.Option(help="Device of the target: cpu, cuda or cuda:N.")] = "cpu",
-    draft_device: Annotated[str | None, typer.Option(help="Device of the draft. By default the target's.")] = None,
+    draft_device: Annotated[str | None, typer.Option(help="Device of the draft. Default: the target's.")] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, max=MOST_THREADS, help="CPU threads of the target. By default all cores.")
+        int | None, typer.Option(min=1, max=MOST_THREADS, help="CPU threads of the target. Default: all cores.")
     ] = None,
     draft_threads: Annotated[
-        int | None, typer.Option(min=1, max=MOST_THREADS, help="CPU threads of the draft. By default the target's.")
+        int | None, typer.Option(min=1, max=MOST_THREADS, help="CPU threads of the draft. Default: the target's.")
     ] = None,
-    dtype: Annotated[WantedDtype, typer.Option(help="Data type that the target computes in.")] = "auto",
-    draft_dtype: Annotated[WantedDtype, typer.Option(help="Data type that the draft computes in.")] = "auto",
+    dtype: Annotated[WantedDtype, typer.Option(help="Data type of the target.")] = "auto",
+    draft_dtype: Annotated[WantedDtype, typer.Option(help="Data type of the draft.")] = "auto",
     draft_engine: Annotated[
         DraftKind, typer.Option(help="Engine of the draft service; a local draft always has the target's.")
     ] = "onnx",
     draft_speed: Annotated[
         float,
-        number("How many times as fast the draft's device is as the one here.", min=0.001, max=1000.0),
+        number("Speed of the draft's device relative to the one here.", min=0.001, max=1000.0),
     ] = 1.0,
     network_ms: Annotated[
-        float, number("Milliseconds from a service to another one, one way.", min=0.0, max=1000.0)
+        float, number("One-way network latency between services in milliseconds.", min=0.0, max=1000.0)
     ] = 0.2,
-    kv_tokens: Annotated[int, typer.Option(min=1024, help="Tokens that each KV cache has room for.")] = 16384,
+    kv_tokens: Annotated[int, typer.Option(min=1024, help="Size of each KV cache in tokens.")] = 16384,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure a pair of models on this machine, and predict how fast it would be served.
+    """Measure a pair of models on this machine, and predict its serving speed.
 
-    Both models run here, on your prompts. Acceptance and the times of their passes are measured; the speed with a draft
-    on a device of its own, within the verifier, or absent is predicted from them.
+    Both models run here, on your prompts. Acceptance and the latencies of forward passes are measured; from them the
+    speed is predicted: with a remote draft, with a local draft, and without a draft.
     """
     logs.configure("evaluate", "error")
     target_options = EngineOptions("torch", device, threads or threads_for(device), dtype)
@@ -139,11 +138,14 @@ def _samples(pair: Pair, file: PromptFile, most: int, most_tokens: int) -> Itera
         except ServiceError as error:
             raise PromptFileError(f"{file.path}:{prompt.line}: {error}") from None
         if sample.rule is Rule.CONTRASTIVE:
-            raise PromptFileError(f"{file.path}:{prompt.line}: rule: is contrastive, which is not for speed")
+            raise PromptFileError(
+                f"{file.path}:{prompt.line}: rule: is contrastive, which is for quality, not for speed"
+            )
         longest = len(sample.prompt) + sample.max_tokens
         if longest > most_tokens:
             raise PromptFileError(
-                f"{file.path}:{prompt.line}: may have {longest} tokens, --kv-tokens has room for {most_tokens} a stream"
+                f"{file.path}:{prompt.line}: may have {longest} tokens, must have at most {most_tokens}, the share "
+                "of --kv-tokens per stream"
             )
         yield sample
 

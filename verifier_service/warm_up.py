@@ -28,12 +28,12 @@ KV_TOKENS = 2048
 
 def main(
     model: Annotated[Path, typer.Option(help="Directory of the target model, as for `specdec verifier`.")],
-    dtype: Annotated[
-        WantedDtype, typer.Option(help="Data type that the verifier will compute in, as its --dtype.")
-    ] = "auto",
+    dtype: Annotated[WantedDtype, typer.Option(help="The verifier's --dtype.")] = "auto",
     threads: Annotated[
         int | None,
-        typer.Option(min=1, max=MOST_THREADS, help="The verifier's --threads. By default all cores of this process."),
+        typer.Option(
+            min=1, max=MOST_THREADS, help="The verifier's --threads. Default: all cores available to this process."
+        ),
     ] = None,
     threads_while_drafting: Annotated[
         int | None,
@@ -41,7 +41,7 @@ def main(
     ] = None,
     log_level: LogLevel = "info",
 ) -> None:
-    """Compile and check all that a verifier on the CPU keeps in the cache folder, and end: for image builds."""
+    """Fill the cache folder of a CPU verifier (compiled code, results of checks) and exit: for image builds."""
     set_memory_policy()
 
     def fill() -> None:
@@ -50,7 +50,7 @@ def main(
         if folder is None:
             raise StartError(
                 f"the cache folder {cache_folder.place() or '(none: SPECDEC_CACHE_DIR is empty)'} cannot be used, so "
-                "that nothing would be kept: name one that only this user can write to in SPECDEC_CACHE_DIR"
+                "nothing would be kept: set SPECDEC_CACHE_DIR to a folder only this user can write to"
             )
         most = threads or threads_for("cpu")
         fewer = most if threads_while_drafting is None else min(most, threads_while_drafting)

@@ -17,22 +17,20 @@ Orchestrators = Annotated[
     str,
     typer.Option(
         callback=addresses,
-        help="Address of the orchestrator: HOST:PORT, or as gRPC spells it; several are joined by commas.",
+        help="Address of the orchestrator: HOST:PORT, or a gRPC target; several, comma-separated.",
     ),
 ]
 ModelName = Annotated[
-    str | None, typer.Option("--model", help="Model to ask, where several are served: NAME, or NAME@REVISION.")
+    str | None, typer.Option("--model", help="Model to use, if several are served: NAME or NAME@REVISION.")
 ]
-Tls = Annotated[
-    bool, typer.Option("--tls", envvar="SPECDEC_TLS", help="Use TLS, and trust the public authorities, as gRPC does.")
-]
+Tls = Annotated[bool, typer.Option("--tls", envvar="SPECDEC_TLS", help="Use TLS with gRPC's default root CAs.")]
 TlsCa = Annotated[
     Path | None,
-    typer.Option(envvar="SPECDEC_TLS_CA", help="Use TLS, and trust the authorities in this PEM file, and no others."),
+    typer.Option(envvar="SPECDEC_TLS_CA", help="Use TLS with only the CAs in this PEM file."),
 ]
 TlsCert = Annotated[
     Path | None,
-    typer.Option(envvar="SPECDEC_TLS_CERT", help="PEM file of a certificate to show to a server that asks for one."),
+    typer.Option(envvar="SPECDEC_TLS_CERT", help="PEM file of the client certificate, for servers that require one."),
 ]
 TlsKey = Annotated[
     Path | None, typer.Option(envvar="SPECDEC_TLS_KEY", help="PEM file of that certificate's key, unencrypted.")
@@ -41,15 +39,15 @@ TlsName = Annotated[
     str | None,
     typer.Option(
         envvar="SPECDEC_TLS_NAME",
-        help="Name that the server's certificate must be for, where it is reached by another: by the address of a pod, "
-        "say, or through a forwarded port.",
+        help="Name to expect in the server's certificate, if its address has another: for the IP address of a pod or "
+        "a forwarded port.",
     ),
 ]
 ApiKeyFile = Annotated[
     Path | None,
     typer.Option(
         envvar="SPECDEC_API_KEY_FILE",
-        help="File of an API key, for servers that want one. By default the key in SPECDEC_API_KEY, if there is one.",
+        help="File with the API key, for servers that require one. Default: the key in SPECDEC_API_KEY, if set.",
     ),
 ]
 
@@ -88,7 +86,7 @@ def access(
 ) -> Access:
     """Return the access given by these options and the environment."""
     if name is not None and not tls and ca is None:
-        raise typer.BadParameter("is for TLS: give --tls-ca or --tls too", param_hint="'--tls-name'")
+        raise typer.BadParameter("needs TLS: give --tls-ca or --tls too", param_hint="'--tls-name'")
     return Access(_credentials(tls, ca, cert, key), _api_key(api_key_file), name)
 
 
@@ -110,7 +108,7 @@ def _api_key(file: Path | None) -> str | None:
 
 def _checked(key: str, hint: str, where: str = "") -> str:
     if not key or not key.isascii() or not key.isprintable():  # gRPC would abort the process
-        raise typer.BadParameter(f"{where}holds no API key, which is a line of printable ASCII", param_hint=hint)
+        raise typer.BadParameter(f"{where}has no API key, which must be one line of printable ASCII", param_hint=hint)
     return key
 
 
@@ -118,7 +116,7 @@ def _credentials(tls: bool, ca: Path | None, cert: Path | None, key: Path | None
     if not tls and ca is None:
         for option, file in (("--tls-cert", cert), ("--tls-key", key)):
             if file is not None:
-                raise typer.BadParameter("is for TLS: give --tls-ca or --tls too", param_hint=f"'{option}'")
+                raise typer.BadParameter("needs TLS: give --tls-ca or --tls too", param_hint=f"'{option}'")
         return None
     try:
         return channel_credentials(TlsFiles(cert, key, ca, ("--tls-cert", "--tls-key", "--tls-ca")).read())

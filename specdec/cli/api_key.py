@@ -13,7 +13,7 @@ from specdec.cli.access import api_key_in
 
 def api_key(
     hash_of: Annotated[
-        Path | None, typer.Option(help="File of a key that there is already: print its hash, and make none.")
+        Path | None, typer.Option(help="File with an existing key: print its hash, and make no new key.")
     ] = None,
 ) -> None:
     """Make an API key: print the key, for the tenant, and its hash, for the orchestrator's --tenants file."""

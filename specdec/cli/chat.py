@@ -29,22 +29,22 @@ ASKS = "> "
 def chat(
     address: Orchestrators = f"127.0.0.1:{ports.ORCHESTRATOR}",
     model: ModelName = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of an answer. By default as many as the context holds.")
+        int | None, typer.Option(min=1, help="Maximum tokens of an answer. Default: until the context is full.")
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(help="Temperature of sampling; 0 is greedy. By default the model's own, else 0."),
+        typer.Option(help="Sampling temperature; 0 is greedy. Default: the model's own, else 0."),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, max=2**64 - 1, help="Seed of each answer. By default another one each time.")
+        int | None, typer.Option(min=0, max=2**64 - 1, help="Seed of each answer. Default: a new one each time.")
     ] = None,
     speculation: Annotated[
-        SpeculationChoice, typer.Option(help="Who proposes candidates, as for `generate`.")
+        SpeculationChoice, typer.Option(help="Which drafters propose candidates, as for `generate`.")
     ] = "auto",
     colours: Annotated[
-        bool, typer.Option("--colours", help="Show each token in the colour of its source, as `generate` does.")
+        bool, typer.Option("--colours", help="Colour each token by its source, as `generate` does.")
     ] = False,
     tls: Tls = False,
     tls_ca: TlsCa = None,

@@ -10,14 +10,14 @@ from specdec.client import Message
 from specdec.client.options import SpeculationChoice
 
 HELP = """\
-/seed N          draw the next answers with this seed; /seed alone: with another one each time
-/temperature X   0 always takes the most probable token; /temperature alone: as the model has it
-/speculation S   who proposes tokens: auto, off, always, draft or local
-/colours         show, or no longer show, where each token came from
+/seed N          draw the next answers with this seed; /seed alone: a new one each time
+/temperature X   0 is greedy; /temperature alone: the model's own
+/speculation S   which drafters propose tokens: auto, off, always, draft or local
+/colours         turn on or off the colours of token sources
 /again           answer the last question once more
 /clear           forget the conversation
-/quit            leave, as Ctrl-D does; Ctrl-C stops an answer
-//...            ask what follows the first /, which is no command then"""
+/quit            leave, like Ctrl-D; Ctrl-C stops an answer
+//...            ask a question that begins with /: the first / is dropped"""
 
 
 class LeaveError(Exception):
@@ -60,7 +60,7 @@ class Conversation:
         name, _, value = line.strip().partition(" ")
         found = self._commands.get(name)
         if found is None:
-            raise ValueError(f"{name} is no command: /help lists them")
+            raise ValueError(f"{name} is not a command: /help lists them")
         return found(value.strip())
 
     @property
@@ -80,7 +80,7 @@ class Conversation:
         if value and not (value.isascii() and value.isdecimal() and int(value) < 1 << 64):
             raise ValueError(f"/seed {value}: must be a whole number from 0 to 2^64 - 1")
         self.options["seed"] = int(value) if value else None
-        return f"seed: {value or 'another one each time'}", False
+        return f"seed: {value or 'a new one each time'}", False
 
     def _set_temperature(self, value: str) -> tuple[str, bool]:
         try:
@@ -88,7 +88,7 @@ class Conversation:
         except ValueError:
             raise ValueError(f"/temperature {value}: must be a number") from None
         self.options["temperature"] = temperature
-        return f"temperature: {value or 'as the model has it'}", False
+        return f"temperature: {value or 'default'}", False
 
     def _set_speculation(self, value: str) -> tuple[str, bool]:
         known = get_args(SpeculationChoice)

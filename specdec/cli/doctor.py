@@ -16,19 +16,20 @@ def doctor(
     model: Annotated[
         Path | None,
         typer.Option(
-            "--model", "--target", help="Directory of a target model: say whether a verifier can serve it here."
+            "--model", "--target", help="Directory of a target model: check whether a verifier can serve it here."
         ),
     ] = None,
     draft: Annotated[
         Path | None,
-        typer.Option(help="Directory of a draft model: say whether a draft service can, beside the target if given."),
+        typer.Option(
+            help="Directory of a draft model: check whether a draft service can serve it here, together "
+            "with the target if given."
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="Device of the target: cpu, cuda, or cuda:N.")] = "cpu",
     dtype: Annotated[WantedDtype, typer.Option(help="Data type of the target.")] = "auto",
-    engine: Annotated[Kind, typer.Option(help="How the target computes; `vllm` has vLLM run it.")] = "torch",
-    kv_tokens: Annotated[
-        int | None, typer.Option(min=512, help="Tokens that the target's KV cache is to have room for.")
-    ] = None,
+    engine: Annotated[Kind, typer.Option(help="Engine of the target; with `vllm`, vLLM runs it.")] = "torch",
+    kv_tokens: Annotated[int | None, typer.Option(min=512, help="Size of the target's KV cache in tokens.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Report what this machine has and lacks: packages, devices, fast paths, ports, cache folder.

@@ -16,9 +16,11 @@ from specdec.extras import check_installed
 
 def export(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Directory of the model in Hugging Face's layout.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; an older export there is replaced.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Directory to write; an export already there is replaced.")
+    ],
     dtype: Annotated[
-        Literal["float32", "float16"], typer.Option(help="Data type that the export computes in; float16 is for GPUs.")
+        Literal["float32", "float16"], typer.Option(help="Data type of the export; float16 is for GPUs.")
     ] = "float32",
 ) -> None:
     """Export a model to ONNX. A draft service then runs it without torch."""
@@ -32,7 +34,9 @@ def export(
     try:
         check_replaceable(out)
         directory = check_model(Wanted(model, Placement("eager")))
-        print(f"specdec: exports {model} to {out} in {dtype}; this takes a minute or more", file=sys.stderr, flush=True)
+        print(
+            f"specdec: exporting {model} to {out} in {dtype}; this takes a minute or more", file=sys.stderr, flush=True
+        )
         signal.signal(signal.SIGTERM, _end)
         from specdec.serving.process import logs
 

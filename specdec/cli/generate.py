@@ -46,81 +46,78 @@ def generate(
     prompt_file: Annotated[
         Path | None,
         typer.Option(
-            help="File of prompts, in place of PROMPT: on each line a JSON object with `text`, `tokens` or `messages`, "
-            "and options of its own. All are asked at once."
+            help="JSON Lines file of prompts, in place of PROMPT: on each line an object with `text`, `tokens` or "
+            "`messages`, and options for this prompt. Prompts run concurrently."
         ),
     ] = None,
     address: Orchestrators = f"127.0.0.1:{ports.ORCHESTRATOR}",
     model: ModelName = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate for a prompt.")] = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens to generate for a prompt.")] = 128,
     temperature: Annotated[
         float | None,
         typer.Option(
-            help="Temperature of sampling; 0 is greedy: always the most probable token. By default the model's own "
-            "(generation_config.json), else 0."
+            help="Sampling temperature; 0 is greedy. Default: the model's own (generation_config.json), else 0."
         ),
     ] = None,
     top_p: Annotated[
         float | None,
         typer.Option(
-            help="Sample from the fewest tokens whose probabilities add up to this much; 1 keeps all. By default as "
-            "the model has it."
+            help="Nucleus sampling: keep the smallest set of tokens whose probabilities sum to this; 1 keeps all. "
+            "Default: the model's own, else 1."
         ),
     ] = None,
     top_k: Annotated[
         int | None,
-        typer.Option(
-            help="Sample from so many of the most probable tokens; 0 keeps all. By default as the model has it."
-        ),
+        typer.Option(help="Sample from the K most probable tokens; 0 keeps all. Default: the model's own, else 0."),
     ] = None,
     min_p: Annotated[
         float | None,
         typer.Option(
-            help="Sample from tokens whose probability, relative to the most probable token's, is at least this; 0 "
-            "keeps all. By default as the model has it."
+            help="Keep tokens at least this probable relative to the most probable one; 0 keeps all. Default: the "
+            "model's own, else 0."
         ),
     ] = None,
     ignore_generation_config: Annotated[
         bool,
         typer.Option(
             "--ignore-generation-config",
-            help="Take no defaults of the model's generation_config.json: greedy, unless options say otherwise.",
+            help="Ignore the defaults in the model's generation_config.json: greedy unless options change it.",
         ),
     ] = False,
     seed: Annotated[
         int | None,
-        typer.Option(min=0, max=2**64 - 1, help="Seed of sampling. By default the server draws one, which is printed."),
+        typer.Option(min=0, max=2**64 - 1, help="Sampling seed. Default: drawn by the server, and printed."),
     ] = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="Stop string: the text ends before it. May be repeated.")
+        list[str] | None, typer.Option(help="Stop string; it is not part of the text. May be repeated.")
     ] = None,
     json_schema: Annotated[
-        Path | None, typer.Option(help="File of a JSON schema: each text is a value that it describes.")
+        Path | None, typer.Option(help="File with a JSON schema: each text is a value valid under it.")
     ] = None,
     regex: Annotated[
-        str | None, typer.Option(help="Regular expression, in Rust's syntax, that matches each text as a whole.")
+        str | None, typer.Option(help="Regular expression in Rust's syntax, which each text matches as a whole.")
     ] = None,
     lark: Annotated[
         Path | None,
-        typer.Option(help="File of a context-free grammar in Lark's syntax: each text is what `start` derives."),
+        typer.Option(help="File with a context-free grammar in Lark's syntax: each text is derived from `start`."),
     ] = None,
     choice: Annotated[
-        list[str] | None, typer.Option(help="Text that may be the answer; no other may be than those. May be repeated.")
+        list[str] | None, typer.Option(help="Allowed answer; the text is one of them. May be repeated.")
     ] = None,
     speculation: Annotated[
         SpeculationChoice,
         typer.Option(
-            help="Who proposes candidates. auto: all drafters, where that pays. draft: the remote draft alone, where "
-            "that pays. always: the remote draft alone, even at a loss. local: the verifier's own proposers alone, "
-            "where that pays. off: nobody, which is plain decoding."
+            help="Which drafters propose candidates. auto: all of them, when it pays. draft: only the remote draft, "
+            "when it pays. always: only the remote draft, even at a loss. local: only the verifier's own proposers, "
+            "when it pays. off: none, which is plain decoding."
         ),
     ] = "auto",
     lookahead: Annotated[
         tuple[int, int, int] | None,
         typer.Option(
             metavar="W N G",
-            help="Size of the lookahead window, used even at a loss: W positions, n-grams of N tokens, G guesses. By "
-            "default a size that pays, if one does.",
+            help="Size of the lookahead window, used even at a loss: W positions, n-grams of N tokens, G guesses. "
+            "Default: a size that pays, if any.",
         ),
     ] = None,
     rule: Annotated[
@@ -130,12 +127,12 @@ def generate(
     alpha: Annotated[
         float | None,
         typer.Option(
-            help="For --rule contrastive: the least probability of a token that may be chosen, relative to the most "
-            "probable token's. By default 0.1."
+            help="For --rule contrastive: minimum probability of a plausible token, relative to the most probable "
+            "one. Default: 0.1."
         ),
     ] = None,
     timeout: Annotated[
-        float | None, duration("Seconds that a prompt may take, retries included. By default no limit.", min=0.001)
+        float | None, duration("Deadline of a prompt in seconds, retries included. Default: none.", min=0.001)
     ] = None,
     tls: Tls = False,
     tls_ca: TlsCa = None,
@@ -143,16 +140,15 @@ def generate(
     tls_key: TlsKey = None,
     tls_name: TlsName = None,
     api_key_file: ApiKeyFile = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print a JSON object for each prompt.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
     concurrency: Annotated[
         int | None,
-        typer.Option(min=1, max=4096, help="With --prompt-file: prompts asked at the same time. By default 32."),
+        typer.Option(min=1, max=4096, help="With --prompt-file: maximum concurrent prompts. Default: 32."),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="With --prompt-file: file to write a JSON object to for each prompt.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="With --prompt-file: JSON Lines file for the results.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the --out of a run that broke off. Errors are asked again.")
+        bool,
+        typer.Option("--resume", help="Continue an interrupted run with its --out file. Failed prompts are retried."),
     ] = False,
     fail_fast: Annotated[
         bool, typer.Option("--fail-fast", help="With --prompt-file: stop at the first prompt that fails.")
@@ -167,7 +163,7 @@ def generate(
     if (prompt is None) == (prompt_file is None):
         fail("give either PROMPT or --prompt-file", ExitStatus.USAGE)
     if prompt_file is None and (concurrency is not None or out is not None or fail_fast):
-        fail("--concurrency, --out and --fail-fast go with --prompt-file", ExitStatus.USAGE)
+        fail("--concurrency, --out and --fail-fast need --prompt-file", ExitStatus.USAGE)
     if resume and out is None:
         fail("--resume needs --out", ExitStatus.USAGE)
     options: dict[str, Any] = {

@@ -180,7 +180,7 @@ async def generate_many(
     if out is not None or not json_output:
         console.print(
             f"{tokens} tokens of {done} prompts in {seconds:.2f} s ({tokens / seconds:.0f}/s), {len(failed)} failed"
-            + (f", {kept} were there already" if kept else ""),
+            + (f", {kept} were already done" if kept else ""),
             style="dim",
         )
     return failed[0] if failed else None

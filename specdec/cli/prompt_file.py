@@ -82,7 +82,7 @@ class PromptFile:
         unknown = entry.keys() - OPTIONS - {*FORMS}
         if unknown:
             names = ", ".join(f"`{name}`" for name in sorted(unknown))
-            raise ValueError(f"{names} cannot be set on a line; options are {', '.join(sorted(OPTIONS))}")
+            raise ValueError(f"{names} cannot be set on a line, must be one of {', '.join(sorted(OPTIONS))}")
         options = dict(self._options)
         if entry.get("drafters") is not None:
             options.pop("speculation", None)  # both select drafters, and the line takes precedence

@@ -35,7 +35,7 @@ class ResultsFile:
                     self._file.close()
                     raise
         except FileExistsError:
-            raise ResultsFileError(f"{path}: exists already; --resume goes on with it") from None
+            raise ResultsFileError(f"{path}: already exists; --resume continues it") from None
         except OSError as error:
             raise ResultsFileError(f"{path}: {error.strerror}") from error
 
@@ -52,10 +52,11 @@ class ResultsFile:
             here, digest = unknown.pop(prompt.line, (0, prompt.digest))
             if digest != prompt.digest:
                 raise ResultsFileError(
-                    f"{self.path}:{here}: is of another prompt, or of other options, than line {prompt.line} is now"
+                    f"{self.path}:{here}: is the result of another prompt or other options than line {prompt.line} "
+                    "has now"
                 )
         for line, (here, _) in unknown.items():
-            raise ResultsFileError(f"{self.path}:{here}: is of line {line}, which has no prompt now")
+            raise ResultsFileError(f"{self.path}:{here}: is the result of line {line}, which has no prompt now")
 
     def begin(self) -> None:
         """Drop entries to redo: an incomplete last line, and errors."""
@@ -98,7 +99,7 @@ class ResultsFile:
                 entry = json.loads(line)
                 of, digest = int(entry["line"]), str(entry["request"])
             except (ValueError, KeyError, TypeError, RecursionError):
-                raise ResultsFileError(f"{self.path}:{number}: is no result of this command") from None
+                raise ResultsFileError(f"{self.path}:{number}: is not a result of this command") from None
             if "error" in entry:
                 self._dropped = True
             else:

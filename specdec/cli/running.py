@@ -49,10 +49,10 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"{role:13} {pod['address']:21} {', '.join(parts)}"
     usual = f"127.0.0.1:{ports.ORCHESTRATOR}"
     asked = "" if found["address"] == usual else f" --address {found['address']}"
-    yield f'Ask it: specdec generate "def main("{asked}'
+    yield f'Try it: specdec generate "def main("{asked}'
     if openai := found["services"].get("openai"):
-        yield f"Or with any OpenAI client: OPENAI_BASE_URL=http://{openai}/v1"
-    yield "Ctrl-C stops all."
+        yield f"With any OpenAI client: OPENAI_BASE_URL=http://{openai}/v1"
+    yield "Ctrl-C stops all services."
 
 
 def _memory(process: int) -> int:

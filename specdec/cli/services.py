@@ -36,12 +36,12 @@ def openai(context: typer.Context) -> None:
 
 
 def warm_up(context: typer.Context) -> None:
-    """Fill the cache folder for a target model and end (for image builds)."""
+    """Fill the cache folder for a target model and exit (for image builds)."""
     run_command(load("verifier_service.warm_up").main, context.command_path, context.args)
 
 
 def evaluate(context: typer.Context) -> None:
-    """Measure a pair of target and draft, and predict how fast it would be served."""
+    """Measure a pair of target and draft, and predict its serving speed."""
     run_command(load("evaluation.__main__").main, context.command_path, context.args)
 
 

@@ -27,14 +27,16 @@ def stats(
         typer.Argument(
             parser=address,
             metavar="ADDRESS",
-            help="Address of an orchestrator, a verifier or a draft service: HOST:PORT, or as gRPC spells it.",
+            help="Address of an orchestrator, verifier or draft service: HOST:PORT, or a gRPC target.",
         ),
     ] = f"127.0.0.1:{ports.ORCHESTRATOR}",  # type: ignore[assignment]  # the parser takes it as it takes others
     watch: Annotated[
-        float | None, duration("Look again every so many seconds, until Ctrl-C. By default once.", min=0.1)
+        float | None, duration("Refresh interval in seconds, until Ctrl-C. Default: print once.", min=0.1)
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print a JSON object a look, each on a line.")] = False,
-    timeout: Annotated[float, duration("Seconds to wait for an answer.", min=0.001)] = 5.0,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per refresh, one per line.")
+    ] = False,
+    timeout: Annotated[float, duration("Timeout in seconds.", min=0.001)] = 5.0,
     tls: Tls = False,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -69,8 +71,8 @@ def _told(error: Exception, target: str, timeout: float) -> tuple[str, ExitStatu
     """Return the error message for a failed query, and the exit status."""
     if not isinstance(error, grpc.RpcError):
         return (
-            f"{target}: a gRPC server answers, but no orchestrator, verifier or draft service of specdec.v2 "
-            "that tells statistics",
+            f"{target}: a gRPC server answers, but has no statistics of a specdec.v2 orchestrator, verifier or draft "
+            "service",
             ExitStatus.REFUSED,
         )
     code, details = error.code(), printable(" ".join(str(error.details()).split()))

@@ -82,7 +82,7 @@ def _of_verifier(stats: GetStatsResponse, before: Stats | None) -> Iterator[Line
     yield from _process(stats)
     yield from _computing(stats.identity, stats.pod)
     waiting = f"{stats.waiting} waiting (at most {stats.max_waiting} new ones)"
-    throttled = f", {stats.throttled} of them ahead of their readers" if stats.throttled else ""
+    throttled = f", {stats.throttled} of them throttled" if stats.throttled else ""
     yield (
         "sessions",
         f"{stats.sessions} open (at most {stats.max_sessions}): {stats.running} running, {waiting}{throttled}",
@@ -128,11 +128,11 @@ def _of_orchestrator(stats: GenerationServiceGetStatsResponse, before: Stats | N
     yield from _revisions([view for view in stats.revisions if view.revision])
     yield (
         "requests",
-        f"{stats.requests}: {stats.running_requests} running, {stats.cancelled_requests} left by their callers, "
-        f"failed: {_by_reason(stats.failed_requests)}",
+        f"{stats.requests}: {stats.running_requests} running, {stats.cancelled_requests} cancelled, failed: "
+        f"{_by_reason(stats.failed_requests)}",
     )
     if stats.waiting_prompts:
-        yield "prompts", f"{stats.waiting_prompts} wait to be tokenised"
+        yield "prompts", f"{stats.waiting_prompts} waiting for a tokeniser"
     yield "samples", f"{stats.running_samples} running, {stats.ended_samples} ended"
     yield (
         "tokens",
@@ -177,7 +177,7 @@ def _pod(pod: PodView) -> str:
     state = BreakerState.Name(pod.breaker).removeprefix("BREAKER_STATE_").lower().replace("_", "-")
     parts = [f"breaker {state}", f"{pod.sessions} session{'s' * (pod.sessions != 1)} from here"]
     if pod.unfit_reason:
-        parts.insert(0, f"not asked: {pod.unfit_reason}")
+        parts.insert(0, f"unfit: {pod.unfit_reason}")
     if pod.HasField("capacity"):
         parts.append(f"{pod.capacity.sessions} in all, room for {pod.capacity.room} more")
     return ", ".join(parts)

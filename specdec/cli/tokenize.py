@@ -20,18 +20,18 @@ from specdec.exit_status import ExitStatus
 def tokenize(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to tokenize; `-` reads it from stdin.")],
     address: Annotated[
-        str, typer.Option(callback=addresses, help="Address of the orchestrator; several are joined by commas.")
+        str, typer.Option(callback=addresses, help="Address of the orchestrator; several, comma-separated.")
     ] = f"127.0.0.1:{ports.ORCHESTRATOR}",
     model: ModelName = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Take PROMPT as a user's message, rendered by the model's chat template.")
+        bool, typer.Option("--chat", help="Treat PROMPT as a user message, rendered by the model's chat template.")
     ] = False,
     special: Annotated[
-        bool, typer.Option(help="Add what the model expects around a plain text (a BOS token, say).")
+        bool, typer.Option(help="Add the model's special tokens around plain text, such as BOS.")
     ] = True,
-    count: Annotated[bool, typer.Option("--count", help="Print the number of tokens alone.")] = False,
+    count: Annotated[bool, typer.Option("--count", help="Print only the number of tokens.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    timeout: Annotated[float, duration("Seconds that the call may take, retries included.", min=0.001)] = 30.0,
+    timeout: Annotated[float, duration("Timeout of the call in seconds, retries included.", min=0.001)] = 30.0,
     tls: Tls = False,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -45,7 +45,7 @@ def tokenize(
     except UnicodeDecodeError as error:
         fail(f"stdin: {error}", ExitStatus.USAGE)
     if chat and not special:
-        fail("--no-special goes with plain text: a chat template says itself what it adds", ExitStatus.USAGE)
+        fail("--no-special is for plain text: a chat template adds special tokens itself", ExitStatus.USAGE)
     allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
     try:
         with (

@@ -25,7 +25,7 @@ def trace(
         str,
         typer.Argument(
             metavar="REQUEST_ID",
-            help="The request's id: what `specdec generate`, the clients (`request_id`), errors and logs call it.",
+            help="Request id, as in the output of `specdec generate`, the clients' `request_id`, errors and logs.",
         ),
     ],
     at: Annotated[
@@ -34,11 +34,11 @@ def trace(
             "--address",
             parser=address,
             metavar="ADDRESS",
-            help="Address of the orchestrator, which also asks its pods; or of a pod, which tells its own part.",
+            help="Address of the orchestrator, which also queries its pods, or of a pod, for its own part.",
         ),
     ] = f"127.0.0.1:{ports.ORCHESTRATOR}",  # type: ignore[assignment]  # the parser takes it as it takes others
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    timeout: Annotated[float, duration("Seconds to wait for an answer.", min=0.001)] = 5.0,
+    timeout: Annotated[float, duration("Timeout in seconds.", min=0.001)] = 5.0,
     tls: Tls = False,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,

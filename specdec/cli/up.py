@@ -25,66 +25,63 @@ from specdec.exit_status import ExitStatus
 def up(
     target: Annotated[
         Path | None,
-        typer.Option("--target", "--model", help="Directory of the target model. By default the demo's target."),
+        typer.Option("--target", "--model", help="Directory of the target model. Default: the demo's target."),
     ] = None,
     draft: Annotated[
         str | None,
         typer.Option(
-            help="Directory of the draft model, or `none` for no draft service. By default the demo's draft, or none "
-            "with --target or --local-draft."
+            help="Directory of the draft model, or `none` for no draft service. Default: the demo's draft; none with "
+            "--target or --local-draft."
         ),
     ] = None,
     local_draft: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of a local draft: a small model that the verifier itself runs. It takes the place of a "
-            "draft service, unless --draft names one as well."
+            help="Directory of a local draft: a small model run by the verifier itself. Replaces the draft service, "
+            "unless --draft is given too."
         ),
     ] = None,
     dtype: Annotated[
         WantedDtype,
         typer.Option(
-            help="Data type that the target computes in; auto is the checkpoint's own where the device computes it "
-            "well, else float32."
+            help="Data type of the target; auto: the checkpoint's, if the device computes it fast, else float32."
         ),
     ] = "auto",
-    device: Annotated[str, typer.Option(help="Device that the target computes on: cpu, cuda, or cuda:N.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device of the target: cpu, cuda, or cuda:N.")] = "cpu",
     threads: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=MOST_THREADS,
-            help="CPU threads of the target. By default one for each core, and one fewer while the draft works.",
+            help="CPU threads of the target. Default: one for each core, one fewer while the draft is working.",
         ),
     ] = None,
-    kv_tokens: Annotated[
-        int | None, typer.Option(min=512, help="Tokens that the target's KV cache has room for.")
-    ] = None,
+    kv_tokens: Annotated[int | None, typer.Option(min=512, help="Size of the target's KV cache in tokens.")] = None,
     host: Host = "127.0.0.1",
     port: Annotated[
         int,
         typer.Option(
-            min=0, max=65535, help="Port of the orchestrator, for clients; with 0 every service takes a free one."
+            min=0, max=65535, help="Port of the orchestrator, for clients; with 0, every service takes a free port."
         ),
     ] = ports.ORCHESTRATOR,
     verifier_port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help=f"Port of the verifier. By default {ports.VERIFIER}."),
+        typer.Option(min=0, max=65535, help=f"Port of the verifier. Default: {ports.VERIFIER}."),
     ] = None,
     openai_port: Annotated[
         int | None,
         typer.Option(
             min=0,
             max=65535,
-            help=f"Serve OpenAI's HTTP API too, at this port ({ports.OPENAI} is usual). By default it is not served.",
+            help=f"Also serve OpenAI's HTTP API, on this port (usually {ports.OPENAI}). Default: no HTTP API.",
         ),
     ] = None,
     draft_port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help=f"Port of the draft service. By default {ports.DRAFT}."),
+        typer.Option(min=0, max=65535, help=f"Port of the draft service. Default: {ports.DRAFT}."),
     ] = None,
     json_output: Annotated[
-        bool, typer.Option("--json", help="Print what runs, and where, as one JSON object.")
+        bool, typer.Option("--json", help="Print the running services and their addresses as one JSON object.")
     ] = False,
     log_level: LogLevel = "warning",
     *,
@@ -170,7 +167,7 @@ def up(
                 time.sleep(0.2)
                 upkeep.look()
             least = min(float(values["drain_seconds"]) for values in (of_verifier, of_orchestrator))
-            _say(f"stopping: running requests have {least:g} s, or until you stop it again")
+            _say(f"stopping: running requests have {least:g} s to finish; Ctrl-C again stops at once")
     except (LocalError, ListenError, ModelDirectoryError, UnsupportedModelError) as error:
         if stop:
             raise SystemExit(ExitStatus.INTERRUPTED) from None

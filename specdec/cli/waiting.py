@@ -99,4 +99,4 @@ def waited_for(targets: list[str], access: Access = OPEN) -> str:
     if len(absent) + len(without) == len(targets):
         return f"waiting for a verifier: the orchestrator at {', '.join(without)} reaches none"
     serving = [target for target in targets if target not in absent and target not in without]
-    return f"waiting for tokens: {', '.join(serving)} is at work (a long prompt, or many requests)"
+    return f"waiting for tokens: {', '.join(serving)} is busy (a long prompt, or many requests)"

@@ -188,7 +188,7 @@ async def test_a_script_hears_of_an_error_by_the_exit_status() -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("/sed 5", "/sed is no command"),
+        ("/sed 5", "/sed is not a command"),
         ("/seed -1", "whole number"),
         ("/seed five", "whole number"),
         ("/temperature hot", "must be a number"),

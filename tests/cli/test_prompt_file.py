@@ -57,7 +57,7 @@ def results(path: Path) -> list[dict[str, Any]]:
         (b"{}", "must be an object with one of"),
         (b'{"text": "a", "tokens": [1]}', "must be an object with one of"),
         (b'{"text": 5}', "text = 5: must be a string"),
-        (b'{"text": "a", "max_token": 5}', "`max_token` cannot be set on a line; options are alpha, "),
+        (b'{"text": "a", "max_token": 5}', "`max_token` cannot be set on a line, must be one of alpha, "),
         (b'{"text": "a", "n": 2}', "`n` cannot be set"),
         (b'{"text": "a", "max_tokens": -1}', "max_tokens = -1: "),
         (b'{"tokens": [-1]}', "tokens = [-1]: "),
@@ -132,10 +132,13 @@ def test_results_go_on_where_they_broke_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("hello", "out.jsonl:1: is no result of this command"),
-        ('{"text": "a"}', "out.jsonl:1: is no result of this command"),
-        ('{"line": 1, "request": "0"}', "out.jsonl:1: is of another prompt, or of other options, than line 1 is now"),
-        ('{"line": 9, "request": "0"}', "out.jsonl:1: is of line 9, which has no prompt now"),
+        ("hello", "out.jsonl:1: is not a result of this command"),
+        ('{"text": "a"}', "out.jsonl:1: is not a result of this command"),
+        (
+            '{"line": 1, "request": "0"}',
+            "out.jsonl:1: is the result of another prompt or other options than line 1 has now",
+        ),
+        ('{"line": 9, "request": "0"}', "out.jsonl:1: is the result of line 9, which has no prompt now"),
     ],
 )
 def test_results_of_something_else_are_left_alone(tmp_path: Path, line: str, said: str) -> None:
@@ -287,7 +290,7 @@ async def test_an_interrupted_run_is_resumed(tmp_path: Path) -> None:
         assert [each["line"] for each in results(out)] == [1, 2]
         status, said, complained = await run(server, *options, "--resume")
     assert (status, said) == (0, "")
-    assert "2 were there already" in complained
+    assert "2 were already done" in complained
     assert [each["line"] for each in results(out)] == [1, 2, 3, 4]
     assert all(each["text"] == TEXT for each in results(out))
     assert sorted(call.request.text for call in server.calls) == ["0", "1", "2", "2", "3", "3"]
@@ -310,7 +313,7 @@ async def test_no_result_waits_in_memory_for_an_earlier_one(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("x", "--out", "o"), "go with --prompt-file"),
+        (("x", "--out", "o"), "need --prompt-file"),
         (("--prompt-file", "p.jsonl", "--resume"), "--resume needs --out"),
         (("--prompt-file", os.devnull), "is not a file"),
         (("--prompt-file", "empty.jsonl"), "empty.jsonl: holds no prompt"),

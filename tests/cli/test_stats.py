@@ -119,7 +119,7 @@ async def test_another_grpc_server_is_one_line() -> None:
     status, shown, errors = await run(address)
     await server.stop(None)
     assert (status, shown) == (ExitStatus.REFUSED, "")
-    assert errors.startswith(f"specdec: {address}: a gRPC server answers, but no orchestrator, verifier or draft")
+    assert errors.startswith(f"specdec: {address}: a gRPC server answers, but has no statistics of a specdec.v2 orch")
     assert errors.count("\n") == 1
 
 
@@ -187,8 +187,7 @@ def test_the_lines_of_a_verifier() -> None:
     assert shown[:2] == ["verifier at h:1", "  process      7, specdec 1.2, up 3 min 20 s"]
     for line in (
         "  computes     on cpu in bfloat16, with 4 or 3 threads, not exact",
-        "  sessions     3 open (at most 5): 2 running, 1 waiting (at most 4 new ones), "
-        "1 of them ahead of their readers",
+        "  sessions     3 open (at most 5): 2 running, 1 waiting (at most 4 new ones), 1 of them throttled",
         "  KV memory    1000 tokens, 10 % held, 5 % cached",
         "  steps        10 of 3.5 rows each; 25 % busy since the start",
         "  candidates   8 verified, 6 accepted (75 %)",
@@ -201,10 +200,10 @@ def test_the_lines_of_a_verifier() -> None:
 def test_the_lines_of_an_orchestrator() -> None:
     shown = lines("orchestrator", ORCHESTRATOR)
     for line in (
-        "  requests     9: 0 running, 0 left by their callers, failed: 3 OVERLOADED",
+        "  requests     9: 0 running, 0 cancelled, failed: 3 OVERLOADED",
         "  failover     1 draft_back, 2 verifier_lost",
         "  verifiers    a:1    breaker open, 0 sessions from here",
-        f"{' ' * 15}b.c:1  not asked: draft_lost, breaker half-open, 1 session from here, 4 in all, room for 6 more",
+        f"{' ' * 15}b.c:1  unfit: draft_lost, breaker half-open, 1 session from here, 4 in all, room for 6 more",
         "  drafts       none",
     ):
         assert line in shown

@@ -58,7 +58,7 @@ async def test_of_several_orchestrators_those_that_can_work_are_named() -> None:
         lines: list[str] = []
         with WaitReporter(f"{gone.address},{one.address},{other.address}", lines.append):
             await until(lambda: bool(lines))
-    assert lines == [f"waiting for tokens: {one.address} is at work (a long prompt, or many requests)"]
+    assert lines == [f"waiting for tokens: {one.address} is busy (a long prompt, or many requests)"]
 
 
 async def generate(*arguments: str) -> asyncio.subprocess.Process:

@@ -105,7 +105,7 @@ MISTAKES = (
         CANNOT,
         "--tls-cert none.pem: No such file or directory",
     ),
-    Mistake("specdec generate 'def' --tls-cert me.pem", USAGE, "'--tls-cert': is for TLS: give --tls-ca or --tls too"),
+    Mistake("specdec generate 'def' --tls-cert me.pem", USAGE, "'--tls-cert': needs TLS: give --tls-ca or --tls too"),
     Mistake("specdec draft --model draft-1", CANNOT, "draft-1: no such directory"),
     Mistake(
         "specdec draft --model draft --dtype bfloat16", CANNOT, "dtype bfloat16: the ONNX engine computes in float32"

@@ -167,6 +167,6 @@ def test_commands_take_certificates(secured: Secured) -> None:
 
     alone = run("stats", secured.stack.address, "--tls-cert", str(certificate))
     assert alone.returncode == 2
-    assert "'--tls-cert': is for TLS: give --tls-ca or --tls too" in alone.stderr
+    assert "'--tls-cert': needs TLS: give --tls-ca or --tls too" in alone.stderr
     without = run("stats", secured.stack.address, "--tls-ca", str(secured.authority.file))
     assert without.returncode == 69
