@@ -12,14 +12,14 @@ def metrics(told: draft_pb2.DraftServiceGetStatsResponse) -> list[Metric]:
     """Return the metrics for a `GetStats` response."""
     found = Families("draft")
     found.process(told.pod, told.serving)
-    found.gauge("num_sessions", "Sessions that are open.", told.sessions)
+    found.gauge("num_sessions", "Open sessions.", told.sessions)
     usage = told.kv_held_tokens / told.kv_tokens if told.kv_tokens else 0.0
-    found.gauge("kv_cache_usage_perc", "Part of the KV cache that sessions hold; 1 is all.", usage)
+    found.gauge("kv_cache_usage_perc", "KV cache usage by sessions, from 0 to 1.", usage)
     found.counter("steps", "Steps.", told.steps)
     found.counter("busy_seconds", "Seconds spent in steps.", told.busy_us / 1e6)
-    found.counter("committed_tokens", "Tokens that became final in sessions.", told.committed_tokens)
-    found.counter("guessed_tokens", "Tokens of them that the draft had guessed.", told.guessed_tokens)
-    found.counter("sent_candidates", "Candidates sent, those included that are repeated.", told.sent_candidates)
+    found.counter("committed_tokens", "Tokens committed in sessions.", told.committed_tokens)
+    found.counter("guessed_tokens", "Committed tokens that were in the draft's token tree.", told.guessed_tokens)
+    found.counter("sent_candidates", "Candidates sent, repeated ones included.", told.sent_candidates)
     found.counter("sent_messages", "Messages of candidates.", told.sent_messages)
-    found.gauge("fast_paths_off", "Fast paths that are off in this process.", len(told.fast_paths_off))
+    found.gauge("fast_paths_off", "Fast paths disabled in this process.", len(told.fast_paths_off))
     return found.made

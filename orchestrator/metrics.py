@@ -55,29 +55,27 @@ def metrics(
     found.process(told.pod, told.serving)
     found.gauges(
         "verifier_reachable",
-        "1 while a verifier answers that has the model, asked every second; else 0.",
+        "1 if a verifier of the model answers the check made every second, else 0.",
         MODEL,
         reached,
     )
     found.gauges(
         "revision_share",
-        "Share of the requests for a model that a revision gets.",
+        "Share of a model's requests routed to a revision.",
         MODEL,
         _shares(told.revisions),
     )
-    found.gauges(
-        "num_requests_running", "Requests that are under way.", MODEL, by_model(lambda counts: counts.running_requests)
-    )
-    found.gauge("num_prompts_waiting", "Prompts that wait to be tokenised.", told.waiting_prompts)
+    found.gauges("num_requests_running", "Requests in flight.", MODEL, by_model(lambda counts: counts.running_requests))
+    found.gauge("num_prompts_waiting", "Prompts waiting for tokenisation.", told.waiting_prompts)
     found.counters(
         "requests",
-        "Requests that came, by the class of their tenants.",
+        "Requests received, by tenant class.",
         (*MODEL, "tenant_class"),
         {(*key, name): count for key, counts in stats.items() for name, count in counts.by_class.items()},
     )
     found.counters(
         "failed_requests",
-        "Requests that ended with an error, by its reason and the class of their tenants.",
+        "Requests that ended with an error, by reason and tenant class.",
         (*MODEL, "reason", "tenant_class"),
         {
             (*key, reason, name): counts.failed[reason, name]
@@ -87,63 +85,66 @@ def metrics(
         },
     )
     found.counters(
-        "cancelled_requests", "Requests whose callers left.", MODEL, by_model(lambda counts: counts.cancelled)
+        "cancelled_requests", "Requests cancelled by their callers.", MODEL, by_model(lambda counts: counts.cancelled)
     )
-    found.gauges(
-        "num_samples_running", "Samples that are under way.", MODEL, by_model(lambda counts: counts.running_samples)
+    found.gauges("num_samples_running", "Samples in flight.", MODEL, by_model(lambda counts: counts.running_samples))
+    found.counters(
+        "samples", "Samples that ended, for any reason.", MODEL, by_model(lambda counts: counts.ended_samples)
     )
     found.counters(
-        "samples", "Samples that are over, however they ended.", MODEL, by_model(lambda counts: counts.ended_samples)
+        "prompt_tokens", "Prompt tokens of ended samples.", MODEL, by_model(lambda counts: counts.prompt_tokens)
     )
-    found.counters("prompt_tokens", "Tokens of their prompts.", MODEL, by_model(lambda counts: counts.prompt_tokens))
     found.counters(
         "prompt_tokens_cached",
-        "Tokens of them that a verifier had in memory already.",
+        "Prompt tokens of ended samples found in a verifier's KV cache.",
         MODEL,
         by_model(lambda counts: counts.cached_tokens),
     )
     found.counters(
-        "generation_tokens", "Tokens generated in them.", MODEL, by_model(lambda counts: counts.generated_tokens)
+        "generation_tokens",
+        "Tokens generated in ended samples.",
+        MODEL,
+        by_model(lambda counts: counts.generated_tokens),
     )
     found.counters(
         "request_success",
-        "Samples whose texts became complete, by the reason; not those that were late, failed or were cancelled.",
+        "Samples completed before their deadline, by finish reason; late, failed and cancelled ones are not counted.",
         (*MODEL, "finished_reason"),
         by_reason(lambda counts: {reason: counts.finished[reason] for reason in FINISH_REASONS.values()}),
     )
     found.counters(
         "goodput_tokens",
-        "Tokens generated in those. Goodput is the rate of this.",
+        "Tokens generated in samples completed before their deadline; its rate is the goodput.",
         MODEL,
         by_model(lambda counts: counts.finished_tokens),
     )
     found.counters(
         "failover_events",
-        "Changes of pods under texts, by reason.",
+        "Failover events of texts, by reason.",
         (*MODEL, "reason"),
         by_reason(lambda counts: dict.fromkeys(get_args(FailoverReason), 0) | dict(counts.failover_events)),
     )
     found.counters(
         "fallback_seconds",
-        "Seconds for which texts have gone on without a draft that they wanted, by reason; 0 where no draft is set up.",
+        "Seconds of texts without the draft they asked for, by reason; 0 if no draft service is configured.",
         (*MODEL, "reason"),
         by_reason(lambda counts: dict.fromkeys(FALLBACKS, 0.0) | counts.fallback_seconds),
     )
     found.histograms(
         "time_to_first_token_seconds",
-        "Seconds from a tokenised prompt to its first token.",
+        "Seconds from the tokenised prompt to the first token.",
         MODEL,
         {key: counts.first_token for key, counts in served.items()},
     )
     found.histograms(
         "inter_token_latency_seconds",
-        "Seconds from token to token; tokens that came together share theirs.",
+        "Seconds between tokens; tokens that arrive together share the interval equally.",
         MODEL,
         {key: counts.between_tokens for key, counts in served.items()},
     )
     found.histograms(
         "e2e_request_latency_seconds",
-        "Seconds from a tokenised prompt to the end of a sample.",
+        "Seconds from the tokenised prompt to the end of the sample.",
         MODEL,
         {key: counts.whole for key, counts in served.items()},
     )
@@ -154,8 +155,8 @@ def metrics(
             if (role, view.address) not in sessions:  # one pod may draft for several revisions
                 pods[role, "unfit" if view.unfit_reason else _state(view.breaker)] += 1
             sessions[role, view.address] += view.sessions
-    found.gauges("pods", "Pods, by role and the state of their circuit breaker.", ("role", "state"), pods)
-    found.gauges("pod_sessions", "Sessions of this orchestrator at a pod.", ("role", "pod"), sessions)
+    found.gauges("pods", "Pods, by role and circuit breaker state.", ("role", "state"), pods)
+    found.gauges("pod_sessions", "Open sessions of this orchestrator at a pod.", ("role", "pod"), sessions)
     return found.made
 
 

@@ -14,32 +14,38 @@ def metrics(told: verifier_pb2.GetStatsResponse, stats: VerifierStats) -> list[M
     """Return the metrics for a `GetStats` response and the verifier's own counters."""
     found = Families("verifier")
     found.process(told.pod, told.serving)
-    found.gauge("num_sessions", "Sessions that are open.", told.sessions)
-    found.gauge("num_requests_running", "Sessions that have KV memory.", told.running)
+    found.gauge("num_sessions", "Open sessions.", told.sessions)
+    found.gauge("num_requests_running", "Sessions with KV memory.", told.running)
     waiting = max(0, told.waiting - told.throttled)
-    found.gauge("num_requests_waiting", "Sessions that wait for KV memory, and not for their readers.", waiting)
+    found.gauge("num_requests_waiting", "Sessions waiting for KV memory, throttled ones not included.", waiting)
     found.gauge(
-        "num_requests_throttled", "Sessions without KV memory that are far ahead of their readers.", told.throttled
+        "num_requests_throttled",
+        "Sessions without KV memory, throttled because their clients read slowly.",
+        told.throttled,
     )
     usage = told.kv_held_tokens / told.kv_tokens
-    found.gauge("kv_cache_usage_perc", "Part of the KV cache that sessions hold; 1 is all.", usage)
+    found.gauge("kv_cache_usage_perc", "KV cache usage by sessions, from 0 to 1.", usage)
     free = told.kv_tokens - told.kv_held_tokens - told.kv_cached_tokens
     tokens: dict[tuple[str, ...], float] = {
         ("held",): told.kv_held_tokens,
         ("cached",): told.kv_cached_tokens,
         ("free",): free,
     }
-    found.gauges("kv_cache_tokens", "Tokens of the KV cache, by what they are used for.", ("state",), tokens)
-    found.counter("prompt_tokens", "Tokens that sessions came with when they got KV memory.", told.prompt_tokens)
-    found.counter("prefix_cache_queries", "Tokens that were looked for in the KV cache.", told.prompt_tokens)
-    found.counter("prefix_cache_hits", "Tokens of them that were found there.", told.cached_tokens)
+    found.gauges("kv_cache_tokens", "Tokens of KV cache, by state.", ("state",), tokens)
+    found.counter(
+        "prompt_tokens",
+        "Tokens of sessions at their first admission to KV memory, resumed ones included.",
+        told.prompt_tokens,
+    )
+    found.counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", told.prompt_tokens)
+    found.counter("prefix_cache_hits", "Tokens found in the prefix cache.", told.cached_tokens)
     found.counter("generation_tokens", "Tokens committed.", told.committed_tokens)
-    found.counter("num_preemptions", "Times that a session lost its KV memory to others.", told.preemptions)
+    found.counter("num_preemptions", "Preemptions of sessions.", told.preemptions)
     found.counter("step_rows", "Rows of all steps.", told.rows)
     found.histogram("step_time_seconds", "Seconds of a step.", stats.step_seconds)
     found.counters(
         "step_part_seconds",
-        "Seconds by part: forward passes and the rest of steps; before steps, proposers and delays for drafts.",
+        "Seconds by part: forward passes, the rest of steps, proposers before steps, and step delays for drafts.",
         ("part",),
         {
             ("forward",): stats.forward,
@@ -49,25 +55,31 @@ def metrics(told: verifier_pb2.GetStatsResponse, stats: VerifierStats) -> list[M
         },
     )
     found.histogram(
-        "request_queue_time_seconds", "Seconds that a new session has waited for KV memory.", stats.queue_seconds
+        "request_queue_time_seconds",
+        "Seconds from the opening of a session to its admission to KV memory.",
+        stats.queue_seconds,
     )
 
     lengths = stats.accepted_lengths
     modes: dict[tuple[str, ...], float] = {(mode.value,): mode.value == stats.mode for mode in Mode}
-    found.gauges(
-        "speculation_mode", "1 for the mode that adaptive speculation has chosen last, else 0.", ("mode",), modes
-    )
-    found.counter("spec_decode_num_drafts", "Steps of sessions that had candidates.", sum(lengths))
+    found.gauges("speculation_mode", "1 for the latest mode chosen by adaptive speculation, else 0.", ("mode",), modes)
+    found.counter("spec_decode_num_drafts", "Steps with candidates, counted per session.", sum(lengths))
     found.counter("spec_decode_num_draft_tokens", "Candidates verified.", told.offered_candidates)
     found.counter("spec_decode_num_accepted_tokens", "Candidates accepted.", told.accepted_candidates)
     found.counters(
         "spec_decode_num_accepted_tokens_per_pos",
-        "Candidates accepted, by their place after the committed text, from 0 to 15.",
+        "Candidates accepted, by position after the committed text, 0 to 15.",
         ("position",),
         {(str(place),): sum(lengths[place + 1 :]) for place in range(len(lengths) - 1)},
     )
-    found.counter("drafted_steps", "Steps of sessions with a draft, after which the text goes on.", told.drafted_steps)
-    found.counter("draft_ready_steps", "Steps of them with the next candidates already there.", told.draft_ready_steps)
-    found.counter("refused_candidates", "Messages of candidates that made no sense.", told.refused_extends)
-    found.gauge("fast_paths_off", "Fast paths that are off in this process.", len(told.fast_paths_off))
+    found.counter(
+        "drafted_steps", "Steps with a remote draft, counted per session, except a text's last.", told.drafted_steps
+    )
+    found.counter(
+        "draft_ready_steps",
+        "Drafted steps that ended with the next candidates already received.",
+        told.draft_ready_steps,
+    )
+    found.counter("refused_candidates", "Invalid messages of candidates.", told.refused_extends)
+    found.gauge("fast_paths_off", "Fast paths disabled in this process.", len(told.fast_paths_off))
     return found.made

@@ -24,7 +24,7 @@ class Counted:
         self._app = app
         self._routes = frozenset(routes)
         self.running = 0
-        """Requests being answered."""
+        """Requests in flight."""
         self._ended: Counter[tuple[str, str]] = Counter()  # by route and status
         self._seconds = Histogram()
         self._first_byte = Histogram()
@@ -54,16 +54,16 @@ class Counted:
     def metrics(self) -> list[Metric]:
         families = Families("openai")
         families.files()
-        families.gauge("requests_running", "Requests being answered.", self.running)
+        families.gauge("requests_running", "Requests in flight.", self.running)
         families.counters(
             "requests",
-            "Requests that are over, by route and HTTP status; 499: the caller left before an answer. A stream that "
-            "fails in its middle counts under the status that it would have had if it had failed at once.",
+            "Requests completed, by route and HTTP status. 499: the caller disconnected before the answer. A stream "
+            "that fails midway counts under the status of an immediate failure.",
             ("route", "status"),
             self._ended,
         )
         families.histogram(
-            "time_to_first_byte_seconds", "Time from a request to the first piece of its answer.", self._first_byte
+            "time_to_first_byte_seconds", "Seconds from the request to the first part of the answer.", self._first_byte
         )
-        families.histogram("request_seconds", "Time from a request to the end of its answer.", self._seconds)
+        families.histogram("request_seconds", "Seconds from the request to the end of the answer.", self._seconds)
         return families.made

@@ -66,7 +66,7 @@ class Families:
 
     def process(self, pod: model_pb2.PodInfo, serving: bool) -> None:
         """Add the process metrics common to all services."""
-        self.gauge("serving", "1 while the service can serve requests, else 0; through a drain as before it.", serving)
+        self.gauge("serving", "1 if the service can serve requests, else 0; a drain does not change it.", serving)
         self.made.append(InfoMetricFamily(self._name("build"), "Version of the service.", {"version": pod.version}))
         self.files()
 
@@ -74,16 +74,16 @@ class Families:
         """Add the metrics of watched files."""
         self.gauges(
             "files_refused",
-            "Sets of watched files that cannot be used as they are, by what they are: TLS files, tenants, models.",
+            "Watched sets of files that are unusable in their current state, by kind: TLS files, tenants, models.",
             ("what",),
             {(what,): count for what, count in watched.refused().items()},
         )
 
     def traffic(self, traffic: ByteCounters) -> None:
         """Add the message traffic of a service with sessions."""
-        self.counter("session_sent_bytes", "Bytes of messages sent to orchestrators in sessions.", traffic.sent)
+        self.counter("session_sent_bytes", "Bytes of session messages sent to orchestrators.", traffic.sent)
         self.counter(
-            "session_received_bytes", "Bytes of messages received from orchestrators in sessions.", traffic.received
+            "session_received_bytes", "Bytes of session messages received from orchestrators.", traffic.received
         )
 
     def _name(self, name: str) -> str:
