@@ -10,31 +10,34 @@ TRAFFIC = [
     Panel(
         "Requests",
         "reqps",
-        {"came": rate(f"{ORCHESTRATOR}_requests_total"), "left": rate(f"{ORCHESTRATOR}_cancelled_requests_total")},
-        "Requests that came, those included that come again after a refusal; and those whose callers left.",
+        {
+            "received": rate(f"{ORCHESTRATOR}_requests_total"),
+            "cancelled": rate(f"{ORCHESTRATOR}_cancelled_requests_total"),
+        },
+        "Requests received, retries after a refusal included, and requests cancelled by their callers.",
     ),
     Panel(
         "Failed requests, by reason",
         "reqps",
         {"{{reason}}": rate(f"{ORCHESTRATOR}_failed_requests_total", "reason")},
-        "OVERLOADED and TOO_LATE are load; INVALID_REQUEST, TENANT_LIMIT and the like callers'; others ours.",
+        "OVERLOADED, TOO_LATE: load. INVALID_REQUEST, TENANT_LIMIT and the like: caller errors. Others: server errors.",
     ),
     Panel(
-        "Requests, by the class of their tenants",
+        "Requests, by tenant class",
         "reqps",
         {
             "{{tenant_class}}": rate(f"{ORCHESTRATOR}_requests_total", "tenant_class"),
             "{{tenant_class}}, failed": rate(f"{ORCHESTRATOR}_failed_requests_total", "tenant_class"),
         },
-        "Refused ones are among those that failed.",
+        "Failed requests include refused ones.",
     ),
     Panel(
-        "Texts under way",
+        "Texts in flight",
         "short",
         {
             "requests": total(f"{ORCHESTRATOR}_num_requests_running"),
             "samples": total(f"{ORCHESTRATOR}_num_samples_running"),
-            "prompts to be tokenised": total(f"{ORCHESTRATOR}_num_prompts_waiting"),
+            "prompts waiting for tokenisation": total(f"{ORCHESTRATOR}_num_prompts_waiting"),
         },
         "A request has n samples.",
     ),
@@ -42,15 +45,15 @@ TRAFFIC = [
         "Tokens a second",
         "short",
         {
-            "committed, as they come": rate(f"{VERIFIER}_generation_tokens_total"),
-            "generated, as texts end": rate(f"{ORCHESTRATOR}_generation_tokens_total"),
+            "committed, per step": rate(f"{VERIFIER}_generation_tokens_total"),
+            "generated, counted at the end of texts": rate(f"{ORCHESTRATOR}_generation_tokens_total"),
             "goodput": rate(f"{ORCHESTRATOR}_goodput_tokens_total"),
             "prompts": rate(f"{ORCHESTRATOR}_prompt_tokens_total"),
         },
-        "Goodput: tokens of texts that were complete before their deadlines.",
+        "Goodput: tokens of texts completed before their deadline.",
     ),
     Panel(
-        "Complete texts, by why they are",
+        "Completed texts, by finish reason",
         "reqps",
         {"{{finished_reason}}": rate(f"{ORCHESTRATOR}_request_success_total", "finished_reason")},
         "stop: an end token or a stop string; length: max_tokens; context: the model's limit.",
@@ -62,25 +65,25 @@ LATENCY = [
         "Time to first token",
         "s",
         quantiles(f"{ORCHESTRATOR}_time_to_first_token_seconds", 0.5, 0.95, 0.99),
-        "From a tokenised prompt to its first token: queue, prefill, one step.",
+        "From the tokenised prompt to the first token: queue, prefill, one step.",
     ),
     Panel(
         "Time between tokens",
         "s",
         quantiles(f"{ORCHESTRATOR}_inter_token_latency_seconds", 0.5, 0.95, 0.99),
-        "Tokens that came together share their time.",
+        "Tokens that arrive together share the interval equally.",
     ),
     Panel(
         "Whole samples",
         "s",
         quantiles(f"{ORCHESTRATOR}_e2e_request_latency_seconds", 0.5, 0.95),
-        "From a tokenised prompt to the end of a sample.",
+        "From the tokenised prompt to the end of the sample.",
     ),
     Panel(
         "Queue for KV memory",
         "s",
         quantiles(f"{VERIFIER}_request_queue_time_seconds", 0.5, 0.95),
-        "What new sessions wait at a verifier before they have memory.",
+        "Time that new sessions wait for KV memory at a verifier.",
     ),
 ]
 
@@ -89,7 +92,7 @@ SPECULATION = [
         "Mode",
         "percentunit",
         {"{{mode}}": f"avg by (mode) (avg_over_time({VERIFIER}_speculation_mode{JOB}[$__rate_interval]))"},
-        "Share of looks at which adaptive speculation had chosen a mode; short probes of other modes are usual.",
+        "Share of scrapes in each mode of adaptive speculation; short probes of other modes are normal.",
     ),
     Panel(
         "Accepted candidates",
@@ -109,28 +112,28 @@ SPECULATION = [
                 f"{VERIFIER}_spec_decode_num_accepted_tokens_total", f"{VERIFIER}_spec_decode_num_drafts_total"
             )
         },
-        "One more is vLLM's mean acceptance length.",
+        "vLLM's mean acceptance length is this plus one.",
     ),
     Panel(
-        "Accepted candidates, by place",
+        "Accepted candidates, by position",
         "percentunit",
         {
             "{{position}}": rate(f"{VERIFIER}_spec_decode_num_accepted_tokens_per_pos_total", "position")
             + f" / on () group_left () {rate(f'{VERIFIER}_spec_decode_num_drafts_total')}"
         },
-        "Share of drafted steps in which the candidate at this place was accepted.",
+        "Share of drafted steps that accepted the candidate at this position.",
     ),
     Panel(
         "Drafts in time",
         "percentunit",
         {"ready": share(f"{VERIFIER}_draft_ready_steps_total", f"{VERIFIER}_drafted_steps_total")},
-        "Share of drafted steps that ended with the next candidates already there.",
+        "Share of drafted steps that ended with the next candidates already received.",
     ),
     Panel(
-        "Texts without the draft that they want, by reason",
+        "Texts without their draft, by reason",
         "short",
         {"{{reason}}": rate(f"{ORCHESTRATOR}_fallback_seconds_total", "reason")},
-        "Seconds a second, that is texts at a time.",
+        "Seconds per second: the number of such texts.",
     ),
     Panel(
         "Bytes between services for each committed token",
@@ -141,7 +144,7 @@ SPECULATION = [
             "draft": f"({rate(f'{DRAFT}_session_sent_bytes_total')} "
             f"+ {rate(f'{DRAFT}_session_received_bytes_total')}) / {rate(f'{VERIFIER}_generation_tokens_total')}",
         },
-        "Messages of sessions, prompts included, between the orchestrators and each role.",
+        "Session messages, prompts included, between the orchestrators and each role.",
     ),
 ]
 
@@ -150,19 +153,19 @@ VERIFIERS = [
         "Step time",
         "s",
         quantiles(f"{VERIFIER}_step_time_seconds", 0.5, 0.95),
-        "Seconds of a step, over all verifiers. A few very long ones show in the mean beside this.",
+        "Step time over all verifiers. A few very long steps show in the mean, in the next panel.",
     ),
     Panel(
         "Mean step time, by pod",
         "s",
         {"{{instance}}": share(f"{VERIFIER}_step_time_seconds_sum", f"{VERIFIER}_step_time_seconds_count", "instance")},
-        "Seconds of a step: whether one verifier is slow, or all of them.",
+        "Whether one verifier is slow, or all of them.",
     ),
     Panel(
         "Where the time goes",
         "percentunit",
         {"{{part}}": f"avg by (part) (rate({VERIFIER}_step_part_seconds_total{JOB}[$__rate_interval]))"},
-        "Share of a verifier's time: forward passes and the rest of steps; before them, proposers and delays.",
+        "Share of a verifier's time: forward passes, the rest of steps, proposers before steps, and step delays.",
     ),
     Panel(
         "Rows a step",
@@ -174,13 +177,13 @@ VERIFIERS = [
         "KV cache of verifiers",
         "percentunit",
         {"{{instance}}": f"{VERIFIER}_kv_cache_usage_perc{JOB}"},
-        "Part of the KV cache that sessions hold.",
+        "KV cache usage by sessions.",
     ),
     Panel(
         "KV cache of verifiers, by use",
         "short",
         {"{{state}}": total(f"{VERIFIER}_kv_cache_tokens", "state")},
-        "Tokens: held by sessions, cached for prompts that begin alike, free.",
+        "Tokens: held by sessions, prefix cache, free.",
     ),
     Panel(
         "Sessions of verifiers",
@@ -191,19 +194,19 @@ VERIFIERS = [
             "waiting": total(f"{VERIFIER}_num_requests_waiting"),
             "throttled": total(f"{VERIFIER}_num_requests_throttled"),
         },
-        "Waiting: for KV memory. Throttled ones among them are far ahead of their readers.",
+        "Waiting: for KV memory. Throttled: without KV memory, since their clients read slowly.",
     ),
     Panel(
         "Preemptions",
         "short",
         {"{{instance}}": rate(f"{VERIFIER}_num_preemptions_total", "instance")},
-        "Times a second that a session loses its KV memory to others.",
+        "Preemptions per second.",
     ),
     Panel(
-        "Prompts found in the KV cache",
+        "Prefix cache hit rate",
         "percentunit",
         {"tokens": share(f"{VERIFIER}_prefix_cache_hits_total", f"{VERIFIER}_prefix_cache_queries_total")},
-        "Share of the prompts' tokens that need no prefill.",
+        "Share of prompt tokens that need no prefill.",
     ),
 ]
 
@@ -212,19 +215,19 @@ DRAFTS = [
         "Busy",
         "percentunit",
         {"{{instance}}": rate(f"{DRAFT}_busy_seconds_total", "instance")},
-        "Share of the time spent in steps.",
+        "Share of time spent in steps.",
     ),
     Panel(
         "Guessed tokens",
         "percentunit",
         {"of those committed": share(f"{DRAFT}_guessed_tokens_total", f"{DRAFT}_committed_tokens_total")},
-        "Share of the final tokens that the draft had among its candidates.",
+        "Share of committed tokens that were in the draft's token tree.",
     ),
     Panel(
         "Sent",
         "short",
         {"candidates": rate(f"{DRAFT}_sent_candidates_total"), "messages": rate(f"{DRAFT}_sent_messages_total")},
-        "Candidates and messages of them a second.",
+        "Candidates, and messages of candidates, per second.",
     ),
     Panel(
         "Steps a second",
@@ -236,19 +239,19 @@ DRAFTS = [
         "Mean step time of drafts, by pod",
         "s",
         {"{{instance}}": share(f"{DRAFT}_busy_seconds_total", f"{DRAFT}_steps_total", "instance")},
-        "Seconds of a forward pass. A draft that lacks processor time takes longer, and is no busier than before.",
+        "Seconds of a forward pass. It grows when a draft lacks CPU time, while its busy share does not.",
     ),
     Panel(
         "Sessions of drafts",
         "short",
         {"{{instance}}": f"{DRAFT}_num_sessions{JOB}"},
-        "Texts that a draft pod has open.",
+        "Open sessions of each draft pod.",
     ),
     Panel(
         "KV cache of drafts",
         "percentunit",
         {"{{instance}}": f"{DRAFT}_kv_cache_usage_perc{JOB}"},
-        "Part of the KV cache that sessions hold.",
+        "KV cache usage by sessions.",
     ),
 ]
 
@@ -262,56 +265,56 @@ FAILURES = [
             "drafts": f"{total(f'{DRAFT}_serving')} or vector(0)",
             "orchestrators that reach a verifier": f"{total(f'{ORCHESTRATOR}_verifier_reachable')} or vector(0)",
         },
-        "Pods that take calls, of those that answer scrapes.",
+        "SERVING pods, of those that answer scrapes.",
     ),
     Panel(
         "Scrapes that succeed",
         "percentunit",
         {"{{instance}}": f"avg_over_time(up{JOB}[$__rate_interval])"},
-        "0: gone or stuck. In between: it stands still now and then, or its network does.",
+        "0: gone or stuck. Between 0 and 1: the pod or its network stalls at times.",
     ),
     Panel(
         "Pods as orchestrators see them",
         "short",
         {"{{role}} {{state}}": total(f"{ORCHESTRATOR}_pods", "role, state")},
-        "By the state of their circuit breakers, summed over orchestrators: open ones are left alone, then tried again "
-        "(half_open). Where trials are refused at once the state is mostly open; where they hang, often half_open.",
+        "By circuit breaker state, summed over orchestrators: open pods are avoided, then retried (half_open). If "
+        "retries are refused at once, the state is mostly open; if they hang, often half_open.",
     ),
     Panel(
         "Sessions of orchestrators at pods",
         "short",
         {"{{role}} {{pod}}": total(f"{ORCHESTRATOR}_pod_sessions", "role, pod")},
-        "How texts are spread over pods.",
+        "Distribution of texts over pods.",
     ),
     Panel(
         "Failover events, by reason",
         "short",
         {"{{reason}}": rate(f"{ORCHESTRATOR}_failover_events_total", "reason")},
-        "Events a second. draft_paused and draft_resumed are adaptive speculation at work.",
+        "Events per second. draft_paused and draft_resumed come from adaptive speculation.",
     ),
     Panel(
-        "Candidates that made no sense",
+        "Invalid candidates",
         "short",
         {"{{instance}}": rate(f"{VERIFIER}_refused_candidates_total", "instance")},
-        "Messages a second that verifiers refuse.",
+        "Messages per second refused by verifiers.",
     ),
     Panel(
-        "Fast paths that are off",
+        "Disabled fast paths",
         "short",
         {
             "verifier {{instance}}": f"{VERIFIER}_fast_paths_off{JOB}",
             "draft {{instance}}": f"{DRAFT}_fast_paths_off{JOB}",
         },
-        "The log of the start says which, and what it costs.",
+        "The start-up log names them, and their cost.",
     ),
     Panel(
-        "Files that cannot be used",
+        "Rejected files",
         "short",
         {
             "{{instance}} {{what}}": f"{ORCHESTRATOR}_files_refused{JOB} or {VERIFIER}_files_refused{JOB} "
             f"or {DRAFT}_files_refused{JOB} or {OPENAI}_files_refused{JOB}"
         },
-        "Files that a pod reads again when they change. It goes on with what it read before.",
+        "Watched files that failed to reload. The pod keeps the previous contents.",
     ),
     Panel(
         "Versions",
@@ -320,17 +323,17 @@ FAILURES = [
             "{{version}}": f"count by (version) ({ORCHESTRATOR}_build_info{JOB} or {VERIFIER}_build_info{JOB} "
             f"or {DRAFT}_build_info{JOB})"
         },
-        "Pods of each version.",
+        "Pods by version.",
     ),
     Panel(
         "Processor time",
         "short",
         by_role(f"rate(process_cpu_seconds_total{JOB}[$__rate_interval])"),
-        "Cores in use. An orchestrator uses one at most; a pod that uses few while it is busy lacks cores.",
+        "Cores in use. An orchestrator uses at most one; a busy pod with low usage lacks cores.",
     ),
     Panel("Memory", "bytes", by_role(f"process_resident_memory_bytes{JOB}"), "Resident memory of processes."),
     Panel(
-        "Since when",
+        "Uptime",
         "s",
         by_role(f"(time() - process_start_time_seconds{JOB})"),
         "Seconds since the start of each process.",
@@ -342,7 +345,7 @@ REVISIONS = [
         "Requests, by revision",
         "reqps",
         {"{{model_name}} {{revision}}": rate(f"{ORCHESTRATOR}_requests_total", "model_name, revision")},
-        "What each revision of a model gets: its share, and what names it.",
+        "Requests of each revision: its share, and requests that name it.",
     ),
     Panel(
         "Failed requests, by revision",
@@ -352,7 +355,7 @@ REVISIONS = [
                 f"{ORCHESTRATOR}_failed_requests_total", f"{ORCHESTRATOR}_requests_total", "model_name, revision"
             )
         },
-        "Part of the requests that fail, callers' mistakes included.",
+        "Share of failed requests, caller errors included.",
     ),
     Panel(
         "Time between tokens, by revision",
@@ -364,7 +367,7 @@ REVISIONS = [
                 "model_name, revision",
             )
         },
-        "The mean.",
+        "Mean.",
     ),
     Panel(
         "Time to first token, by revision",
@@ -376,13 +379,14 @@ REVISIONS = [
                 "model_name, revision",
             )
         },
-        "The mean.",
+        "Mean.",
     ),
     Panel(
         "Shares",
         "percentunit",
         {"{{model_name}} {{revision}}": f"avg by (model_name, revision) ({ORCHESTRATOR}_revision_share{JOB})"},
-        "Part of its model's requests that each revision is to get; orchestrators that differ read different files.",
+        "Configured share of a model's requests for each revision. Orchestrators that differ have read different "
+        "files.",
     ),
 ]
 
