@@ -3,11 +3,11 @@
 #
 #   docker build -f deploy/images/orchestrator.Dockerfile -t specdec-orchestrator:0.1.0 .
 #
-# docs/images.md tells of all arguments. BASE is any image whose `python3` is Python 3.11 or newer and has `venv`.
+# docs/images.md lists all build arguments. BASE: any image with Python 3.11 or newer as `python3`, and `venv`.
 ARG BASE=python:3.11-slim-bookworm
 
-# 1. What builds, and is left behind. Packages come from where the builder says: by these arguments, or by a pip.conf
-# that is given as a secret and so leaves no trace.
+# 1. Build stage, not part of the image. The package index is set by these arguments, or by a pip.conf passed as a build
+# secret, which leaves no trace.
 FROM ${BASE} AS tools
 ARG PIP_INDEX_URL=
 ARG PIP_EXTRA_INDEX_URL=
@@ -20,9 +20,9 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     python3 -m venv /opt/tools \
     && /opt/tools/bin/pip install --no-cache-dir cyclonedx-bom==7.5.0
 
-# 2. What others wrote, without its tests. It follows from pyproject.toml and constraints.txt alone, so that this layer,
-# the large one, stays as it is when our code changes. Bytecode is made to be taken unchecked: whatever a copy does to
-# the times of files, a read-only container never compiles at its start. Files for newer Pythons need not compile.
+# 2. Third-party packages, without their tests. This layer, the large one, depends only on pyproject.toml and
+# constraints.txt, so it stays cached when our code changes. Bytecode is compiled with unchecked hashes: even if a copy
+# changes file times, a read-only container never compiles at start-up. Files for newer Pythons need not compile.
 FROM tools AS dependencies
 ARG EXTRAS=orchestrator,openai,otel
 COPY pyproject.toml constraints.txt deploy/images/requirements.py ./
@@ -34,7 +34,7 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     && find /opt/specdec/lib -depth -type d -name tests -exec rm -rf {} + \
     && { python3 -m compileall -qq --invalidation-mode unchecked-hash /opt/specdec/lib || true; }
 
-# 3. Our code, as a wheel of the source tree, installed into a folder of its own.
+# 3. specdec, as a wheel of the source tree, installed into its own folder.
 FROM dependencies AS code
 COPY README.md LICENSE ./
 COPY draft_service draft_service
@@ -48,13 +48,13 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
         --no-warn-script-location --prefix /code dist/*.whl \
     && python3 -m compileall -q --invalidation-mode unchecked-hash -s /code -p /opt/specdec /code/lib
 
-# 4. Both together: do they fit, and what is in them?
+# 4. Both together: check that versions are compatible, and list the packages.
 FROM code AS inventory
 RUN cp -a /code/. /opt/specdec/ \
     && /opt/tools/bin/pip --python /opt/specdec/bin/python check \
     && /opt/tools/bin/cyclonedx-py environment --output-reproducible --output-file /sbom.json /opt/specdec/bin/python
 
-# 5. What runs.
+# 5. Runtime image.
 FROM ${BASE} AS orchestrator
 ARG BASE
 RUN groupadd --gid 10001 specdec \

@@ -3,11 +3,11 @@
 #   docker build -f deploy/images/verifier.Dockerfile -t specdec-verifier:0.1.0 .
 #   docker build -f deploy/images/verifier.Dockerfile -t specdec-verifier:0.1.0-cuda --build-arg DEVICE=cuda .
 #
-# docs/images.md tells of all arguments. BASE is any image whose `python3` is Python 3.11 or newer and has `venv`.
+# docs/images.md lists all build arguments. BASE: any image with Python 3.11 or newer as `python3`, and `venv`.
 ARG BASE=python:3.11-slim-bookworm
 
-# 1. What builds, and is left behind. Packages come from where the builder says: by these arguments, or by a pip.conf
-# that is given as a secret and so leaves no trace.
+# 1. Build stage, not part of the image. The package index is set by these arguments, or by a pip.conf passed as a build
+# secret, which leaves no trace.
 FROM ${BASE} AS tools
 ARG PIP_INDEX_URL=
 ARG PIP_EXTRA_INDEX_URL=
@@ -20,11 +20,11 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     python3 -m venv /opt/tools \
     && /opt/tools/bin/pip install --no-cache-dir cyclonedx-bom==7.5.0
 
-# 2. What others wrote, without its tests. It follows from pyproject.toml and constraints.txt alone, so that this layer,
-# the large one, stays as it is when our code changes. Bytecode is made to be taken unchecked: whatever a copy does to
-# the times of files, a read-only container never compiles at its start. Files for newer Pythons need not compile.
-# PyPI's torch for Linux is a CUDA build: torch for CPUs has an index of its own. TORCH_INDEX is another one for torch;
-# an empty one is that which all else comes from.
+# 2. Third-party packages, without their tests. This layer, the large one, depends only on pyproject.toml and
+# constraints.txt, so it stays cached when our code changes. Bytecode is compiled with unchecked hashes: even if a copy
+# changes file times, a read-only container never compiles at start-up. Files for newer Pythons need not compile. PyPI's
+# torch for Linux is a CUDA build; torch for CPUs has its own index. TORCH_INDEX sets torch's index; empty: the index of
+# all other packages.
 FROM tools AS dependencies
 ARG DEVICE=cpu
 ARG EXTRAS=
@@ -48,7 +48,7 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
         -o -path '*/torch/test' \) -exec rm -rf {} + \
     && { python3 -m compileall -qq --invalidation-mode unchecked-hash /opt/specdec/lib || true; }
 
-# 3. Our code, as a wheel of the source tree, installed into a folder of its own.
+# 3. specdec, as a wheel of the source tree, installed into its own folder.
 FROM dependencies AS code
 COPY README.md LICENSE ./
 COPY draft_service draft_service
@@ -62,14 +62,14 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
         --no-warn-script-location --prefix /code dist/*.whl \
     && python3 -m compileall -q --invalidation-mode unchecked-hash -s /code -p /opt/specdec /code/lib
 
-# 4. Both together: do they fit, and what is in them?
+# 4. Both together: check that versions are compatible, and list the packages.
 FROM code AS inventory
 RUN cp -a /code/. /opt/specdec/ \
     && /opt/tools/bin/pip --python /opt/specdec/bin/python check \
     && /opt/tools/bin/cyclonedx-py environment --output-reproducible --output-file /sbom.json /opt/specdec/bin/python
 
-# 5. What runs. On a GPU Triton compiles a launcher for each kernel at its first use, so that image alone has a C
-# compiler. Its version is the base's own: Debian keeps no older ones that could be named here.
+# 5. Runtime image. On a GPU Triton compiles a launcher for each kernel at its first use, so only the CUDA image has a C
+# compiler. Its version is the base's: Debian keeps no older versions to pin.
 FROM ${BASE} AS verifier
 ARG BASE
 ARG DEVICE=cpu

@@ -1,13 +1,14 @@
-# vLLM with specdec in its environment: the verifier whose model vLLM runs (`specdec verifier --engine vllm`), and an
-# ordinary `vllm serve` for which our draft services draft (docs/vllm.md).
+# vLLM with specdec in its environment: for the verifier with `--engine vllm`, and for an ordinary `vllm serve` that
+# uses specdec's draft services (docs/vllm.md).
 #
 #   docker build -f deploy/images/vllm.Dockerfile -t specdec-vllm:0.1.0-cuda .
 #
-# docs/images.md tells of all arguments. BASE is any image whose `python3` has vLLM 0.32; vLLM's own has it for CUDA.
+# docs/images.md lists all build arguments. BASE: any image with vLLM 0.32 in its `python3`, such as vLLM's own for
+# CUDA.
 ARG BASE=vllm/vllm-openai:v0.32.0
 
-# 1. What builds, and is left behind. Packages come from where the builder says: by these arguments, or by a pip.conf
-# that is given as a secret and so leaves no trace.
+# 1. Build stage, not part of the image. The package index is set by these arguments, or by a pip.conf passed as a build
+# secret, which leaves no trace.
 FROM ${BASE} AS tools
 ARG PIP_INDEX_URL=
 ARG PIP_EXTRA_INDEX_URL=
@@ -20,8 +21,8 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     python3 -m venv /opt/tools \
     && /opt/tools/bin/pip install --no-cache-dir cyclonedx-bom==7.5.0
 
-# 2. Our code, as a wheel of the source tree, and the list of what it needs. A few packages get the versions of
-# constraints.txt; those that vLLM brings, such as torch and numpy, stay as they are.
+# 2. specdec, as a wheel of the source tree, and the list of its requirements. A few packages get the versions of
+# constraints.txt; vLLM's own packages, such as torch and numpy, stay unchanged.
 FROM tools AS wheel
 ARG EXTRAS=grammar,otel
 COPY pyproject.toml constraints.txt README.md LICENSE deploy/images/requirements.py ./
@@ -36,8 +37,8 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     && grep -E '^(cryptography|grpcio|llguidance|opentelemetry|structlog)[a-z_-]*==' constraints.txt > /wheel/constraints.txt \
     && /opt/tools/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /wheel .
 
-# 3. What runs: vLLM's environment, with ours in it. pip tells that vLLM asks for an older llguidance, for its own
-# structured output: all pods of a deployment should have the same one.
+# 3. Runtime image: vLLM's environment, with specdec in it. pip warns that vLLM requires an older llguidance, for its
+# own structured output; all pods of a deployment should have the same version.
 FROM ${BASE} AS vllm
 ARG BASE
 ARG PIP_INDEX_URL=
