@@ -36,7 +36,7 @@ class Machine(NamedTuple):
     def advice(self) -> str:
         """The remedy for a GPU unusable by torch; "" if all is well."""
         if isinstance(self.cuda, int) and self.cuda and self.torch == "CPUs":
-            return "torch is built for CPUs and cannot use it: install a CUDA build of torch"
+            return "torch is a CPU build and cannot use it: install a CUDA build of torch"
         return ""
 
     @classmethod

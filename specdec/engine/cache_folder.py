@@ -53,11 +53,11 @@ def why_unusable(folder: Path) -> str:
     except OSError as error:
         return str(error)
     if not stat.S_ISDIR(found.st_mode):
-        return "it is a link or no folder"
+        return "it is a link or not a folder"
     if found.st_uid != os.geteuid():
         return "it belongs to another user"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return "other users can write to it (chmod 700 mends that)"
+        return "other users can write to it (chmod 700 fixes that)"
     return ""
 
 
@@ -72,7 +72,7 @@ def _usable(folder: Path) -> bool:
     """Return whether the folder is usable; log once if not."""
     why = why_unusable(folder)
     if why:
-        log.warning("cache_not_used", folder=str(folder), why=why, cost="each start compiles and checks anew")
+        log.warning("cache_not_used", folder=str(folder), why=why, cost="every start compiles and checks again")
     return not why
 
 
@@ -89,7 +89,7 @@ def keep_compiled_code() -> None:
             log.warning("cache_not_used", folder=named, why=why, cost=f"{variable} is not followed")
         folder = (usable() or _temporary()) / name
         if why := why_unusable(folder):
-            log.warning("cache_not_used", folder=str(folder), why=why, cost="each start compiles and checks anew")
+            log.warning("cache_not_used", folder=str(folder), why=why, cost="every start compiles and checks again")
             folder = _temporary() / name
             folder.mkdir(mode=0o700, exist_ok=True)
         os.environ[variable] = str(folder)
@@ -157,7 +157,7 @@ def write(data: bytes, kind: str, *key: object) -> None:
         os.replace(file.name, folder / _name(kind, key))
         _bound(folder)
     except OSError as error:
-        log.warning("cache_not_written", folder=str(folder), why=str(error), cost="the next start does this again")
+        log.warning("cache_not_written", folder=str(folder), why=str(error), cost="the next start repeats this work")
 
 
 def _name(kind: str, key: tuple[object, ...]) -> str:

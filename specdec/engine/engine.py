@@ -159,5 +159,5 @@ def hidden_states(engine: Engine) -> HiddenStates:
     if isinstance(engine, HiddenStates):
         return engine
     raise UnsupportedModelError(
-        f"{type(engine).__name__} gives no hidden states beside logits; --engine torch without --compile does"
+        f"{type(engine).__name__} returns no hidden states with logits; use --engine torch without --compile"
     )

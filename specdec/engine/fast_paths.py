@@ -98,7 +98,7 @@ def _products() -> str:
         return ""
     version = sys.modules["torch"].__version__
     if version.startswith(TESTED_TORCH):
-        return f"this build of torch {version} lacks the C functions"
+        return f"this build of torch {version} lacks oneDNN's C functions"
     return f"torch {version} is not tested, {' and '.join(f'{tested}x' for tested in TESTED_TORCH)} is"
 
 
@@ -114,19 +114,19 @@ PATHS = (
         "prepacked weights",
         "specdec.engine.hf.linear",
         _prepacked,
-        "each product lays its weights out anew",
+        "each matrix product repacks its weights",
     ),
     FastPath(
         "one call a step",
         "specdec.engine.cpu.packed_gemm",
         _products,
-        "each product is called from Python, which costs most where steps are short",
+        "each matrix product is called from Python, which costs most in short steps",
     ),
     FastPath(
         "OpenMP team",
         "specdec.engine.cpu.openmp",
         _team,
-        "attention and the loops between products use one thread",
+        "attention and the loops between matrix products use one thread",
     ),
 )
 """In the order of reports."""

@@ -54,8 +54,8 @@ def slots_for(
     slots = slots_within(free, slot_bytes, context, working, row_bytes)
     if slots < LEAST_SLOTS:
         raise UnsupportedModelError(
-            f"free memory has room for {slots} tokens of keys and values, at least {LEAST_SLOTS} are needed: "
-            "make room, or say --kv-tokens"
+            f"the KV cache fits {slots} tokens in free memory, needs at least {LEAST_SLOTS}: free memory, or set "
+            "--kv-tokens"
         )
     return slots
 

@@ -51,7 +51,7 @@ MOST_ID = (1 << 32) - 1
 """Largest token id in tokenizer.json; ids there may exceed the model's vocabulary."""
 
 
-NO_GGUF = "GGUF is not read: take the model's safetensors, which its publisher has beside it"
+NO_GGUF = "GGUF is not supported: use the model's safetensors, usually published next to it"
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 """Form of a model's name on Hugging Face's hub: owner and name."""
@@ -94,7 +94,7 @@ class ModelDirectory:
         except OSError as error:
             raise unreadable(self.path, error) from error
         if not is_directory:
-            raise ModelDirectoryError(f"{self.path}: is a file, not a model's directory: {_instead_of(self.path)}")
+            raise ModelDirectoryError(f"{self.path}: is a file, not the directory of a model: {_instead_of(self.path)}")
         _ = self.name, self.vocabulary, self.context, self._named_end_tokens
         text = self._text_config
         for config in (text, self._whole_config):
@@ -196,7 +196,7 @@ class ModelDirectory:
             if config.has(key):
                 return config.integer(key, LEAST_CONTEXT, LONGEST_CONTEXT)
         raise ModelDirectoryError(
-            f"{config.file}: names neither max_position_embeddings nor n_positions, the longest text it takes"
+            f"{config.file}: has neither max_position_embeddings nor n_positions, the context length"
         )
 
     @cached_property
@@ -244,8 +244,8 @@ class ModelDirectory:
         """Raise ModelDirectoryError unless one of the two models can draft for the other."""
         if self.tokenizer_fingerprint != other.tokenizer_fingerprint:
             raise ModelDirectoryError(
-                f"the tokenizers of {other.path} and {self.path} differ ({self._difference(other)}): "
-                "they cannot be paired"
+                f"the tokenizers of {other.path} and {self.path} differ ({self._difference(other)}): the models "
+                "cannot be used together"
             )
 
     def _difference(self, other: ModelDirectory) -> str:
@@ -296,11 +296,12 @@ class ModelDirectory:
         for part in parts:
             if not (_is_plain(part) and part.endswith(".safetensors")):
                 raise ModelDirectoryError(
-                    f"{index.file}: weight_map names {shown(part)}, must have names of safetensors files beside it"
+                    f"{index.file}: weight_map has {shown(part)}, must have names of safetensors files in the same "
+                    "directory"
                 )
         if missing := [part for part in parts if part not in names]:
             raise ModelDirectoryError(
-                f"{index.file}: names {missing[0]}, which is not there ({len(missing)} of {len(parts)} files missing)"
+                f"{index.file}: lists {missing[0]}, which does not exist ({len(missing)} of {len(parts)} files missing)"
             )
         return index.file, [self.path / part for part in parts]
 
@@ -330,9 +331,9 @@ def _is_plain(name: str) -> bool:
 def _missing(path: Path) -> str:
     """Return the error message for a path that does not exist."""
     if path.is_symlink():
-        return f"a link to {os.readlink(path)}, which is not there"
+        return f"a link to {os.readlink(path)}, which does not exist"
     if HUB_NAME.fullmatch(str(path)) and not path.parent.exists():
-        return f"no such directory; models are not downloaded: `hf download {path} --local-dir DIR` does that"
+        return f"no such directory; models are not downloaded automatically, use `hf download {path} --local-dir DIR`"
     return "no such directory"
 
 
@@ -341,8 +342,8 @@ def _instead_of(file: Path) -> str:
     if file.suffix.lower() == ".gguf":
         return NO_GGUF
     if file.suffix in (".safetensors", ".bin", ".json", ".onnx", ".pt", ".pth"):
-        return f"give {file.parent}, which holds it, if its config.json is there too"
-    return "give the directory that holds config.json, tokenizer.json and *.safetensors"
+        return f"give its directory {file.parent}, if that has a config.json"
+    return "give the directory with config.json, tokenizer.json and *.safetensors"
 
 
 def _pieces(tokenizer: Fields) -> dict[str, int]:

@@ -116,7 +116,7 @@ def test_results_go_on_where_they_broke_off(tmp_path: Path) -> None:
     out.close()
     with (tmp_path / "out.jsonl").open("a") as torn:
         torn.write('{"line": 4, "requ')
-    with pytest.raises(ResultsFileError, match="exists already; --resume"):
+    with pytest.raises(ResultsFileError, match="already exists; --resume"):
         ResultsFile(tmp_path / "out.jsonl", resume=False)
     out = ResultsFile(tmp_path / "out.jsonl", resume=True)
     out.check(file.prompts())

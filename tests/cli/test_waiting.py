@@ -47,7 +47,7 @@ async def test_what_is_waited_for_is_said_once_and_when_it_changes() -> None:
             waiting.heard()
             await until(lambda: len(lines) > 2)
     assert lines[0] == f"waiting for a verifier: the orchestrator at {server.address} reaches none"
-    assert lines[1].startswith(f"waiting for tokens: {server.address} is at work")
+    assert lines[1].startswith(f"waiting for tokens: {server.address} is busy")
     assert lines[2:] == lines[1:2]
 
 

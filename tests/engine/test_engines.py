@@ -147,7 +147,7 @@ def test_an_onnx_session_keeps_the_fewest_threads(onnx_directory: Path) -> None:
 
 
 def test_an_exported_graph_gives_no_hidden_states(onnx_engine: OnnxEngine) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"^OnnxEngine gives no hidden states beside logits"):
+    with pytest.raises(UnsupportedModelError, match=r"^OnnxEngine returns no hidden states with logits"):
         hidden_states(onnx_engine)
 
 
@@ -494,11 +494,11 @@ class TestRefusals:
     def test_a_state_space_model(self, tmp_path: Path) -> None:
         shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
         save(transformers.MambaForCausalLM(transformers.MambaConfig(**shape)), tmp_path)
-        with pytest.raises(ModelDirectoryError, match="names neither max_position_embeddings nor n_positions"):
+        with pytest.raises(ModelDirectoryError, match="has neither max_position_embeddings nor n_positions"):
             self.load(tmp_path)
         config = transformers.MambaConfig(**shape, max_position_embeddings=256)
         save(transformers.MambaForCausalLM(config), tmp_path)
-        with pytest.raises(UnsupportedModelError, match="MambaForCausalLM does not take its attention from"):
+        with pytest.raises(UnsupportedModelError, match="MambaForCausalLM does not use transformers' attention"):
             self.load(tmp_path)
         with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
             export(ModelDirectory(tmp_path), tmp_path / "exported" / "mamba")
@@ -541,7 +541,7 @@ class TestRefusals:
             vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True
         )
         save(transformers.FalconForCausalLM(config), tmp_path)
-        with pytest.raises(UnsupportedModelError, match="FalconForCausalLM does not take its attention from"):
+        with pytest.raises(UnsupportedModelError, match="FalconForCausalLM does not use transformers' attention"):
             self.load(tmp_path)
 
     @pytest.mark.parametrize(
@@ -677,7 +677,7 @@ class TestRefusals:
 
     def test_weights_of_another_shape(self, llama: Path) -> None:
         edit(llama / "config.json", intermediate_size=80)
-        sizes = r"mlp\.down_proj\.weight has the sizes \[64, 96\], by config\.json they are \[64, 80\]"
+        sizes = r"mlp\.down_proj\.weight has the shape \[64, 96\], must have \[64, 80\]"
         with pytest.raises(ModelDirectoryError, match=sizes):
             self.load(llama)
 

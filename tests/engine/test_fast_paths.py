@@ -52,7 +52,7 @@ def test_a_torch_without_prepacked_products_is_named() -> None:
     lacking = "import torch, types; torch.ops.mkldnn = types.SimpleNamespace()"
     said = printed(f"{lacking}; import specdec.engine.hf.linear; {SHOW}")
     assert said.startswith("prepacked weights: off, this build of torch 2.13.0")
-    assert said.endswith("has no oneDNN; each product lays its weights out anew")
+    assert said.endswith("has no oneDNN; each matrix product repacks its weights")
 
 
 def test_each_is_a_line_of_the_log() -> None:

@@ -166,5 +166,5 @@ def test_where_tiles_make_rows_exact_too(tmp_path: Path) -> None:
 
 
 def test_an_engine_without_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"^TextEngine gives no hidden states"):
+    with pytest.raises(UnsupportedModelError, match=r"^TextEngine returns no hidden states"):
         hidden_states(TextEngine(4))

@@ -173,7 +173,7 @@ def cases() -> Iterator[tuple[str, Break, str, str]]:
             fields = {"max_position_embeddings": None, key: value}
             if value != 320 or isinstance(value, float):
                 yield f"{key}-{name}", edit(CONFIG, **fields), CONFIG, f": {key} {said}, {CONTEXTS}"
-    names_none = ": names neither max_position_embeddings nor n_positions"
+    names_none = ": has neither max_position_embeddings nor n_positions"
     yield "no context", edit(CONFIG, max_position_embeddings=None), CONFIG, names_none
     text = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
     for name, (value, said) in ODD_ENDS.items():
@@ -272,9 +272,9 @@ def test_a_link_is_served_by_its_own_name(directory: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("model.gguf", "is a file, not a model's directory: GGUF is not read: take the model's safetensors"),
-        ("model.safetensors", "is a file, not a model's directory: give {folder}, which holds it"),
-        ("notes", "is a file, not a model's directory: give the directory that holds config.json"),
+        ("model.gguf", "is a file, not the directory of a model: GGUF is not supported: use the model's safetensors"),
+        ("model.safetensors", "is a file, not the directory of a model: give its directory {folder}"),
+        ("notes", "is a file, not the directory of a model: give the directory with config.json"),
     ],
 )
 def test_a_file_is_told_with_what_to_give_instead(tmp_path: Path, name: str, said: str) -> None:
@@ -291,12 +291,14 @@ def test_a_directory_of_gguf_is_told(tmp_path: Path) -> None:
 def test_a_link_to_nothing_is_told(tmp_path: Path) -> None:
     (tmp_path / "big").symlink_to(tmp_path / "gone")
     said = refused(lambda: ModelDirectory(tmp_path / "big"))
-    assert said == f"{tmp_path / 'big'}: a link to {tmp_path / 'gone'}, which is not there"
+    assert said == f"{tmp_path / 'big'}: a link to {tmp_path / 'gone'}, which does not exist"
 
 
 def test_a_name_of_the_hub_is_told() -> None:
     said = refused(lambda: ModelDirectory(Path("owner/model-1b")))
-    assert said.startswith("owner/model-1b: no such directory; models are not downloaded: `hf download owner/model-1b")
+    assert said.startswith(
+        "owner/model-1b: no such directory; models are not downloaded automatically, use `hf download owner/model-1b"
+    )
 
 
 def test_a_name_that_no_message_can_carry(directory: Path) -> None:
@@ -386,9 +388,17 @@ class TestExport:
     @pytest.mark.parametrize(
         ("file", "fields", "said"),
         [
-            (DESCRIPTION, {"pools": [[2, -16, 16]]}, "key_0 has the sizes [2, 16], by specdec.json they are [2, -16]"),
-            (DESCRIPTION, {"pools": [[2, 16, 16]] * 2}, "key_1 has the sizes None, by specdec.json they are [2, 16]"),
-            (CONFIG, {"vocab_size": 640}, "logits has the sizes [320], by config.json they are [640]"),
+            (
+                DESCRIPTION,
+                {"pools": [[2, -16, 16]]},
+                "key_0 has the shape [2, 16], must have [2, -16] as in specdec.json",
+            ),
+            (
+                DESCRIPTION,
+                {"pools": [[2, 16, 16]] * 2},
+                "key_1 has the shape None, must have [2, 16] as in specdec.json",
+            ),
+            (CONFIG, {"vocab_size": 640}, "logits has the shape [320], must have [640] as in config.json"),
         ],
     )
     def test_a_graph_of_other_sizes(self, exported: Path, file: str, fields: dict[str, Any], said: str) -> None:
@@ -465,6 +475,6 @@ def test_what_published_models_leave_out_is_what_transformers_takes(directory: P
 def test_quantised_weights_are_seen_beside_the_text_part(directory: Path) -> None:
     assert multimodal(directory, {}).quantisation is None
     found = multimodal(directory, {}, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
-    with pytest.raises(UnsupportedModelError, match="look for outliers in the whole batch"):
+    with pytest.raises(UnsupportedModelError, match="detects outliers over the whole batch"):
         check_outliers(found)
     assert quantised_by(found) == "bitsandbytes"

@@ -28,11 +28,11 @@ def index(folder: Path) -> None:
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "gone": (lambda folder: (folder / WEIGHTS).unlink(), "no weights"),
-    "empty": (lambda folder: (folder / WEIGHTS).write_bytes(b""), "its header is cut off"),
-    "page": (lambda folder: (folder / WEIGHTS).write_bytes(b"version https://git-lfs"), "its header is cut off"),
+    "empty": (lambda folder: (folder / WEIGHTS).write_bytes(b""), "its header is truncated"),
+    "page": (lambda folder: (folder / WEIGHTS).write_bytes(b"version https://git-lfs"), "its header is truncated"),
     "damaged": (lambda folder: (folder / WEIGHTS).write_bytes(b"\x02" + bytes(7) + b"[]"), "its header is damaged"),
-    "cut": (cut, "bytes, by its header they are"),
-    "index": (index, "names model-2.safetensors, which is not there (1 of 2 files missing)"),
+    "cut": (cut, "bytes, must have"),
+    "index": (index, "lists model-2.safetensors, which does not exist (1 of 2 files missing)"),
 }
 
 
@@ -73,6 +73,6 @@ def test_tokenizers_that_differ_say_how(tmp_path: Path) -> None:
     tokenizer["added_tokens"].append({"content": "<other>", "id": 100_000})
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(
-        ModelDirectoryError, match=r'tokens; id 100000 is nothing and "<other>"\): they cannot be paired'
+        ModelDirectoryError, match=r'tokens; id 100000 is nothing and "<other>"\): the models cannot be used together'
     ):
         ModelDirectory(folder).check_pair(ModelDirectory(DEMO))

@@ -107,13 +107,15 @@ class TestRefusals:
             CpuEngine(self.refused(model, quant_method="awq"), capacity=64)
 
     def test_an_unknown_method(self, model: Path) -> None:
-        with pytest.raises(UnsupportedModelError, match="llama: quantised by magic, which transformers does not know"):
+        with pytest.raises(
+            UnsupportedModelError, match="llama: quantised by magic, which transformers does not support"
+        ):
             CpuEngine(self.refused(model, quant_method="magic"), capacity=64)
 
     def test_outliers_of_the_whole_batch(self, model: Path) -> None:
         """LLM.int8 (Dettmers et al. 2022) computes a column differently if any row of the batch is large in it."""
         directory = self.refused(model, quant_method="bitsandbytes", load_in_8bit=True)
-        with pytest.raises(UnsupportedModelError, match="would depend on its neighbours"):
+        with pytest.raises(UnsupportedModelError, match="would depend on other sessions"):
             CpuEngine(directory, capacity=64)
 
 

@@ -81,7 +81,7 @@ def test_one_file_goes_before_an_index(folder: Path) -> None:
 def test_the_configuration_may_name_the_file(folder: Path) -> None:
     (folder / WEIGHTS).rename(folder / "mine.safetensors")
     with pytest.raises(
-        ModelDirectoryError, match=r"neither model\.safetensors nor .*: mine\.safetensors is a file that"
+        ModelDirectoryError, match=r"neither model\.safetensors nor .*: mine\.safetensors has a name that"
     ):
         check_model(Wanted(folder, Placement("torch")))
     config = json.loads((folder / "config.json").read_text())

@@ -55,13 +55,15 @@ MISTAKES = (
         "specdec evaluate target foreign --prompts prompts.jsonl", USAGE, "the tokenizers of target and foreign differ"
     ),
     Mistake("specdec export target-1 exported", USAGE, "target-1: no such directory"),
-    Mistake("specdec export target notes", USAGE, "notes: holds something else than an exported model"),
+    Mistake("specdec export target notes", USAGE, "notes: contains something other than an exported model"),
     Mistake("specdec verifier", USAGE, "Missing option '--model'."),
     Mistake("specdec verifier --model target-1", CANNOT, "target-1: no such directory"),
     Mistake(
-        "specdec verifier --model big.gguf", CANNOT, "big.gguf: is a file, not a model's directory: GGUF is not read"
+        "specdec verifier --model big.gguf",
+        CANNOT,
+        "big.gguf: is a file, not the directory of a model: GGUF is not supported",
     ),
-    Mistake("specdec verifier --model dangling", CANNOT, "dangling: a link to gone, which is not there"),
+    Mistake("specdec verifier --model dangling", CANNOT, "dangling: a link to gone, which does not exist"),
     Mistake("specdec verifier --model owner/big", CANNOT, "owner/big: no such directory; models are not downloaded"),
     Mistake("specdec verifier --model empty", CANNOT, "empty: no config.json"),
     Mistake(
@@ -69,12 +71,12 @@ MISTAKES = (
     ),
     Mistake("specdec verifier --model no-tokenizer", CANNOT, "no-tokenizer: no tokenizer.json"),
     Mistake("specdec verifier --model no-weights", CANNOT, "no-weights: no weights (*.safetensors or model.onnx)"),
-    Mistake("specdec verifier --model cut-weights", CANNOT, "by its header they are 413024: copy it again"),
+    Mistake("specdec verifier --model cut-weights", CANNOT, "must have 413024 by its header: copy it again"),
     Mistake(
-        "specdec verifier --model no-safetensors", CANNOT, "its header is cut off, or it is not a safetensors file"
+        "specdec verifier --model no-safetensors", CANNOT, "its header is truncated, or it is not a safetensors file"
     ),
     Mistake("specdec verifier --model mamba", CANNOT, "mamba: architecture mamba is not supported"),
-    Mistake("specdec verifier --model magic", CANNOT, "magic: quantised by magic, which transformers does not know"),
+    Mistake("specdec verifier --model magic", CANNOT, "magic: quantised by magic, which transformers does not support"),
     Mistake("specdec verifier --model short", CANNOT, "max_position_embeddings is 8, must be an integer from 64"),
     Mistake("specdec verifier --model target --device cuda:9", CANNOT, "device cuda:9: "),
     Mistake("specdec verifier --model target --engine eager --compile", CANNOT, "leave out --compile"),
@@ -87,7 +89,7 @@ MISTAKES = (
         "specdec verifier --model target --threads 0", USAGE, "'--threads': Input should be greater than or equal to 1"
     ),
     Mistake("specdec verifier --model target --kv-tokens 9", USAGE, "'--kv-tokens': Input should be greater than or"),
-    Mistake("specdec verifier --model target --kv-tokens 1000000000000", CANNOT, "free: give fewer --kv-tokens"),
+    Mistake("specdec verifier --model target --kv-tokens 1000000000000", CANNOT, "free: use fewer --kv-tokens"),
     Mistake(
         "specdec verifier --model target --port 70000", USAGE, "'--port': Input should be less than or equal to 65535"
     ),
@@ -107,9 +109,7 @@ MISTAKES = (
     ),
     Mistake("specdec generate 'def' --tls-cert me.pem", USAGE, "'--tls-cert': needs TLS: give --tls-ca or --tls too"),
     Mistake("specdec draft --model draft-1", CANNOT, "draft-1: no such directory"),
-    Mistake(
-        "specdec draft --model draft --dtype bfloat16", CANNOT, "dtype bfloat16: the ONNX engine computes in float32"
-    ),
+    Mistake("specdec draft --model draft --dtype bfloat16", CANNOT, "dtype bfloat16: the ONNX engine supports float32"),
     Mistake("specdec draft --model draft --device cuda:9", CANNOT, "device cuda:9: "),
     Mistake(
         "specdec orchestrator --model target", USAGE, "'--verifier': is missing (or --models FILE, for several models)"

@@ -106,7 +106,7 @@ async def test_a_lost_follower_ends_the_pod(directories: Directories, tmp_path: 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("--engine", "onnx"), "the ONNX engine computes in one process"),
+        (("--engine", "onnx"), "the ONNX engine runs in one process"),
         (("--compile",), "leave out --compile"),
         (("--device", "meta"), "cpu, cuda and cuda:N are supported"),
     ],

@@ -307,7 +307,7 @@ async def test_a_verifier_drains(models: tuple[Path, Path, Oracle], tmp_path: Pa
     ("options", "said"),
     [
         (("--vllm-options", "fp8"), "--vllm-options: is not JSON"),
-        (("--vllm-options", '{"block_size": 16}'), "block_size is not passed on: memory is ours"),
+        (("--vllm-options", '{"block_size": 16}'), "block_size cannot be set: the verifier manages KV memory"),
         (("--vllm-options", '{"quantisation": "fp8"}'), "quantisation"),
     ],
     ids=lambda each: str(each)[:40],

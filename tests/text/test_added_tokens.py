@@ -92,7 +92,9 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, case: str) -> None:
 
 def test_models_with_other_tokens_are_no_pair(tmp_path: Path) -> None:
     one, two = written(tmp_path / "one", {}), written(tmp_path / "two", {ADDED: {CONTENT: 40}})
-    with pytest.raises(ModelDirectoryError, match=r"the tokenizers of .* differ .*: they cannot be paired"):
+    with pytest.raises(
+        ModelDirectoryError, match=r"the tokenizers of .* differ .*: the models cannot be used together"
+    ):
         one.check_pair(two)
     one.check_pair(written(tmp_path / "three", {SETTINGS: {"added_tokens_decoder": {}}}))
 

@@ -227,7 +227,7 @@ def _tile(products: Any, number: Any, kind: Any, tile: Any) -> Any:
         np.uintp(result.ctypes.data),
     )
     if failed or _data(np.uintp(result[0]), np.uintp(products.address.ctypes.data)):
-        raise RuntimeError("a matrix product has failed: memory is short")
+        raise RuntimeError("a matrix product has failed: out of memory")
     return numba.carray(
         _pointer_to(products.address[0]), (products.rows[tile], products.outputs[kind]), products.together.dtype
     )

@@ -95,7 +95,7 @@ def _reached(address: Any, key: bytes, rank: int, purpose: int, patience: timede
             return connection
         except StrangerError:
             raise UnsupportedModelError(
-                f"rank {rank}: what listens at {address} does not know this rank's {SECRET}: give all ranks the same"
+                f"rank {rank}: the listener at {address} has another {SECRET}: all ranks must have the same"
             ) from None
         except (OSError, EOFError) as error:
             if time.monotonic() > deadline:
@@ -176,7 +176,7 @@ def _examined(connection: Connection, key: bytes, degree: int) -> tuple[int, int
 
 def _heard(connection: Connection, count: int) -> bytes:
     if not connection.poll(HANDSHAKE_SECONDS):
-        raise OSError("it says nothing")
+        raise OSError("it does not respond")
     said = connection.recv_bytes(count)
     if len(said) != count:
         raise StrangerError
@@ -192,8 +192,8 @@ def _secret() -> bytes:
     found = os.environ.get(SECRET, "").encode()
     if len(found) < MIN_SECRET_BYTES:
         raise UnsupportedModelError(
-            f"{SECRET} has {len(found)} bytes: ranks on several machines need a secret of at least {MIN_SECRET_BYTES}, "
-            "the same for all"
+            f"{SECRET} has {len(found)} bytes: ranks on several machines must share a secret of at least "
+            f"{MIN_SECRET_BYTES}"
         )
     return found
 

@@ -133,7 +133,7 @@ class Ranks:
             for name, value in theirs.items():
                 if value != first[name]:
                     raise UnsupportedModelError(
-                        f"rank {rank} was told {name} {value}, rank 0 {first[name]}: all take the same options"
+                        f"rank {rank} has {name} {value}, rank 0 has {first[name]}: all must have the same options"
                     )
 
     def tell(self, *command: Any) -> None:

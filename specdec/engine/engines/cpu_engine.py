@@ -46,7 +46,9 @@ class CpuEngine(TorchEngine):
     ) -> None:
         self._ragged = backend is RaggedBackend
         if self._ragged and dtype == "float16":
-            raise UnsupportedModelError("float16 is for GPUs: on the CPU the torch engine takes float32 or bfloat16")
+            raise UnsupportedModelError(
+                "float16 is for GPUs: on the CPU the torch engine supports float32 and bfloat16"
+            )
         self.threads = tuple(dict.fromkeys(threads)) or (torch.get_num_threads(),)
         torch.set_num_threads(self.threads[0])
         super().__init__(directory, dtype=dtype, backend=backend, **options)

@@ -53,12 +53,12 @@ def load_engine(
         check_placement(directory, placement)
     elif kind == "vllm":
         raise UnsupportedModelError(
-            "vLLM starts its own processes: leave out torchrun, and say --vllm-options '{\"tensor_parallel_size\": N}'"
+            "vLLM starts its own processes: run without torchrun, with --vllm-options '{\"tensor_parallel_size\": N}'"
         )
     elif compiled or kind == "onnx":
-        remedy = "leave out --compile" if compiled else "torchrun is for the torch engine"
+        remedy = "leave out --compile" if compiled else "use torchrun only with the torch engine"
         raise UnsupportedModelError(
-            f"{'a compiled model' if compiled else 'the ONNX engine'} computes in one process: {remedy}"
+            f"{'a compiled model' if compiled else 'the ONNX engine'} runs in one process: {remedy}"
         )
     cache_folder.keep_compiled_code()
     if kind != "vllm":
@@ -108,9 +108,7 @@ def _torch(
         return TorchEngine(directory, device=device, **options)
     except torch.OutOfMemoryError as error:  # raised for GPU memory only
         reason = str(error).partition(". ")[0]  # the rest is statistics
-        raise UnsupportedModelError(
-            f"device {device}: {reason}; a smaller model may fit, or fewer --kv-tokens"
-        ) from error
+        raise UnsupportedModelError(f"device {device}: {reason}; use a smaller model or fewer --kv-tokens") from error
 
 
 def _cpu(kind: Kind, directory: ModelDirectory, *, compiled: bool, **options: Any) -> Engine:
@@ -172,11 +170,13 @@ def _own_device(kind: Kind, device: str, local_rank: int) -> str:
     import torch
 
     if device not in ("cpu", "cuda"):
-        raise UnsupportedModelError(f"device {device}: under torchrun say cuda, of which every process takes its own")
+        raise UnsupportedModelError(
+            f"device {device}: with torchrun give --device cuda: every process takes its own device"
+        )
     if device == "cpu" and torch.accelerator.is_available():
         raise UnsupportedModelError(
-            "transformers puts the parts of a model on the accelerator where there is one: hide it, as with "
-            "CUDA_VISIBLE_DEVICES=, or say --device cuda"
+            "transformers places the parts of a model on an accelerator if there is one: hide it, for example with "
+            "CUDA_VISIBLE_DEVICES=, or use --device cuda"
         )
     own = f"cuda:{local_rank}" if device == "cuda" else device
     check_device(Placement(kind, device=own))

@@ -52,7 +52,7 @@ class KeptExactness:
             return None
         known = self._parsed(data)
         if known is None:
-            log.warning("kept_exactness_refused", why="its contents are not valid")
+            log.warning("kept_exactness_refused", why="its content is invalid")
         return known
 
     def write(self, classes: ShapeRowCounts, bits: str) -> None:

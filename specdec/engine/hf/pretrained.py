@@ -54,7 +54,7 @@ def load(directory: ModelDirectory, dtype: torch.dtype, device: str, ranks: Rank
     fingerprints = ranks.all(ranks.together(lambda: directory.model_fingerprint))
     for rank, fingerprint in enumerate(fingerprints):
         if fingerprint != fingerprints[0]:
-            raise ModelDirectoryError(f"{directory.path}: rank {rank} has another model there")
+            raise ModelDirectoryError(f"{directory.path}: rank {rank} has another model at this path")
     return ranks.together(lambda: _read(directory, dtype, distributed_config=_cut_into(ranks.degree)))
 
 
@@ -92,11 +92,11 @@ def _read(directory: ModelDirectory, dtype: torch.dtype, **options: Any) -> PreT
             raise ModelDirectoryError(f"{directory.path}{quantised}: cannot be loaded: {why}") from error
     if report["missing_keys"]:  # transformers would continue with random numbers
         missing = sorted(report["missing_keys"])
-        raise ModelDirectoryError(f"{directory.path}: {len(missing)} tensors are missing, {missing[0]} for one")
+        raise ModelDirectoryError(f"{directory.path}: {len(missing)} tensors are missing, such as {missing[0]}")
     if report["mismatched_keys"]:
         name, stored, expected = min(report["mismatched_keys"])
         raise ModelDirectoryError(
-            f"{directory.path}: {name} has the sizes {list(stored)}, by config.json they are {list(expected)}"
+            f"{directory.path}: {name} has the shape {list(stored)}, must have {list(expected)} by config.json"
         )
     if report["unexpected_keys"]:  # such as biases not mentioned in config.json
         unused = sorted(report["unexpected_keys"])
@@ -125,7 +125,9 @@ def is_quantised(model: PreTrainedModel) -> bool:
 
 def _cut_into(parts: int) -> Any:
     if importlib.util.find_spec("accelerate") is None:
-        raise UnsupportedModelError("transformers cuts a model with accelerate: pip install 'specdec-serve[parallel]'")
+        raise UnsupportedModelError(
+            "transformers splits a model with accelerate: pip install 'specdec-serve[parallel]'"
+        )
     from transformers.distributed import DistributedConfig
 
     return DistributedConfig(tp_size=parts, tp_plan="auto")
@@ -146,11 +148,13 @@ def _check_configuration(directory: ModelDirectory, device: str) -> PretrainedCo
     if layers is not None and layers < 1:
         raise ModelDirectoryError(f"{directory.path}: config.json asks for {layers} layers, must be at least 1")
     if kind is None:
-        raise UnsupportedModelError(f"{directory.name}: {type(config).__name__} belongs to no causal language model")
+        raise UnsupportedModelError(
+            f"{directory.name}: {type(config).__name__} is not the configuration of a causal language model"
+        )
     if not getattr(kind, "_supports_attention_backend", False):
         raise UnsupportedModelError(
-            f"{directory.name}: {kind.__name__} does not take its attention from transformers' attention "
-            "interface, so that it cannot run in a packed batch"
+            f"{directory.name}: {kind.__name__} does not use transformers' attention interface, so it cannot run in "
+            "a packed batch"
         )
     return config
 
@@ -183,7 +187,9 @@ def attention_of(model: PreTrainedModel) -> list[LayerAttention]:
         found[layer] = LayerAttention(key.shape[1], key.shape[3], value.shape[3], scale, window)
         terms = [term for term, value in asked.items() if isinstance(value, Tensor) and term != "position_ids"]
         if terms:
-            raise UnsupportedModelError(f"{name}: its attention has a term the packed one does not know, {terms[0]}")
+            raise UnsupportedModelError(
+                f"{name}: its attention has a term that packed attention does not support, {terms[0]}"
+            )
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     AttentionInterface.register(PROBE, look)
@@ -204,8 +210,8 @@ def attention_of(model: PreTrainedModel) -> list[LayerAttention]:
     layers = config.num_hidden_layers
     if sorted(found) != list(range(layers)):
         raise UnsupportedModelError(
-            f"{name}: {layers} layers, but attention ran in {len(found)} of them; "
-            "models with state-space or other layers that keep a state of their own are not supported"
+            f"{name}: {layers} layers, but attention ran in {len(found)} of them; models with state-space layers, or "
+            "other layers with their own state, are not supported"
         )
     kinds = (
         getattr(config, "layer_types", None) or ["sliding_attention" if window_of(model) else "full_attention"] * layers
@@ -214,5 +220,7 @@ def attention_of(model: PreTrainedModel) -> list[LayerAttention]:
         if kind not in ("full_attention", "sliding_attention"):
             raise UnsupportedModelError(f"{name}: layer {layer} is of kind {kind}, which is not supported")
         if kind == "sliding_attention" and window_of(model) and not found[layer].window:
-            raise UnsupportedModelError(f"{name}: layer {layer} has a sliding window, but does not tell its attention")
+            raise UnsupportedModelError(
+                f"{name}: layer {layer} has a sliding window, but does not pass it to attention"
+            )
     return [found[layer] for layer in range(layers)]

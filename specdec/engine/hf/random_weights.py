@@ -20,4 +20,4 @@ class RandomWeights(ModelDirectory):
     def model_fingerprint(self) -> str:
         """Always a ModelDirectoryError: an export would be cached, and later found, under the fingerprint of any
         weights in the same directory."""
-        raise ModelDirectoryError(f"{self.path}: random weights are not exported: take the engine torch or eager")
+        raise ModelDirectoryError(f"{self.path}: random weights cannot be exported: use the engine torch or eager")

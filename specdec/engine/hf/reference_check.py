@@ -51,8 +51,8 @@ class ReferenceCheck:
         finally:
             model.set_attn_implementation(attention_hook.NAME)
         if not logits.isfinite().all():
-            narrow = ", which ends at 65504: take float32 or bfloat16" if dtype == torch.float16 else ""
-            raise UnsupportedModelError(f"{name}: its own logits are no numbers in {str(dtype)[6:]}{narrow}")
+            narrow = ", with a maximum of 65504: use float32 or bfloat16" if dtype == torch.float16 else ""
+            raise UnsupportedModelError(f"{name}: its own logits are not finite in {str(dtype)[6:]}{narrow}")
         return cls(name, allowed, text, branch, logits)
 
     @property
@@ -80,8 +80,8 @@ class ReferenceCheck:
         difference = float((got - self.logits).abs().max() / self.logits.abs().max())
         if not difference <= self.allowed:
             raise UnsupportedModelError(
-                f"{self.name}: packed logits differ from the model's own by {difference:.2g} of "
-                "their scale; it does something that the packed attention, or the joined layers, do not know"
+                f"{self.name}: packed logits differ from the model's own by {difference:.2g} of their scale; it has "
+                "an operation that packed attention or the fused layers do not support"
             )
 
 

@@ -43,11 +43,11 @@ def check_plan(name: str, config: Any, degree: int) -> None:
             "which is not supported"
         )
     if quantised:
-        raise UnsupportedModelError(f"{name}: quantised weights are not cut into parts")
+        raise UnsupportedModelError(f"{name}: quantised weights cannot be split")
     heads = config.num_attention_heads
     for kind, count in (("attention", heads), ("key/value", getattr(config, "num_key_value_heads", None) or heads)):
         if count % degree:
-            raise UnsupportedModelError(f"{name}: {count} {kind} heads cannot be shared evenly by {degree} processes")
+            raise UnsupportedModelError(f"{name}: {count} {kind} heads cannot be split evenly over {degree} processes")
 
 
 class Summed(torch.nn.Module):

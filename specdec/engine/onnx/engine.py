@@ -54,7 +54,7 @@ class OnnxEngine:
         description = read_fields(file)
         if description is None:
             raise ModelDirectoryError(
-                f"{directory.path}: not an exported model (no {DESCRIPTION}); `specdec export` makes one"
+                f"{directory.path}: not an exported model (no {DESCRIPTION}); run `specdec export`"
             )
         try:
             shapes = [(int(heads), int(key), int(value)) for heads, key, value in description.content["pools"]]
@@ -64,7 +64,7 @@ class OnnxEngine:
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             reason = f"{type(error).__name__}: {in_one_line(error)}"
             raise ModelDirectoryError(
-                f"{file}: damaged, or of an earlier version; `specdec export` makes a new one ({reason})"
+                f"{file}: damaged, or from an earlier version; run `specdec export` again ({reason})"
             ) from error
         self._onnx_device = parse_device(device)
         chosen = providers(self._onnx_device, ort.get_available_providers())
@@ -184,5 +184,5 @@ def _check_sizes(directory: ModelDirectory, graph: ort.InferenceSession, pools: 
     for name, (file, expected) in told.items():
         if sizes.get(name) != expected:
             raise ModelDirectoryError(
-                f"{directory.path / GRAPH}: {name} has the sizes {sizes.get(name)}, by {file} they are {expected}"
+                f"{directory.path / GRAPH}: {name} has the shape {sizes.get(name)}, must have {expected} as in {file}"
             )

@@ -29,7 +29,7 @@ def parse_device(device: str) -> OnnxDevice:
     """Parse cpu, cuda or cuda:N; UnsupportedModelError for any other name."""
     found = re.fullmatch(r"(cpu|cuda)|cuda:(\d+)", device)
     if found is None:
-        raise UnsupportedModelError(f"device {device}: the ONNX engine knows cpu, cuda, cuda:1, ...")
+        raise UnsupportedModelError(f"device {device}: the ONNX engine supports cpu, cuda, cuda:1, ...")
     return OnnxDevice(found[1] or "cuda", int(found[2] or 0))
 
 
@@ -44,8 +44,8 @@ def providers(device: OnnxDevice, available: Sequence[str]) -> list[tuple[str, d
         return [(CPU, {})]
     if CUDA not in available:
         raise UnsupportedModelError(
-            f"device cuda: this onnxruntime has no {CUDA}: put onnxruntime-gpu in place of onnxruntime, which it "
-            "excludes (pip uninstall onnxruntime; pip install 'specdec-serve[draft-gpu]')"
+            f"device cuda: this onnxruntime has no {CUDA}: replace onnxruntime with onnxruntime-gpu; only one can be "
+            "installed (pip uninstall onnxruntime; pip install 'specdec-serve[draft-gpu]')"
         )
     return [(CUDA, {"device_id": str(device.number), **CUDA_OPTIONS}), (CPU, {})]
 
@@ -55,6 +55,6 @@ def check_started(device: OnnxDevice, started: Sequence[str]) -> None:
     onnxruntime falls back to the CPU."""
     if device.kind == "cuda" and started[0] != CUDA:
         raise UnsupportedModelError(
-            f"device cuda:{device.number}: onnxruntime could not start its {CUDA}; driver, CUDA and cuDNN must be "
-            "those that this onnxruntime-gpu was built for (pip install 'onnxruntime-gpu[cuda,cudnn]')"
+            f"device cuda:{device.number}: onnxruntime could not start its {CUDA}; driver, CUDA and cuDNN must match "
+            "this build of onnxruntime-gpu (pip install 'onnxruntime-gpu[cuda,cudnn]')"
         )

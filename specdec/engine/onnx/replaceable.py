@@ -12,4 +12,4 @@ def check_replaceable(target: Path) -> None:
     if not target.exists() or (target / DESCRIPTION).is_file():
         return
     if not target.is_dir() or any(target.iterdir()):
-        raise ModelDirectoryError(f"{target}: holds something else than an exported model; it is not replaced")
+        raise ModelDirectoryError(f"{target}: contains something other than an exported model, and is not replaced")

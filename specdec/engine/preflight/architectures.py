@@ -38,9 +38,9 @@ UNTRIED = _names(
     "roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod youtu zamba2 zaya"
 )
 
-NO_INTERFACE = "it does not take its attention from transformers' attention interface"
-STATE = "it has layers that keep a state of their own, which no KV cache holds"
-SINKS = "its attention has a term for sinks, which the packed one does not know"
+NO_INTERFACE = "it does not use transformers' attention interface"
+STATE = "it has layers with state that is not in a KV cache"
+SINKS = "its attention has sinks, which packed attention does not support"
 
 REASONS = {
     NO_INTERFACE: "bailing_hybrid bamba bart big_bird bigbird_pegasus biogpt blenderbot blenderbot-small bloom blt "
@@ -60,13 +60,11 @@ def check_architecture(directory: ModelDirectory) -> None:
     """Raise UnsupportedModelError, naming the architecture, for a model that cannot run in a packed batch."""
     name = directory.model_type
     if (reason := REFUSED.get(name)) is not None:
-        raise UnsupportedModelError(
-            f"{directory.path}: architecture {name} is not supported: {reason}: take another model"
-        )
+        raise UnsupportedModelError(f"{directory.path}: architecture {name} is not supported: {reason}")
     if name not in TESTED | RAN | UNTRIED:
         raise UnsupportedModelError(
-            f"{directory.path}: architecture {name} (model_type in config.json) is none of the causal language models "
-            "that transformers 5.23 has"
+            f"{directory.path}: architecture {name} (model_type in config.json) is not a causal language model of "
+            "transformers 5.23"
         )
     check_layers(directory)
 
@@ -84,8 +82,8 @@ def check_rope(directory: ModelDirectory, config: dict[str, Any]) -> None:
     for rope_type in _rope_types(config):
         if rope_type in ("dynamic", "longrope", "su"):  # "su" is an older name
             raise UnsupportedModelError(
-                f"{directory.name}: {rope_type} rotary embeddings depend on the longest text in a batch, "
-                "so that a session's tokens would depend on its neighbours"
+                f"{directory.name}: {rope_type} rotary embeddings depend on the longest text in a batch, so a "
+                "session's tokens would depend on other sessions"
             )
 
 

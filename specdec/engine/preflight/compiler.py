@@ -17,12 +17,10 @@ def check_compiler(placement: Placement) -> None:
     if not placement.compiled:
         return
     if placement.kind not in ("torch", "vllm") or placement.device != "cpu":
-        raise UnsupportedModelError(
-            "only the torch engine and vLLM can compile a model, on the CPU: leave out --compile"
-        )
+        raise UnsupportedModelError("--compile is for the torch engine and vLLM on the CPU: leave it out")
     compiler = os.environ.get("CXX") or "g++"  # torch's search order
     if shutil.which(compiler) is None and not os.environ.get(INSTALLS):
         raise UnsupportedModelError(
-            f"--compile: there is no C++ compiler {compiler} here: install g++, name another one in CXX, or leave out "
+            f"--compile: there is no C++ compiler {compiler} here: install g++, set CXX to another one, or leave out "
             "--compile"
         )

@@ -53,8 +53,8 @@ def check_placement(directory: ModelDirectory, placement: Placement) -> None:
     check_compiler(placement)
     if placement.kind == "onnx" and not is_exported(directory, placement) and not installed("torch"):
         raise ModelDirectoryError(
-            f"{directory.path}: not exported (no model.onnx), and without torch it cannot be exported here: "
-            "run `specdec export` where torch is installed"
+            f"{directory.path}: not exported (no model.onnx), and torch is not installed here to export it: run "
+            "`specdec export` on a machine with torch"
         )
 
 
@@ -73,7 +73,7 @@ def check_cuda(placement: Placement, number: int) -> None:
         return
     if not built.get("cuda"):
         raise UnsupportedModelError(
-            f"device {placement.device}: torch {built.get('__version__')} is built for CPUs: install a CUDA build of it"
+            f"device {placement.device}: torch {built.get('__version__')} is a CPU build: install a CUDA build"
         )
     devices = cuda_devices()
     if isinstance(devices, str):

@@ -44,14 +44,13 @@ def dtype_of(
         return own if own is not None and on_gpu else "float32"
     if placement.kind == "torch" and placement.device == "cpu" and wanted == "float16":
         raise UnsupportedModelError(
-            "dtype float16: is for GPUs; on the CPU the torch engine takes --dtype float32 or bfloat16"
+            "dtype float16: is for GPUs; on the CPU the torch engine supports --dtype float32 and bfloat16"
         )
     if placement.kind == "onnx" and wanted == "bfloat16":
-        raise UnsupportedModelError("dtype bfloat16: the ONNX engine computes in float32 or float16, not bfloat16")
+        raise UnsupportedModelError("dtype bfloat16: the ONNX engine supports float32 and float16, not bfloat16")
     if exported not in (None, wanted):
         raise ModelDirectoryError(
-            f"{directory.path}: exported in {exported}, not {wanted}; `specdec export --dtype {wanted}` makes another "
-            "one"
+            f"{directory.path}: exported in {exported}, not {wanted}; run `specdec export --dtype {wanted}`"
         )
     return wanted
 

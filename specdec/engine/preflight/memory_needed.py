@@ -62,8 +62,8 @@ class MemoryNeeded:
     def remedy(self) -> str:
         """Advice to the user."""
         if self.kv > self.weights:
-            return "give fewer --kv-tokens"
-        return "say --dtype bfloat16" if self.dtype == "float32" else "take a smaller model"
+            return "use fewer --kv-tokens"
+        return "use --dtype bfloat16" if self.dtype == "float32" else "use a smaller model"
 
     def __str__(self) -> str:
         beside = [

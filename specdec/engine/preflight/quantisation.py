@@ -33,20 +33,20 @@ METHODS: dict[str, Method] = {
     "bitnet": Method(ACCELERATE),
     "bitsandbytes": Method({"bitsandbytes": "bitsandbytes", **ACCELERATE}, note="8 bits: llm_int8_threshold 0 only"),
     "compressed-tensors": Method({"compressed_tensors": "compressed-tensors"}),
-    "eetq": Method({}, refused="transformers takes its kernels from a hub, and code comes from none here"),
+    "eetq": Method({}, refused="transformers downloads its kernels from a hub; specdec runs no downloaded code"),
     "fbgemm_fp8": Method({"fbgemm_gpu": "fbgemm-gpu", **ACCELERATE}, gpu=True),
     "fouroversix": Method({"fouroversix": "fouroversix"}),
     "fp8": Method(ACCELERATE, note=WIDENED),
     "fp_quant": Method({"fp_quant": "fp_quant"}, gpu=True),
     "gemma": Method({}),
-    "gguf": Method({}, refused="a file of GGUF is not a directory of safetensors"),
+    "gguf": Method({}, refused="a GGUF file is not a directory of safetensors"),
     "gptq": Method({"gptqmodel": "gptqmodel", "optimum": "optimum"}),
     "higgs": Method({"flute": "flute-kernel", "fast_hadamard_transform": "fast-hadamard-transform"}, gpu=True),
     "hqq": Method({"hqq": "hqq"}),
-    "metal": Method({}, note="its kernels are Apple's: elsewhere transformers widens the weights"),
+    "metal": Method({}, note="its kernels are Apple's: elsewhere transformers dequantises the weights"),
     "mxfp4": Method(ACCELERATE, note=WIDENED),
     "mxfp8": Method(ACCELERATE, note=WIDENED),
-    "nvfp4": Method({}, refused="transformers loads no weights that are already quantised so"),
+    "nvfp4": Method({}, refused="transformers cannot load weights already quantised this way"),
     "quanto": Method({"optimum.quanto": "optimum-quanto", **ACCELERATE}),
     "quark": Method({"quark": "amd-quark"}),
     "sinq": Method({"sinq": "sinq"}),
@@ -71,16 +71,16 @@ def check_quantisation(directory: ModelDirectory, device: str) -> None:
     subject = f"{directory.name}: quantised by {name}"
     method = METHODS.get(name)
     if method is None:
-        raise UnsupportedModelError(f"{subject}, which transformers does not know; it knows {', '.join(METHODS)}")
+        raise UnsupportedModelError(f"{subject}, which transformers does not support; it supports {', '.join(METHODS)}")
     if method.refused is not None:
         raise UnsupportedModelError(f"{subject}: {method.refused}")
     check_outliers(directory)
     if method.gpu and device == "cpu":
-        raise UnsupportedModelError(f"{subject}, which runs on GPUs alone: say --device cuda")
+        raise UnsupportedModelError(f"{subject}, which runs only on GPUs: use --device cuda")
     missing = [requirement for module, requirement in method.packages.items() if not installed(module)]
     if missing:
         raise UnsupportedModelError(
-            f"{subject}, which takes more packages: pip install {' '.join(map(_quoted, missing))}"
+            f"{subject}, which needs more packages: pip install {' '.join(map(_quoted, missing))}"
         )
 
 
@@ -89,8 +89,8 @@ def check_outliers(directory: ModelDirectory) -> None:
     quantisation = directory.quantisation or {}
     if quantisation.get("load_in_8bit") and quantisation.get("llm_int8_threshold", 6.0):
         raise UnsupportedModelError(
-            f"{directory.name}: bitsandbytes' 8 bits look for outliers in the whole batch, so that a session's "
-            "tokens would depend on its neighbours (llm_int8_threshold 0 looks for none)"
+            f"{directory.name}: bitsandbytes' 8-bit mode detects outliers over the whole batch, so a session's "
+            "tokens would depend on other sessions (llm_int8_threshold 0 turns this off)"
         )
 
 

@@ -42,4 +42,4 @@ def check_build(device: str, *, for_cpus: bool) -> None:
     others."""
     if for_cpus != (device == "cpu"):
         built, take = ("CPUs", "cpu") if for_cpus else ("GPUs", "cuda")
-        raise UnsupportedModelError(f"device {device}: vLLM is built for {built} here: say --device {take}")
+        raise UnsupportedModelError(f"device {device}: vLLM is built for {built} here: use --device {take}")

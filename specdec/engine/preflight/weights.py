@@ -32,8 +32,8 @@ def check_weights(directory: ModelDirectory, *, by_transformers: bool = False) -
         raise ModelDirectoryError(f"{directory.path}: no weights (*.safetensors or {GRAPH}){_other_format(directory)}")
     if by_transformers and not directory.names_weights:
         raise ModelDirectoryError(
-            f"{directory.path}: neither {WEIGHTS} nor {INDEX}: {files[0].name} is a file that transformers does not "
-            f"look for: name it in config.json ({WEIGHTS_FIELD})"
+            f"{directory.path}: neither {WEIGHTS} nor {INDEX}: {files[0].name} has a name that transformers does not "
+            f"look for: set it in config.json ({WEIGHTS_FIELD})"
         )
     for file in files:
         if file.suffix == ".safetensors":
@@ -46,7 +46,8 @@ def _check_vocabulary(directory: ModelDirectory, file: Path, name: str, tensor: 
         rows = tensor["shape"][0]
         if rows != directory.vocabulary:
             raise ModelDirectoryError(
-                f"{file}: {name} has rows for {rows} token ids, by config.json vocab_size is {directory.vocabulary}"
+                f"{file}: {name} has rows for {rows} token ids, must have {directory.vocabulary}, vocab_size in "
+                "config.json"
             )
 
 
@@ -73,7 +74,7 @@ def tensors(file: Path) -> dict[str, Tensor]:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
             raise ModelDirectoryError(
-                f"{file}: cannot be loaded: its header is cut off, or it is not a safetensors file"
+                f"{file}: cannot be loaded: its header is truncated, or it is not a safetensors file"
             )
         try:
             header = json.loads(stream.read(length))
@@ -87,7 +88,7 @@ def tensors(file: Path) -> dict[str, Tensor]:
             ) from error
     expected = 8 + length + max(ends, default=0)
     if size != expected:
-        raise ModelDirectoryError(f"{file}: has {size} bytes, by its header they are {expected}: copy it again")
+        raise ModelDirectoryError(f"{file}: has {size} bytes, must have {expected} by its header: copy it again")
     return tensors
 
 
@@ -95,5 +96,5 @@ def _other_format(directory: ModelDirectory) -> str:
     """Return the end of a message about weights in an unsupported format."""
     for file in sorted(directory.path.iterdir()):
         if file.suffix in (".bin", ".pt", ".pth", ".gguf"):
-            return f"; {file.name} is of another format: save the model as safetensors"
+            return f"; {file.name} has another format: save the model as safetensors"
     return ""

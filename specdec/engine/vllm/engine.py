@@ -92,7 +92,8 @@ class VllmEngine:
         check_options(options)
         if device not in ("cpu", "cuda"):
             raise UnsupportedModelError(
-                f"device {device}: vLLM takes the devices that it sees: say cuda, and choose by CUDA_VISIBLE_DEVICES"
+                f"device {device}: vLLM uses all visible devices: give --device cuda, and select by "
+                "CUDA_VISIBLE_DEVICES"
             )
         with phase("imports"):
             os.environ.update(ENVIRONMENT)
@@ -128,7 +129,7 @@ class VllmEngine:
             )
         told = self._call("specdec_describe")
         if isinstance(told, str):
-            raise UnsupportedModelError(f"{directory.name} does not run here by vLLM: {told}")
+            raise UnsupportedModelError(f"{directory.name} does not run here with vLLM: {told}")
         size, blocks, self.longest_text, attention = told
         self.capacity = blocks * size // BLOCK * BLOCK
         self.vocabulary = directory.vocabulary
@@ -181,7 +182,7 @@ class VllmEngine:
     def _clear(self, slots: Slots) -> None:
         _, counts = np.unique(slots // BLOCK, return_counts=True)
         if not self._has_tokens_apart and (counts < BLOCK).any():
-            raise RuntimeError("this attention mixes the tokens of a block: they cannot be cleared one by one")
+            raise RuntimeError("this attention mixes the tokens of a block, so single tokens cannot be cleared")
         self._call("specdec_clear", slots)
 
     def _keeps_tokens_apart(self) -> bool:
@@ -289,7 +290,7 @@ def _started(**arguments: Any) -> Start:
         config = EngineArgs(**arguments).create_engine_config()
         core = EngineCore(config, Executor.get_class(config), log_stats=False, executor_fail_callback=_lost)
     except Exception as error:  # vLLM raises many kinds of errors, some generic when workers fail to start
-        raise UnsupportedModelError(f"vLLM does not take it: {reason_of(error)}") from error
+        raise UnsupportedModelError(f"vLLM rejects it: {reason_of(error)}") from error
     atexit.register(core.shutdown)
     call_all: Callable[..., Any] = core.model_executor.collective_rpc
 
@@ -327,8 +328,8 @@ def reason_of(error: Exception) -> str:
     told = lines[2] if "validation error" in lines[0] and len(lines) > 2 else lines[0]
     told = told.strip().partition(" [type=")[0].removeprefix("Value error, ")
     if "out of memory" in told.lower():
-        return f"{told.partition('. ')[0].rstrip('.')}: say --kv-tokens, or fewer; --no-cuda-graphs takes less as well"
-    return f"{told.rstrip('.')}, or say fewer --kv-tokens" if "kv cache" in told.lower() else told
+        return f"{told.partition('. ')[0].rstrip('.')}: use fewer --kv-tokens, or --no-cuda-graphs"
+    return f"{told.rstrip('.')}, or use fewer --kv-tokens" if "kv cache" in told.lower() else told
 
 
 def memory_options(

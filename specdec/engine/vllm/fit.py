@@ -17,13 +17,13 @@ def why_unfit(runner: Any) -> str | None:
         (model.is_encoder_decoder, "it has an encoder"),
         (runner.uses_mrope, "its tokens have several positions each (M-RoPE)"),
         # Graphs and compiled layers then take embeddings.
-        (runner.supports_mm_inputs, "its layers take embeddings of other media than text"),
-        (model.is_hybrid or len(groups) != 1, "its layers have other states than keys and values of tokens"),
+        (runner.supports_mm_inputs, "its layers take embeddings of media other than text"),
+        (model.is_hybrid or len(groups) != 1, "its layers have state other than keys and values of tokens"),
         # A row's attention would depend on where its prompt is cut or ends, unknown to passes.
-        (any(map(_sees_ahead, groups)), "rows of its prompts see later ones (prefix-LM attention)"),
-        (getattr(model, "rswa_window", None) is not None, "its attention window depends on where the prompt ends"),
+        (any(map(_sees_ahead, groups)), "prompt rows attend to later ones (prefix-LM attention)"),
+        (getattr(model, "rswa_window", None) is not None, "its attention window depends on the end of the prompt"),
         (getattr(runner, "lookback_token_ids", None) is not None, "its layers read earlier tokens of the text"),
-        (BLOCK % size, f"its attention wants blocks of {size} tokens, {BLOCK} must be a multiple"),
+        (BLOCK % size, f"its attention needs blocks of {size} tokens, {BLOCK} must be a multiple"),
     )
     return next((why for found, why in causes if found), None)
 

@@ -92,7 +92,7 @@ class TestRandomWeights:
         """An export would later be served in place of the real weights beside it."""
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         directory = RandomWeights(make("llama", tmp_path / "model"))
-        with pytest.raises(ModelDirectoryError, match="random weights are not exported"):
+        with pytest.raises(ModelDirectoryError, match="random weights cannot be exported"):
             load_engine("onnx", directory, capacity=64, threads=(1,))
         assert not (tmp_path / "cache" / "specdec").exists()
 

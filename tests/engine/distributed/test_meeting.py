@@ -136,7 +136,7 @@ def test_another_secret_is_told(several_machines: tuple[str, int], monkeypatch: 
         first = threads.submit(meet, 0, 2, one_machine=False, patience=PATIENCE)
         reached(several_machines)
         monkeypatch.setenv(SECRET, "another one of many bytes")
-        with pytest.raises(UnsupportedModelError, match=f"does not know this rank's {SECRET}: give all ranks the same"):
+        with pytest.raises(UnsupportedModelError, match=f"has another {SECRET}: all ranks must have the same"):
             meet(1, 2, one_machine=False, patience=PATIENCE)
         monkeypatch.setenv(SECRET, KNOWN)
         met([first, threads.submit(meet, 1, 2, one_machine=False, patience=PATIENCE)])
@@ -148,7 +148,7 @@ def test_several_machines_need_a_secret(
 ) -> None:
     monkeypatch.setenv(SECRET, secret)
     with pytest.raises(
-        UnsupportedModelError, match=f"{SECRET} has {len(secret)} bytes: .* at least 16, the same for all"
+        UnsupportedModelError, match=f"{SECRET} has {len(secret)} bytes: .* must share a secret of at least 16"
     ):
         meet(0, 2, one_machine=False, patience=PATIENCE)
 

@@ -137,7 +137,7 @@ def test_ranks_end_in_peace_when_their_launcher_is_killed(tmp_path: Path) -> Non
         ([{"dtype": "bfloat16", "device": "cpu"}] * 2, ""),
         (
             [{"dtype": None, "device": "cpu"}, {"dtype": None, "device": "cuda"}],
-            "rank 1 was told device cuda, rank 0 cpu",
+            "rank 1 has device cuda, rank 0 has cpu",
         ),
     ],
     ids=["the same", "another"],
@@ -148,7 +148,7 @@ def test_all_take_the_same_options(options: list[dict[str, Any]], said: str, tmp
         assert ranks.exit_codes() == [0, 0]
         for rank in range(2):
             assert said in ranks.said(rank)
-            assert bool(said) == ("told" in ranks.said(rank))
+            assert bool(said) == ("same options" in ranks.said(rank))
 
 
 def test_a_refusal_is_everybodys(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_pickle_alone_is_refused(folder: Path, tmp_path: Path, index: bool) ->
     if index:  # under a safetensors name
         (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": "pytorch_model.bin"}}))
     said = (
-        "must have names of safetensors files" if index else "pytorch_model.bin is of another format: save the model as"
+        "must have names of safetensors files" if index else "pytorch_model.bin has another format: save the model as"
     )
     for use in (
         lambda: check_model(Wanted(folder, Placement("torch"))),

@@ -43,7 +43,7 @@ def test_memory_is_left_for_the_weights(tmp_path: Path) -> None:
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + size)
-    with pytest.raises(UnsupportedModelError, match=r"room for \d+ tokens of keys and values"):
+    with pytest.raises(UnsupportedModelError, match=r"fits \d+ tokens in free memory"):
         memory_options(directory, None, "float32", "cpu", {})
     assert memory_options(directory, 16 * BLOCK, "float32", "cpu", {})["num_gpu_blocks_override"] == 16
 
@@ -82,9 +82,7 @@ def test_buffers_are_enough_for_what_is_measured_at_start() -> None:
 
 def test_what_vllm_says_of_memory_names_our_option() -> None:
     out = "CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 39.38 GiB"
-    assert reason_of(RuntimeError(out)) == (
-        "CUDA out of memory: say --kv-tokens, or fewer; --no-cuda-graphs takes less as well"
-    )
+    assert reason_of(RuntimeError(out)) == ("CUDA out of memory: use fewer --kv-tokens, or --no-cuda-graphs")
     told = "Available memory on node 0 (1/2 GiB) on kv cache allocation is less than requested memory for kv (3 GiB)."
-    assert reason_of(ValueError(told)) == f"{told[:-1]}, or say fewer --kv-tokens"
+    assert reason_of(ValueError(told)) == f"{told[:-1]}, or use fewer --kv-tokens"
     assert reason_of(ValueError("it is broken.\nIn many lines")) == "it is broken."

@@ -20,7 +20,7 @@ def test_options_are_a_json_object() -> None:
 
 @pytest.mark.parametrize("name", OWN)
 def test_options_of_our_own_are_refused_by_name(name: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"{name} is not passed on: "):
+    with pytest.raises(UnsupportedModelError, match=f"{name} cannot be set: "):
         check_options({"quantization": "fp8", name: None})
     check_options({"quantization": "fp8"})
 
@@ -39,7 +39,7 @@ def test_a_device_that_vllm_was_not_built_for_is_refused(device: str, for_cpus: 
     """vLLM would fall back to the devices it was built for."""
     other = "cuda" if device == "cpu" else "cpu"
     versions.check_build(other, for_cpus=for_cpus)
-    with pytest.raises(UnsupportedModelError, match=f"device {device}: vLLM is built for .*: say --device {other}"):
+    with pytest.raises(UnsupportedModelError, match=f"device {device}: vLLM is built for .*: use --device {other}"):
         versions.check_build(device, for_cpus=for_cpus)
 
 

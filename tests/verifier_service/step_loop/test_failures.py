@@ -83,7 +83,7 @@ SHORTAGES = [
     RuntimeError(
         "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate"
     ),
-    RuntimeError("a matrix product has failed: memory is short"),
+    RuntimeError("a matrix product has failed: out of memory"),
 ]
 
 
