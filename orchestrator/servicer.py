@@ -148,8 +148,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     account.spend_tokens(len(response.tokens))
                     size += response.ByteSize()
                     if size > MAX_ANSWER_BYTES:
-                        limit = f"{MAX_ANSWER_BYTES >> 20} MiB, which is the most that one may have"
-                        raise InvalidRequestError([("max_tokens", f"the answer is longer than {limit}: ask Generate")])
+                        limit = f"{MAX_ANSWER_BYTES >> 20} MiB, the limit of one message"
+                        raise InvalidRequestError(
+                            [("max_tokens", f"the response is longer than {limit}: use Generate")]
+                        )
                     if response.HasField("resolved"):
                         answer.resolved.CopyFrom(response.resolved)
                     completion = completions[response.index]

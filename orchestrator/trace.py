@@ -73,7 +73,7 @@ class OrchestratorTraceServicer(TraceServicer):
 
     async def _of_pod(self, address: str, request: trace_pb2.GetTraceRequest) -> TracePart:
         """Return a pod's part, or the reason why it is missing."""
-        why = "its address is known no more"
+        why = "its address is no longer known"
         if (pod := self._pod(address)) is not None:
             try:
                 part = await _ask(pod.channel, request)
@@ -136,8 +136,8 @@ def _why(error: grpc.aio.AioRpcError) -> str:
     """Return why a pod's part is missing, without repeating the pod's words."""
     match error.code():
         case grpc.StatusCode.NOT_FOUND:
-            return "it has nothing of this request: it was started since, or has dropped it"
+            return "it has no timeline of this request: it has restarted since, or has dropped it"
         case grpc.StatusCode.UNIMPLEMENTED:
-            return "it is of a version that records nothing"
+            return "its version has no timelines"
         case code:
             return f"it does not answer ({code.name})"

@@ -76,7 +76,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(prefix="specdec-")
     except OSError as error:
         raise StartError(
-            f"--workers: there is no folder for the workers' sockets ({error}): set TMPDIR to one that can be written"
+            f"--workers: there is no folder for the workers' sockets ({error}): set TMPDIR to a writable one"
         ) from None
 
 
@@ -148,7 +148,7 @@ class Workers:
         if number in self._awaited:
             self._give_up(at_first)
         elif pause is None:
-            self._give_up(f"a worker died {restarts.deaths} times in a row, the last time: {why}")
+            self._give_up(f"a worker died {restarts.deaths} times in a row, most recently: {why}")
         else:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), pause)

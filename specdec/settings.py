@@ -85,8 +85,8 @@ def configurable(service: str, command: Callable[..., None]) -> Callable[..., No
         dir_okay=False,
         envvar=f"{prefix}CONFIG",
         show_envvar=False,
-        help="YAML file of options by name, such as log-level: debug. The command line wins over the environment, "
-        f"where --log-level is {prefix}LOG_LEVEL, and that over the file.",
+        help="YAML file of options, such as log-level: debug. The command line takes precedence over the environment "
+        f"({prefix}LOG_LEVEL for --log-level), and that over the file.",
     )
     hints = get_type_hints(command, include_extras=True)
     last = inspect.Parameter.KEYWORD_ONLY
@@ -132,19 +132,19 @@ def _file(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise typer.BadParameter("should be options by name, such as log-level: debug", param_hint=hint)
+        raise typer.BadParameter("must be a mapping of options, such as log-level: debug", param_hint=hint)
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in options:
             near = difflib.get_close_matches(name, options, 1)
             meant = f"; {_spelled(near[0])} is" if near else ""
-            raise typer.BadParameter(f"{key} is no option of this service{meant}", param_hint=hint)
+            raise typer.BadParameter(f"{key} is not an option of this service{meant}", param_hint=hint)
         several = value if isinstance(value, list) else [value]
         if any(isinstance(item, dict | list) or item is None for item in several) or (
             isinstance(value, list) and not options[name].multiple
         ):
-            raise typer.BadParameter(f"{key} should be one value, is {value}", param_hint=hint)
+            raise typer.BadParameter(f"{key} must be one value, is {value}", param_hint=hint)
         texts = [item if isinstance(item, bool) else str(item) for item in several]
         values[name] = texts if options[name].multiple else texts[0]
     return values

@@ -148,13 +148,17 @@ class VerifierServicer(
         queue, limit, load = self._queue(tokens), self._limits.max_waiting, self._backend.stats
         wait = load.expected_wait(queue.ahead)
         if queue.new >= limit:
-            raise OverloadedError(f"{queue.new} sessions wait for memory, the limit is {limit}", retry_after=wait)
+            raise OverloadedError(
+                f"{queue.new} sessions are waiting for memory, the limit is {limit}", retry_after=wait
+            )
         tenant = request.open.tenant
         own = load.new_of[tenant] + min(self.arriving.count(tenant), max(0, queue.coming))
         share = QUEUE_SHARE * (limit - queue.new)
         # At least one place for every tenant, however full the room is.
         if own >= max(1, share):
-            problem = f"{own} of its sessions wait for memory, {share} may while {queue.new} do in all"
+            problem = (
+                f"{own} of its sessions are waiting for memory, the limit is {share} while {queue.new} wait in total"
+            )
             raise TenantLimitError(tenant, problem, wait)
         error = load.too_late(request.open.max_tokens, deadline, max(0, queue.ahead))
         if error is not None:
@@ -315,7 +319,7 @@ class VerifierServicer(
         message = request.open
         opening_checksum = checksum.of_opening(message)
         if message.HasField("checksum") and message.checksum != opening_checksum:
-            raise ProtocolError("`open` does not have the checksum that was sent with it")
+            raise ProtocolError("`open` does not match its checksum")
         vocabulary, context = self.identity.vocabulary_size, self.identity.context_tokens
         too_long = len(message.prompt_tokens) + len(message.generated_tokens) >= context
         refusal = PromptTooLongError if too_long else InvalidRequestError  # another verifier may have more memory

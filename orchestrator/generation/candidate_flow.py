@@ -44,7 +44,7 @@ class CandidateFlow:
         nodes, size = max(len(extend.tokens), len(extend.parents), len(extend.distributions) - 1), extend.ByteSize()
         self._left -= 1 + nodes // NODES_FOR_ONE + size // BYTES_FOR_ONE
         if self._left < 0:
-            return f"it sends too many messages: {self._most} at once and {self._refill} a commit are allowed"
+            return f"it sends too many messages, must send at most {self._most} at once and {self._refill} per commit"
         if nodes > MAX_NODES_A_MESSAGE:
             return f"it sends {nodes} candidates in a message, at most {MAX_NODES_A_MESSAGE} are allowed"
         if size > MOST_EXTEND_BYTES:

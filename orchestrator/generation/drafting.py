@@ -74,7 +74,7 @@ class Drafting:
         self._wanted = asyncio.Event()  # set while it pays to ask a draft
         self._session: DraftSession | None = None
         self._useless_until: dict[Pod, float] = {}  # monotonic times; for this text only
-        self._last_failure = "no_draft", "no pod can be asked"  # (reason, why) of the last draft that failed
+        self._last_failure = "no_draft", "no pod is available"  # (reason, why) of the last draft that failed
         self._undrafted = False  # the text continues without a draft
         self._last_commit: float | None = None  # its arrival, monotonic; None: no commit yet from the current verifier
         self._given_up: ServiceError | None = None  # the text needs a draft, and none is available

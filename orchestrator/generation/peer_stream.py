@@ -85,7 +85,7 @@ class PeerStream:
         if response.WhichOneof("message") != "opened":
             raise LostError("its first message is not `opened`")
         if (size := response.ByteSize()) > MAX_OPENED_BYTES:
-            raise LostError(f"its answer to an opening has {size} bytes")
+            raise LostError(f"its `opened` has {size} bytes")
         return response.opened
 
     async def _write(self, request: Any) -> None:

@@ -135,7 +135,7 @@ def _kind(answer: Exception | None) -> str:
     """Describe a pod's answer without repeating the pod's words."""
     match answer:
         case None | LeftAloneError():
-            return "left alone after failures"
+            return "avoided after failures"
         case GrammarPendingError():
             return "compiles the grammar"
         case OverloadedError():

@@ -83,7 +83,7 @@ class VerifierStream(PeerStream):
         """Raise UnfitError if the verifier serves something else, LostError if its grants are out of range or if its
         answer was corrupted in transit."""
         if opened.HasField("checksum") and opened.checksum != checksum.of_opening(opened):
-            raise LostError("the checksum of the answer to an opening is wrong: it was changed on its way")
+            raise LostError("the checksum of `opened` is wrong: it was changed in transit")
         identity = opened.identity
         check_verifier(identity, self._context.model)
         if not 0 <= opened.min_candidate_probability <= 1 or opened.max_nodes > MAX_GRANTED_NODES:
@@ -123,7 +123,7 @@ class VerifierStream(PeerStream):
     def _heard(self, commit: verifier_pb2.Commit) -> None:
         self._checksum = checksum.extended(self._checksum, commit.committed.tokens, commit.finish_reason)
         if commit.checksum != self._checksum:
-            raise LostError("the checksum of a commit is wrong: a message was lost or changed on its way")
+            raise LostError("the checksum of a commit is wrong: a message was lost or changed in transit")
 
     def _look_at(self, heartbeat: model_pb2.Heartbeat) -> None:
         """Take the capacity from a heartbeat; LostError if the verifier's step is stuck. Only steps prove a worker
@@ -133,7 +133,7 @@ class VerifierStream(PeerStream):
             self.pod.load.report(heartbeat.capacity)
         age, expected = heartbeat.step_age_us / 1e6, heartbeat.step_expected_us / 1e6
         if age > STUCK_STEPS * expected and age > self._longest_step():
-            raise LostError(f"a step has lasted {age:.1f} s, {expected:.3f} s is usual", conclusive=True)
+            raise LostError(f"a step has lasted {age:.1f} s, {expected:.3f} s expected", conclusive=True)
 
     async def extend(self, extend: model_pb2.Extend) -> None:
         """Send candidates."""

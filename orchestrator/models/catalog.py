@@ -127,7 +127,7 @@ class Catalog:
         if (name, revision) in self.missing:
             raise _cannot_be_read(asked)
         raise UnknownModelError(
-            f"model: is {echo(asked)}, served here is {_listed(known.asked_as or name for known in self._models[name])}"
+            f"model: is {echo(asked)}, must be one of {_listed(known.asked_as or name for known in self._models[name])}"
         )
 
     def _of_model(self, asked: str) -> list[Revision]:
@@ -141,7 +141,7 @@ class Catalog:
         if without_share or (not found and asked in map(SEPARATOR.join, self.missing)):
             raise _cannot_be_read(asked)
         if not found:
-            raise UnknownModelError(f"model: is {echo(asked)}, served here is {_listed(self._models)}")
+            raise UnknownModelError(f"model: is {echo(asked)}, must be one of {_listed(self._models)}")
         return found
 
     async def _leave(self, revision: Revision) -> None:

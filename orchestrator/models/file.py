@@ -148,7 +148,7 @@ class ModelsFile:
             raise ModelsFileError(f"--models {self.path}: {error}") from None
         models = content.get("models") if isinstance(content, dict) and len(content) == 1 else None
         if not isinstance(models, dict) or not models:
-            raise ModelsFileError(f"--models {self.path}: should be `models:` and at least one of them by name")
+            raise ModelsFileError(f"--models {self.path}: must be `models:` with at least one model by name")
         found: list[RevisionEntry] = []
         for name, entry in models.items():
             try:
@@ -179,7 +179,7 @@ def _revisions(name: Any, entry: Any) -> Iterator[RevisionEntry]:
     name = check_name(name)
     revisions = entry.get("revisions") if isinstance(entry, dict) and len(entry) == 1 else None
     if not isinstance(revisions, dict) or not revisions:
-        raise ValueError("should have `revisions:` and nothing else, with at least one of them by name")
+        raise ValueError("must have only `revisions:`, with at least one revision by name")
     found: list[RevisionEntry] = []
     for revision, values in revisions.items():
         if not isinstance(revision, str) or not REVISION.fullmatch(revision):
@@ -201,7 +201,7 @@ def _revision(name: str, revision: str, values: Any, *, alone: bool) -> Revision
         raise ValueError(f"should have {', '.join(KEYS)}")
     for key in values:
         if key not in KEYS:
-            raise ValueError(f"{echo(str(key))} is none of {', '.join(KEYS)}")
+            raise ValueError(f"{echo(str(key))} must be one of {', '.join(KEYS)}")
     directory = values.get("directory")
     if not isinstance(directory, str) or not directory:
         raise ValueError("directory: should be the path of the target model")

@@ -85,9 +85,7 @@ class GrammarCheck:
         key = key_of(grammar, tenant)
         left = self._refused_until.get(key, 0.0) - time.monotonic()
         if left > 0:
-            raise OverloadedError(
-                f"{field}: pods have ended again and again under this grammar, it is refused now", left
-            )
+            raise OverloadedError(f"{field}: pods have crashed repeatedly under this grammar, it is now refused", left)
         self._refused_until.pop(key, None)
 
     def watch(self, sample: Sample, text: CommittedText, peers: Peers) -> GrammarWatch | None:

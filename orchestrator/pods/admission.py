@@ -107,7 +107,7 @@ class Admission:
         told = self._load.reported
         if told is None or told.room > (self._load.opening if self._openings[tenant] else 0):
             return None
-        return OverloadedError(f"verifier: has {told.sessions} sessions, no room for more", told.wait_us / 1e6)
+        return OverloadedError(f"verifier: has {told.sessions} sessions, no capacity for more", told.wait_us / 1e6)
 
     def _go_ahead(self, tenant: str) -> bool:
         """Return True if the verifier may be asked now, False if the caller must wait; OverloadedError if asking is

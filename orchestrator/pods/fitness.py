@@ -25,7 +25,7 @@ def check_fit(identity: model_pb2.ModelIdentity, model: ServedModel, peer: str) 
     if identity.tokenizer_fingerprint != model.tokenizer_fingerprint:
         raise ForeignPodError(
             "tokenizer_mismatch",
-            ProtocolError(f"{peer}: serves {identity.model!r} with another tokenizer than {model.name!r} has here"),
+            ProtocolError(f"{peer}: serves {identity.model!r} with a different tokenizer than {model.name!r} here"),
         )
 
 

@@ -137,7 +137,7 @@ class Readiness:
             await self._check(pod)
         except grpc.aio.AioRpcError as error:
             no_verifier = error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED)
-            why = f"is no verifier of {VERIFIER.rpartition('.')[0]}" if no_verifier else error.code().name
+            why = f"is not a verifier of {VERIFIER.rpartition('.')[0]}" if no_verifier else error.code().name
         except (LostError, UnfitError) as error:
             why = str(error)
         else:

@@ -29,5 +29,5 @@ async def answer_of(method: Callable[..., Awaitable[Answer | None]], request: Me
     except grpc.aio.UsageError as error:
         raise LostError("its channel was closed") from error
     if answer is None:
-        raise LostError("its answer cannot be read")
+        raise LostError("its response cannot be parsed")
     return answer

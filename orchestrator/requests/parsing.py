@@ -122,10 +122,10 @@ def parse(
         raise InvalidRequestError(violations)
     rule = rule_of(message.rule, sampling)
     if untrusted_drafts and speculation.remote and rule is not Rule.COUPLED:
-        problem = f"is {rule.name}, lets drafts influence tokens, and those here are not trusted (--trust-drafts)"
+        problem = f"is {rule.name}, must be COUPLED: the drafts here are not trusted (--trust-drafts)"
         raise InvalidRequestError([("rule", problem)])
     if message.prompt_digest and message.prompt_digest != digest(prompt):
-        raise PromptChangedError("prompt: becomes other tokens here than those that the text was begun with")
+        raise PromptChangedError("prompt: gives other tokens here than those of the resumed text")
 
     sample = Sample(
         index=0,
@@ -309,9 +309,7 @@ def _grammar(
     }
     found = {field: grammar for field, grammar in said.items() if grammar is not None}
     if len(found) > 1:
-        violations.append(
-            (next(iter(found)), f"is set beside {list(found)[1]}, which says what the text looks like too")
-        )
+        violations.append((next(iter(found)), f"is set together with {list(found)[1]}, must be the only grammar"))
     return next(iter(found.values()), None)
 
 

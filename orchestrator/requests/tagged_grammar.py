@@ -68,9 +68,9 @@ KEY = re.compile(r"[^<>\"\s]+")
 def tagged_problem(schema: Mapping[str, Any], style: TaggedCall) -> str:
     """Return why a schema cannot be enforced; empty if it can."""
     if others := sorted(set(schema) - OF_OBJECT):
-        return f"has {others[0]}, to which calls in the model's format cannot be held"
+        return f"has {others[0]}, which cannot be enforced in the model's format of calls"
     if '"$ref": "#"' in json.dumps(schema):
-        return "refers to itself as a whole, to which calls in the model's format cannot be held"
+        return "is recursive at its root, which cannot be enforced in the model's format of calls"
     properties = property_schemas(schema)
     for name, inner in properties.items():
         if not KEY.fullmatch(name):
@@ -78,7 +78,7 @@ def tagged_problem(schema: Mapping[str, Any], style: TaggedCall) -> str:
         if is_text(types_of(inner, schema)) and (problem := _string_problem(inner, schema, style)):
             return f"has a property {name} {problem}"
     missing = [name for name in _required(schema) if name not in properties]
-    return f"requires {json.dumps(missing[0])[:80]}, which is none of its properties" if missing else ""
+    return f"requires {json.dumps(missing[0])[:80]}, which is not one of its properties" if missing else ""
 
 
 def _required(schema: Mapping[str, Any]) -> list[str]:
@@ -90,11 +90,11 @@ def _string_problem(inner: Mapping[str, Any], root: Mapping[str, Any], style: Ta
     schema = resolved(inner, root)
     beside = set(inner) - {"$ref", "default", "description", "title"} if "$ref" in inner else set()
     if others := sorted((set(schema) - OF_STRING) | beside):
-        return f"with {others[0]}, to which a string in the model's format cannot be held"
+        return f"with {others[0]}, which cannot be enforced for a string in the model's format"
     if any(isinstance(schema.get(key), list) and not all(map(_is_plain, schema[key])) for key in ("anyOf", "oneOf")):
-        return "with alternatives, to which a string in the model's format cannot be held"
+        return "with alternatives, which cannot be enforced for a string in the model's format"
     if any(type(schema[key]) is not int or schema[key] < 0 for key in ("minLength", "maxLength") if key in schema):
-        return "with a length that is no whole number"
+        return "with a length that is not an integer"
     held = not any(style.value[1] in value for value in _values(schema) or [])
     return "" if held else "with a value that the model's format cannot hold"
 

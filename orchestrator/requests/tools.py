@@ -33,7 +33,7 @@ def tool_violations(chat: generation_pb2.ChatPrompt, model: ServedModel) -> list
         if not NAME.fullmatch(tool.name):
             found.append((f"{field}.name", "must have 1 to 64 letters, digits, underscores and hyphens"))
         elif tool.name in names[:index]:
-            found.append((f"{field}.name", f"is {tool.name}, as another one's"))
+            found.append((f"{field}.name", f"is {tool.name}, must be different from other tools'"))
         if problem := _schema_problem(tool.parameters):
             found.append((f"{field}.parameters", problem))
     for field, wanted in (("tool_required", chat.tool_required), ("single_tool_call", chat.single_tool_call)):
@@ -64,7 +64,7 @@ def _forced_violations(chat: generation_pb2.ChatPrompt, model: ServedModel) -> l
     if not chat.tools or not forcing:
         return []
     if model.tool_format is None:
-        problem = "is set, the model's chat template has no format of calls that is known here"
+        problem = "is set, the model's chat template has no known format of calls"
         return [(field, problem) for field in forcing]
     style = model.tool_format.call
     if not isinstance(style, TaggedCall):
@@ -125,7 +125,7 @@ def _schema_problem(parameters: str) -> str:
     if found is None:
         return "is not a JSON object"
     if found.get("type", "object") != "object":
-        return "has another type than object: arguments are one"
+        return "must have the type object"
     return "" if isinstance(found.get("x-guidance", {}), dict) else "has an x-guidance that is not an object"
 
 

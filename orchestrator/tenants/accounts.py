@@ -63,14 +63,14 @@ class Accounts:
         key = key[len(SCHEME) :].strip()
         account = self._by_hash.get(hash_of(key)) if len(key) <= LONGEST_KEY else None
         if account is None:
-            raise UnauthenticatedError("authorization: this API key is not known")
+            raise UnauthenticatedError("authorization: unknown API key")
         return account
 
     def check_operator(self, metadata: Metadata) -> None:
         """Raise PermissionDeniedError unless the call is an operator's: it concerns all tenants."""
         tenant = self.of(metadata).tenant
         if tenant is not None and not tenant.operator:
-            raise PermissionDeniedError(f"tenant {tenant.name!r} is no operator", "NOT_OPERATOR")
+            raise PermissionDeniedError(f"tenant {tenant.name!r} is not an operator", "NOT_OPERATOR")
 
     async def _reload(self, watched: Watched[Tenants]) -> None:
         while True:

@@ -83,7 +83,7 @@ class TenantsFile:
             raise TenantsFileError(f"--tenants {self.path}: {error}") from None
         entries = content.get("tenants") if isinstance(content, dict) and len(content) == 1 else None
         if not isinstance(entries, dict) or not entries:
-            raise TenantsFileError(f"--tenants {self.path}: should be `tenants:` and at least one of them by name")
+            raise TenantsFileError(f"--tenants {self.path}: must be `tenants:` with at least one tenant by name")
         found: dict[str, Tenant] = {}
         for name, entry in entries.items():
             try:
@@ -102,11 +102,11 @@ def _tenant(name: Any, entry: Any) -> Tenant:
     if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
         raise ValueError(f"should be a name of 1 to {LONGEST_NAME} characters")
     if not isinstance(entry, dict):
-        raise ValueError("should have `api_keys`, and limits if there are any")
+        raise ValueError("must have `api_keys`, and optionally limits")
     names = {spelled: attribute for attribute, spelled in SPELLED.items() if attribute != "name"}
     for key in entry:
         if key not in names:
-            raise ValueError(f"{echo(str(key))} is none of {', '.join(names)}")
+            raise ValueError(f"{echo(str(key))} must be one of {', '.join(names)}")
     given = {names[key]: value for key, value in entry.items()}
     keys = given.get("api_keys")
     if not isinstance(keys, list) or not keys:
@@ -120,7 +120,7 @@ def _tenant(name: Any, entry: Any) -> Tenant:
     for limit in LIMITS:
         value = given.get(limit)
         if value is not None and not (type(value) is int and 1 <= value <= MOST):
-            raise ValueError(f"{limit}: is {value!r}, should be a whole number from 1 to {MOST}")
+            raise ValueError(f"{limit}: is {value!r}, must be an integer from 1 to {MOST}")
     weight = given.get("weight", 1.0)
     if type(weight) not in (int, float) or not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
         raise ValueError(f"weight: is {weight!r}, should be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")

@@ -47,7 +47,7 @@ class CommitCheck:
         if not tokens:
             return "it has no tokens"
         if base + len(tokens) > self._end:
-            return f"it makes the text {base + len(tokens)} tokens long, the limit is {self._end}"
+            return f"it makes the text {base + len(tokens)} tokens long, must be at most {self._end}"
         if max(tokens) >= self._model.vocabulary:
             return f"it has token {max(tokens)}, the vocabulary has {self._model.vocabulary} tokens"
         return ""

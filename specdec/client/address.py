@@ -96,13 +96,13 @@ def _host_and_port(text: str) -> tuple[str, int]:
     if bracketed is not None:
         host, colon, port = bracketed[1], bracketed[2][:1], bracketed[2][1:]
         if colon not in ("", ":"):
-            raise ValueError(f"a port should follow {host}")
+            raise ValueError(f"{host} must be followed by a port")
         _check_ip(host[1:-1], 6)
     else:
         host, colon, port = text.rpartition(":") if ":" in text else (text, "", "")
         if ":" in host:
             version6 = _is_ipv6(text) or _is_ipv6(host)
-            raise ValueError("an IPv6 address stands in brackets" if version6 else f"{host!r} is not a host name")
+            raise ValueError("an IPv6 address must be in brackets" if version6 else f"{host!r} is not a host name")
         _check_host(host)
     if not port:
         raise ValueError("the port is missing")

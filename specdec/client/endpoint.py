@@ -124,5 +124,5 @@ def _authorization(api_key: str | None) -> tuple[tuple[str, str], ...]:
 
 def _checked(timeout: float | None) -> float | None:
     if timeout is not None and not timeout <= _LONGEST_TIMEOUT:
-        raise ValueError(f"timeout = {timeout!r}: must be at most {_LONGEST_TIMEOUT:g} seconds, or None for no bound")
+        raise ValueError(f"timeout = {timeout!r}: must be at most {_LONGEST_TIMEOUT:g} seconds, or None for no limit")
     return timeout

@@ -173,10 +173,7 @@ def from_rpc(error: grpc.RpcError) -> SpecdecError:
 def _in_other_words(code: grpc.StatusCode, details: str) -> str:
     """Return gRPC's own message reworded for the person who has to act on it."""
     if code is grpc.StatusCode.UNIMPLEMENTED:  # the server has no such service
-        return (
-            "no orchestrator answers here, but another service, or one that speaks another version of the protocol "
-            f"than this client, {PACKAGE}"
-        )
+        return f"the server is not an orchestrator, or has another protocol version than this client, {PACKAGE}"
     if code is grpc.StatusCode.UNAVAILABLE and "last error: " in details:
         why = re.sub("^[A-Z_]+: (ipv[46]:)?", "", details.rpartition("last error: ")[2])
         return f"no server answers: {unquote(why)}"

@@ -69,12 +69,12 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
         raise ValueError(f"a request has one prompt, not several: {', '.join(sorted(prompts))}")
     for name in ("time", "template_arguments", "tools"):
         if name in given and "messages" not in given:
-            raise ValueError(f"{name} is given, but no messages: only chat templates see it")
+            raise ValueError(f"{name} is given, but no messages: only chat templates use it")
     for name in ("tool_choice", "parallel_tool_calls"):
         if name in given and "tools" not in given:
             raise ValueError(f"{name} is given, but no tools")
     if "speculation" in given and "drafters" in given:
-        raise ValueError("give either speculation or drafters: both say who may propose candidates")
+        raise ValueError("give either speculation or drafters: both select drafters")
     if (n := given.get("n")) is not None and isinstance(n, int) and n < 1:
         raise ValueError(f"n = {n}: must be at least 1")  # in the message, 0 means unset
     grammars = [name for name in _GRAMMARS if name in given]
@@ -133,7 +133,7 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
                 raise ValueError(f"drafters = {value!r}: not a list of names")
             found = [_named(_DRAFTERS, name, drafter) for drafter in value]
             if not found:
-                raise ValueError("drafters = []: no drafters at all is speculation='off'")
+                raise ValueError("drafters = []: use speculation='off' for no drafters")
             request.speculation.drafters.extend(found)
         elif name == "lookahead":
             if not isinstance(value, Sequence) or len(value) != 3:

@@ -119,7 +119,7 @@ class Retries:
         if left is not None and pause >= left:
             code = grpc.StatusCode.DEADLINE_EXCEEDED
             raise DeadlineExceeded(
-                f"the timeout leaves no time for another try: {seen}", code=code, reason=seen.reason
+                f"the timeout leaves no time for a retry: {seen}", code=code, reason=seen.reason
             ) from error
         return pause
 

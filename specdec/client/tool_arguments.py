@@ -92,4 +92,4 @@ def value_of(text: str, schema: object, root: Mapping[str, Any]) -> object:
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

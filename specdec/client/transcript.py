@@ -33,9 +33,7 @@ class Transcript:
         try:
             return self._take(response)
         except ValueError as error:
-            raise ServerError(
-                f"the server's response makes no sense: {error}", code=grpc.StatusCode.INTERNAL
-            ) from error
+            raise ServerError(f"the server's response is invalid: {error}", code=grpc.StatusCode.INTERNAL) from error
 
     def _take(self, response: GenerateResponse) -> Chunk:
         if response.HasField("seed"):
@@ -76,7 +74,7 @@ class Transcript:
         if self._samples > 1:
             raise _not_resumed(f"a stream of {self._samples} samples cannot be resumed", error) from error
         if not self._request.sampling.HasField("seed"):
-            raise _not_resumed("the server sent no seed to resume with", error) from error
+            raise _not_resumed("the server sent no seed, which resuming needs", error) from error
         pause = self._retries.pause(error, begun=True)
         self._tally.broke_off()
         return pause

@@ -49,5 +49,5 @@ def cache() -> Cache:
         files = [entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder)]
     except OSError as error:
         return Cache(folder, str(error))
-    why = "" if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written to"
+    why = "" if os.access(folder, os.W_OK | os.X_OK) else "it is not writable"
     return Cache(folder, why, len(files), sum(files))

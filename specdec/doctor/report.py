@@ -60,7 +60,7 @@ class DoctorReport:
         try:
             return places.cache()
         except ModuleNotFoundError:
-            return Cache(None, "no service is installed that has one")
+            return Cache(None, "no installed service has one")
 
     @cached_property
     def models(self) -> ModelCheck | None:

@@ -39,7 +39,7 @@ def lines(report: DoctorReport) -> Iterator[str]:
             )
         if report.problem:
             yield _line("cannot be served", report.problem, marked=True)
-    yield "fast paths of the engine for CPUs"
+    yield "fast paths of the CPU engine"
     if isinstance(report.fast_paths, str):
         yield _line("unknown", report.fast_paths)
         return
@@ -50,7 +50,7 @@ def lines(report: DoctorReport) -> Iterator[str]:
 def _packages(report: DoctorReport) -> Iterator[str]:
     yield "packages"
     if not report.packages:
-        yield _line("unknown", "this is not an installed distribution: nothing says which versions are wanted")
+        yield _line("unknown", "this is not an installed distribution: required versions are unknown")
     for package in report.packages:
         wanted = f"wants {package.range}" if package.fits else f"outside the tested range {package.range}"
         yield _line(package.name, f"{package.installed or 'not installed':{BESIDE}} {wanted}", marked=not package.fits)
@@ -66,7 +66,7 @@ def _machine(report: DoctorReport) -> Iterator[str]:
     yield _line("cores", f"{machine.cores_given} given, of {machine.cores}")
     if machine.memory_free is not None and machine.memory is not None:
         yield _line("memory", f"{machine.memory_free / 1e9:.1f} GB free, of {machine.memory / 1e9:.1f}")
-    yield _line("bfloat16", "computed well" if machine.bfloat16 else "no arithmetic for it: float32 is much faster")
+    yield _line("bfloat16", "computed well" if machine.bfloat16 else "no hardware support: float32 is much faster")
     yield _line("torch", f"built for {machine.torch}" if machine.torch else "not installed")
     devices = f"{machine.cuda} device{'s' * (machine.cuda != 1)}" if isinstance(machine.cuda, int) else machine.cuda
     yield _line("CUDA", "; ".join(filter(None, (devices, machine.advice))), marked=bool(machine.advice))

@@ -71,7 +71,7 @@ class GrammarRoomError(Exception):
     """Grammars in use by running texts fill the budget: their owner's, or the whole."""
 
     def __init__(self, limit: int, *, of_owner: bool) -> None:
-        super().__init__(f"the grammars of running texts take nearly {limit >> 20} MiB, the limit is reached")
+        super().__init__(f"the grammars of running texts take almost {limit >> 20} MiB, the limit is reached")
         self.of_owner = of_owner
 
 
@@ -161,7 +161,7 @@ class GrammarCompiler:
         the largest, without the GIL; concurrent calls for the same grammar wait for one compilation."""
         key, size = (owner, grammar.kind, grammar.source), weight + growth_bytes(grammar)
         if size > MAX_GRAMMAR_BYTES:
-            raise GrammarError(f"takes up to {size >> 20} MiB compiled, may take at most {MAX_GRAMMAR_BYTES >> 20}")
+            raise GrammarError(f"takes up to {size >> 20} MiB compiled, must take at most {MAX_GRAMMAR_BYTES >> 20}")
         mine = False
         with self._lock:
             found = self._kept.pop(key, None)
@@ -349,7 +349,7 @@ def _in_library_form(grammar: Grammar) -> str:
 def _told(problem: str) -> str:
     """Return the library's description of a problem as one short line."""
     if problem.startswith("NoExtension"):
-        return "lets no text begin"
+        return "matches no text"
     first, *others = problem.splitlines() or [""]
     told = next((line for line in others if line.startswith("error: ")), first)  # of a regex: the rest marks the place
     return "cannot be used: " + told[:LONGEST_PROBLEM]

@@ -71,7 +71,7 @@ class TextGrammar:
         if self._matcher.is_error():
             self.error = self._too_complex(self._matcher)
         elif taken < len(below):
-            self.error = GrammarError(f"the text leaves its grammar at its token {len(tokens) - len(below) + taken}")
+            self.error = GrammarError(f"the text violates its grammar at token {len(tokens) - len(below) + taken}")
         self._restart()
 
     def allowed(self, path: Sequence[int]) -> TokenMask | None:

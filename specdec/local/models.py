@@ -24,7 +24,7 @@ class ModelPaths(NamedTuple):
         """Return the models to serve; LocalError if the demo pair is needed and missing. `draft` may be "none", the
         default if `target` or `local_draft` is given, since the demo's draft fits only the demo's target."""
         if target is None and not (DEMO / "target" / "config.json").is_file():
-            raise LocalError("this installation has no demo pair: give --target, such as demo/target of a checkout")
+            raise LocalError("this installation has no demo pair: give --target, such as demo/target in a checkout")
         default = None if target or local_draft else DEMO / "draft"
         return cls(
             target or DEMO / "target", None if draft == "none" else Path(draft) if draft else default, local_draft

@@ -47,7 +47,7 @@ class Upkeep:
         elif (how := child.ending()) is not None:
             pause = life.restarts.died()
             if pause is None:
-                raise LocalError(f"{name} died {life.restarts.deaths} times in a row, the last time: {how}")
+                raise LocalError(f"{name} died {life.restarts.deaths} times in a row, most recently: {how}")
             self._say(f"{name} died ({how}): it starts again in {pause:g} s")
             life.died_at, life.start_at = life.died_at or now, now + pause
         elif life.died_at is not None and child.ready_at() is not None:

@@ -94,7 +94,7 @@ def make_app(
 
     async def health(_: Request) -> JSONResponse:
         works = await serves()
-        return JSONResponse({"status": "ok" if works else "no orchestrator takes requests"}, 200 if works else 503)
+        return JSONResponse({"status": "ok" if works else "no orchestrator is available"}, 200 if works else 503)
 
     handlers: dict[Any, Any] = {
         ApiError: _answer_error,
@@ -170,7 +170,7 @@ class _Outermost:
             except asyncio.CancelledError:  # by the server, at the drain's deadline
                 log.warning("cut_off", path=scope["path"])
                 if not begun:
-                    error = overloaded("the server is ending: ask another one")
+                    error = overloaded("the server is shutting down: use another one")
                     await _answered(error)(scope, body.receive, naming)
             except Exception:  # already answered, if that was still possible
                 log.exception("request_failed", path=scope["path"])
@@ -193,13 +193,16 @@ async def _answer_error(_: Request, error: ApiError) -> JSONResponse:
 
 async def _answer_overloaded(_: Request, error: OverloadedError) -> JSONResponse:
     if isinstance(error, TenantLimitError):
-        return _answered(too_many("too many of your requests wait to be read"))
+        return _answered(too_many("too many of your requests are waiting to be parsed"))
     return _answered(overloaded(str(error)))
 
 
 async def _answer_http_error(request: Request, error: HTTPException) -> JSONResponse:
     """Answer an unknown route or a wrong method."""
-    what = {404: f"{request.url.path}: nothing is served here", 405: f"{request.method} is not allowed here"}
+    what = {
+        404: f"{request.url.path}: there is no such endpoint",
+        405: f"{request.method} is not allowed for this endpoint",
+    }
     message = what.get(error.status_code, error.detail)
     return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)
 

@@ -84,8 +84,8 @@ class Bodies:
 
     def _late(self, seconds: float) -> ApiError:
         if seconds >= self._seconds:
-            return ApiError(408, f"the body has not come within {self._seconds:g} s", code="body_late")
-        return ApiError(408, f"the body comes at less than {MIN_BODY_RATE >> 10} KiB/s", code="body_late")
+            return ApiError(408, f"the body has not arrived within {self._seconds:g} s", code="body_late")
+        return ApiError(408, f"the body arrives at less than {MIN_BODY_RATE >> 10} KiB/s", code="body_late")
 
     @contextmanager
     def _reception(self, caller: str) -> Iterator[_Reception]:
@@ -110,8 +110,8 @@ class Bodies:
         # After the reservation the caller must hold no more than is left free.
         if own + size > self._free - size:
             if own:
-                raise too_many(f"{own} bytes of bodies of your requests are being received: there is no room for more")
-            raise overloaded("there is no room for more requests")
+                raise too_many(f"{own} bytes of bodies of your requests are being received, the limit is reached")
+            raise overloaded("the limit of concurrent requests is reached")
         self._free -= size
         self._held[caller] += size
 

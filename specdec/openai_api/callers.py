@@ -94,9 +94,9 @@ class Keys:
         if key not in self._checks:
             if authorization and key not in self._accepted:  # known keys are bounded by the number of tenants
                 if wait := self._unknown.of(network).seconds_until():
-                    raise too_many("too many unknown API keys come from your network", wait)
+                    raise too_many("too many unknown API keys from your network", wait)
                 if len(self._checks) >= MAX_CHECKS or (wait := self._all_unknown.of("").seconds_until()):
-                    raise too_many("too many API keys have to be checked", wait or 1.0)
+                    raise too_many("too many API keys are waiting to be checked", wait or 1.0)
             self._checks[key] = check = asyncio.create_task(self._ask(key, authorization, network))
             check.add_done_callback(_seen)
         # Cancelling a request does not cancel the check: others may wait for it.
@@ -107,7 +107,7 @@ class Keys:
             async with asyncio.timeout(CHECK_SECONDS):
                 await self._check(authorization)
         except TimeoutError:
-            message = f"no orchestrator has said within {CHECK_SECONDS:g} s whether the API key is known"
+            message = f"no orchestrator has checked the API key within {CHECK_SECONDS:g} s"
             raise ApiError(503, message, "service_unavailable_error", code="unavailable", retry_after=1) from None
         except ApiError as error:
             if error.status != 401:
@@ -156,10 +156,10 @@ class Callers:
         """Admit a request for the duration of the context and yield its caller; ApiError if it is not admitted."""
         caller = await self._identify(scope, authorization, network)
         if wait := self._rates.wait(caller):
-            raise too_many(f"you send more than {REQUEST_RATE:g} requests a second", wait)
+            raise too_many(f"the rate limit is {REQUEST_RATE:g} requests per second", wait)
         own, total = self._running[caller], self._running.total()
         if own and own >= self._most - total:  # dynamic threshold, as in `Bodies.take`
-            raise too_many(f"{own} of your requests are in progress: there is no room for more")
+            raise too_many(f"{own} of your requests are in progress, the limit is reached")
         self._running[caller] += 1
         try:
             yield caller

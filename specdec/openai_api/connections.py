@@ -68,7 +68,7 @@ def plain_answer(error: ApiError) -> bytes:
     return "\r\n".join([*lines, "connection: close", "", ""]).encode() + body
 
 
-NO_ROOM = overloaded("there are too many connections")
+NO_ROOM = overloaded("too many connections")
 NO_ROOM_ANSWER = plain_answer(NO_ROOM)
 
 

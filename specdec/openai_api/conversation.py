@@ -67,7 +67,7 @@ def _message(message: object, name: str) -> dict[str, Any]:
     if not isinstance(role, str):
         raise refused(f"{name}.role", "must be text")
     if role == "function":
-        raise unsupported(f"{name}.role", "is of an older API: answers to calls have the role tool")
+        raise unsupported(f"{name}.role", "belongs to an older API: use the role tool for results of calls")
     refusal = message.get("refusal")
     if refusal is not None and not isinstance(refusal, str):
         raise refused(f"{name}.refusal", "must be text")
@@ -76,7 +76,7 @@ def _message(message: object, name: str) -> dict[str, Any]:
     if role == "assistant" and (content is None or content == ""):  # it only called tools, only reasoned, or declined
         content = refusal or ""
     elif refusal:
-        raise refused(f"{name}.refusal", "is given beside content")
+        raise refused(f"{name}.refusal", "is given together with content")
     if not isinstance(content, str):
         raise refused(f"{name}.content", "must be text, or a list of parts of text")
     own = {key: message[key] for key in OF_TURN if message.get(key) is not None}
@@ -87,13 +87,13 @@ def _reasoning(message: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any
     """Yield the reasoning before the content; servers use two names for the field."""
     given = [message[key] for key in REASONING if message.get(key) not in (None, "")]
     if len(given) > 1 and given[0] != given[1]:
-        raise refused(f"{name}.reasoning_content", "is given beside another reasoning")
+        raise refused(f"{name}.reasoning_content", "is given together with another reasoning")
     yield from (("reasoning", text) for text in given[:1])
 
 
 def _part(part: object, name: str) -> str:
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise refused(name, 'must be {"type": "text", "text": ...}: models here read text alone')
+        raise refused(name, 'must be {"type": "text", "text": ...}: models are text-only here')
     for key, value in part.items():
         if key not in ("type", "text") and value is not None:
             raise unsupported(f"{name}.{key}")

@@ -64,7 +64,7 @@ class Gateway:
             return None
         name = next((model.tool_format for model in await self.models(caller) if model.is_asked_as(request.model)), "")
         if name and name not in FORMATS:
-            raise unsupported("tools", f"are called in the format {name}, which this server does not read")
+            raise unsupported("tools", f"use the format {name} for calls, which this server cannot parse")
         return FORMATS.get(name)  # the orchestrator refuses tools for a model without a format
 
     async def answer(self, request: ParsedRequest, caller: Caller) -> bytes:

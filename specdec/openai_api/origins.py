@@ -19,7 +19,7 @@ def origin(text: str) -> str:
     )
     if text not in (ANY, NULL) and (own_port or not text.isascii() or not _ORIGIN.fullmatch(text)):
         raise typer.BadParameter(
-            f"{text!r}: an origin is a scheme and a host in lower case, perhaps a port that is not the scheme's own, "
-            "and no path or slash after it, such as https://chat.example.com, or it is null or *"
+            f"{text!r}: an origin is null, * or a scheme, a lower-case host and optionally a non-default port, "
+            "without a path or trailing slash, such as https://chat.example.com"
         )
     return text

@@ -214,7 +214,7 @@ def parse(body: bytes, *, chat: bool) -> ParsedRequest:
     options |= dict(_logprobs(given, chat=chat))
     options |= _own(given)
     if not given.get("model"):
-        raise refused("model", "is missing: GET /v1/models lists what is served")
+        raise refused("model", "is missing: GET /v1/models lists the models")
     names = _names(given, chat=chat)
     prompts = [conversation(given)] if chat else _prompts(given)
     return ParsedRequest(
@@ -253,7 +253,7 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _check_names(given: Mapping[str, Any], *, chat: bool) -> None:
@@ -268,7 +268,7 @@ def _check_names(given: Mapping[str, Any], *, chat: bool) -> None:
         elif name not in known | WITHOUT_EFFECT:
             raise unknown(name)
     if "max_tokens" in given and "max_completion_tokens" in given:
-        raise refused("max_tokens", "is given beside max_completion_tokens, which is its new name")
+        raise refused("max_tokens", "is given together with max_completion_tokens, its new name")
 
 
 def _alike(value: object, other: object) -> bool:
@@ -337,7 +337,7 @@ def _logit_bias(given: Mapping[str, Any]) -> Iterator[tuple[str, dict[int, float
             raise refused("logit_bias", "must be an object of token ids and biases")
         for token in bias:
             if not (token.isascii() and token.isdecimal() and len(token) < 11):
-                raise refused("logit_bias", f"{token[:20]!r} is no token id")
+                raise refused("logit_bias", f"{token[:20]!r} is not a token id")
         yield "logit_bias", {int(token): value for token, value in bias.items()}
 
 
@@ -371,7 +371,7 @@ def _grammar(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             known = ", ".join(sorted(GRAMMARS))
             raise unknown(f"structured_outputs.{name}", f"unknown parameter, must be one of {known}")
     if len(own) > 1 or (own and kind != "text"):
-        raise refused("structured_outputs", "must say one thing, and nothing beside response_format")
+        raise refused("structured_outputs", "must have one constraint, and none with response_format")
     if kind not in ("text", "json_object", "json_schema"):
         raise refused("response_format", "must be an object whose type is text, json_object or json_schema")
     if kind == "text":
@@ -419,7 +419,7 @@ def _usage_in_stream(given: Mapping[str, Any]) -> bool:
     if not isinstance(options, dict):
         raise refused("stream_options", "must be an object")
     if options and not given.get("stream"):
-        raise refused("stream_options", "is for streams: set stream")
+        raise refused("stream_options", "is for streams only: set stream")
     wanted = {name: value for name, value in options.items() if value is not None}
     for name in wanted:
         if name not in ("include_usage", "include_obfuscation"):
@@ -432,7 +432,7 @@ def _usage_in_stream(given: Mapping[str, Any]) -> bool:
 def _prompts(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the prompts: a text, a list of texts, a list of token ids, or a list of lists of token ids."""
     prompt = given.get("prompt")
-    wrong = refused("prompt", "must be text, a list of token ids, or a list of texts or of such lists")
+    wrong = refused("prompt", "must be text, a list of token ids, or a list of either")
     if isinstance(prompt, str):
         return [{"prompt": prompt}]
     if not isinstance(prompt, list) or not prompt:

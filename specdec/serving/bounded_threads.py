@@ -37,10 +37,10 @@ class BoundedThreads:
         or no thread is free within `patience` seconds; TenantLimitError if this owner has half of the waiting
         places."""
         if self.waiting >= self._limit:
-            raise OverloadedError(f"{self.waiting} {self._work} are waiting already, the limit is reached")
+            raise OverloadedError(f"{self.waiting} {self._work} are waiting, the limit is reached")
         own = self._owners[owner]
         if owner and own >= max(1, self._limit // 2):
-            problem = f"{own} of its {self._work} are waiting already, the limit is reached"
+            problem = f"{own} of its {self._work} are waiting, the limit is reached"
             raise TenantLimitError(owner, problem, retry_after=1.0)
         self.waiting += 1
         self._owners[owner] += 1
@@ -48,7 +48,7 @@ class BoundedThreads:
             async with asyncio.timeout(patience):
                 await self._turns.acquire(owner)
         except TimeoutError:
-            raise OverloadedError(f"{self._work} are worked on: none was finished within {patience:g} s") from None
+            raise OverloadedError(f"{self._work} are being processed: none finished within {patience:g} s") from None
         finally:
             self.waiting -= 1
             self._owners[owner] -= 1

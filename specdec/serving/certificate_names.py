@@ -25,6 +25,6 @@ class CertificateNames:
         if self._names.isdisjoint(names):
             found = ", ".join(echo(str(name)) for name in sorted(names)[:MAX_ECHOED])
             raise PermissionDeniedError(
-                f"the client's certificate is for {found or 'no host, address or URI'}, which may not call",
+                f"the client's certificate is for {found or 'no host, address or URI'}, which is not allowed to call",
                 "WRONG_CERTIFICATE",
             )

@@ -79,7 +79,7 @@ class EngineWorker(Worker, Generic[Session]):
             if not self.works:
                 lost = time.monotonic() - self._worked
                 if self._shortages and lost > SHORTAGE_SECONDS:
-                    raise MemoryError(f"no forward pass has got its memory for {lost:.0f} s")
+                    raise MemoryError(f"no forward pass could allocate memory for {lost:.0f} s")
                 if lost > LOST_SECONDS:
                     raise EngineLostError
                 return CHECK_SECONDS
@@ -109,7 +109,7 @@ class EngineWorker(Worker, Generic[Session]):
             return
         guilty = self._retry.failed(sessions)
         if guilty is not None:
-            self.end_session(guilty, ModelFailureError("every forward pass over this text fails"))
+            self.end_session(guilty, ModelFailureError("every forward pass with this text fails"))
 
     def _got_no_memory(self, sessions: Sequence[Session], error: Exception) -> None:
         """Retry the sessions one by one after a pause; MemoryError, which ends the process, after too many failed steps
@@ -117,7 +117,7 @@ class EngineWorker(Worker, Generic[Session]):
         self._shortages += 1
         log.error("memory_short", sessions=len(sessions), in_a_row=self._shortages, error=in_one_line(error))
         if self._shortages > len(SHORTAGE_PAUSES):
-            raise MemoryError(f"{self._shortages} steps in a row got no memory") from error
+            raise MemoryError(f"{self._shortages} consecutive steps could not allocate memory") from error
         self._resume_at = time.monotonic() + SHORTAGE_PAUSES[self._shortages - 1]
         gc.collect()
         give_freed_memory_back()

@@ -195,7 +195,7 @@ class ShortOfMemoryError(ServiceError):
     reason = "SHORT_OF_MEMORY"
 
     def __init__(self) -> None:
-        super().__init__("this process is short of memory")
+        super().__init__("this process is out of memory")
 
 
 class DeadlineError(ServiceError):
@@ -266,7 +266,7 @@ def as_service_error(error: Exception) -> ServiceError:
         case ExceptionGroup():
             return as_service_error(error.exceptions[0])
         case DecodeError():
-            return ProtocolError("a message cannot be read")
+            return ProtocolError("a message cannot be parsed")
         case TimeoutError():
             return DeadlineError("the deadline has passed")
         case _:
@@ -297,13 +297,13 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
         case grpc.StatusCode.RESOURCE_EXHAUSTED if quota := _detail(error, error_details_pb2.QuotaFailure()):
             (violation,) = quota.violations[:1] or (error_details_pb2.QuotaFailure.Violation(),)
             tenant = violation.subject.removeprefix("tenant:")
-            return TenantLimitError(tenant, f"the {peer} has no room for more of its sessions", _retry_after(error))
+            return TenantLimitError(tenant, f"the {peer} has no capacity for more of its sessions", _retry_after(error))
         case grpc.StatusCode.RESOURCE_EXHAUSTED if _reason(error) == TooLateError.reason:
             return TooLateError(f"{peer}: could not finish the text before the deadline", _retry_after(error))
         case grpc.StatusCode.RESOURCE_EXHAUSTED if _reason(error) == GrammarPendingError.reason:
             return GrammarPendingError(f"{peer}: cannot take the grammar yet", _retry_after(error))
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return OverloadedError(f"{peer}: has no room for more sessions", _retry_after(error))
+            return OverloadedError(f"{peer}: has no capacity for more sessions", _retry_after(error))
         case grpc.StatusCode.INVALID_ARGUMENT if _reason(error) == GrammarFailureError.reason:
             return GrammarFailureError("grammar: is too complex for this text")
         case grpc.StatusCode.INVALID_ARGUMENT if _reason(error) == PromptTooLongError.reason:
@@ -314,8 +314,7 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
             return DeadlineError(f"{peer}: the deadline has passed")
         case grpc.StatusCode.UNIMPLEMENTED:
             return NotBuiltError(
-                f"{peer}: another service answers there, or one that speaks another version of the protocol than "
-                f"{PACKAGE}"
+                f"{peer}: the server is another service, or has another protocol version than {PACKAGE}"
             )
         case grpc.StatusCode.FAILED_PRECONDITION:
             return ProtocolError(f"{peer}: reports a protocol error")

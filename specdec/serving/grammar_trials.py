@@ -145,7 +145,7 @@ class GrammarTrials:
         key = key_of(grammar, owner)
         own = sum(owner == other for other in self._replays.values())
         if own >= MAX_REPLAYS and not insistent:
-            raise OverloadedError(f"{own} texts are followed again already, the limit is reached")
+            raise OverloadedError(f"{own} texts are being checked against their grammar, the limit is reached")
         self._known.pop(key, None)
         replay = asyncio.create_task(self._try(key, _question(grammar, tokens, end_tokens)))
         self._replays[replay] = owner
@@ -164,10 +164,10 @@ class GrammarTrials:
     def _check_room(self, owner: str) -> None:
         waiting = len(self._under_way)
         if waiting >= MAX_WAITING:
-            raise OverloadedError(f"{waiting} grammars are waiting already, the limit is reached")
+            raise OverloadedError(f"{waiting} grammars are waiting, the limit is reached")
         own = sum(key[0] == owner for key in self._under_way)
         if owner and own >= max(1, MAX_WAITING // TENANT_SHARE):
-            problem = f"{own} of its grammars are waiting already, the limit is reached"
+            problem = f"{own} of its grammars are waiting, the limit is reached"
             raise TenantLimitError(owner, problem, retry_after=1.0)
 
     def _tried(self, key: Key, trial: asyncio.Task[TrialResult]) -> None:
@@ -187,14 +187,14 @@ class GrammarTrials:
             async with asyncio.timeout(self._patience + START_SECONDS):
                 await self._turns.acquire(owner)
         except TimeoutError:
-            raise OverloadedError("other grammars have to be tried before, which takes too long") from None
+            raise OverloadedError("too many other grammars are queued for a trial") from None
         try:
             answer = await self._answer(question)
         finally:
             self._turns.release(owner)
         seconds, now = VERDICT_SECONDS, time.monotonic()
         if isinstance(answer, int) and -answer in FROM_OUTSIDE:
-            raise OverloadedError("the process that tried a grammar was ended from outside")
+            raise OverloadedError("the process for the grammar's trial was killed")
         if isinstance(answer, int):
             seconds = AGAIN_SECONDS
             verdict = TrialResult(self._problem(answer))
@@ -206,8 +206,8 @@ class GrammarTrials:
     def _problem(self, status: int) -> str:
         """Return the problem of a grammar whose trial process exited with this status."""
         if -status in (signal.SIGSEGV, signal.SIGBUS):
-            return f"nests too deep: to compile or follow it takes more than {TRIAL_STACK_BYTES >> 20} MiB of stack"
-        return f"takes more than {self._seconds:g} s of a processor to compile, or too much memory"
+            return f"nests too deep: compiling or following it needs more than {TRIAL_STACK_BYTES >> 20} MiB of stack"
+        return f"needs more than {self._seconds:g} s of CPU time to compile, or too much memory"
 
     def _remember(self, key: Key, verdict: TrialResult, until: float) -> None:
         self._known[key] = verdict, until
@@ -226,7 +226,7 @@ class GrammarTrials:
         try:
             answer = await process.ask(question, self._patience)
         except TimeoutError:
-            raise OverloadedError(f"a grammar could not be tried within {self._patience:g} s") from None
+            raise OverloadedError(f"the grammar's trial did not finish within {self._patience:g} s") from None
         finally:
             if answer is None:
                 await self._end(process)

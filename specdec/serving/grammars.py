@@ -73,7 +73,7 @@ class Grammars:
             async with asyncio.timeout(SILENCE_SECONDS):
                 return await asyncio.shield(self._under_way[key])  # other sessions may wait for the same task
         except TimeoutError:
-            raise GrammarPendingError("the grammar is being tried and compiled", PENDING_SECONDS) from None
+            raise GrammarPendingError("the grammar is being checked and compiled", PENDING_SECONDS) from None
         except TenantLimitError:
             raise
         except OverloadedError as error:
@@ -106,7 +106,7 @@ class Grammars:
         if grammar is None:
             return None
         if self._compiler is None:
-            raise NotBuiltError("grammar: is set, no grammar is followed here")
+            raise NotBuiltError("grammar: is set, grammars are not supported here")
         if (kept := self._compiler.kept(grammar, owner)) is not None:
             return kept
         verdict = None if self._trials is None else self._trials.known(grammar, owner)

@@ -197,7 +197,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _no_request() -> InvalidRequestError:
-    return InvalidRequestError([("request", "is missing: the call ended without one")])
+    return InvalidRequestError([("request", "is missing: the call ended without a request")])
 
 
 async def _run(behaviour: Callable[..., Any], request: Any, context: Context) -> Any:

@@ -257,7 +257,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
                 if over:
                     return
                 if _kind(request) in ("open", None):
-                    responses.send(ProtocolError("a message is empty, or opens the session again"))
+                    responses.send(ProtocolError("a message is empty, or a second `open`"))
                     return
                 size = request.ByteSize()  # type: ignore[attr-defined]
                 self._worker.submit(partial(act, request, time.monotonic(), size))

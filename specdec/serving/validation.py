@@ -112,13 +112,13 @@ def rule_violations(
         found += [
             (
                 f"sampling.{field}",
-                f"is {getattr(sampling, field):g}, must be unset with the CONTRASTIVE rule, which draws no tokens",
+                f"is {getattr(sampling, field):g}, must be unset with the CONTRASTIVE rule, which does not sample",
             )
             for field in ("temperature", "top_k", "top_p", "min_p")
             if getattr(sampling, field) != getattr(off, field)
         ]
     elif contrast.ByteSize():
-        found.append(("contrast", "is set, may be set with the CONTRASTIVE rule only"))
+        found.append(("contrast", "is set, must be unset unless the rule is CONTRASTIVE"))
     return found
 
 
@@ -188,7 +188,7 @@ def drafter_violations(field: str, numbers: Sequence[int]) -> list[tuple[str, st
     if wrong := [number for number in numbers if number not in known]:
         return [(field, f"has {wrong[0]}, must have values of Drafter")]
     if len(set(numbers)) < len(numbers):
-        return [(field, "names a drafter twice")]
+        return [(field, "has a drafter twice")]
     return []
 
 

@@ -72,7 +72,7 @@ class GenerationDefaults:
         return cls(sampling, most, not_taken, greedy)
 
     def for_contrast(self) -> Self:
-        """Return the defaults valid under the CONTRASTIVE rule, which draws no tokens."""
+        """Return the defaults valid under the CONTRASTIVE rule, which does not sample."""
         return replace(self, sampling=Sampling(repetition_penalty=self.sampling.repetition_penalty))
 
     @property

@@ -325,7 +325,7 @@ class Drafts:
         if (mismatch := protocol_mismatch(identity)) is not None:
             raise UnfitDraftError(mismatch)
         if identity.tokenizer_fingerprint != self._target.tokenizer_fingerprint:
-            raise UnfitDraftError(f"serves {identity.model!r} with another tokenizer than the target has")
+            raise UnfitDraftError(f"serves {identity.model!r} with a different tokenizer than the target's")
 
     def _opening(self, text: VllmText) -> draft_pb2.DraftOpen:
         """Return a session's opening: argmax candidates, as far ahead as two steps can accept."""

@@ -121,7 +121,7 @@ def test_the_client_alone_is_enough() -> None:
     done = client_alone()
     assert (done.returncode, done.stderr) == (0, "")
     assert "\n  torch                    not installed\n" in done.stdout
-    assert "\n  none                     not used: no service is installed that has one\n" in done.stdout
+    assert "\n  none                     not used: no installed service has one\n" in done.stdout
     assert "\n  unknown                  torch is not installed: pip install 'specdec-serve[verifier]'\n" in done.stdout
 
 

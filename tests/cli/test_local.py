@@ -256,7 +256,7 @@ def test_export_writes_what_the_draft_serves(
     model, target, done = pair.draft, pair.exported, exported
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{target}\n"
-    assert done.stderr == f"specdec: exports {model} to {target} in float32; this takes a minute or more\n"
+    assert done.stderr == f"specdec: exporting {model} to {target} in float32; this takes a minute or more\n"
     files = {f.name for f in target.iterdir()}
     assert files >= {"model.onnx", "specdec.json", "config.json", "tokenizer.json"}
     with pytest.raises(ModelDirectoryError, match="not replaced"):  # an existing export may be replaced, nothing else
@@ -277,7 +277,7 @@ def test_an_export_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=60)
     assert process.returncode == ExitStatus.TERMINATED, said
-    assert said.startswith("specdec: exports ")
+    assert said.startswith("specdec: exporting ")
     assert len(said.splitlines()) == 1
     assert list(beside.iterdir()) == []
 

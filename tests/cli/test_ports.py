@@ -74,7 +74,7 @@ def test_a_taken_port_is_one_line(command: tuple[str, ...], option: str, taken: 
     program = "specdec" if command[0] == "up" else command[0]
     assert done.stderr == (
         f"{program}: {option} {taken}: another program listens on 127.0.0.1:{taken}: "
-        "end it, or give another port (0 takes a free one)\n"
+        "stop it, or give another port (0 takes a free one)\n"
     )
     assert (done.stdout, done.returncode != 0) == ("", True)
 

@@ -108,5 +108,5 @@ async def test_the_command_tells_what_a_service_has_and_names_what_it_has_not(un
     ]
     assert json.loads(as_json[1])["request_id"] == "abc"
     assert (unknown[0], unknown[1]) == (ExitStatus.REFUSED, "")
-    assert "request_id: nothing is recorded here of 'xyz'. Each process keeps" in unknown[2]
+    assert "request_id: no timeline of 'xyz' here. Each process keeps" in unknown[2]
     assert (nowhere[0], nowhere[2].count("\n")) == (ExitStatus.UNREACHABLE, 1)

@@ -107,7 +107,7 @@ def test_what_dies_in_a_row_ends_all_with_the_reason(running: Up) -> None:
         line = running.until_said("orchestrator is back at ", "in a row")
         kills += 1
     assert (
-        line == f"specdec: orchestrator died {DEATHS} times in a row, the last time: {how_it_ended(-signal.SIGKILL)}\n"
+        line == f"specdec: orchestrator died {DEATHS} times in a row, most recently: {how_it_ended(-signal.SIGKILL)}\n"
     )
     assert kills in (DEATHS - 1, DEATHS)
     assert running.process.wait(20) not in (0, None)

@@ -159,7 +159,7 @@ class FakeServer(GenerationServiceServicer):
         known = None if self.keys is None else [f"Bearer {key}" for key in self.keys]
         if known is not None and dict(context.invocation_metadata()).get("authorization") not in known:
             self.refusals += 1
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "authorization: this API key is not known")
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "authorization: unknown API key")
 
     async def _begin(self, request: pb.GenerateRequest, context: Any) -> Act:
         await self._check_key(context)

@@ -93,7 +93,7 @@ def test_ipv6_stands_in_brackets(found: ipaddress.IPv6Address, port: int) -> Non
         ("127.1:1", "'127.1' is not an IPv4 address"),
         ("[1.2.3.4]:1", "'1.2.3.4' is not an IPv6 address"),
         ("[fe80::1%eth0]:1", "is not an IPv6 address"),
-        ("[::1]50", r"a port should follow \[::1\]"),
+        ("[::1]50", r"\[::1\] must be followed by a port"),
         ("ipv4:x:1", "'x' is not an IPv4 address"),
         ("ipv6:1.2.3.4:1", "'1.2.3.4' is not an IPv6 address"),
         ("unix:", "is not the path of a socket"),

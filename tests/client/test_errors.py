@@ -27,8 +27,8 @@ def test_every_error_has_a_status() -> None:
 
 
 OTHER_WORDS = {
-    grpc.StatusCode.UNIMPLEMENTED: "no orchestrator answers here, but another service, or one that speaks another "
-    "version of the protocol than this client, specdec.v2",
+    grpc.StatusCode.UNIMPLEMENTED: "the server is not an orchestrator, or has another protocol version than this "
+    "client, specdec.v2",
     grpc.StatusCode.DEADLINE_EXCEEDED: "the timeout has passed",
 }
 """Our messages for statuses without details, in place of gRPC's."""

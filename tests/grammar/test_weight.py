@@ -101,7 +101,7 @@ def test_what_texts_use_stays_and_counts() -> None:
 
 
 def test_a_grammar_that_is_too_heavy_is_refused() -> None:
-    with pytest.raises(GrammarError, match=r"takes up to 19\d MiB compiled, may take at most 160"):
+    with pytest.raises(GrammarError, match=r"takes up to 19\d MiB compiled, must take at most 160"):
         GrammarCompiler.of(DEMO).compile(schema({}), weight=190 << 20)
 
 

@@ -99,7 +99,7 @@ MISTAKES = (
         "specdec verifier --model target --draft-model foreign", CANNOT, "the tokenizers of target and foreign differ"
     ),
     Mistake("specdec verifier --config none.yaml", USAGE, "file 'none.yaml' does not exist"),
-    Mistake("specdec verifier --config typo.yaml", USAGE, "kv-token is no option of this service; kv-tokens is"),
+    Mistake("specdec verifier --config typo.yaml", USAGE, "kv-token is not an option of this service; kv-tokens is"),
     Mistake("specdec verifier --config few.yaml", USAGE, "'kv-tokens in few.yaml': Input should be greater than or"),
     Mistake("specdec verifier --model target --tls-key key.pem", CANNOT, "--tls-key is given, --tls-cert is missing"),
     Mistake(
@@ -163,7 +163,9 @@ ASKED = (
     Mistake("specdec generate 'def' --max-tokens 5000000000", USAGE, "max_tokens = 5000000000: Value out of range"),
     Mistake("specdec generate 'def' --stop ''", REFUSED, "stop[0]: has 0 characters, must have 1 to 256"),
     Mistake("specdec generate 'def' --lookahead 500 5 5", REFUSED, "adds 2008 tokens to a step, must add at most 128"),
-    Mistake("specdec generate 'def' --alpha 0.5", REFUSED, "contrast: is set, may be set with the CONTRASTIVE rule"),
+    Mistake(
+        "specdec generate 'def' --alpha 0.5", REFUSED, "contrast: is set, must be unset unless the rule is CONTRASTIVE"
+    ),
     Mistake("specdec generate 'def' --rule contrastive --alpha 2", REFUSED, "contrast.alpha: is 2, must be in (0, 1]"),
     Mistake("specdec generate 'def' --rule contrastive", UNREACHABLE, "needs a draft: there is no draft service"),
     Mistake("specdec generate 'def' --timeout 0.001", TRY_AGAIN, "the timeout has passed"),

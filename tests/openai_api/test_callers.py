@@ -50,7 +50,7 @@ async def test_a_key_that_is_not_known_is_refused_before_the_body_comes(key: byt
     async with FakeServer(keys=["key"]) as orchestrator, front(orchestrator.address) as http:
         answer = await told(http.address, post(b"", length=length, headers=key))
         assert b"connection: close\r\n" in answer
-        assert b"this API key is not known" in answer
+        assert b"unknown API key" in answer
         assert not orchestrator.calls
     assert status_of(answer) == 401
 

@@ -65,7 +65,7 @@ async def test_it_is_healthy_while_an_orchestrator_is() -> None:
     async with running("--orchestrator", "127.0.0.1:1") as (_, address), httpx2.AsyncClient() as client:
         answer = await client.get(f"http://{address}/health")
     assert answer.status_code == 503
-    assert answer.json() == {"status": "no orchestrator takes requests"}
+    assert answer.json() == {"status": "no orchestrator is available"}
 
 
 async def test_both_sides_with_tls(tmp_path: Path) -> None:

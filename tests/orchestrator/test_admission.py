@@ -113,7 +113,7 @@ async def test_what_was_told_stands_for_a_while_only(asked: bool, seconds: float
     else:
         verifier.load.report(model_pb2.PodCapacity(room=0))
     verifier.clock.now += 0.9 * seconds
-    with pytest.raises(OverloadedError, match="no room"):
+    with pytest.raises(OverloadedError, match="no capacity"):
         await verifier.open()
     verifier.clock.now += 0.2 * seconds
     verifier.room = 1

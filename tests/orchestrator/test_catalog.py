@@ -41,10 +41,10 @@ def test_a_request_names_a_model_or_a_revision() -> None:
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        ("huge", "model: is 'huge', served here is 'big', 'small'"),
-        ("huge@a", "model: is 'huge@a', served here is 'big', 'small'"),
-        ("big@c", "model: is 'big@c', served here is 'big@a', 'big@b'"),
-        ("big@", "model: is 'big@', served here is 'big@a', 'big@b'"),
+        ("huge", "model: is 'huge', must be one of 'big', 'small'"),
+        ("huge@a", "model: is 'huge@a', must be one of 'big', 'small'"),
+        ("big@c", "model: is 'big@c', must be one of 'big@a', 'big@b'"),
+        ("big@", "model: is 'big@', must be one of 'big@a', 'big@b'"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(model: str, why: str) -> None:

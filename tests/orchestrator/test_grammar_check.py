@@ -145,7 +145,7 @@ async def test_a_grammar_that_passes_again_and_again_is_refused_in_the_end() -> 
     assert isinstance(error, OverloadedError)
     assert 0 < error.retry_after <= grammar_check.QUARANTINE_SECONDS
     assert trials.insistent == [False, True]
-    with pytest.raises(OverloadedError, match=r"grammar.regex: pods have ended again and again under this grammar"):
+    with pytest.raises(OverloadedError, match=r"grammar.regex: pods have crashed repeatedly under this grammar"):
         await check.check(GRAMMAR, "grammar.regex")
     await check.check(GRAMMAR, "grammar.regex", "another tenant")
     await check.check(Grammar(Kind.REGEX, ("b+",)), "grammar.regex")

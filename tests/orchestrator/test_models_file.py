@@ -59,10 +59,10 @@ models:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "should be `models:` and at least one of them by name"),
-        ("models: {}", "should be `models:` and at least one of them by name"),
-        ("models: [big]", "should be `models:` and at least one of them by name"),
-        (f"models: {{big: {{revisions: {{a: {ONE}}}}}}}\nlimits: 3", "should be `models:`"),
+        ("", "must be `models:` with at least one model by name"),
+        ("models: {}", "must be `models:` with at least one model by name"),
+        ("models: [big]", "must be `models:` with at least one model by name"),
+        (f"models: {{big: {{revisions: {{a: {ONE}}}}}}}\nlimits: 3", "must be `models:`"),
         (
             f"models: {{3: {{revisions: {{a: {ONE}}}}}}}",
             "models.'3': should be a name of 1 to 256 printable",
@@ -71,12 +71,12 @@ models:
             f"models: {{b@c: {{revisions: {{a: {ONE}}}}}}}",
             "models.'b@c': should be a name of 1 to 256 printable characters without @",
         ),
-        ("models: {big: 3}", "models.'big': should have `revisions:` and nothing else"),
-        ("models: {big: {revisions: {}}}", "models.'big': should have `revisions:` and nothing else"),
+        ("models: {big: 3}", "models.'big': must have only `revisions:`"),
+        ("models: {big: {revisions: {}}}", "models.'big': must have only `revisions:`"),
         (f"models: {{big: {{revisions: {{1.0: {ONE}}}}}}}", "revisions.'1.0': should be a name, in quotes"),
         (f"models: {{big: {{revisions: {{'a b': {ONE}}}}}}}", "revisions.'a b': should be a name, in quotes"),
         ("models: {big: {revisions: {a: 3}}}", "revisions.a: should have directory, verifiers, drafts, share"),
-        ("models: {big: {revisions: {a: {dir: /a}}}}", "revisions.a: 'dir' is none of directory, verifiers"),
+        ("models: {big: {revisions: {a: {dir: /a}}}}", "revisions.a: 'dir' must be one of directory, verifiers"),
         ("models: {big: {revisions: {a: {verifiers: ['a:1']}}}}", "a: directory: should be the path"),
         ("models: {big: {revisions: {a: {directory: /a}}}}", "a: verifiers: should be a list of addresses"),
         (

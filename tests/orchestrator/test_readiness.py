@@ -133,7 +133,7 @@ async def test_a_verifier_of_another_model_is_none() -> None:
             assert not found.ready
             verifier.identity = IDENTITY
             await until(lambda: found.ready)
-    assert "another tokenizer" in logs[0]["tried"][address]
+    assert "different tokenizer" in logs[0]["tried"][address]
 
 
 async def test_only_who_answered_last_is_asked_and_for_its_model_once() -> None:

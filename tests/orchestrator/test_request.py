@@ -248,7 +248,7 @@ def test_drafts_that_are_not_trusted_influence_no_token(
     if not refused:
         parse(request, model, untrusted_drafts=True)
         return
-    with pytest.raises(InvalidRequestError, match=f"rule: is {rule}, lets drafts influence tokens"):
+    with pytest.raises(InvalidRequestError, match=f"rule: is {rule}, must be COUPLED"):
         parse(request, model, untrusted_drafts=True)
 
 

@@ -138,7 +138,7 @@ def test_a_format_that_is_not_known_is_not_guessed(source: Path, tmp_path: Path)
     model = model_of(source, tmp_path / "m", template)
     assert model.tool_format is None
     assert tool_violations(chat(), model) == []
-    problem = "is set, the model's chat template has no format of calls that is known here"
+    problem = "is set, the model's chat template has no known format of calls"
     assert tool_violations(chat(tool_required=True), model) == [("chat.tool_required", problem)]
     assert tool_violations(chat(tool_name="time"), model) == [("chat.tool_name", problem)]
     assert tool_violations(chat(single_tool_call=True), model) == [("chat.single_tool_call", problem)]
@@ -172,19 +172,19 @@ def test_marks_that_are_special_tokens_are_forced_by_their_ids(source: Path, tmp
     [
         (
             {"properties": {"a": {"type": "string", "pattern": "a+"}}},
-            "has a property a with pattern, to which a string",
+            "has a property a with pattern, which cannot be enforced for a string",
         ),
         ({"properties": {"a b": {}}}, 'has a property "a b", which the model\'s format cannot name'),
-        ({"anyOf": [{"required": ["a"]}]}, "has anyOf, to which calls"),
-        ({"required": ["a"]}, 'requires "a", which is none of its properties'),
-        ({"properties": {"a": {"type": "string", "maxLength": "5"}}}, "has a property a with a length that is no"),
+        ({"anyOf": [{"required": ["a"]}]}, "has anyOf, which cannot be enforced"),
+        ({"required": ["a"]}, 'requires "a", which is not one of its properties'),
+        ({"properties": {"a": {"type": "string", "maxLength": "5"}}}, "has a property a with a length that is not an"),
         (
             {"$defs": {"s": {"type": "string"}}, "properties": {"a": {"$ref": "#/$defs/s", "maxLength": 1}}},
-            "has a property a with maxLength, to which a string",
+            "has a property a with maxLength, which cannot be enforced for a string",
         ),
-        ({"properties": {"a": {"type": "string", "minLength": -1}}}, "has a property a with a length that is no"),
+        ({"properties": {"a": {"type": "string", "minLength": -1}}}, "has a property a with a length that is not an"),
         ({"properties": {"a": {"enum": ["</parameter>"]}}}, "has a property a with a value that"),
-        ({"properties": {"a": {"items": {"$ref": "#"}}}}, "refers to itself as a whole"),
+        ({"properties": {"a": {"items": {"$ref": "#"}}}}, "is recursive at its root"),
     ],
 )
 def test_schemas_that_tagged_calls_cannot_be_held_to(

@@ -97,9 +97,9 @@ async def test_parts_that_are_missing_are_told_with_the_reason(unused_tcp_port: 
     told = await trace(Telling(), others=(nowhere, "gone:1"))
     reasons = {each.pod: each.reason for each in told.missing}
     assert reasons[nowhere] == "it does not answer (UNAVAILABLE)"
-    assert reasons["gone:1"] == "its address is known no more"
+    assert reasons["gone:1"] == "its address is no longer known"
     (started_anew,) = set(reasons) - {nowhere, "gone:1"}
-    assert reasons[started_anew].startswith("it has nothing of this request")
+    assert reasons[started_anew].startswith("it has no timeline of this request")
     assert len(told.timelines) == 1
 
 
@@ -134,7 +134,7 @@ async def test_whichever_worker_is_asked_tells_what_all_have_recorded(tmp_path: 
             async with grpc.aio.insecure_channel(address) as channel:
                 stub: Any = trace_pb2_grpc.TraceServiceStub(channel)
                 told = await stub.GetTrace(trace_pb2.GetTraceRequest(request_id="r"))
-                with pytest.raises(grpc.aio.AioRpcError, match="nothing is recorded here of 'other'"):
+                with pytest.raises(grpc.aio.AioRpcError, match="no timeline of 'other' here"):
                     await stub.GetTrace(trace_pb2.GetTraceRequest(request_id="other"))
             assert {each.events[0].attributes["part"] for each in told.timelines} == {0, 1}
             assert [each.pod for each in told.timelines] == ["", ""]
@@ -156,4 +156,4 @@ async def test_an_unknown_request_is_named_with_the_reason_why_it_may_be_gone() 
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await trace(asked="other")
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
-    assert "'other'. Each process keeps requests that run and the last 256" in str(refused.value.details())
+    assert "'other'. Each process keeps running requests and the last 256" in str(refused.value.details())

@@ -54,7 +54,7 @@ async def test_it_is_no_verifier_to_serve_with(garbling: str) -> None:
         await found.start()
         assert not found.ready
         await found.close()
-    assert [line["tried"] for line in logs] == [{garbling: "its answer cannot be read"}]
+    assert [line["tried"] for line in logs] == [{garbling: "its response cannot be parsed"}]
     await pods.close()
 
 
@@ -62,7 +62,7 @@ async def test_its_part_of_a_trace_is_missing(garbling: str) -> None:
     pods, timelines = Pods([garbling]), Timelines()
     servicer = OrchestratorTraceServicer(timelines, lambda: pods)
     told, _ = await servicer._of_pod(garbling, trace_pb2.GetTraceRequest(request_id="r"))
-    assert [(part.pod, part.reason) for part in told.missing] == [(garbling, "its answer cannot be read")]
+    assert [(part.pod, part.reason) for part in told.missing] == [(garbling, "its response cannot be parsed")]
     await pods.close()
 
 

@@ -215,7 +215,7 @@ async def test_an_answer_to_an_opening_is_small() -> None:
         with captured_logs() as logs, pytest.raises(PeerLostError):
             await anext(verification.messages())
         await pods.close()
-    assert "its answer to an opening has 3" in next(line["why"] for line in logs if "why" in line)
+    assert "its `opened` has 3" in next(line["why"] for line in logs if "why" in line)
 
 
 @for_all(st.lists(st.floats(0, 600), min_size=1, max_size=20))

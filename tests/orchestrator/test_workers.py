@@ -286,7 +286,7 @@ async def test_workers_that_cannot_stay_up_are_given_up() -> None:
                 await asyncio.sleep(0.01)
         status, out, errors = await ended(process)
         assert (status, out) == (1, "")
-        assert "orchestrator: a worker died 5 times in a row, the last time: killed by SIGKILL" in errors
+        assert "orchestrator: a worker died 5 times in a row, most recently: killed by SIGKILL" in errors
         assert "Traceback" not in errors
 
 

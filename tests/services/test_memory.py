@@ -113,7 +113,7 @@ async def test_who_waits_too_much_is_refused_at_once(directories: Directories) -
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             said = str(error.details())
             assert (
-                "2 sessions wait for memory, the limit is 2" in said or "no room for more" in said
+                "2 sessions are waiting for memory, the limit is 2" in said or "no capacity for more" in said
             )  # the limit of whichever pod refused
             # The verifier's own delay, or the one cached from the last session it took: one to three times its first
             # estimate of a turn.

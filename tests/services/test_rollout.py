@@ -172,7 +172,7 @@ async def test_a_revision_that_is_taken_out_finishes_its_texts(directories: Dire
                 if len(tokens) == len(chunk.tokens):
                     await found.becomes(b=1.0)
                     assert [each.name for each in catalog.leaving] == ["a"]
-                    with pytest.raises(NotFound, match=r"'m@a', served here is 'm@b'"):
+                    with pytest.raises(NotFound, match=r"'m@a', must be one of 'm@b'"):
                         await tokens_of(client, 3, model="m@a")
         assert tokens == wanted
         await until(lambda: not list(catalog.leaving))

@@ -225,16 +225,16 @@ async def test_a_text_moves_to_another_verifier_in_the_midst(directories: Direct
     [
         ({"grammar": model_pb2.Grammar()}, "grammar: is set and empty"),
         ({"json_schema": '{"type": "strin"}'}, "json_schema: cannot be used: Invalid type: strin"),
-        ({"json_schema": "{}", "grammar": GRAMMARS["regex"]}, "grammar: is set beside json_schema"),
+        ({"json_schema": "{}", "grammar": GRAMMARS["regex"]}, "grammar: is set together with json_schema"),
         ({"grammar": model_pb2.Grammar(regex="(")}, "grammar.regex: cannot be used: error: unclosed group"),
         ({"grammar": model_pb2.Grammar(json_schema='{"type": "strin"}')}, "Invalid type: strin"),
-        ({"grammar": model_pb2.Grammar(json_schema='{"$ref": "#"}')}, "grammar.json_schema: lets no text begin"),
+        ({"grammar": model_pb2.Grammar(json_schema='{"$ref": "#"}')}, "grammar.json_schema: matches no text"),
         ({"grammar": model_pb2.Grammar(choice=model_pb2.Choice())}, "grammar.choice: has 0 texts"),
         ({"grammar": model_pb2.Grammar(regex="a", after_token=9999)}, "grammar.after_token: is 9999"),
         ({"grammar": model_pb2.Grammar(regex="a"), "ignore_end_token": True}, "needs a token that ends the text"),
         (
             {"grammar": model_pb2.Grammar(regex="a"), "generated_tokens": [9], "sampling": {"seed": 1}},
-            "generated_tokens: the text leaves its grammar at its token 0",
+            "generated_tokens: the text violates its grammar at token 0",
         ),
     ],
 )

@@ -67,7 +67,7 @@ def test_the_package_names_the_version() -> None:
 
 async def test_a_client_names_the_protocol_that_a_server_does_not_speak() -> None:
     async with of_another_version() as address, AsyncClient(address) as client:
-        with pytest.raises(Unimplemented, match=r"another version of the protocol than this client, specdec\.v2"):
+        with pytest.raises(Unimplemented, match=r"another protocol version than this client, specdec\.v2"):
             await client.complete("hi")
 
 
@@ -85,7 +85,7 @@ async def test_a_verifier_of_another_version_is_told_from_one_that_is_lost(direc
         of_another_version() as address,
         before(services, verifiers=Pods([address])) as stub,
     ):
-        with pytest.raises(grpc.aio.AioRpcError, match=r"another version of the protocol than specdec\.v2") as error:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"another protocol version than specdec\.v2") as error:
             await stub.Complete(asked())
     assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
 

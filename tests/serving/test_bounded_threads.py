@@ -37,11 +37,11 @@ async def test_so_many_may_wait_and_of_an_owner_half_of_them() -> None:
     async with busy(4) as (threads, over):
         waiting = [asyncio.create_task(threads.run(lambda: 1, "greedy")) for _ in range(2)]
         await until(lambda: threads.waiting == 2)
-        with pytest.raises(TenantLimitError, match="tenant 'greedy': 2 of its jobs are waiting already"):
+        with pytest.raises(TenantLimitError, match="tenant 'greedy': 2 of its jobs are waiting"):
             await threads.run(lambda: 1, "greedy")
         waiting += [asyncio.create_task(threads.run(lambda: 1, owner)) for owner in ("", "another")]
         await until(lambda: threads.waiting == 4)
-        with pytest.raises(OverloadedError, match="4 jobs are waiting already"):
+        with pytest.raises(OverloadedError, match="4 jobs are waiting"):
             await threads.run(lambda: 1)
         over.set()
         assert await asyncio.gather(*waiting) == [1] * 4
@@ -51,7 +51,7 @@ async def test_so_many_may_wait_and_of_an_owner_half_of_them() -> None:
 
 async def test_nobody_waits_for_longer_than_it_likes() -> None:
     async with busy(4) as (threads, _):
-        with pytest.raises(OverloadedError, match=r"jobs are worked on: none was finished within 0\.05 s"):
+        with pytest.raises(OverloadedError, match=r"jobs are being processed: none finished within 0\.05 s"):
             await threads.run(lambda: 1, patience=0.05)
         assert threads.waiting == 0
 

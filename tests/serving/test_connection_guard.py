@@ -49,7 +49,7 @@ class Guarded:
     @staticmethod
     def check(method: str, metadata: Metadata) -> None:
         if method.startswith(f"/{SERVICE}/") and KEY[0] not in metadata:
-            raise UnauthenticatedError("authorization: this API key is not known")
+            raise UnauthenticatedError("authorization: unknown API key")
 
     async def ask(self, request: bytes, context: Any) -> bytes:
         return request
@@ -150,7 +150,7 @@ async def test_a_connection_with_good_calls_is_left_alone() -> None:
         held = asked(proxy, HOLD)
         await service.until_held(1)
         for _ in range(ENOUGH):
-            with pytest.raises(grpc.aio.AioRpcError, match="is not known"):
+            with pytest.raises(grpc.aio.AioRpcError, match="unknown API key"):
                 await asked(proxy, metadata=())
         assert service.guard.wasted_calls == ENOUGH
         assert service.guard.closed_connections == 0

@@ -73,7 +73,7 @@ async def test_who_finds_all_threads_at_work_is_refused_unless_its_own_is_kept(m
     asking = [asyncio.create_task(grammars.prepare(regex(f"slow{number}"))) for number in range(THREADS)]
     await until(lambda: len(compiler.begun) == 1 + THREADS)
     await grammars.prepare(regex("a"))
-    with pytest.raises(GrammarPendingError, match="grammars are worked on"):
+    with pytest.raises(GrammarPendingError, match="grammars are being processed"):
         await grammars.prepare(regex("b"))
     compiler.may.set()
     await asyncio.gather(*asking)
@@ -153,7 +153,7 @@ async def test_a_pod_says_in_time_that_it_is_not_done_and_is_done_later(monkeypa
     monkeypatch.setattr(module, "SILENCE_SECONDS", 0.05)
     grammars, compiler, trials = tried(TrialResult())
     trials.may.clear()
-    with pytest.raises(GrammarPendingError, match="is being tried and compiled"):
+    with pytest.raises(GrammarPendingError, match="is being checked and compiled"):
         await grammars.prepare(regex("a"))
     trials.may.set()
     await until(lambda: compiler.begun == ["a"])
@@ -165,7 +165,7 @@ async def test_a_pod_says_in_time_that_it_is_not_done_and_is_done_later(monkeypa
 @pytest.mark.parametrize(
     ("source", "owner", "result", "refusal"),
     [
-        ("a", "", OverloadedError("64 grammars are waiting already"), GrammarPendingError),
+        ("a", "", OverloadedError("64 grammars are waiting"), GrammarPendingError),
         ("a", "me", TenantLimitError("me", "8 are waiting", 1.0), GrammarPendingError),
         ("full", "", TrialResult(), GrammarPendingError),
         ("full of its own", "me", TrialResult(), TenantLimitError),

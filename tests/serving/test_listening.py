@@ -35,7 +35,7 @@ def test_a_host_that_is_not_ours(host: str, option: str, named: str) -> None:
 def test_a_port_that_only_root_may_have() -> None:
     error = PermissionError(errno.EACCES, "Permission denied")
     assert str(ListenError.of("127.0.0.1", 80, error)) == (
-        "--port 80: this user may not listen on 127.0.0.1:80: give a port from 1024 on"
+        "--port 80: this user may not listen on 127.0.0.1:80: give a port of at least 1024"
     )
 
 

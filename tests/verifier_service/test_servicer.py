@@ -59,7 +59,7 @@ def test_one_more_than_there_may_be_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("drafters", "problem"), [([0], "has 0, must have values of Drafter"), ([9], "has 9, must have values of Drafter"),
-    ([1, 1], "names a drafter twice"), ([1] * 9, "has 9 entries, must have at most 4")],
+    ([1, 1], "has a drafter twice"), ([1] * 9, "has 9 entries, must have at most 4")],
 )  # fmt: skip
 def test_drafters_that_cannot_be_are_refused(drafters: list[Any], problem: str) -> None:
     policy = verifier_pb2.VerifyPolicy(drafters=drafters)
@@ -120,7 +120,7 @@ def test_a_tenant_leaves_places_in_the_waiting_room_to_others() -> None:
     assert counts == {"flood": 114, "other": 13, "third": 1}
     load.waiting -= 1
     load.new_of["third"] -= 1
-    with pytest.raises(TenantLimitError, match="'flood': 114 of its sessions wait") as refused:
+    with pytest.raises(TenantLimitError, match="'flood': 114 of its sessions are waiting") as refused:
         service.admit(verifier_pb2.VerifyRequest(open=verifier_pb2.VerifyOpen(prompt_tokens=[2], tenant="flood")), None)
     assert refused.value.retry_after > 0
     again = verifier_pb2.VerifyOpen(prompt_tokens=[2], tenant="flood", attempt=2)
@@ -162,7 +162,7 @@ def test_preempted_texts_take_no_place_in_the_waiting_room() -> None:
     assert service.capacity().room == 128 - 114
     assert service.capacity().wait_us == pytest.approx(10_000 * 315, abs=1)  # it queues behind all of them
     load.new_of["flood"] = 128
-    with pytest.raises(OverloadedError, match="128 sessions wait for memory, the limit is 128"):
+    with pytest.raises(OverloadedError, match="128 sessions are waiting for memory, the limit is 128"):
         service.admit(request, None)
 
 
@@ -175,7 +175,7 @@ def test_a_text_that_cannot_be_finished_in_time_is_refused_at_once() -> None:
     load.interval, load.usual_tokens, load.lifetime = 0.1, 400.0, 40.0
     service.admit(long, now + 0.001)
     load.running = 4
-    with pytest.raises(TooLateError, match=r"would take about 50\.0 s, \d+\.\d s are left") as refused:
+    with pytest.raises(TooLateError, match=r"would take about 50\.0 s, must take at most \d+\.\d s") as refused:
         service.admit(long, now + 30)
     assert refused.value.retry_after > 0
     service.admit(long, now + 60)

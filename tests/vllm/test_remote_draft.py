@@ -246,7 +246,7 @@ async def test_a_draft_with_another_tokenizer_is_refused(
             await until(lambda: any(each["event"] == "draft_refused" for each in logs))
         assert batch.offered == 0
         (refused,) = (each for each in logs if each["event"] == "draft_refused")
-        assert "another tokenizer" in refused["why"]
+        assert "different tokenizer" in refused["why"]
 
 
 async def test_only_one_part_of_a_model_asks(directories: Directories, environment: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,8 @@ class VerifierStats:
         if seconds <= left:
             return None
         return TooLateError(
-            f"the text would take about {seconds:.1f} s, {max(0.0, left):.1f} s are left", self.expected_wait(waiting)
+            f"the text would take about {seconds:.1f} s, must take at most {max(0.0, left):.1f} s",
+            self.expected_wait(waiting),
         )
 
     def expected_wait(self, waiting: int) -> float:

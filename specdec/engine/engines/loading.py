@@ -78,7 +78,7 @@ def load_engine(
     with phase("imports"):  # torch, transformers and Numba: seconds
         importlib.import_module(f"specdec.engine.engines.{'cpu_engine' if device == 'cpu' else 'torch_engine'}")
     if device == "cpu" and dtype == "bfloat16" and not computes_bfloat16():
-        fast_paths.found_off("bfloat16", "this processor has no bfloat16 arithmetic", "float32 is much faster here")
+        fast_paths.found_off("bfloat16", "this CPU has no bfloat16 arithmetic", "float32 is much faster here")
     if device == "cpu":
         options["promised"] = promised
     return _torch(kind, directory, device, threads=threads, compiled=compiled, cuda_graphs=cuda_graphs, **options)

@@ -44,7 +44,7 @@ def parse_name(text: str) -> Name:
     except ValueError:
         pass
     if (host := _host(text)) is None:
-        raise ValueError(f"{text!r} is no host name, no address and no URI; wildcards are not supported")
+        raise ValueError(f"{text!r} is not a host name, IP address or URI; wildcards are not supported")
     return host
 
 

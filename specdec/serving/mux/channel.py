@@ -195,7 +195,7 @@ class ClientConnection:
         try:
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 if response is None:
-                    raise ProtocolError("a batch of frames cannot be read")
+                    raise ProtocolError("a batch of frames cannot be parsed")
                 check_batch(response.frames)
                 for frame in response.frames:
                     if not frame.stream:

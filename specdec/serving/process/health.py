@@ -68,7 +68,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return health_pb2.HealthCheckResponse(status=SERVING if serves and not self._draining else NOT_SERVING)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "health can be checked, not watched")
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "health can only be checked, not watched")
 
 
 async def report_health(service: Judged, checks: HealthServicer) -> None:

@@ -17,14 +17,14 @@ class ListenError(Exception):
         """Return the error for an address; `option` is the option that set the port."""
         number = error.errno if isinstance(error, OSError) else None
         if number == errno.EADDRINUSE:
-            what = f"another program listens on {host}:{port}: end it, or give another port (0 takes a free one)"
+            what = f"another program listens on {host}:{port}: stop it, or give another port (0 takes a free one)"
         elif number in (errno.EACCES, errno.EPERM):
-            what = f"this user may not listen on {host}:{port}: give a port from 1024 on"
+            what = f"this user may not listen on {host}:{port}: give a port of at least 1024"
         else:
             why = error.strerror if isinstance(error, OSError) else error
             return cls(
                 f"{option.removesuffix('port')}host {host}: cannot listen there ({why}): give an address of this "
-                "machine, or 0.0.0.0 for all"
+                "machine, or 0.0.0.0 for all interfaces"
             )
         return cls(f"{option} {port}: {what}")
 

@@ -344,7 +344,7 @@ def stop_asked_for(settings: ServerSettings) -> asyncio.Event:
             loop.add_reader(sys.stdin, _on_stdin, stop)
         except (OSError, ValueError):  # a file or /dev/null, never reported as closed
             raise StartError(
-                "--stop-with-stdin: stdin is neither a pipe nor a terminal: its end cannot be seen"
+                "--stop-with-stdin: stdin must be a pipe or a terminal, so that its end can be detected"
             ) from None
     return stop
 

@@ -37,8 +37,8 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
         if found := self._timelines.find(request_id):
             return found
         raise UnknownRequestError(
-            f"request_id: nothing is recorded here of {echo(request_id)}. Each process keeps requests that run and the "
-            f"last {KEPT} that have ended since it started; one that was refused for want of room leaves nothing"
+            f"request_id: no timeline of {echo(request_id)} here. Each process keeps running requests and the last "
+            f"{KEPT} that ended since it started; requests refused for lack of capacity are not recorded"
         )
 
     def told(self, timelines: list[Timeline]) -> trace_pb2.GetTraceResponse:

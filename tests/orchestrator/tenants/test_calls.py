@@ -91,10 +91,10 @@ def test_every_method_is_tried() -> None:
         ((("authorization", ACME),), "as `Bearer` and an API key"),
         ((("authorization", f"Basic {ACME}"),), "as `Bearer` and an API key"),
         ((("authorization", f"Bearer {ACME}"), ("authorization", f"Bearer {ACME}")), "given once"),
-        ((("authorization", "Bearer "),), "not known"),
-        ((("authorization", f"Bearer {ACME}x"),), "not known"),
-        ((("authorization", f"Bearer {api_keys.hash_of(ACME)}"),), "not known"),
-        ((("authorization", "Bearer " + "x" * 4000),), "not known"),
+        ((("authorization", "Bearer "),), "unknown API key"),
+        ((("authorization", f"Bearer {ACME}x"),), "unknown API key"),
+        ((("authorization", f"Bearer {api_keys.hash_of(ACME)}"),), "unknown API key"),
+        ((("authorization", "Bearer " + "x" * 4000),), "unknown API key"),
     ],
 )
 async def test_no_call_is_served_without_a_key_that_is_known(
@@ -131,7 +131,7 @@ async def test_a_key_opens_its_own_tenant_alone(address: str) -> None:
 
 async def test_only_operators_see_what_concerns_all(address: str) -> None:
     code, message = await status(address, "GetStats", ("authorization", f"Bearer {ACME}"))
-    assert (code, message) == (grpc.StatusCode.PERMISSION_DENIED, "tenant 'acme' is no operator")
+    assert (code, message) == (grpc.StatusCode.PERMISSION_DENIED, "tenant 'acme' is not an operator")
     assert (await status(address, "GetStats", ("authorization", f"Bearer {WATCHER}")))[0] is grpc.StatusCode.OK
 
 

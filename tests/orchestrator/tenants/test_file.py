@@ -40,16 +40,16 @@ tenants:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "should be `tenants:` and at least one of them by name"),
-        ("tenants: {}", "should be `tenants:` and at least one of them by name"),
-        ("tenants: [acme]", "should be `tenants:` and at least one of them by name"),
-        (f"tenants: {{acme: {{api_keys: ['{ONE}']}}}}\nlimits: 3", "should be `tenants:`"),
+        ("", "must be `tenants:` with at least one tenant by name"),
+        ("tenants: {}", "must be `tenants:` with at least one tenant by name"),
+        ("tenants: [acme]", "must be `tenants:` with at least one tenant by name"),
+        (f"tenants: {{acme: {{api_keys: ['{ONE}']}}}}\nlimits: 3", "must be `tenants:`"),
         ("tenants: {acme: {}}", "tenants.'acme': api_keys: should be a list of at least one hash"),
-        ("tenants: {acme: 3}", "tenants.'acme': should have `api_keys`"),
+        ("tenants: {acme: 3}", "tenants.'acme': must have `api_keys`"),
         (f"tenants: {{'': {{api_keys: ['{ONE}']}}}}", "should be a name of 1 to 256 characters"),
         (
             f"tenants: {{a: {{api_keys: ['{ONE}'], wieght: 2}}}}",
-            "'wieght' is none of api_keys, operator, class",
+            "'wieght' must be one of api_keys, operator, class",
         ),
         ("tenants: {a: {api_keys: [secret]}}", "api_keys[0]: should be sha256: and 64 hex digits"),
         (f"tenants: {{a: {{api_keys: ['{ONE}', '{ONE}']}}}}", "api_keys[1]: is given twice"),
@@ -61,7 +61,7 @@ tenants:
         (f"tenants: {{a: {{api_keys: ['{ONE}'], class: Gold}}}}", "class: is 'Gold', should be 1 to 32 of a to z"),
         (
             f"tenants: {{a: {{api_keys: ['{ONE}'], tokens_per_minute: 1.5}}}}",
-            "tokens_per_minute: is 1.5, should be a whole number from 1 to 1000000000000",
+            "tokens_per_minute: is 1.5, must be an integer from 1 to 1000000000000",
         ),
         (f"tenants: {{a: {{api_keys: ['{ONE}'], weight: 1, weight: 2}}}}", "weight is given twice"),
     ],

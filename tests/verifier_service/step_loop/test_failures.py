@@ -154,7 +154,7 @@ class TestFailures:
             engine.failure = engine.failure or MemoryError()
             return False
 
-        with pytest.raises(MemoryError, match="6 steps in a row got no memory"):
+        with pytest.raises(MemoryError, match="6 consecutive steps could not allocate memory"):
             turns_until(loop, fail)
 
     def test_an_engine_without_memory_sends_its_texts_elsewhere(self) -> None:
