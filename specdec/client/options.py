@@ -33,99 +33,102 @@ class GenerateOptions(TypedDict, total=False):
 
     tokens: Annotated[Sequence[int] | None, "The prompt as token ids, instead of text."]
     messages: Annotated[Sequence[Message] | None, "The prompt as a conversation, instead of text."]
-    time: Annotated[datetime | None, "With `messages`: the present time to the chat template. Default: on arrival."]
+    time: Annotated[
+        datetime | None, "With `messages`: current time for the chat template. Default: arrival of the request."
+    ]
     template_arguments: Annotated[
-        Mapping[str, Any] | None, "With `messages`: variables that the model's chat template takes, by name."
+        Mapping[str, Any] | None, "With `messages`: variables of the model's chat template, by name."
     ]
     tools: Annotated[
         Sequence[Mapping[str, Any]] | None,
-        "With `messages`: functions that the model may call, as OpenAI's API has them. Calls are part of the text: "
-        "`specdec.client.tool_calls` reads them.",
+        "With `messages`: functions the model may call, in the format of OpenAI's API. Calls are part of the text; "
+        "`specdec.client.tool_calls` parses them.",
     ]
     tool_choice: Annotated[
         str | Mapping[str, Any] | None,
-        "With `tools`: auto, required (calls alone), none, or one function, as OpenAI's API has it. Default: auto.",
+        "With `tools`: auto, required (only calls), none, or one function, in the format of OpenAI's API. Default: "
+        "auto.",
     ]
-    split_reasoning: Annotated[
-        bool | None, "False: what the model thinks before it answers is part of the text, marks included."
-    ]
-    parallel_tool_calls: Annotated[bool | None, "With `tools`: False allows one call at most. Default: True."]
-    model: Annotated[str | None, "The one to ask, where several are served."]
+    split_reasoning: Annotated[bool | None, "False: reasoning stays in the text, with its marks. Default: True."]
+    parallel_tool_calls: Annotated[bool | None, "With `tools`: False allows at most one call. Default: True."]
+    model: Annotated[str | None, "Model name, if several are served."]
 
     max_tokens: Annotated[
-        int | None, "Most tokens to generate. Default: the model's own, else as many as the context holds."
+        int | None, "Maximum tokens to generate. Default: the model's own, else until the context is full."
     ]
-    min_tokens: Annotated[int | None, "No end token before this many."]
-    stop: Annotated[str | Sequence[str] | None, "The text ends before the first of these strings."]
-    stop_tokens: Annotated[Iterable[int] | None, "Token ids that end the text besides the model's own."]
-    ignore_end_token: Annotated[bool | None, "Go on past the model's end token."]
+    min_tokens: Annotated[int | None, "Minimum tokens before an end token."]
+    stop: Annotated[str | Sequence[str] | None, "Stop strings: the text ends before the first one."]
+    stop_tokens: Annotated[Iterable[int] | None, "Token ids that end the text, in addition to the model's own."]
+    ignore_end_token: Annotated[bool | None, "Continue past the model's end tokens."]
     n: Annotated[int | None, "Samples, 1 to 16. Default: 1."]
     logprobs: Annotated[
-        int | None, "Send the log-probability of each token and of this many of the most probable ones, 0 to 20."
+        int | None, "Return the log-probability of each token and of the N most probable ones, 0 to 20."
     ]
 
-    ignore_generation_config: Annotated[
-        bool | None, "Where options are absent, take no defaults of the model's generation_config.json."
-    ]
-    temperature: Annotated[float | None, "Temperature of sampling. Default: the model's own, else 0, which is greedy."]
+    ignore_generation_config: Annotated[bool | None, "Ignore the defaults in the model's generation_config.json."]
+    temperature: Annotated[float | None, "Sampling temperature. Default: the model's own, else 0, which is greedy."]
     fallback_temperature: Annotated[
-        float | None, "The temperature where neither `temperature` nor generation_config.json says one. Default: 0."
+        float | None, "Temperature if neither `temperature` nor generation_config.json sets one. Default: 0."
     ]
-    top_p: Annotated[float | None, "Sample from the fewest tokens whose probabilities add up to this much, in (0, 1]."]
-    top_k: Annotated[int | None, "Sample from so many of the most probable tokens; 0 keeps all."]
+    top_p: Annotated[float | None, "Sample from the smallest set of tokens whose probabilities sum to this, in (0, 1]."]
+    top_k: Annotated[int | None, "Sample from the K most probable tokens; 0 keeps all."]
     min_p: Annotated[
-        float | None, "Sample from tokens with at least this probability, relative to the best one's, in [0, 1)."
+        float | None, "Sample from tokens at least this probable relative to the most probable one, in [0, 1)."
     ]
     repetition_penalty: Annotated[float | None, "In [0.01, 100]; 1 is off."]
     frequency_penalty: Annotated[float | None, "In [-2, 2]; 0 is off."]
     presence_penalty: Annotated[float | None, "In [-2, 2]; 0 is off."]
     logit_bias: Annotated[Mapping[int, float] | None, "Added to the logits, by token id; each in [-100, 100]."]
     banned_tokens: Annotated[Iterable[int] | None, "Token ids that are never chosen."]
-    seed: Annotated[int | None, "Seed of sampling. Default: drawn by the server, and sent in the first chunk."]
+    seed: Annotated[int | None, "Sampling seed. Default: drawn by the server, and sent in the first chunk."]
 
     json_schema: Annotated[
-        str | Mapping[str, Any] | None, "The text is a JSON value that this schema describes, as JSON or as a mapping."
+        str | Mapping[str, Any] | None,
+        "The text is a JSON value valid under this schema, given as JSON or as a mapping.",
     ]
     regex: Annotated[str | None, "The whole text matches this regular expression, in Rust's syntax."]
-    lark: Annotated[str | None, "The text is what this context-free grammar, in Lark's syntax, derives from `start`."]
+    lark: Annotated[str | None, "The text is derived from `start` of this context-free grammar, in Lark's syntax."]
     choice: Annotated[Sequence[str] | None, "The text is one of these."]
     grammar_after_token: Annotated[
-        int | None, "With one of these four: the text is free up to and including the first token with this id."
+        int | None,
+        "With one of these four: the text is unconstrained up to and including the first token with this id.",
     ]
 
     speculation: Annotated[
         SpeculationChoice | None,
-        "Who may propose candidates. auto: all drafters, where that pays. draft: draft services alone, where that "
-        "pays. always: likewise, even at a loss. local: the verifier's own proposers alone. off: nobody.",
+        "Which drafters may propose candidates. auto: all of them, when it pays. draft: only draft services, when it "
+        "pays. always: only draft services, even at a loss. local: only the verifier's own proposers. off: none.",
     ]
     drafters: Annotated[
         Iterable[Literal["remote", "ngram", "lookahead", "local_model"]] | None,
-        "The only ones that may propose candidates, in place of `speculation`.",
+        "The drafters that may propose candidates, in place of `speculation`.",
     ]
-    forced: Annotated[bool | None, "With `drafters`: use them even where they are found not to pay."]
+    forced: Annotated[bool | None, "With `drafters`: use them even if they do not pay."]
     rule: Annotated[Literal["coupled", "rejection", "contrastive"] | None, "How candidates become tokens."]
     alpha: Annotated[
-        float | None, "contrastive: least probability of a token, relative to the most probable one's. Default: 0.1."
+        float | None, "contrastive: minimum probability of a token, relative to the most probable one. Default: 0.1."
     ]
     amateur_temperature: Annotated[float | None, "contrastive: divides the draft's logits. Default: 1."]
-    max_candidates: Annotated[int | None, "Candidates verified in one step at most; 0 is the server's default."]
-    max_depth: Annotated[int | None, "Tokens drafted ahead at most; 0 is the server's default."]
-    max_branches: Annotated[int | None, "Alternatives at one place at most; 0 is the server's default."]
+    max_candidates: Annotated[int | None, "Maximum candidates per step; 0: the server's default."]
+    max_depth: Annotated[int | None, "Maximum tokens drafted ahead; 0: the server's default."]
+    max_branches: Annotated[int | None, "Maximum alternatives at one position; 0: the server's default."]
     lookahead: Annotated[
         tuple[int, int, int] | None,
-        "Use a lookahead window of this size, whether or not it pays: W positions, N-grams, G guesses.",
+        "Use a lookahead window of this size, even at a loss: W positions, n-grams of N tokens, G guesses.",
     ]
 
-    tenant: Annotated[str | None, "Computed prompts are shared within a tenant only."]
-    priority: Annotated[int | None, "Among waiting requests of the same tenant: lower goes first. Default: 0."]
+    tenant: Annotated[str | None, "Name of the tenant. The prefix cache is shared only within a tenant."]
+    priority: Annotated[int | None, "Order among waiting requests of the same tenant: lower goes first. Default: 0."]
     generated_tokens: Annotated[
-        Sequence[int] | None, "Resume a text that broke off with these tokens; needs its seed, and n = 1."
+        Sequence[int] | None, "Resume an interrupted text with these tokens; needs its seed, and n = 1."
     ]
     prompt_digest: Annotated[
-        str | None, "With `generated_tokens`: that of the first chunk's `resolved`; another prompt is then refused."
+        str | None,
+        "With `generated_tokens`: `prompt_digest` of the first chunk's `resolved`; a different prompt is then refused.",
     ]
     model_fingerprint: Annotated[
-        str | None, "With `generated_tokens`: that of the text's first chunk; on another model it is then refused."
+        str | None,
+        "With `generated_tokens`: `model_fingerprint` of the text's first chunk; a different model is then refused.",
     ]
 
 
