@@ -177,7 +177,7 @@ def main(
         if engine == "vllm" and given > most:
             raise typer.BadParameter(f"is {given}, must be at most {most} with --engine vllm", param_hint=option)
     if draft_model is not None and engine == "vllm":
-        raise typer.BadParameter("vLLM runs one model here, and no local draft beside it", param_hint="--draft-model")
+        raise typer.BadParameter("vLLM runs only one model, so no local draft", param_hint="--draft-model")
 
     def options(ranks: Ranks | None) -> dict[str, Any]:
         most = threads or threads_for(device, sharers=1 if ranks is None else ranks.local_degree)
@@ -208,14 +208,14 @@ def main(
         if exact and not loaded.exact:
             fast_paths.found_off(
                 "exactness",
-                f"rows depend on their batch here ({loaded.numerics})",
-                "a token may depend on what shares its step",
+                f"rows are not batch-invariant here ({loaded.numerics})",
+                "a token may depend on the other sessions in its step",
             )
         if engine == "vllm" and threads_while_drafting is not None:
             fast_paths.found_off(
                 "threads while drafting",
-                "vLLM's threads are as many all the time",
-                "a draft on this machine has no core of its own: say fewer --threads",
+                "vLLM's number of threads is fixed",
+                "a draft on this machine gets no core of its own: use fewer --threads",
             )
         local_draft = None
         for draft in drafts:
@@ -246,7 +246,7 @@ def main(
 
     for name in PLACE:
         if not (value := os.environ.get(name, "")).isdecimal():
-            raise typer.BadParameter(f"the environment has WORLD_SIZE, and {name} is {value!r}: torchrun sets both")
+            raise typer.BadParameter(f"{name} is {value!r} while WORLD_SIZE is set: torchrun sets both")
     logs.configure("verifier", server.log_level)
     with Ranks.joined(device) as ranks:
         if ranks.rank == 0:

@@ -122,8 +122,8 @@ def up(
         if openai_port is not None and secured:
             fail(
                 "--openai-port: does not reach an orchestrator with --orchestrator-tls-cert "
-                "(SPECDEC_ORCHESTRATOR_TLS_CERT); leave it out, and run "
-                "`specdec openai --orchestrator-tls-ca FILE` beside this command",
+                "(SPECDEC_ORCHESTRATOR_TLS_CERT); leave it out, and also run `specdec openai --orchestrator-tls-ca "
+                "FILE`",
                 ExitStatus.USAGE,
             )
         models = ModelPaths.chosen(target, draft, local_draft)

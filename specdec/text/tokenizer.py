@@ -174,7 +174,7 @@ class Tokenizer:
         try:
             return self.chat_templates.render(messages, time, self._special | dict(arguments), tools)
         except Exception as error:  # a template is a program: it may raise anything
-            raise ChatTemplateError(f"the model's chat template says: {error}") from error
+            raise ChatTemplateError(f"the model's chat template failed: {error}") from error
 
 
 def _loaded(file: Path, adding: Sequence[AddedToken]) -> FastTokenizer:

@@ -135,5 +135,5 @@ def test_an_environment_that_is_not_torchruns(directories: Directories) -> None:
         check=False,
     )
     assert ended.returncode == 2
-    assert "the environment has WORLD_SIZE, and RANK is ''" in ended.stderr
+    assert "RANK is '' while WORLD_SIZE is set" in ended.stderr
     assert "Traceback" not in ended.stderr

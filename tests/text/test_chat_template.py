@@ -214,5 +214,5 @@ def test_a_template_for_tools_that_cannot_be_compiled_stops_the_start(source: Pa
 def test_what_raise_exception_says_is_told(source: Path, tmp_path: Path) -> None:
     model = model_with(source, tmp_path / "m", {"chat_template.jinja": FEATURES["refusal"]})
     assert isinstance(model, ServedModel)
-    with pytest.raises(ChatTemplateError, match="the model's chat template says: only users"):
+    with pytest.raises(ChatTemplateError, match="the model's chat template failed: only users"):
         model.tokenizer.render([ASKED], NOON)
