@@ -208,7 +208,7 @@ def main(
         if exact and not loaded.exact:
             fast_paths.found_off(
                 "exactness",
-                f"rows are not batch-invariant here ({loaded.numerics})",
+                f"logits depend on the batch here ({loaded.numerics})",
                 "a token may depend on the other sessions in its step",
             )
         if engine == "vllm" and threads_while_drafting is not None:

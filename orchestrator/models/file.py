@@ -170,7 +170,7 @@ def _directory_version(directory: Path) -> Version:
 def check_name(name: Any) -> str:
     """Return a valid model name; ValueError if it is invalid."""
     if not (isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and name.isprintable() and SEPARATOR not in name):
-        raise ValueError(f"should be a name of 1 to {LONGEST_NAME} printable characters without {SEPARATOR}")
+        raise ValueError(f"must be a name of 1 to {LONGEST_NAME} printable characters without {SEPARATOR}")
     return name
 
 
@@ -184,7 +184,7 @@ def _revisions(name: Any, entry: Any) -> Iterator[RevisionEntry]:
     for revision, values in revisions.items():
         if not isinstance(revision, str) or not REVISION.fullmatch(revision):
             raise ValueError(
-                f"revisions.{echo(str(revision))}: should be a name, in quotes: 1 to 64 letters, digits, . _ and -"
+                f"revisions.{echo(str(revision))}: must be a name, in quotes: 1 to 64 letters, digits, . _ and -"
             )
         try:
             found.append(_revision(name, revision, values, alone=len(revisions) == 1))
@@ -198,13 +198,13 @@ def _revisions(name: Any, entry: Any) -> Iterator[RevisionEntry]:
 def _revision(name: str, revision: str, values: Any, *, alone: bool) -> RevisionEntry:
     """Parse a revision; only if it is `alone` may it omit its share."""
     if not isinstance(values, dict):
-        raise ValueError(f"should have {', '.join(KEYS)}")
+        raise ValueError(f"must have {', '.join(KEYS)}")
     for key in values:
         if key not in KEYS:
             raise ValueError(f"{echo(str(key))} must be one of {', '.join(KEYS)}")
     directory = values.get("directory")
     if not isinstance(directory, str) or not directory:
-        raise ValueError("directory: should be the path of the target model")
+        raise ValueError("directory: must be the path of the target model")
     if not alone and "share" not in values:
         raise ValueError("share: is missing, must be given where a model has several revisions")
     share = values.get("share", 1.0)
@@ -212,7 +212,7 @@ def _revision(name: str, revision: str, values: Any, *, alone: bool) -> Revision
         raise ValueError(f"share: is {share!r}, must be a number from 0 to {MOST_SHARE:g}")
     verifiers = _addresses("verifiers", values.get("verifiers"))
     if not verifiers:
-        raise ValueError("verifiers: should be a list of at least one address")
+        raise ValueError("verifiers: must be a list of at least one address")
     return RevisionEntry(
         name, revision, Path(directory), verifiers, _addresses("drafts", values.get("drafts", [])), float(share)
     )
@@ -221,11 +221,11 @@ def _revision(name: str, revision: str, values: Any, *, alone: bool) -> Revision
 def _addresses(key: str, values: Any) -> tuple[Address, ...]:
     """Parse a list of addresses, without duplicates."""
     if not isinstance(values, Sequence) or isinstance(values, str):
-        raise ValueError(f"{key}: should be a list of addresses")
+        raise ValueError(f"{key}: must be a list of addresses")
     found: list[Address] = []
     for index, value in enumerate(values):
         if not isinstance(value, str):
-            raise ValueError(f"{key}[{index}]: should be an address")
+            raise ValueError(f"{key}[{index}]: must be an address")
         try:
             found.append(Address.parse(value.strip()))
         except ValueError as error:

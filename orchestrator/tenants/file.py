@@ -100,7 +100,7 @@ class TenantsFile:
 def _tenant(name: Any, entry: Any) -> Tenant:
     """Parse an entry of the file; ValueError says what is wrong."""
     if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
-        raise ValueError(f"should be a name of 1 to {LONGEST_NAME} characters")
+        raise ValueError(f"must be a name of 1 to {LONGEST_NAME} characters")
     if not isinstance(entry, dict):
         raise ValueError("must have `api_keys`, and optionally limits")
     names = {spelled: attribute for attribute, spelled in SPELLED.items() if attribute != "name"}
@@ -110,10 +110,10 @@ def _tenant(name: Any, entry: Any) -> Tenant:
     given = {names[key]: value for key, value in entry.items()}
     keys = given.get("api_keys")
     if not isinstance(keys, list) or not keys:
-        raise ValueError("api_keys: should be a list of at least one hash")
+        raise ValueError("api_keys: must be a list of at least one hash")
     for index, key in enumerate(keys):
         if not isinstance(key, str) or not HASH.fullmatch(key):  # may be a plain key: do not repeat it in the error
-            raise ValueError(f"api_keys[{index}]: should be sha256: and 64 hex digits, as `specdec api-key` prints")
+            raise ValueError(f"api_keys[{index}]: must be sha256: and 64 hex digits, as `specdec api-key` prints")
         if key in keys[:index]:
             raise ValueError(f"api_keys[{index}]: is given twice")
     given["api_keys"] = tuple(keys)
@@ -123,10 +123,10 @@ def _tenant(name: Any, entry: Any) -> Tenant:
             raise ValueError(f"{limit}: is {value!r}, must be an integer from 1 to {MOST}")
     weight = given.get("weight", 1.0)
     if type(weight) not in (int, float) or not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
-        raise ValueError(f"weight: is {weight!r}, should be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")
+        raise ValueError(f"weight: is {weight!r}, must be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")
     if type(given.get("operator", False)) is not bool:
-        raise ValueError(f"operator: is {given['operator']!r}, should be true or false")
+        raise ValueError(f"operator: is {given['operator']!r}, must be true or false")
     label = given.get("tenant_class", "default")
     if not isinstance(label, str) or not CLASS.fullmatch(label):
-        raise ValueError(f"class: is {label!r}, should be 1 to 32 of a to z, 0 to 9, - and _")
+        raise ValueError(f"class: is {label!r}, must be 1 to 32 of a to z, 0 to 9, - and _")
     return Tenant(name, **given)

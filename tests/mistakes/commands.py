@@ -122,7 +122,7 @@ MISTAKES = (
     Mistake(
         "specdec orchestrator --model target --verifier a:1 --served-model-name b@c",
         USAGE,
-        "'--served-model-name': should be a name of 1 to 256 printable characters without @",
+        "'--served-model-name': must be a name of 1 to 256 printable characters without @",
     ),
     Mistake("specdec orchestrator --models none.yaml", CANNOT, "--models none.yaml: No such file or directory"),
     Mistake(

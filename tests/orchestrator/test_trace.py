@@ -156,4 +156,4 @@ async def test_an_unknown_request_is_named_with_the_reason_why_it_may_be_gone() 
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await trace(asked="other")
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
-    assert "'other'. Each process keeps running requests and the last 256" in str(refused.value.details())
+    assert "'other' here. Each process keeps running requests and the last 256" in str(refused.value.details())
