@@ -153,10 +153,6 @@ def _schema(version: str, name: str) -> Object:
 def within(thing: Object) -> Iterator[Object]:
     """Yield the built-in objects embedded in a custom resource, so that their schemas apply."""
     spec = thing.get("spec", {})
-    if thing["kind"] == "LeaderWorkerSet":
-        for name in ("leaderTemplate", "workerTemplate"):
-            template = spec["leaderWorkerTemplate"][name]
-            yield {"apiVersion": "v1", "kind": "Pod", **template, "metadata": {"name": name, **template["metadata"]}}
     if thing["kind"] == "ScaledObject":
         behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
         scaled = {"scaleTargetRef": spec["scaleTargetRef"], "maxReplicas": 1, "behavior": behavior}
@@ -175,7 +171,7 @@ def of_kind(things: Iterable[Object], *kinds: str) -> dict[str, Object]:
 
 
 def templates(things: Iterable[Object]) -> dict[str, Object]:
-    """Return all pod templates by the name of their owner; a group's worker pods have the suffix `/worker`."""
+    """Return all pod templates by the name of their owner."""
     found: dict[str, Object] = {}
     for each in things:
         name = each["metadata"]["name"]
@@ -184,9 +180,6 @@ def templates(things: Iterable[Object]) -> dict[str, Object]:
                 found[name] = each["spec"]["template"]
             case "Pod":
                 found[name] = each
-            case "LeaderWorkerSet":
-                group = each["spec"]["leaderWorkerTemplate"]
-                found |= {name: group["leaderTemplate"], f"{name}/worker": group["workerTemplate"]}
     return found
 
 

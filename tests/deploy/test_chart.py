@@ -72,19 +72,18 @@ EVERYTHING = merged(
             "tiny": {
                 "revisions": {
                     "1": {"share": 95},
-                    "2": {"path": "/models/other", "verifiers": ["group"], "drafts": ["b"], "share": 5},
+                    "2": {"path": "/models/other", "verifiers": ["large"], "drafts": ["b"], "share": 5},
                 }
             }
         },
         "verifiers": {
-            "a": {"gpus": 4, "options": {"kv-tokens": 4_000_000, "exact": False}},
-            "group": {
+            "a": {"gpus": 1, "options": {"kv-tokens": 4_000_000, "exact": False}},
+            "large": {
                 "path": "/models/other",
-                "nodes": 2,
                 "gpus": 8,
+                "options": {"engine": "vllm"},
                 "autoscaling": {"type": "hpa"},
                 "modelGiB": 400,
-                "ranksSecret": {"name": "ranks"},
             },
         },
         "drafts": {"b": {"gpus": 1, "autoscaling": {"type": "keda"}}},
@@ -155,7 +154,7 @@ COMBINATIONS: dict[str, Object] = {
     "http behind a gateway": merged(EVERYTHING, at("openai/https", False)),
     "keda for all": merged(
         EVERYTHING,
-        *(at(f"{each}/autoscaling/type", "keda") for each in ("verifiers/a", "verifiers/group", "drafts/b")),
+        *(at(f"{each}/autoscaling/type", "keda") for each in ("verifiers/a", "verifiers/large", "drafts/b")),
         at("orchestrator/autoscaling", {"type": "keda", "targets": {"specdec_orchestrator_num_requests_running": 50}}),
     ),
     "a claim for the cache": merged(SMALL, at("verifierDefaults/cache/persistentVolumeClaim", "specdec-cache")),
@@ -299,8 +298,7 @@ def some_values(draw: st.DrawFn) -> Object:
 
     verifiers = pod() | {
         "gpus": gpus,
-        "nodes": draw(st.sampled_from([1, 2, 3])) if gpus else 1,
-        "ranksSecret": {"name": "ranks"},
+        "options": {"engine": "vllm" if gpus > 1 else draw(st.sampled_from(["torch", "vllm"]))},
         "modelGiB": draw(st.sampled_from([0.1, 8, 405])),
         "autoscaling": autoscaling({"specdec_verifier_num_requests_running": draw(few)}),
     }
@@ -341,8 +339,8 @@ def names_are_short_and_each_is_given_once(things: list[Object]) -> None:
     names = [(each["kind"], each["metadata"]["name"]) for each in things]
     assert len(set(names)) == len(names)
     for kind, name in names:
-        # Controllers append to these: hashes, and numbers of groups and pods.
-        assert len(name) <= (40 if kind in ("Deployment", "LeaderWorkerSet", "Job") else 63), name
+        # Controllers append hashes to these.
+        assert len(name) <= (40 if kind in ("Deployment", "Job") else 63), name
         assert kind != "Service" or re.fullmatch("[a-z][a-z0-9-]*", name)
     for each in things:
         for value in each["metadata"]["labels"].values():
@@ -357,8 +355,8 @@ def services_select_the_pods_of_their_pool(things: list[Object]) -> None:
         assert each["spec"]["selector"].keys() <= allowed
         selected = [key for key, pod in pods.items() if selects({"matchLabels": each["spec"]["selector"]}, labels(pod))]
         (only,) = selected
-        # The orchestrators' common Service has a different name, and so have groups of pods.
-        assert only == name or role(pods[only]) == "orchestrator" or only in of_kind(things, "LeaderWorkerSet")
+        # The orchestrators' common Service has a different name.
+        assert only == name or role(pods[only]) == "orchestrator"
         (port,) = each["spec"]["ports"]
         assert port["port"] == PORTS[role(pods[only])]
         assert port["targetPort"] in [one["name"] for one in container(pods[only])["ports"]]

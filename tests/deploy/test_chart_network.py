@@ -65,11 +65,9 @@ class TestNetwork:
             ("specdec-draft-b", "specdec-orchestrator", 50050, False),
             ("specdec-verifier-a", "specdec-draft-b", 50052, False),
             ("specdec-test", "specdec-orchestrator", 50050, True),
-            ("specdec-verifiers-group/worker", "specdec-verifiers-group", 29500, True),
-            ("specdec-verifiers-group", "specdec-verifiers-group/worker", 40001, True),
-            ("specdec-verifier-a", "specdec-verifiers-group", 29500, False),
-            ("specdec-orchestrator", "specdec-verifiers-group", 50051, True),
-            ("specdec-orchestrator", "specdec-verifiers-group", 29500, False),
+            ("specdec-verifier-a", "specdec-verifier-large", 29500, False),
+            ("specdec-orchestrator", "specdec-verifier-large", 50051, True),
+            ("specdec-orchestrator", "specdec-verifier-large", 29500, False),
             ("specdec-orchestrator", "specdec-verifier-a", 9090, False),
         ],
     )
@@ -114,7 +112,7 @@ class TestNetwork:
         ("caller", "callee", "port", "may"),
         [
             ("specdec-orchestrator", "specdec-verifier-a", 50051, True),
-            ("specdec-orchestrator", "specdec-verifiers-group", 50051, True),
+            ("specdec-orchestrator", "specdec-verifier-large", 50051, True),
             ("specdec-orchestrator", "specdec-draft-b", 50052, True),
             ("specdec-orchestrator", "specdec-verifier-a", 9090, False),
             ("specdec-openai", "specdec-orchestrator", 50050, True),
@@ -123,9 +121,7 @@ class TestNetwork:
             ("specdec-verifier-a", "specdec-orchestrator", 50050, False),
             ("specdec-verifier-a", "specdec-draft-b", 50052, False),
             ("specdec-draft-b", "specdec-verifier-a", 50051, False),
-            ("specdec-verifiers-group", "specdec-verifiers-group/worker", 40001, True),
-            ("specdec-verifiers-group/worker", "specdec-verifiers-group", 29501, True),
-            ("specdec-verifiers-group/worker", "specdec-verifier-a", 50051, False),
+            ("specdec-verifier-large", "specdec-verifier-a", 50051, False),
         ],
     )
     def test_within_the_release_pods_call_their_peers(self, caller: str, callee: str, port: int, may: bool) -> None:

@@ -316,43 +316,6 @@ def scraped(pod: Pod) -> bytes:
     return content
 
 
-@pytest.mark.verify
-@pytest.mark.timeout(600)
-def test_a_target_on_two_nodes(models: Path, tmp_path: Path) -> None:
-    """Two pods of a group, each with torchrun and one process. LeaderWorkerSet's controller sets the variables. Here
-    both nodes are one machine, computing on the CPU."""
-    values = merged(
-        VALUES,
-        at("verifiers/a", {"nodes": 2, "gpus": 1, "ranksSecret": {"name": "ranks"}, "options": {"device": "cpu"}}),
-    )
-    with pytest.raises(Exception, match=r"verifiers\.a\.options\.device: is cpu"):
-        render(values)
-    del values["verifiers"]["a"]["options"]["device"]
-    with cluster(values, tmp_path, models) as here:
-        for each in here.things:
-            if each["kind"] == "ConfigMap" and "config.yaml" in each["data"]:
-                each["data"]["config.yaml"] = each["data"]["config.yaml"].replace("device: cuda", "device: cpu")
-        rendezvous = free_address().rpartition(":")[2]
-        group = {"LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": LOCAL}
-        for each in templates(here.things).values():
-            found = container(each)
-            found["args"] = [word.replace("29500", rendezvous) for word in found["args"]]
-        leader = here.start("specdec-verifiers-a", group | {"LWS_WORKER_INDEX": "0"})
-        worker = here.start("specdec-verifiers-a/worker", group | {"LWS_WORKER_INDEX": "1"})
-        orchestrator = here.start("specdec-orchestrator")
-        for pod in (leader, orchestrator):
-            pod.until("startupProbe")
-            pod.until("readinessProbe")
-            pod.until("livenessProbe")
-        asking = here.start("specdec-test")
-        assert asking.process.wait(PATIENCE_SECONDS) == 0, asking.said
-        # torchrun exits with 1 on SIGTERM.
-        worker.process.terminate()
-        assert leader.end() in (0, 1), leader.said
-        assert worker.process.wait(PATIENCE_SECONDS) in (0, 1), worker.said
-        assert orchestrator.end() == 0
-
-
 def test_a_change_of_shares_reaches_an_orchestrator_that_runs(models: Path, tmp_path: Path) -> None:
     """The models file is replaced in the mounted folder, as by the kubelet."""
     values = merged(VALUES, at("models/tiny/revisions/1/share", 95))

@@ -54,10 +54,6 @@ WRONG: dict[str, tuple[Object, str]] = {
         at("drafts/b/modelVolume", {"download": {"image": "a", "sizeLimit": "1Gi"}}),
         "networkPolicy.modelSources: is empty, and drafts.b downloads its model",
     ),
-    "parts that do not know each other": (
-        at("verifiers/a", {"gpus": 8, "nodes": 2}),
-        "verifiers.a.ranksSecret.name: is empty, and pods of a target on 2 nodes",
-    ),
     "no limit of /tmp": (at("defaults/tmpSize", ""), "tmpSize"),
     "nobody to ask for names": (at("networkPolicy/dns", []), "/networkPolicy/dns"),
     "no share": (at("models/tiny/revisions/1/share", 0), "models.tiny.revisions: all have a share of 0"),
@@ -77,19 +73,23 @@ WRONG: dict[str, tuple[Object, str]] = {
     "no revision": (at("verifiers/c", {"model": "tiny"}), "verifiers.c.revision: is missing"),
     "a draft without a path": (at("drafts/c", {"replicas": 2}), "drafts.c.path: is missing"),
     "a draft on two GPUs": (at("drafts/b/gpus", 2), "drafts.b.gpus: is 2, and a draft runs on one"),
-    "vLLM on two nodes": (
-        at("verifiers/a", {"gpus": 2, "nodes": 2, "options": {"engine": "vllm"}}),
-        "verifiers.a.nodes: is 2, and with engine vllm a target is in one pod",
+    "several GPUs without vLLM": (
+        at("verifiers/a/gpus", 4),
+        "verifiers.a.gpus: is 4, and a target on several GPUs is for options.engine vllm",
     ),
+    "a target on two nodes": (at("verifiers/a", {"gpus": 8, "nodes": 2}), "nodes"),
     "GPUs that vLLM leaves alone": (
         at("verifiers/a", {"gpus": 4, "options": {"engine": "vllm", "vllm-options": '{"tensor_parallel_size": 2}'}}),
         "verifiers.a.options.vllm-options: tensor_parallel_size is 2, and verifiers.a.gpus is 4",
+    ),
+    "a compiled model without vLLM": (
+        at("verifiers/a/options", {"compile": True}),
+        "verifiers.a.options.compile: is true, and is for options.engine vllm",
     ),
     "no options of vLLM's": (
         at("verifiers/a", {"gpus": 4, "options": {"engine": "vllm", "vllm-options": "{quantization: fp8}"}}),
         "verifiers.a.options.vllm-options: is no JSON object",
     ),
-    "nodes without GPUs": (at("verifiers/a/nodes", 2), "verifiers.a.gpus: is 0"),
     "GPUs that are not used": (
         at("verifiers/a", {"gpus": 1, "options": {"device": "cpu"}}),
         "verifiers.a.options.device: is cpu",

@@ -96,7 +96,7 @@ class TestServices:
         assert told["verifiers"] == [f"dns:///specdec-verifier-a.{NAMESPACE}.svc.cluster.local:50051"]
         assert told["drafts"] == [f"dns:///specdec-draft-b.{NAMESPACE}.svc.cluster.local:50052"]
         pools = of_kind(things, "Service")
-        for name in ("specdec-verifier-a", "specdec-verifier-group", "specdec-draft-b"):
+        for name in ("specdec-verifier-a", "specdec-verifier-large", "specdec-draft-b"):
             assert pools[name]["spec"]["clusterIP"] == "None"
             assert pools[name]["spec"]["publishNotReadyAddresses"] is False
 

@@ -7,7 +7,6 @@ import re
 
 import pytest
 
-from specdec.engine.distributed.meeting import SECRET
 from tests.deploy.chart import (
     ALONE,
     CHART,
@@ -54,7 +53,7 @@ class TestRollouts:
         assert all(after[name] == before[name] for name in before)
 
     def test_an_autoscaler_is_not_overruled(self) -> None:
-        for each in (*of_kind(render(EVERYTHING), "Deployment", "LeaderWorkerSet").values(),):
+        for each in (*of_kind(render(EVERYTHING), "Deployment").values(),):
             scaled = each["metadata"]["name"] != "specdec-verifier-a"
             assert ("replicas" not in each["spec"]) is scaled
 
@@ -88,13 +87,6 @@ class TestRollouts:
             "type": "Recreate",
             "rollingUpdate": None,
         }
-
-    def test_groups_roll_as_they_are_told(self) -> None:
-        told = {"type": "RollingUpdate", "rollingUpdateConfiguration": {"maxSurge": 1, "maxUnavailable": 0}}
-        for strategy, found in ((told, told), ({}, None)):
-            things = render(merged(EVERYTHING, at("verifiers/group/strategy", strategy)))
-            group = of_kind(things, "LeaderWorkerSet")["specdec-verifiers-group"]
-            assert group["spec"].get("rolloutStrategy") == found
 
     def test_an_export_runs_as_verifiers_do(self) -> None:
         mine = {"imagePullSecrets": [{"name": "mine"}], "podSecurityContext": {"fsGroup": 7}}
@@ -168,10 +160,6 @@ class TestResources:
         found = resources(merged(SMALL, at("verifiers/a", pool)), "specdec-verifier-a")
         assert found["requests"]["memory"] == found["limits"]["memory"] == f"{gib * GIB}Mi"
 
-    def test_pods_of_several_nodes_hold_a_part_each(self) -> None:
-        found = resources(EVERYTHING, "specdec-verifiers-group/worker")
-        assert found["limits"]["memory"] == f"{(300 + 4 + 1) * GIB}Mi"
-
     def test_ones_own_limits_go_before(self) -> None:
         own = {"requests": {"cpu": "4", "memory": "20Gi"}, "limits": {"memory": "24Gi"}}
         found = resources(merged(SMALL, at("verifiers/a/resources", own)), "specdec-verifier-a")
@@ -197,55 +185,15 @@ class TestResources:
         assert found["limits"]["ephemeral-storage"] == f"{2 * GIB}Mi"
 
 
-def test_ranks_of_several_pods_have_their_secret() -> None:
-    things = templates(render(EVERYTHING))
-    for pod in ("specdec-verifiers-group", "specdec-verifiers-group/worker"):
-        (found,) = [each for each in container(things[pod])["env"] if each["name"] == SECRET]
-        assert found["valueFrom"] == {"secretKeyRef": {"name": "ranks", "key": "secret"}}
-    assert not any(each["name"] == SECRET for each in container(things["specdec-verifier-a"])["env"])
-
-
-class TestSeveralGpus:
-    def test_one_node(self) -> None:
-        pod = templates(render(EVERYTHING))["specdec-verifier-a"]
-        found = container(pod)
-        assert found["command"] == ["torchrun"]
-        assert found["args"] == [
-            *("--nproc-per-node=4", "--shutdown-timeout=40", "--no-python"),
-            *("specdec", "verifier", "--config", "/etc/specdec/config/config.yaml"),
-        ]
-        assert found["resources"]["limits"]["nvidia.com/gpu"] == 4
-        assert found["image"] == "registry.example.com/specdec-verifier:0.1.0-cuda"
-        assert config(render(EVERYTHING), pod)["device"] == "cuda"
-
-    def test_several_nodes(self) -> None:
-        things = render(EVERYTHING)
-        group = of_kind(things, "LeaderWorkerSet")["specdec-verifiers-group"]["spec"]["leaderWorkerTemplate"]
-        assert (group["size"], group["restartPolicy"]) == (2, "RecreateGroupOnPodRestart")
-        leader, worker = group["leaderTemplate"], group["workerTemplate"]
-        assert container(leader)["args"] == container(worker)["args"]
-        assert container(leader)["args"][2:6] == [
-            "--nnodes=$(LWS_GROUP_SIZE)",
-            "--node-rank=$(LWS_WORKER_INDEX)",
-            "--master-addr=$(LWS_LEADER_ADDRESS)",
-            "--master-port=29500",
-        ]
-        assert "readinessProbe" in container(leader)
-        assert not {"ports", "readinessProbe", "livenessProbe", "startupProbe"} & container(worker).keys()
-
-    def test_its_service_has_those_that_lead(self) -> None:
-        things = render(EVERYTHING)
-        selector = {"matchLabels": of_kind(things, "Service")["specdec-verifier-group"]["spec"]["selector"]}
-        pods = templates(things)
-        assert selects(selector, labels(pods["specdec-verifiers-group"]))
-        assert not selects(selector, labels(pods["specdec-verifiers-group/worker"]))
-        # The controller creates its own Service, named like the set.
-        assert "specdec-verifiers-group" not in of_kind(things, "Service")
-
-    def test_one_gpu_needs_no_torchrun(self) -> None:
-        found = container(templates(render(merged(SMALL, at("verifiers/a/gpus", 1))))["specdec-verifier-a"])
-        assert "command" not in found
-        assert found["args"] == ["verifier", "--config", "/etc/specdec/config/config.yaml"]
+def test_a_pod_with_a_gpu() -> None:
+    things = render(EVERYTHING)
+    pod = templates(things)["specdec-verifier-a"]
+    found = container(pod)
+    assert "command" not in found
+    assert found["args"] == ["verifier", "--config", "/etc/specdec/config/config.yaml"]
+    assert found["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert found["image"] == "registry.example.com/specdec-verifier:0.1.0-cuda"
+    assert config(things, pod)["device"] == "cuda"
 
 
 class TestVllm:
@@ -330,8 +278,6 @@ class TestAutoscaling:
         [
             ("specdec-verifier-a", "specdec-verifier-a-6d4cf56db6-x2x9f", True),
             ("specdec-verifier-a", "specdec-verifier-a-b-6d4cf56db6-x2x9f", False),
-            ("specdec-verifier-group", "specdec-verifiers-group-0", True),
-            ("specdec-verifier-group", "specdec-verifiers-group-0-1", False),
         ],
     )
     def test_prometheus_is_asked_about_the_pods_of_the_pool(self, pool: str, pod: str, asked: bool) -> None:
@@ -348,5 +294,4 @@ class TestDisruptions:
         pods = templates(things)
         for name, each in of_kind(things, "PodDisruptionBudget").items():
             selected = {key for key, pod in pods.items() if selects(each["spec"]["selector"], labels(pod))}
-            both = {"specdec-verifiers-group", "specdec-verifiers-group/worker"}
-            assert selected == (both if name == "specdec-verifier-group" else {name})
+            assert selected == {name}

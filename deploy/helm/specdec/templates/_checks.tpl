@@ -66,10 +66,13 @@ affair of values.schema.json. Takes a list: root, the workloads. */}}
 {{- if not $w.directory }}
 {{- fail (printf "%s: there is no models.%s.revisions.%s" $w.key $w.model $w.revision) }}
 {{- end }}
-{{- if and (gt (int $w.nodes) 1) (not $w.gpus) }}
-{{- fail (printf "%s.gpus: is 0, and a target on %d nodes needs GPUs" $w.key (int $w.nodes)) }}
-{{- end }}
 {{- if $w.onVllm }}{{ include "specdec.checkOnVllm" $w }}{{ end }}
+{{- if and (gt (int $w.gpus) 1) (not $w.onVllm) }}
+{{- fail (printf "%s.gpus: is %d, and a target on several GPUs is for options.engine vllm" $w.key (int $w.gpus)) }}
+{{- end }}
+{{- if and $w.options.compile (not $w.onVllm) }}
+{{- fail (printf "%s.options.compile: is %v, and is for options.engine vllm" $w.key $w.options.compile) }}
+{{- end }}
 {{- end }}
 {{- if and (eq $w.role "draft") (not $w.path) }}{{ fail (printf "%s.path: is missing" $w.key) }}{{ end }}
 {{- if and (eq $w.role "draft") (gt (int $w.gpus) 1) }}
@@ -102,9 +105,6 @@ affair of values.schema.json. Takes a list: root, the workloads. */}}
 {{- include "specdec.checkImage" (list $w.key $w.image) }}
 {{- $isModel := has $w.role (list "verifier" "draft") }}
 {{- include "specdec.checkMemory" (list $w.key $w.resources $w.modelGiB $isModel) }}
-{{- if and $w.ranks (gt (int $w.nodes) 1) (not $w.ranksSecret.name) }}
-{{- fail (printf "%s.ranksSecret.name: is empty, and pods of a target on %d nodes know each other by it" $w.key (int $w.nodes)) }}
-{{- end }}
 {{- $downloads := and $w.modelVolume.download (ne $w.role "openai") }}
 {{- if and $downloads $values.networkPolicy.enabled (not $values.networkPolicy.modelSources) }}
 {{- fail (printf "networkPolicy.modelSources: is empty, and %s downloads its model" $w.key) }}
@@ -122,9 +122,6 @@ has published under the name. Takes a list: where it stands, the values of `imag
 
 {{/* Checks a verifier whose model vLLM runs. Takes the workload. */}}
 {{- define "specdec.checkOnVllm" -}}
-{{- if gt (int .nodes) 1 }}
-{{- fail (printf "%s.nodes: is %d, and with engine vllm a target is in one pod" .key (int .nodes)) }}
-{{- end }}
 {{- $at := printf "%s.options.vllm-options" .key }}
 {{- $passed := default "{}" (index .options "vllm-options") | fromJson }}
 {{- if hasKey $passed "Error" }}{{ fail (printf "%s: is no JSON object: %s" $at $passed.Error) }}{{ end }}

@@ -12,12 +12,6 @@
 {{- $name }}
 {{- end }}
 
-{{/* The name of a pool's LeaderWorkerSet. Its controller makes a Service of the same name, with all pods of all groups
-and before they are ready, so it is not that of the pool's own Service. Takes a list: root, pool. */}}
-{{- define "specdec.groupName" -}}
-{{ include "specdec.name" (list (index . 0) "verifiers" (index . 1)) }}
-{{- end }}
-
 {{/* The labels by which pods are selected; they never change. Takes a list: root, component, pool or "". */}}
 {{- define "specdec.selector" -}}
 {{- $root := index . 0 -}}
@@ -27,17 +21,6 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- with index . 2 }}
 specdec/pool: {{ . | quote }}
 {{- end }}
-{{- end }}
-
-{{/* A selector of all pods of a target that spans nodes, those that lead and the others. Takes a list: root, pool. */}}
-{{- define "specdec.groupSelector" -}}
-{{- $root := index . 0 -}}
-matchLabels:
-  app.kubernetes.io/name: specdec
-  app.kubernetes.io/instance: {{ $root.Release.Name | quote }}
-  specdec/pool: {{ index . 1 | quote }}
-matchExpressions:
-  - {key: app.kubernetes.io/component, operator: In, values: [verifier, verifier-worker]}
 {{- end }}
 
 {{/* The metadata of an object, with all labels. Takes a list: root, name, component, pool or "". */}}

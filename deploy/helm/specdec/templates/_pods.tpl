@@ -1,10 +1,9 @@
 {{/* Pods: what runs in them, with which volumes, and how Kubernetes asks whether it is well. */}}
 
-{{/* The template of a workload's pods. Takes a dict: root, w (the workload), component, serves (false for pods of a
-target's further nodes, where nothing listens). */}}
+{{/* The template of a workload's pods. Takes a list: root, the workload. */}}
 {{- define "specdec.pod" -}}
-{{- $root := .root }}{{ $w := .w }}
-{{- $selector := include "specdec.selector" (list $root .component $w.pool) | fromYaml }}
+{{- $root := index . 0 }}{{ $w := index . 1 }}
+{{- $selector := include "specdec.selector" (list $root $w.role $w.pool) | fromYaml }}
 {{- $labels := deepCopy $w.podLabels }}
 {{- include "specdec.lay" (list $labels $selector) }}
 {{- $annotations := deepCopy $w.podAnnotations }}
@@ -18,8 +17,8 @@ spec:
   serviceAccountName: {{ include "specdec.name" (list $root $w.role "") }}
   automountServiceAccountToken: false
   enableServiceLinks: false
-  # preStop, drain, and time to close; torchrun waits for 10 s more than a drain takes.
-  terminationGracePeriodSeconds: {{ add $w.preStopSeconds $w.drainSeconds ($w.ranks | empty | ternary 10 20) }}
+  # preStop, drain, and time to close.
+  terminationGracePeriodSeconds: {{ add $w.preStopSeconds $w.drainSeconds 10 }}
   securityContext:{{ toYaml $w.podSecurityContext | nindent 4 }}
   {{- if and $w.modelVolume.download (ne $w.role "openai") }}
   initContainers:
@@ -39,7 +38,7 @@ spec:
     - name: {{ $w.role }}
       image: {{ include "specdec.image" (list $root $w.image $w.gpus) | quote }}
       imagePullPolicy: {{ $w.image.pullPolicy }}
-      {{- include "specdec.command" $w | nindent 6 }}
+      args: [{{ $w.role }}, --config, /etc/specdec/config/config.yaml]    # of the image's entrypoint, `specdec`
       env:
         # The root file system is read-only, and libraries look for a folder of their user.
         - {name: HOME, value: /tmp}
@@ -47,13 +46,7 @@ spec:
         # A folder that the service makes for itself: it uses none that others may write to.
         - {name: SPECDEC_CACHE_DIR, value: /var/cache/specdec/own}
         {{- end }}
-        {{- if and $w.ranks (gt (int $w.nodes) 1) }}
-        # By which the parts of a target know each other.
-        - name: SPECDEC_RANKS_SECRET
-          valueFrom: {secretKeyRef: {{ toJson $w.ranksSecret }}}
-        {{- end }}
         {{- with $w.env }}{{ toYaml . | nindent 8 }}{{ end }}
-      {{- if .serves }}
       ports:
         - {name: main, containerPort: {{ include "specdec.port" $w.role }}}
         {{- if ne $w.role "openai" }}
@@ -61,7 +54,6 @@ spec:
         {{- end }}
         - {name: metrics, containerPort: 9090}
       {{- include "specdec.probes" (list $root $w) | nindent 6 }}
-      {{- end }}
       {{- if $w.preStopSeconds }}
       lifecycle: {preStop: {sleep: {seconds: {{ $w.preStopSeconds }}}}}
       {{- end }}
@@ -89,31 +81,6 @@ spec:
     - {{ toYaml $constraint | nindent 6 | trim }}
     {{- end }}
   {{- end }}
-{{- end }}
-
-{{/* What the container runs: the image's entrypoint is `specdec`, unless torchrun starts it once for each part of the
-target. Takes the workload. */}}
-{{- define "specdec.command" -}}
-{{- $run := list .role "--config" "/etc/specdec/config/config.yaml" }}
-{{- if .ranks -}}
-command: [torchrun]
-args:
-  - --nproc-per-node={{ .ranks }}
-  # It kills what has not ended by then, so it waits for longer than a drain takes.
-  - --shutdown-timeout={{ add .drainSeconds 10 }}
-  {{- if gt (int .nodes) 1 }}
-  # LeaderWorkerSet sets these variables, and Kubernetes puts their values in.
-  - --nnodes=$(LWS_GROUP_SIZE)
-  - --node-rank=$(LWS_WORKER_INDEX)
-  - --master-addr=$(LWS_LEADER_ADDRESS)
-  - --master-port=29500
-  # How long the pods of a group wait for each other.
-  - --rdzv-conf=timeout={{ .startupSeconds }}
-  {{- end }}
-  {{- toYaml (concat (list "--no-python" "specdec") $run) | nindent 2 }}
-{{- else -}}
-args:{{ toYaml $run | nindent 2 }}
-{{- end }}
 {{- end }}
 
 {{/* Probes. Health is readiness, never liveness: to restart an orchestrator brings no verifier back. Whether a process

@@ -16,13 +16,13 @@ code, buffers of a step. Takes a list: the GiB, the factor. */}}
 {{- end }}
 
 {{/* The resources of a workload's container, as YAML: what its values say, over what follows from the others. A verifier
-or draft has its weights, or of a target on several nodes its part of them, and half of them again, for keys and values
-and for what a start holds for a while. Takes a list: root, the workload. */}}
+or draft has its weights, and half of them again, for keys and values and for what a start holds for a while. Takes a
+list: root, the workload. */}}
 {{- define "specdec.resources" -}}
 {{- $w := index . 1 }}
 {{- $resources := dict "requests" dict "limits" dict }}
 {{- if $w.modelGiB }}
-{{- $memory := include "specdec.memoryFor" (list (divf $w.modelGiB (max 1 (int $w.nodes))) 1.5) | int64 }}
+{{- $memory := include "specdec.memoryFor" (list $w.modelGiB 1.5) | int64 }}
 {{- with $w.shmSize }}{{ $memory = add $memory (include "specdec.mib" . | int64) }}{{ end }}
 {{- range $part := list "requests" "limits" }}
 {{- $_ := set (get $resources $part) "memory" (printf "%dMi" $memory) }}

@@ -33,7 +33,6 @@ values. */}}
     role, pool, name    what it is, and what its objects are called
     key                 where its values stand, for messages
     directory           the model that it serves
-    ranks               processes that torchrun starts in a pod; 0 without torchrun
     onVllm              whether vLLM runs its model; the GPUs of a pod are then vLLM's affair
 
 Takes a dict: root, role, pool, key, layers (lowest first). */}}
@@ -47,9 +46,7 @@ Takes a dict: root, role, pool, key, layers (lowest first). */}}
 {{- if and $w.model (not $w.path) }}
 {{- $_ := set $w "directory" (dig $w.model "revisions" (default "" $w.revision) "path" "" .root.Values.models) }}
 {{- end }}
-{{- $several := gt (mul (int $w.gpus) (max 1 (int $w.nodes))) 1 }}
 {{- $_ := set $w "onVllm" (eq (toString $w.options.engine) "vllm") }}
-{{- $_ := set $w "ranks" (and $several (not $w.onVllm) | ternary (int $w.gpus) 0) }}
 {{- toYaml $w }}
 {{- end }}
 
@@ -64,19 +61,5 @@ what is empty or false too. */}}
 {{- else if not (and (eq $key "modelVolume") (empty $value)) }}
 {{- $_ := set $below $key $value }}
 {{- end }}
-{{- end }}
-{{- end }}
-
-{{/* What an autoscaler scales, as YAML. Takes a list: root, the workload. */}}
-{{- define "specdec.scaled" -}}
-{{- $w := index . 1 -}}
-{{- if gt (int $w.nodes) 1 -}}
-apiVersion: leaderworkerset.x-k8s.io/v1
-kind: LeaderWorkerSet
-name: {{ include "specdec.groupName" (list (index . 0) $w.pool) }}
-{{- else -}}
-apiVersion: apps/v1
-kind: Deployment
-name: {{ $w.name }}
 {{- end }}
 {{- end }}
