@@ -89,9 +89,9 @@ def main(
     set_memory_policy()
 
     def start() -> DraftServicer:
-        (directory,) = check(Wanted(model, Placement(engine, dtype, device, kv_tokens, sessions=max_sessions)))
-        count = threads or threads_for(device)
-        loaded = load_engine(engine, directory, capacity=kv_tokens, threads=(count,), dtype=dtype, device=device)
+        placement = Placement(engine, dtype, device, kv_tokens, sessions=max_sessions)
+        (directory,) = check(Wanted(model, placement))
+        loaded = load_engine(directory, placement, threads=(threads or threads_for(device),))
         fast_paths.log_off()
         limits = DraftLimits(max_sessions=max_sessions, max_sessions_per_client=max_sessions_per_client)
         # A session's slots hold its text and its nodes.

@@ -36,15 +36,8 @@ class LoadedModel:
         self, directory: ModelDirectory, options: EngineOptions, kv_tokens: int, *, exact: bool = False
     ) -> None:
         self.directory = directory
-        self.engine = load_engine(
-            options.engine,
-            directory,
-            capacity=kv_tokens,
-            threads=(options.threads,),
-            dtype=options.dtype,
-            device=options.device,
-            exact=exact,
-        )
+        placement = options.placement(kv_tokens)
+        self.engine = load_engine(directory, placement, threads=(options.threads,), exact=exact)
         self.latency = StepLatency.measure(self.engine, self.engine.capacity)
 
 

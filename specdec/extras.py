@@ -12,7 +12,6 @@ from specdec.exit_status import ExitStatus
 DISTRIBUTION = "specdec-serve"
 
 EXTRAS = {
-    "accelerate": "parallel",
     "cryptography": "service",
     "gguf": "bench",
     "google.rpc": "service",
@@ -56,7 +55,7 @@ HELD["otel"] = HELD["service"] | {"otel"}
 HELD["openai"] = HELD["service"] | {"openai"}
 HELD["evaluate"] = HELD["draft"] | HELD["orchestrator"] | HELD["verifier"] | {"evaluate"}
 HELD["all"] = HELD["evaluate"] | HELD["export"] | HELD["openai"]
-HELD["dev"] = HELD["all"] | {"bench", "cuda", "parallel", "otel"}
+HELD["dev"] = HELD["all"] | {"bench", "cuda", "otel"}
 """Extras to the extras they include, themselves among them."""
 
 NEEDED = {

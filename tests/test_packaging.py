@@ -77,7 +77,7 @@ def hints() -> list[tuple[Path, str, str]]:
 def test_hints_name_this_distribution_and_extras_that_exist() -> None:
     """A wrong name could install another author's package."""
     found = hints()
-    assert {"README.md", "serving-your-models.md", "client-guide.md", "pretrained.py"} <= {
+    assert {"README.md", "serving-your-models.md", "client-guide.md", "providers.py"} <= {
         each[0].name for each in found
     }
     for file, name, names in found:

@@ -1,12 +1,10 @@
-"""`python -m verifier_service`: serve a target model; under `torchrun`, with a part of the model per process."""
+"""`python -m verifier_service`: serve a target model."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from specdec.extras import needed_by
 
@@ -17,26 +15,22 @@ with needed_by("verifier", "verifier"):
     from specdec.command_line import run_command
     from specdec.engine import fast_paths, start_phases
     from specdec.engine.cpu_count import MOST_THREADS, threads_for
-    from specdec.engine.engine import Engine, LazyMemory, touch_memory
+    from specdec.engine.engine import LazyMemory, touch_memory
     from specdec.engine.engines.loading import load_engine
     from specdec.engine.memory import set_memory_policy
-    from specdec.engine.model_directory import ModelDirectory
     from specdec.engine.placement import Kind, Placement, WantedDtype
     from specdec.engine.preflight.check import Wanted, check
+    from specdec.engine.preflight.launcher import check_launcher
     from specdec.engine.vllm.options import MOST_SEQUENCES, MOST_STEP_ROWS, read_options
     from specdec.grammar.compiler import GrammarCompiler
     from specdec.serving.grammar_trials import GrammarTrials
     from specdec.serving.identity import identity_of, pod_info
-    from specdec.serving.process import logs
     from specdec.serving.process.options import serving
     from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
     from specdec.serving.validation import MAX_CANDIDATES
     from verifier_service.proposers.draft_model import DraftModelProposer
     from verifier_service.servicer import VerifierLimits, VerifierServicer
     from verifier_service.step_loop import StepLoop
-
-if TYPE_CHECKING:  # imports torch
-    from specdec.engine.distributed.ranks import Ranks
 
 
 @serving(ports.VERIFIER)
@@ -135,8 +129,8 @@ def main(
     compile: Annotated[
         bool,
         typer.Option(
-            help="Compile the model's own layers with torch: start-up takes half a minute longer, and steps are "
-            "faster for models not of the Llama kind, or run by vLLM. CPU only; needs a C++ compiler."
+            help="Have vLLM compile the model's layers: start-up takes half a minute longer, and steps are faster. For "
+            "--engine vllm on the CPU; needs a C++ compiler."
         ),
     ] = False,
     cuda_graphs: Annotated[
@@ -179,32 +173,18 @@ def main(
     if draft_model is not None and engine == "vllm":
         raise typer.BadParameter("vLLM runs only one model, so no local draft", param_hint="--draft-model")
 
-    def options(ranks: Ranks | None) -> dict[str, Any]:
-        most = threads or threads_for(device, sharers=1 if ranks is None else ranks.local_degree)
-        return {
-            "capacity": kv_tokens,
-            "threads": (most, most if threads_while_drafting is None else min(most, threads_while_drafting)),
-            "dtype": dtype,
-            "device": device,
-            "cuda_graphs": cuda_graphs,
-        }
-
-    def load(directory: ModelDirectory, ranks: Ranks | None) -> Engine:
-        of_vllm: dict[str, Any] = {"vllm_options": for_vllm, "sessions": max_sessions}
-        return load_engine(engine, directory, exact=exact, compiled=compile, ranks=ranks, **of_vllm, **options(ranks))
-
-    def checked(share: float = 1.0) -> list[ModelDirectory]:
-        placement = Placement(engine, dtype, device, kv_tokens, share, compile, max_sessions)
-        drafts = [] if draft_model is None else [Wanted(draft_model, replace(placement, beside=True))]
-        return check(Wanted(model, placement), *drafts)
-
-    def start(ranks: Ranks | None = None) -> VerifierServicer:
-        if ranks is None:
-            directory, *drafts = checked()
-        else:
-            share = (ranks.local_degree if device == "cpu" else 1) / ranks.degree
-            directory, *drafts = ranks.together(lambda: checked(share))
-        loaded = load(directory, ranks)
+    def start() -> VerifierServicer:
+        check_launcher()
+        target = Placement(engine, dtype, device, kv_tokens, compile, max_sessions)
+        beside = replace(target, beside=True)
+        directory, *drafts = check(
+            Wanted(model, target), *([] if draft_model is None else [Wanted(draft_model, beside)])
+        )
+        most = threads or threads_for(device)
+        counts = most, most if threads_while_drafting is None else min(most, threads_while_drafting)
+        loaded = load_engine(
+            directory, target, threads=counts, exact=exact, cuda_graphs=cuda_graphs, vllm_options=for_vllm
+        )
         if exact and not loaded.exact:
             fast_paths.found_off(
                 "exactness",
@@ -220,7 +200,7 @@ def main(
         local_draft = None
         for draft in drafts:
             promised = loaded.lazy_bytes if isinstance(loaded, LazyMemory) else 0
-            small = load_engine(engine, draft, promised=promised, **options(ranks))
+            small = load_engine(draft, beside, threads=counts, cuda_graphs=cuda_graphs, promised=promised)
             local_draft = DraftModelProposer(small, draft.context)
         loop = StepLoop(loaded, step_rows=step_rows, suffix_cache_tokens=suffix_cache_tokens, draft_model=local_draft)
         loop.start()
@@ -239,22 +219,7 @@ def main(
         identity = identity_of(directory, loaded, loop.context)
         return VerifierServicer(loop, identity, limits, pod_info(loaded), grammars, GrammarTrials(directory.path))
 
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        run(server, lambda: in_a_thread_of_its_own(start), "verifier")
-        return
-    from specdec.engine.distributed.ranks import PLACE, Ranks
-
-    for name in PLACE:
-        if not (value := os.environ.get(name, "")).isdecimal():
-            raise typer.BadParameter(f"{name} is {value!r} while WORLD_SIZE is set: torchrun sets both")
-    logs.configure("verifier", server.log_level)
-    with Ranks.joined(device) as ranks:
-        if ranks.rank == 0:
-            run(server, lambda: in_a_thread_of_its_own(partial(start, ranks)), "verifier")
-        else:
-            from specdec.engine.engines.parallel_engine import follow  # imports transformers
-
-            follow(ranks, lambda: load(ranks.together(lambda: ModelDirectory(model)), ranks))
+    run(server, lambda: in_a_thread_of_its_own(start), "verifier")
 
 
 if __name__ == "__main__":

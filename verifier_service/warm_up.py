@@ -45,7 +45,8 @@ def main(
     set_memory_policy()
 
     def fill() -> None:
-        (directory,) = check(Wanted(model, Placement("torch", dtype, "cpu", KV_TOKENS)))
+        placement = Placement("torch", dtype, "cpu", KV_TOKENS)
+        (directory,) = check(Wanted(model, placement))
         folder = cache_folder.usable()
         if folder is None:
             raise StartError(
@@ -54,7 +55,7 @@ def main(
             )
         most = threads or threads_for("cpu")
         fewer = most if threads_while_drafting is None else min(most, threads_while_drafting)
-        load_engine("torch", directory, capacity=KV_TOKENS, threads=(most, fewer), dtype=dtype, exact=True)
+        load_engine(directory, placement, threads=(most, fewer), exact=True)
         with start_phases.phase("compiled_loops"):
             warm_up(directory.vocabulary)
         start_phases.log_end()

@@ -105,15 +105,9 @@ class EngineBench:
         self._report("loading")
         capacity = max(LEAST_SLOTS, 1 + max(what.slots for what in fitting))  # the check of exactness takes some too
         prompts = args.synthetic_sessions * (PROMPT + LENGTH + 64) + 2 * MOST_CANDIDATES
-        engine = load_engine(
-            args.engine,
-            self.directory,
-            capacity=max(capacity, prompts) if args.synthetic_acceptance else capacity,
-            threads=(args.threads,),
-            dtype=args.dtype,
-            device=args.device,
-            exact=args.exact,
-        )
+        slots = max(capacity, prompts) if args.synthetic_acceptance else capacity
+        placement = Placement(args.engine, args.dtype, args.device, slots)
+        engine = load_engine(self.directory, placement, threads=(args.threads,), exact=args.exact)
         self._measure(SpecdecEngine(engine, self.device), fitting, bandwidth)
         if args.synthetic_acceptance:
             for sessions in sorted({1, args.synthetic_sessions}):

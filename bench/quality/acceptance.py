@@ -36,6 +36,7 @@ from specdec.decoding.step_logits import HostLogits
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.kv.blocks import BlockPool
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.placement import Placement
 from specdec.local import DEMO
 from testing.mailbox import Handed
 from verifier_service.backend.request import Policy, VerifierSessionRequest
@@ -89,7 +90,9 @@ class Pair:
 
     def __init__(self, target: Path, draft: Path) -> None:
         directories = ModelDirectory(target), ModelDirectory(draft)
-        self.target, self.draft = (load_engine("torch", d, capacity=CAPACITY, threads=(1,)) for d in directories)
+        self.target, self.draft = (
+            load_engine(directory, Placement(kv_tokens=CAPACITY), threads=(1,)) for directory in directories
+        )
         self.context = directories[0].context
 
     def run(

@@ -27,6 +27,7 @@ from specdec.decoding.sampling import Sampling
 from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.placement import Placement
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar, Kind
 from specdec.local import DEMO
@@ -101,7 +102,7 @@ class Site:
     """A step loop, and the other tenant's sessions."""
 
     def __init__(self) -> None:
-        engine = load_engine("torch", TARGET, capacity=CAPACITY, dtype="float32", threads=(1,))
+        engine = load_engine(TARGET, Placement("torch", "float32", kv_tokens=CAPACITY), threads=(1,))
         self.loop = StepLoop(engine, max_unread_tokens=1 << 20)
         self._prompts = prompts()
         self._others: list[Stream] = []

@@ -19,7 +19,7 @@ from specdec.engine.cpu_count import cores_given
 from specdec.engine.engine import Engine, cpu_threads
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.placement import Dtype
+from specdec.engine.placement import Dtype, Placement
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -52,14 +52,12 @@ class StepTimes:
         if device != "cpu":  # a draft takes no cores from it
             self._threads = self._threads[:1]
         self._text = text
-        capacity = 1 + (text + 1) * ROWS[-1]
-        self._target = load_engine(
-            "torch", ModelDirectory(target), capacity=capacity, threads=self._threads, dtype=dtype, device=device
-        )
+        placement = Placement("torch", dtype, device, 1 + (text + 1) * ROWS[-1])
+        self._target = load_engine(ModelDirectory(target), placement, threads=self._threads)
         self._batches = {rows: _rows(self._target, rows, text) for rows in ROWS}
         self._draft = None
         if draft is not None:
-            self._draft = load_engine("onnx", ModelDirectory(draft), capacity=text + 2, threads=(1,))
+            self._draft = load_engine(ModelDirectory(draft), Placement("onnx", kv_tokens=text + 2), threads=(1,))
             self._node = _rows(self._draft, 1, text)
 
     def measure(self) -> Times:

@@ -28,7 +28,7 @@ from draft_service.servicer import DraftLimits, DraftServicer
 from specdec.engine.engine import Engine
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.placement import WantedDtype
+from specdec.engine.placement import Placement, WantedDtype
 from specdec.serving.identity import identity_of
 from specdec.serving.process.server import ServerSettings, Service, in_a_thread_of_its_own, run
 from verifier_service.proposers.draft_model import DraftModelProposer
@@ -49,15 +49,8 @@ def verifier(args: argparse.Namespace) -> Service:
     threads = (args.threads, min(args.threads, args.threads_while_drafting or args.threads))
 
     def loaded(model: ModelDirectory, *, exact: bool) -> Engine:
-        return load_engine(
-            "torch",
-            model,
-            capacity=args.kv_tokens,
-            threads=threads,
-            dtype=args.dtype,
-            device=args.device,
-            exact=exact,
-        )
+        placement = Placement("torch", args.dtype, args.device, args.kv_tokens)
+        return load_engine(model, placement, threads=threads, exact=exact)
 
     engine = loaded(directory, exact=True) if args.profile is None else _simulated(directory, args)
     local = None
@@ -77,7 +70,7 @@ def verifier(args: argparse.Namespace) -> Service:
 def draft(args: argparse.Namespace) -> Service:
     directory = ModelDirectory(args.model)
     if args.profile is None:
-        engine = load_engine("onnx", directory, capacity=args.kv_tokens, threads=(args.threads,))
+        engine = load_engine(directory, Placement("onnx", kv_tokens=args.kv_tokens), threads=(args.threads,))
     else:
         engine = _simulated(directory, args)
     limits = DraftLimits()

@@ -32,8 +32,8 @@ ARG TORCH_INDEX=default
 COPY pyproject.toml constraints.txt deploy/images/requirements.py ./
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     case "${DEVICE}" in \
-        cpu) extras=verifier,parallel,export,otel index=https://download.pytorch.org/whl/cpu ;; \
-        cuda) extras=cuda,parallel,export,otel index= ;; \
+        cpu) extras=verifier,export,otel index=https://download.pytorch.org/whl/cpu ;; \
+        cuda) extras=cuda,export,otel index= ;; \
         *) echo "DEVICE is ${DEVICE}, should be cpu or cuda" >&2; exit 1 ;; \
     esac \
     && if [ "${TORCH_INDEX}" != default ]; then index=${TORCH_INDEX}; fi \

@@ -17,7 +17,7 @@ from specdec.engine.preflight import vllm_version
 from specdec.extras import DISTRIBUTION, install_command
 
 EXTRAS = (
-    "cli", "orchestrator", "draft", "draft-gpu", "verifier", "cuda", "parallel", "export", "evaluate", "otel", "openai",
+    "cli", "orchestrator", "draft", "draft-gpu", "verifier", "cuda", "export", "evaluate", "otel", "openai",
 )  # fmt: skip
 """Extras for users. Others are for development, or combine several of these."""
 

@@ -7,6 +7,5 @@ The common interface and shared parts are at this level: `engine.py`, `batch.py`
 - `gpu/`, `onnx/`, `vllm/`: an engine each
 - `engines/`: the other engines, and the loader for all of them
 - `hf/`: everything based on transformers
-- `distributed/`: processes with one part of a model each
 - `preflight/`: checks before a start
 """

@@ -14,10 +14,9 @@ MOST_THREADS = 1024
 """Limit on the threads of a forward pass. If the system cannot start all requested threads, OpenMP ends the process."""
 
 
-def threads_for(device: str, sharers: int = 1) -> int:
-    """Return the default CPU threads of a forward pass: one per core, divided among `sharers` processes; one beside a
-    GPU."""
-    return min(MOST_THREADS, max(1, cores_given() // sharers)) if device == "cpu" else 1
+def threads_for(device: str) -> int:
+    """Return the default CPU threads of a forward pass: one per core; one beside a GPU."""
+    return min(MOST_THREADS, cores_given()) if device == "cpu" else 1
 
 
 def cores_given(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int:

@@ -158,6 +158,4 @@ def hidden_states(engine: Engine) -> HiddenStates:
     """Return the engine as a source of hidden states; UnsupportedModelError if it has none."""
     if isinstance(engine, HiddenStates):
         return engine
-    raise UnsupportedModelError(
-        f"{type(engine).__name__} returns no hidden states with logits; use --engine torch without --compile"
-    )
+    raise UnsupportedModelError(f"{type(engine).__name__} returns no hidden states with logits; use --engine torch")

@@ -39,7 +39,6 @@ def slots_for(
     slot_bytes: int,
     context: int,
     device: str,
-    sharers: int = 1,
     promised: int = 0,
     working: int = 0,
     row_bytes: int = 0,
@@ -47,10 +46,10 @@ def slots_for(
     """Return the number of slots, of `slot_bytes` each, for a model of `context` tokens; UnsupportedModelError if fewer
     than LEAST_SLOTS fit.
 
-    The device is shared evenly by `sharers` processes. `promised` bytes belong to another model of this process, though
-    not allocated by the system yet. `working` and `row_bytes`: as in `slots_within`.
+    `promised` bytes belong to another model of this process, though not allocated by the system yet. `working` and
+    `row_bytes`: as in `slots_within`.
     """
-    free = max(0, free_bytes(device) - promised) // sharers
+    free = max(0, free_bytes(device) - promised)
     slots = slots_within(free, slot_bytes, context, working, row_bytes)
     if slots < LEAST_SLOTS:
         raise UnsupportedModelError(

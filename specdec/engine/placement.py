@@ -30,10 +30,8 @@ class Placement:
     device: str = "cpu"
     kv_tokens: int | None = None
     """Slots of the KV cache; None: as memory allows."""
-    share: float = 1.0
-    """The part of the model on this device: less than 1 if the model is split."""
     compiled: bool = False
-    """Whether torch compiles the model's own layers."""
+    """Whether vLLM compiles the model's layers."""
     sessions: int | None = None
     """Limit on the sessions of a step; None: the services' default."""
     beside: bool = False

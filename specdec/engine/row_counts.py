@@ -71,8 +71,7 @@ class ShapeRowCounts:
     def tiles(self, shape: Shape, rows: int) -> list[int]:
         """Return the tiles of a product of this shape in a batch of `rows`, already padded.
 
-        An unknown shape, as on another rank of a parallel engine, gets the tiles of the batch; the check of the whole
-        engine decides whether that keeps rows exact.
+        An unknown shape, as of an output head whose rows need not be exact, gets the tiles of the batch.
         """
         own, tiles = self.products.get(shape, self.batch), []
         for tile in self.batch.tiles(rows):

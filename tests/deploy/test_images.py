@@ -170,22 +170,6 @@ def test_the_images_serve_together(images: dict[str, Image], models: Path, logs:
 
 @pytest.mark.verify
 @pytest.mark.timeout(3600)
-def test_a_target_in_two_processes_is_one_container(
-    images: dict[str, Image], models: Path, logs: Path, tmp_path: Path
-) -> None:
-    launcher = ("torchrun", "--nproc-per-node", "2", "--shutdown-timeout", "60", "--no-python", "specdec")
-    arguments = ("verifier", "--model", "/models/target", "--host", "127.0.0.1", "--port", "0")
-    mounts = Mount(models, "/models"), Mount(owned(tmp_path / "cache"), "/var/cache/specdec", "rw")
-    with images["verifier"].started(logs, *arguments, mounts=mounts, entry=launcher) as process:
-        probe.main(process.ready())
-        ranks = children_of(process.pid)
-        assert len(ranks) == 2
-        assert process.end() == 1  # torchrun's exit status on SIGTERM
-        assert not [each for each in ranks if alive(each)]
-
-
-@pytest.mark.verify
-@pytest.mark.timeout(3600)
 def test_a_warmed_image_finds_what_its_build_kept(
     builder: Builder, images: dict[str, Image], models: Path, logs: Path
 ) -> None:

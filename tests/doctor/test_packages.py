@@ -23,7 +23,7 @@ REQUIRED = [
         f'{DISTRIBUTION}[cli]; extra == "verifier"',
         'torch<2.14,>=2.13; extra == "verifier"',
         'no-such-package<2,>=1; extra == "verifier"',
-        'torch>=2.13.5; extra == "parallel"',
+        'torch>=2.13.5; extra == "export"',
         'nor-this; platform_system == "Nowhere" and extra == "cuda"',
         f'{DISTRIBUTION}[verifier]; extra == "cuda"',
         'never>=1; extra == "dev"',

@@ -34,6 +34,7 @@ from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, Model
 from specdec.engine.onnx.engine import OnnxEngine
 from specdec.engine.onnx.export import copy_graph, export, exported
 from specdec.engine.padded.backend import PaddedBackend
+from specdec.engine.placement import Placement
 from tests.captured_logs import captured_logs
 from tests.models import ARCHITECTURES, END, VOCABULARY, WINDOW, make, save
 
@@ -141,7 +142,7 @@ def test_engines_say_where_they_compute(torch_engine: CpuEngine, onnx_engine: On
 
 
 def test_an_onnx_session_keeps_the_fewest_threads(onnx_directory: Path) -> None:
-    engine = load_engine("onnx", ModelDirectory(onnx_directory), capacity=CAPACITY, threads=(2, 1))
+    engine = load_engine(ModelDirectory(onnx_directory), Placement("onnx", kv_tokens=CAPACITY), threads=(2, 1))
     assert engine.numerics.endswith("/threads-1")
     assert cpu_threads(engine) is None
 

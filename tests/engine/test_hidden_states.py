@@ -1,7 +1,7 @@
 """Hidden states of wanted rows: those of the model's own forward pass, with unchanged logits, and not retained.
 
-For every architecture of `tests.models`, with ragged and with padded batches; GPUs and tensor-parallel engines are
-covered in `gpu/test_engine.py` and `test_parallel_engine.py`.
+For every architecture of `tests.models`, with ragged and with padded batches; GPUs are covered in
+`gpu/test_engine.py`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.placement import Kind
+from specdec.engine.placement import Kind, Placement
 from tests.models import make
 
 
@@ -30,7 +30,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", ["torch", "eager"])
 def test_a_device_that_is_not_there(llama: Path, kind: Kind, device: str, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"^device {device}: {reason}"):
-        load_engine(kind, ModelDirectory(llama), capacity=None, threads=(1,), device=device)
+        load_engine(ModelDirectory(llama), Placement(kind, device=device), threads=(1,))
 
 
 class TooLarge(ModelDirectory):
@@ -44,5 +44,5 @@ class TooLarge(ModelDirectory):
 
 def test_a_model_for_which_there_is_no_memory(llama: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"^device cpu: CUDA out of memory; .*--kv-tokens") as refused:
-        load_engine("torch", TooLarge(llama), capacity=256, threads=(1,))
+        load_engine(TooLarge(llama), Placement(kv_tokens=256), threads=(1,))
     assert "Of the rest" not in str(refused.value)

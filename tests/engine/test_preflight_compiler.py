@@ -9,13 +9,13 @@ import pytest
 
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.placement import Placement
+from specdec.engine.placement import Kind, Placement
 from specdec.engine.preflight.check import Wanted, check
 from specdec.engine.preflight.compiler import INSTALLS, check_compiler
 from specdec.engine.unsupported import UnsupportedModelError
 from tests.models import make
 
-COMPILED = Placement(dtype="float32", compiled=True)
+COMPILED = Placement("vllm", "float32", compiled=True)
 
 
 @pytest.fixture
@@ -27,13 +27,12 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_missing_compiler_is_named(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    model = make("llama", tmp_path / "m")
+def test_a_missing_compiler_is_named(bare: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedModelError, match=r"--compile: there is no C\+\+ compiler g\+\+ here: install g\+\+"):
-        check(Wanted(model, COMPILED))
+        check_compiler(COMPILED)
     bare.setenv("CXX", "clang++-99")
     with pytest.raises(UnsupportedModelError, match=r"compiler clang\+\+-99 here"):
-        load_engine("torch", ModelDirectory(model), capacity=512, threads=(1,), dtype="float32", compiled=True)
+        check_compiler(COMPILED)
 
 
 def test_only_who_compiles_needs_one(bare: pytest.MonkeyPatch) -> None:
@@ -48,7 +47,17 @@ def test_one_that_is_named_or_brought_will_do(bare: pytest.MonkeyPatch) -> None:
     check_compiler(COMPILED)
 
 
-@pytest.mark.parametrize("placement", [Placement("eager", compiled=True), Placement(device="cuda", compiled=True)])
-def test_only_the_torch_engine_on_the_cpu_compiles(placement: Placement) -> None:
-    with pytest.raises(UnsupportedModelError, match="leave out --compile"):
-        check_compiler(placement)
+@pytest.mark.parametrize("kind", ["torch", "eager", "onnx"])
+def test_other_engines_compile_no_model(kind: Kind, tmp_path: Path) -> None:
+    model = make("llama", tmp_path / "m")
+    reason = f"^--compile is for --engine vllm, not for {kind}: leave out --compile, or use --engine vllm$"
+    placement = Placement(kind, "float32", compiled=True)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        check(Wanted(model, placement))
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load_engine(ModelDirectory(model), placement, threads=(1,))
+
+
+def test_on_gpus_there_is_nothing_to_ask_for() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"^--compile is for the CPU, not for device cuda: leave out"):
+        check_compiler(Placement("vllm", device="cuda", compiled=True))

@@ -116,7 +116,6 @@ def test_memory_is_that_of_the_weights_in_the_dtype_and_of_the_tokens() -> None:
     assert wide.weights - head == 2 * (narrow.weights - head) > 0
     assert wide.kv == 2 * narrow.kv == more.kv // 2 > 0
     assert wide.total == wide.process + wide.weights + wide.working + wide.kv
-    assert abs(2 * memory_needed(directory, Placement(dtype="float32", share=0.5)).weights - wide.weights) <= 1
     beside = memory_needed(directory, Placement(dtype="float32", beside=True))
     assert beside.total == wide.total - wide.process
 

@@ -79,7 +79,7 @@ MISTAKES = (
     Mistake("specdec verifier --model magic", CANNOT, "magic: quantised by magic, which transformers does not support"),
     Mistake("specdec verifier --model short", CANNOT, "max_position_embeddings is 8, must be an integer from 64"),
     Mistake("specdec verifier --model target --device cuda:9", CANNOT, "device cuda:9: "),
-    Mistake("specdec verifier --model target --engine eager --compile", CANNOT, "leave out --compile"),
+    Mistake("specdec verifier --model target --compile", CANNOT, "--compile is for --engine vllm, not for torch"),
     Mistake("specdec verifier --model target --device gpu", CANNOT, "device gpu: cpu, cuda and cuda:N are supported"),
     Mistake("specdec verifier --model target --dtype float16", CANNOT, "dtype float16: is for GPUs; on the CPU"),
     Mistake(

@@ -22,6 +22,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.placement import Placement
 from tests.replay.deployment import Engines, Recording, made_up, record
 from tests.replay.scenarios import SCENARIOS, Scenario
 from verifier_service.step_loop import MOST_CANDIDATES
@@ -48,9 +49,10 @@ def real_engines(args: argparse.Namespace) -> Engines:
     """Return a factory of engines of real models, loaded once; each scenario limits the target's memory."""
     threads = tuple(range(args.threads, 0, -1))
     directories = [ModelDirectory(args.target), ModelDirectory(args.draft), ModelDirectory(args.draft)]
+    placement = Placement("torch", args.dtype, kv_tokens=1 << 15)
     target, draft, local = (
-        load_engine("torch", d, capacity=1 << 15, threads=threads[:1], dtype=args.dtype, exact=not args.fast and not i)
-        for i, d in enumerate(directories)
+        load_engine(directory, placement, threads=threads[:1], exact=not args.fast and not i)
+        for i, directory in enumerate(directories)
     )
 
     def engines(scenario: Scenario) -> tuple[Engine, Engine, Engine | None]:

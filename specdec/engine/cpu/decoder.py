@@ -54,8 +54,7 @@ class Decoder:
         self._head = model.get_output_embeddings()
         self._dtype = model.dtype
         self._hidden = config.hidden_size
-        # Only the heads of this process: a model may be split among ranks.
-        self._heads = attends[0].kv_heads * (config.num_attention_heads // config.num_key_value_heads)
+        self._heads = config.num_attention_heads
         self._width = attends[0].width
         self._projected = (self._heads + 2 * attends[0].kv_heads) * self._width
         gate_proj = inside.layers[0].mlp.gate_proj

@@ -1,2 +1,1 @@
-"""Complete engines, assembled from the other sub-packages: torch on one device or several, and the loader for all
-kinds."""
+"""Complete engines, assembled from the other sub-packages: torch on any device, and the loader for all kinds."""

@@ -9,9 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.engine.batch import PackedBatch, Packer
-from specdec.engine.distributed.ranks import Ranks
 from specdec.engine.gpu.upload import upload
-from specdec.engine.hf import shards
 from specdec.engine.hf.attention_backend import AttentionBackend
 from specdec.engine.hf.attention_hook import PackedAttention
 from specdec.engine.hf.batch_invariance import make_exact, tile, untile
@@ -33,8 +31,8 @@ class TorchEngine:
     """A model and its KV cache on one device: the model's own layers, around the attention of a `backend`.
 
     `capacity` is in slots; None: sized by free memory. The parameter `exact` requests rows independent of their batch;
-    the attribute `exact` is the outcome of the check at start. With `ranks` the model is split, and this engine is one
-    part (`parallel_engine.py`). `promised`: as in `slots_for`. On a CPU `engines/cpu_engine.py` is faster.
+    the attribute `exact` is the outcome of the check at start. `promised`: as in `slots_for`. On a CPU
+    `engines/cpu_engine.py` is faster.
     """
 
     threads: tuple[int, ...] = ()
@@ -49,17 +47,13 @@ class TorchEngine:
         device: str = "cpu",
         exact: bool = True,
         backend: type[AttentionBackend] = PaddedBackend,
-        ranks: Ranks | None = None,
         promised: int = 0,
     ) -> None:
         with phase("weights"):
-            self.model = load(directory, DTYPES[dtype], device, ranks)
+            self.model = load(directory, DTYPES[dtype], device)
             self.hidden_size: int = self.model.get_output_embeddings().in_features
-            if ranks is None:
-                self.model.set_output_embeddings(self.float32_head(self.model.get_output_embeddings()))
+            self.model.set_output_embeddings(self.float32_head(self.model.get_output_embeddings()))
             reference = ReferenceCheck.of(self.model, directory.vocabulary)
-            if ranks is not None:
-                shards.settle(self.model, ranks, self.float32_head)
             self._lay_out(DTYPES[dtype])
         self.vocabulary = directory.vocabulary
         self.device, self.dtype = device, dtype
@@ -68,15 +62,19 @@ class TorchEngine:
         slot_bytes = DTYPES[dtype].itemsize * sum(
             layer.kv_heads * (layer.width + layer.value_width) for layer in layers
         )
-        self.capacity = capacity or self._room(slot_bytes, directory, device, ranks, promised)
+        working = (logits_bytes(self.vocabulary), row_bytes(self.vocabulary)) if device == "cpu" else (0, 0)
+        self.capacity = capacity or slots_for(slot_bytes, directory.context, device, promised, *working)
         self._kv_bytes = self.capacity * slot_bytes
         with phase("kv_cache"):
             self._backend = backend(layers, self.capacity, DTYPES[dtype], self._device)
         keep_freed_memory()  # only now: the pools themselves are allocated faster from the system, in huge pages
         with phase("tile_sizes"):
             self.tile(None)
-        self.exact = False
-        self._settle(reference, exact=exact)
+        with phase("compiled_loops"):  # the first pass compiles them, unless cached
+            reference.check(self)
+        with phase("exactness"):
+            # Results are cached per attention backend: the same layers may run with another one.
+            self.exact = exact and make_exact(self, reference.contents + self._backend.name.encode())
         self.numerics = "/".join(
             (
                 f"torch-{torch.__version__}",
@@ -86,7 +84,6 @@ class TorchEngine:
                 *self._execution(),
                 self._backend.name,
                 f"exact-{self._classes or self._rows or 'any'}" if self.exact else "fast",
-                *([] if ranks is None else [f"parallel-{ranks.degree}"]),
             )
         )
 
@@ -103,7 +100,10 @@ class TorchEngine:
     def logits(self, batch: PackedBatch) -> Tensor:
         """Run a forward pass and return its logits [n, vocabulary], on the device."""
         with torch.inference_mode():
-            return self._pass(batch)
+            tokens, positions, wanted = (
+                upload(array, self._device) for array in (batch.tokens, batch.positions, batch.wanted)
+            )
+            return self._run(tokens, positions, wanted, self._backend.attention(batch))
 
     @torch.inference_mode()
     def copy(self, source: Slots, target: Slots) -> None:
@@ -117,42 +117,13 @@ class TorchEngine:
         if classes is not None:
             tile(self.model, classes)
 
-    @staticmethod
-    def _room(slot_bytes: int, directory: ModelDirectory, device: str, ranks: Ranks | None, promised: int) -> int:
-        """Return the number of slots with room in memory on every rank."""
-        sharers = ranks.local_degree if ranks is not None and device == "cpu" else 1
-        beside = (
-            {}
-            if device != "cpu"
-            else {"working": logits_bytes(directory.vocabulary), "row_bytes": row_bytes(directory.vocabulary)}
-        )
-
-        def slots() -> int:
-            return slots_for(slot_bytes, directory.context, device, sharers, promised, **beside)
-
-        return slots() if ranks is None else min(ranks.all(ranks.together(slots)))
-
     def _lay_out(self, dtype: torch.dtype) -> None:
         """Prepare the model's linear layers, before the first packed batch."""
         lay_out(self.model, packed=False)
 
-    def _settle(self, reference: ReferenceCheck, *, exact: bool) -> None:
-        """Run the reference check, then make rows exact if requested."""
-        with phase("compiled_loops"):  # the first pass compiles them, unless cached
-            reference.check(self)
-        with phase("exactness"):
-            # Results are cached per attention backend: the same layers may run with another one.
-            self.exact = exact and make_exact(self, reference.contents + self._backend.name.encode())
-
     def _execution(self) -> tuple[str, ...]:
         """Return the parts of the numerics fingerprint about products and layers."""
         return "plain", "layers"
-
-    def _pass(self, batch: PackedBatch) -> Tensor:
-        tokens, positions, wanted = (
-            upload(array, self._device) for array in (batch.tokens, batch.positions, batch.wanted)
-        )
-        return self._run(tokens, positions, wanted, self._backend.attention(batch))
 
     def _run(self, tokens: Tensor, positions: Tensor, wanted: Tensor, packed: PackedAttention) -> Tensor:
         """Return the logits [n, vocabulary] of the wanted rows."""

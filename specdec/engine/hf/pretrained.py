@@ -3,7 +3,6 @@ layers and whether it can run in a packed batch."""
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, NamedTuple
 
 import structlog
@@ -14,13 +13,11 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from specdec.engine.distributed.ranks import Ranks
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.hf import attention_hook
 from specdec.engine.hf.checkpoint import vetted
 from specdec.engine.hf.linear import is_plain
 from specdec.engine.hf.random_weights import RandomWeights
-from specdec.engine.hf.shards import check_plan
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.model_file import in_one_line
 from specdec.engine.preflight.architectures import check_layers, check_rope
@@ -42,23 +39,12 @@ class LayerAttention(NamedTuple):
     window: int | None  # tokens a row sees, itself included, counted backwards
 
 
-def load(directory: ModelDirectory, dtype: torch.dtype, device: str, ranks: Ranks | None = None) -> PreTrainedModel:
-    """Load a model with our attention, or raise an error with the reason. With `ranks` transformers splits it. A
-    quantised model keeps its own linear layers."""
+def load(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """Load a model with our attention, or raise an error with the reason. A quantised model keeps its own linear
+    layers."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # its important reports are raised here as one-line errors
-    if ranks is None:
-        _check_configuration(directory, device)
-        return _whole(directory, dtype, device)
-    ranks.together(lambda: check_plan(directory.name, _check_configuration(directory, device), ranks.degree))
-    fingerprints = ranks.all(ranks.together(lambda: directory.model_fingerprint))
-    for rank, fingerprint in enumerate(fingerprints):
-        if fingerprint != fingerprints[0]:
-            raise ModelDirectoryError(f"{directory.path}: rank {rank} has another model at this path")
-    return ranks.together(lambda: _read(directory, dtype, distributed_config=_cut_into(ranks.degree)))
-
-
-def _whole(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    _check_configuration(directory, device)
     if isinstance(directory, RandomWeights):
         return _drawn(directory, dtype, device)
     if quantised_by(directory) is None or device == "cpu":
@@ -123,19 +109,8 @@ def is_quantised(model: PreTrainedModel) -> bool:
     return getattr(model.config, "quantization_config", None) is not None
 
 
-def _cut_into(parts: int) -> Any:
-    if importlib.util.find_spec("accelerate") is None:
-        raise UnsupportedModelError(
-            "transformers splits a model with accelerate: pip install 'specdec-serve[parallel]'"
-        )
-    from transformers.distributed import DistributedConfig
-
-    return DistributedConfig(tp_size=parts, tp_plan="auto")
-
-
-def _check_configuration(directory: ModelDirectory, device: str) -> PretrainedConfig:
-    """Reject a configuration known to be unsupported before the weights are loaded; return the configuration
-    otherwise."""
+def _check_configuration(directory: ModelDirectory, device: str) -> None:
+    """Reject a configuration known to be unsupported before the weights are loaded."""
     check_layers(directory)
     check_quantisation(directory, device)
     try:
@@ -156,7 +131,6 @@ def _check_configuration(directory: ModelDirectory, device: str) -> PretrainedCo
             f"{directory.name}: {kind.__name__} does not use transformers' attention interface, so it cannot run in "
             "a packed batch"
         )
-    return config
 
 
 def window_of(model: PreTrainedModel) -> int | None:

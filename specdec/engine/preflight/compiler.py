@@ -1,4 +1,4 @@
-"""Checks that a model can be compiled (`--compile`), and that there is a compiler."""
+"""Checks that vLLM can compile a model here (`--compile`): on a CPU, with a C++ compiler."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ def check_compiler(placement: Placement) -> None:
     """Raise UnsupportedModelError if a model is to be compiled and cannot be here."""
     if not placement.compiled:
         return
-    if placement.kind not in ("torch", "vllm") or placement.device != "cpu":
-        raise UnsupportedModelError("--compile is for the torch engine and vLLM on the CPU: leave it out")
+    if placement.kind != "vllm":
+        raise UnsupportedModelError(
+            f"--compile is for --engine vllm, not for {placement.kind}: leave out --compile, or use --engine vllm"
+        )
+    if placement.device != "cpu":
+        raise UnsupportedModelError(f"--compile is for the CPU, not for device {placement.device}: leave out --compile")
     compiler = os.environ.get("CXX") or "g++"  # torch's search order
     if shutil.which(compiler) is None and not os.environ.get(INSTALLS):
         raise UnsupportedModelError(

@@ -89,7 +89,7 @@ def memory_needed(directory: ModelDirectory, placement: Placement, free: int | N
     dtype = dtype_of(directory, placement)
     exported = placement.kind == "onnx" and (directory.path / GRAPH).is_file()
     numbers = _numbers_of_an_export(directory) if exported else numbers_of_a_token(directory)
-    slot = int(numbers * BYTES[dtype] * placement.share)
+    slot = numbers * BYTES[dtype]
     parts = _parts(directory, placement, BYTES[dtype], exported=exported)
     tokens, sessions = placement.kv_tokens or LEAST_SLOTS, 0
     if free is not None:
@@ -127,20 +127,20 @@ class _Parts(NamedTuple):
 
 
 def _parts(directory: ModelDirectory, placement: Placement, width: int, *, exported: bool) -> _Parts:
-    vocabulary, share, on_cpu = directory.vocabulary, placement.share, placement.device == "cpu"
+    vocabulary, on_cpu = directory.vocabulary, placement.device == "cpu"
     if exported:
         graph = sum(file.stat().st_size for file in directory.weights() if ".onnx" in file.name)
         return _Parts(GRAPH_COPIES * graph, ONNX_PROCESS, vocabulary=vocabulary) if on_cpu else _Parts(graph)
     plain = directory.quantisation is None
     weights = bytes_of(directory, width if plain else None)
     if not on_cpu or placement.kind == "vllm":
-        return _Parts(int(weights * share))
+        return _Parts(weights)
     if placement.kind == "onnx":
         return _Parts(GRAPH_COPIES * weights, EXPORTING_PROCESS, export=EXPORT_COPIES * weights, vocabulary=vocabulary)
     found = [tensor for file in directory.weights() for tensor in tensors(file).values() if tensor["dtype"] in USUAL]
-    laid_out = weights + _head(found, vocabulary, width) + (weights if placement.compiled else 0)
+    laid_out = weights + _head(found, vocabulary, width)
     start = start_bytes(vocabulary, *_largest(found, vocabulary, width)) if plain else 0
-    return _Parts(int(laid_out * share), TORCH_PROCESS, int(start * share), vocabulary=vocabulary)
+    return _Parts(laid_out, TORCH_PROCESS, start, vocabulary=vocabulary)
 
 
 def _head(found: Iterable[Tensor], vocabulary: int, width: int) -> int:

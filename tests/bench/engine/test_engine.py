@@ -20,6 +20,7 @@ from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.hf.random_weights import RandomWeights
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.placement import Placement
 from tests.models import make
 
 TINY = Sizes(held=1000, head=100, read=900, kv_token=10)
@@ -93,7 +94,7 @@ class TestRandomWeights:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         directory = RandomWeights(make("llama", tmp_path / "model"))
         with pytest.raises(ModelDirectoryError, match="random weights cannot be exported"):
-            load_engine("onnx", directory, capacity=64, threads=(1,))
+            load_engine(directory, Placement("onnx", kv_tokens=64), threads=(1,))
         assert not (tmp_path / "cache" / "specdec").exists()
 
     def test_without_a_configuration(self, tmp_path: Path) -> None:

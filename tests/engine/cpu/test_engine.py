@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import mmap
-import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from specdec.engine.batch import PackedBatch
 from specdec.engine.cpu.backend import RaggedBackend
-from specdec.engine.engine import UnsupportedModelError, cpu_threads, hidden_states
-from specdec.engine.engines.compiled_engine import CompiledEngine
+from specdec.engine.engine import cpu_threads
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.engines.torch_engine import TorchEngine
 from specdec.engine.model_directory import ModelDirectory
@@ -70,20 +66,3 @@ def test_a_torch_engine_as_on_a_gpu_says_nothing_of_threads(directory: ModelDire
     engine = TorchEngine(directory, capacity=256, exact=False)
     assert cpu_threads(engine) is None
     assert "threads" not in engine.numerics
-
-
-@pytest.mark.verify
-@pytest.mark.skipif(shutil.which("c++") is None, reason="torch's compiler wants one for C++")
-def test_a_compiled_model_computes_the_same_but_gives_no_hidden_states(directory: ModelDirectory) -> None:
-    def batch(engine: CpuEngine) -> PackedBatch:
-        packer = engine.packer()
-        packer.add_path(np.arange(1, 31), packer.add_rows(range(3, 33), 0, np.arange(1, 31)))
-        packer.want(29)
-        return packer.pack()
-
-    plain, compiled = (kind(directory, capacity=256, exact=False) for kind in (CpuEngine, CompiledEngine))
-    assert "/compiled/layers/" in compiled.numerics
-    want, got = (engine.forward(batch(engine))[0] for engine in (plain, compiled))
-    assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
-    with pytest.raises(UnsupportedModelError, match=r"CompiledEngine gives no .* without --compile"):
-        hidden_states(compiled)

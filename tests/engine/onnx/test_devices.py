@@ -30,6 +30,7 @@ from specdec.engine.onnx.engine import OnnxEngine
 from specdec.engine.onnx.export import export
 from specdec.engine.onnx.providers import CPU, CUDA, OnnxDevice, check_started, parse_device, providers
 from specdec.engine.onnx.shortlists import OnnxDraftLogits
+from specdec.engine.placement import Placement
 from tests.models import VOCABULARY, make, save
 
 HALF_TOLERANCE = 0.03
@@ -106,7 +107,7 @@ class TestWithoutCuda:
     ) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         with pytest.raises(UnsupportedModelError, match=r"specdec-serve\[draft-gpu\]"):
-            load_engine("onnx", ModelDirectory(llama), capacity=64, threads=(1,), device="cuda")
+            load_engine(ModelDirectory(llama), Placement("onnx", device="cuda", kv_tokens=64), threads=(1,))
         assert not list(tmp_path.iterdir())
 
     @without_cuda
@@ -127,18 +128,18 @@ class TestWithoutCuda:
 class TestFloat16:
     def test_logits_after_chunks_and_a_copy(self, llama: Path, half: Path) -> None:
         """On the CPU, where onnxruntime computes most of it in float32, between rounded inputs and outputs."""
-        engine = load_engine("onnx", ModelDirectory(half), capacity=256, threads=(1,))
+        engine = load_engine(ModelDirectory(half), Placement("onnx", kv_tokens=256), threads=(1,))
         check_text(engine, llama)
         assert "/CPUExecutionProvider/" in engine.numerics
         assert "/float16/" in engine.numerics
 
     def test_another_dtype_than_the_exports_is_refused(self, half: Path) -> None:
         with pytest.raises(ModelDirectoryError, match=r"exported in float16, not float32; run `specdec export --dtype"):
-            load_engine("onnx", ModelDirectory(half), capacity=64, threads=(1,), dtype="float32")
+            load_engine(ModelDirectory(half), Placement("onnx", "float32", kv_tokens=64), threads=(1,))
 
     def test_no_bfloat16(self, half: Path) -> None:
         with pytest.raises(UnsupportedModelError, match="float32 and float16, not bfloat16"):
-            load_engine("onnx", ModelDirectory(half), capacity=64, threads=(1,), dtype="bfloat16")
+            load_engine(ModelDirectory(half), Placement("onnx", "bfloat16", kv_tokens=64), threads=(1,))
 
     def test_a_model_that_overflows_is_refused(self, llama: Path, tmp_path: Path) -> None:
         """Typical of models trained in bfloat16, with float32's range."""

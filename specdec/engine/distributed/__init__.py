@@ -1,1 +1,0 @@
-"""The processes of a parallel engine and the communication between them."""
