@@ -12,6 +12,7 @@ from specdec.exit_status import ExitStatus
 DISTRIBUTION = "specdec-serve"
 
 EXTRAS = {
+    "accelerate": "verifier",
     "cryptography": "service",
     "gguf": "bench",
     "google.rpc": "service",
