@@ -28,8 +28,6 @@ with needed_by("orchestrator", "orchestrator"):
     from orchestrator.tenants.file import TenantsFile, TenantsFileError
     from orchestrator.workers import supervise
     from specdec import ports
-    from specdec.client.address import Address
-    from specdec.client.tls_files import TlsFiles
     from specdec.command_line import (
         address,
         duration,
@@ -41,6 +39,8 @@ with needed_by("orchestrator", "orchestrator"):
     from specdec.serving.process.options import serving
     from specdec.serving.process.server import ServerSettings, StartError, run, run_program
     from specdec.text.check import check_text
+    from specdec.wire.address import Address
+    from specdec.wire.tls_files import TlsFiles
 
 log = structlog.get_logger()
 

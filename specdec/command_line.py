@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from specdec.client.address import Address, parse_addresses
+from specdec.wire.address import Address, parse_addresses
 
 DAY = 86_400.0
 """Seconds in a day, the default maximum of a duration."""

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from specdec.client.tls_files import Contents, TlsFiles
+from specdec.wire.tls_files import Contents, TlsFiles
 
 
 class Authority:

@@ -27,7 +27,6 @@ from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
 from orchestrator.requests.model import ServedModel
 from orchestrator.servicer import GenerationServicer
-from specdec.client.tls_files import TlsFiles
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.engine import Engine, chains_only
 from specdec.engine.engines.cpu_engine import CpuEngine
@@ -42,6 +41,7 @@ from specdec.serving.process.health import HealthServicer
 from specdec.serving.process.server import CHANNEL_OPTIONS, Servicer, registered
 from specdec.serving.tls import server_credentials
 from specdec.v2 import generation_pb2, generation_pb2_grpc, model_pb2
+from specdec.wire.tls_files import TlsFiles
 from tests.paged import Paged
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.proposers.draft_model import DraftModelProposer

@@ -64,7 +64,7 @@ def test_arrows_point_one_way() -> None:
         if package == "decoding":
             assert not [n for n in imported if n.startswith("specdec.") and not n.startswith("specdec.decoding")], path
         if package == "engine":
-            assert not [n for n in imported if n.startswith(("specdec.serving", "specdec.v2"))], path
+            assert not [n for n in imported if n.startswith(("specdec.serving", "specdec.wire", "specdec.v2"))], path
 
 
 def _module(path: Path) -> str:
@@ -84,6 +84,17 @@ def _import_graph() -> dict[str, set[str]]:
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             graph.setdefault(_module(path), set()).update(known.intersection(names) - {_module(path)})
     return graph
+
+
+def test_servers_import_nothing_of_the_client() -> None:
+    """What both ends of the wire share is in `specdec.wire`, which imports the stubs alone."""
+    graph = _import_graph()
+    servers = (*SERVICES, "specdec.serving", "specdec.engine", "specdec.vllm")
+    for module, imported in graph.items():
+        if module.startswith(servers):
+            assert not [name for name in imported if f"{name}.".startswith("specdec.client.")], module
+        if module.startswith("specdec.wire"):
+            assert not [name for name in imported if not name.startswith(("specdec.wire.", "specdec.v2"))], module
 
 
 def _circle(graph: dict[str, set[str]]) -> set[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.client.tool_formats import (
+from specdec.wire.tool_formats import (
     GLM,
     GLM_DENSE,
     GRANITE,

@@ -27,8 +27,8 @@ from bench.systems.processor_time import processor_seconds
 from demo.prompts import held_out
 from specdec import api_keys
 from specdec.client import AsyncClient
-from specdec.client.tls_files import TlsFiles, channel_credentials
 from specdec.local import DEMO, Stack
+from specdec.wire.tls_files import TlsFiles, channel_credentials
 
 TOKENS = 200
 FEW = ("--kv-tokens", "16384", "--threads", "1")

@@ -27,10 +27,10 @@ import structlog
 
 from orchestrator.requests.model import ServedModel
 from specdec import strict_yaml
-from specdec.client.address import Address
-from specdec.client.file_version import Version, version_of
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.serving.echo import echo
+from specdec.wire.address import Address
+from specdec.wire.file_version import Version, version_of
 
 log = structlog.get_logger()
 

@@ -9,9 +9,9 @@ import grpc
 
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
-from specdec.client.address import Address
 from specdec.serving.pods.connections import connect
 from specdec.serving.pods.discovery import Discovery
+from specdec.wire.address import Address
 
 
 @dataclass(frozen=True)

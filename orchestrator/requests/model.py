@@ -11,10 +11,10 @@ from typing import Self
 
 from orchestrator.requests.reasoning import Reasoning, marks_of
 from orchestrator.requests.tool_recognition import format_of
-from specdec.client.tool_formats import ToolFormat
 from specdec.engine.model_directory import ModelDirectory
 from specdec.text.generation_defaults import NEUTRAL, GenerationDefaults
 from specdec.text.tokenizer import Tokenizer
+from specdec.wire.tool_formats import ToolFormat
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from orchestrator.requests.lark_source import Marks, json_rule
-from specdec.client.tool_arguments import is_text, property_schemas, resolved, types_of
-from specdec.client.tool_formats import TaggedCall
 from specdec.grammar.grammar import lark_string
+from specdec.wire.tool_arguments import is_text, property_schemas, resolved, types_of
+from specdec.wire.tool_formats import TaggedCall
 
 DEFINITIONS = ("$defs", "definitions")
 

@@ -9,8 +9,8 @@ from orchestrator.requests.lark_source import Marks, json_rule
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.tagged_grammar import tagged_call
 from orchestrator.requests.tools import parameters_of
-from specdec.client.tool_formats import JsonCall, NamedCall, TaggedCall, ToolFormat
 from specdec.v2 import generation_pb2, model_pb2
+from specdec.wire.tool_formats import JsonCall, NamedCall, TaggedCall, ToolFormat
 
 
 def tool_grammar(chat: generation_pb2.ChatPrompt, model: ServedModel) -> model_pb2.Grammar | None:

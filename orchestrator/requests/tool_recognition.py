@@ -6,9 +6,9 @@ import json
 from datetime import UTC, datetime
 from typing import Any
 
-from specdec.client.tool_calls import ToolCall, ToolCallReader
-from specdec.client.tool_formats import FORMATS, GRANITE, ToolFormat, written
 from specdec.text.tokenizer import ChatTemplateError, Tokenizer
+from specdec.wire.tool_calls import ToolCall, ToolCallReader
+from specdec.wire.tool_formats import FORMATS, GRANITE, ToolFormat, written
 
 NAME = "a_probe_of_calls"
 ARGUMENTS = {"text": "a <probe>, \u00e9", "number": 3}

@@ -9,8 +9,8 @@ from typing import Any
 
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.tagged_grammar import tagged_problem
-from specdec.client.tool_formats import TaggedCall
 from specdec.v2 import generation_pb2
+from specdec.wire.tool_formats import TaggedCall
 
 MOST_TOOLS = 128
 

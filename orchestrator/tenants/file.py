@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from specdec import strict_yaml
-from specdec.client.file_version import Version, version_of
 from specdec.serving.echo import echo
 from specdec.serving.validation import LEAST_WEIGHT, LONGEST_NAME, MOST_WEIGHT
+from specdec.wire.file_version import Version, version_of
 
 MOST = 10**12
 """Largest limit. To have no limit, leave it out."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.sample import Sample
-from specdec.client.sources import ACCEPTED
 from specdec.v2 import model_pb2, verifier_pb2
+from specdec.wire.sources import ACCEPTED
 
 SOURCES = frozenset(model_pb2.TokenSource.values()) - {model_pb2.TOKEN_SOURCE_UNSPECIFIED}
 

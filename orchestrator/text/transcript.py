@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.sample import Sample
 from orchestrator.text.sample_text import SampleText
-from specdec.client.sources import accepted_candidates, accepted_histogram, histogram_entries, source_name
 from specdec.serving.bounded_threads import BoundedThreads
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
+from specdec.wire.sources import accepted_candidates, accepted_histogram, histogram_entries, source_name
 
 SOON_SPELT = 512
 """Tokens detokenised on the event loop without a noticeable delay to other streams: each takes some 20 microseconds."""

@@ -10,8 +10,8 @@ from typing import Annotated
 import grpc
 import typer
 
-from specdec.client.tls_files import TlsError, TlsFiles, channel_credentials
 from specdec.command_line import addresses
+from specdec.wire.tls_files import TlsError, TlsFiles, channel_credentials
 
 Orchestrators = Annotated[
     str,

@@ -16,9 +16,9 @@ from specdec.cli.access import ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, TlsName,
 from specdec.cli.failure import fail, status_of
 from specdec.cli.pod_stats import NoSuchServiceError, PodStats, ask
 from specdec.cli.stats_table import printable, table
-from specdec.client.address import Address
 from specdec.command_line import address, duration
 from specdec.exit_status import ExitStatus
+from specdec.wire.address import Address
 
 
 def stats(

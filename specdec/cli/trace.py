@@ -13,11 +13,11 @@ from specdec.cli.access import ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, TlsName,
 from specdec.cli.failure import fail, status_of
 from specdec.cli.stats_table import printable
 from specdec.cli.trace_table import TraceTable
-from specdec.client.address import Address
 from specdec.client.errors import from_rpc
 from specdec.command_line import address, duration
 from specdec.v2.trace_pb2 import GetTraceRequest
 from specdec.v2.trace_pb2_grpc import TraceServiceStub
+from specdec.wire.address import Address
 
 
 def trace(

@@ -13,8 +13,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.cli.access import OPEN, Access
-from specdec.client.address import parse_addresses
 from specdec.v2 import verifier_pb2
+from specdec.wire.address import parse_addresses
 
 SILENT_SECONDS = 1.0
 """Seconds of silence before the first report."""

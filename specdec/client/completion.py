@@ -152,7 +152,7 @@ class Model:
     vocabulary_size: int
     chat: bool  # True: accepts `messages`
     text_fingerprint: str  # equal ones tokenize requests identically
-    tool_format: str = ""  # its format in `specdec.client.tool_formats`; empty: no tools
+    tool_format: str = ""  # its format in `specdec.wire.tool_formats`; empty: no tools
     reasons: bool = False  # True: chats may contain reasoning
     revisions: tuple[str, ...] = ()  # selectable as NAME@REVISION; the fields above describe the main one
 

@@ -9,10 +9,10 @@ from typing import Generic, TypeVar
 
 import grpc
 
-from specdec.client.address import parse_addresses
-from specdec.client.request_id import REQUEST_ID, is_request_id, new_request_id
 from specdec.client.retries import Retries
 from specdec.client.rotation import Rotation
+from specdec.wire.address import parse_addresses
+from specdec.wire.request_id import REQUEST_ID, is_request_id, new_request_id
 
 ROUND_ROBIN = (
     "grpc.service_config",

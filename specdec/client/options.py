@@ -42,7 +42,7 @@ class GenerateOptions(TypedDict, total=False):
     tools: Annotated[
         Sequence[Mapping[str, Any]] | None,
         "With `messages`: functions the model may call, in the format of OpenAI's API. Calls are part of the text; "
-        "`specdec.client.tool_calls` parses them.",
+        "`specdec.wire.tool_calls` parses them.",
     ]
     tool_choice: Annotated[
         str | Mapping[str, Any] | None,

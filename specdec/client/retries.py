@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import grpc
 
-from specdec.client.address import may_be_several
 from specdec.client.errors import Cancelled, DeadlineExceeded, Overloaded, SpecdecError, from_rpc, is_loss
 from specdec.client.rotation import Rotation
+from specdec.wire.address import may_be_several
 
 _SHORTEST_PAUSE = 0.05  # seconds
 _LONGEST_PAUSE = 2.0

@@ -6,8 +6,8 @@ its chunks are known.
 
 from __future__ import annotations
 
-from specdec.client.sources import accepted_candidates, accepted_histogram, histogram_entries, source_name
 from specdec.v2.generation_pb2 import GenerateResponse, SpeculationStatistics
+from specdec.wire.sources import accepted_candidates, accepted_histogram, histogram_entries, source_name
 
 
 class Tally:

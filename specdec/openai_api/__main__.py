@@ -11,13 +11,13 @@ with needed_by("openai", "openai"):
     import typer
 
     from specdec import ports
-    from specdec.client.address import Address
-    from specdec.client.tls_files import TlsError, TlsFiles
     from specdec.command_line import Host, LogLevel, address, duration, run_command
     from specdec.openai_api.http_server import KEEP_ALIVE_SECONDS, MOST_CONNECTIONS
     from specdec.openai_api.origins import origin
     from specdec.openai_api.process import Asking, serve
     from specdec.serving.process.server import ServerSettings, run_program
+    from specdec.wire.address import Address
+    from specdec.wire.tls_files import TlsError, TlsFiles
 
 
 def main(

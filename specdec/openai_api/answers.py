@@ -13,11 +13,11 @@ from types import MappingProxyType
 from typing import Any
 
 from specdec.client import Chunk, Finish, Logprobs
-from specdec.client.tool_calls import ToolCall, ToolCallReader
-from specdec.client.tool_formats import ToolFormat
-from specdec.client.tool_scanner import Schemas
 from specdec.openai_api.json_text import Json, json_list, json_object
 from specdec.openai_api.logprobs import EncodedLogprobs, TextOffset, chat_logprobs, completion_logprobs
+from specdec.wire.tool_calls import ToolCall, ToolCallReader
+from specdec.wire.tool_formats import ToolFormat
+from specdec.wire.tool_scanner import Schemas
 
 REASONS = {"stop": "stop", "length": "length", "context": "length"}
 """Finish reasons to OpenAI's names; a full context counts as "length"."""

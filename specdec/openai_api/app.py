@@ -18,7 +18,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdec.client.request_id import REQUEST_ID, is_request_id, new_request_id
 from specdec.openai_api.bodies import BODY_SECONDS, Bodies, Unread
 from specdec.openai_api.callers import Callers, network_of
 from specdec.openai_api.errors import ApiError, overloaded, too_many
@@ -27,6 +26,7 @@ from specdec.openai_api.gateway import Caller, Gateway
 from specdec.openai_api.parsing import Parser
 from specdec.openai_api.presence import CallerLeftError, while_present
 from specdec.serving.errors import OverloadedError, TenantLimitError
+from specdec.wire.request_id import REQUEST_ID, is_request_id, new_request_id
 
 log = structlog.get_logger()
 

@@ -11,13 +11,13 @@ from functools import partial
 
 from specdec.client import AsyncClient, Chunk, Model, SpecdecError
 from specdec.client.endpoint import Metadata
-from specdec.client.request_id import REQUEST_ID_CHARACTERS, new_request_id
-from specdec.client.tool_formats import FORMATS, ToolFormat
 from specdec.openai_api.answers import Calls, Choice, Frame, fingerprint, usage_of
 from specdec.openai_api.errors import from_specdec, unsupported
 from specdec.openai_api.json_text import Json
 from specdec.openai_api.requests import ParsedRequest
 from specdec.serving.interleaved import interleaved
+from specdec.wire.request_id import REQUEST_ID_CHARACTERS, new_request_id
+from specdec.wire.tool_formats import FORMATS, ToolFormat
 
 PROMPTS_AT_ONCE = 8
 """Maximum concurrent prompts of one request: each counts toward the tenant's limits."""

@@ -14,9 +14,9 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from specdec.client.tls_files import TlsError, TlsFiles
 from specdec.openai_api.connections import MAX_HEADER_BYTES, Connections, HttpConnection
 from specdec.serving.watched import Watched
+from specdec.wire.tls_files import TlsError, TlsFiles
 
 MOST_CONNECTIONS = 1024
 """Default limit on concurrent connections."""

@@ -12,11 +12,11 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.client import AsyncClient
-from specdec.client.address import may_be_several
 from specdec.client.endpoint import ROUND_ROBIN
-from specdec.client.tls_files import TlsFiles, channel_credentials
 from specdec.serving.process.server import PEER_OPTIONS
 from specdec.serving.watched import Watched
+from specdec.wire.address import may_be_several
+from specdec.wire.tls_files import TlsFiles, channel_credentials
 
 log = structlog.get_logger()
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import structlog
 
-from specdec.client.tls_files import TlsFiles
 from specdec.openai_api.app import ROUTES, make_app
 from specdec.openai_api.gateway import Gateway
 from specdec.openai_api.http_server import HttpServer, ServerTls
@@ -25,6 +24,7 @@ from specdec.serving.process.server import (
     serve_metrics,
     stop_asked_for,
 )
+from specdec.wire.tls_files import TlsFiles
 
 log = structlog.get_logger()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import grpc
 
-from specdec.client.tls_files import TlsError, TlsFiles
 from specdec.serving.watched import Watched
+from specdec.wire.tls_files import TlsError, TlsFiles
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:

@@ -15,8 +15,8 @@ from weakref import WeakSet
 
 import structlog
 
-from specdec.client.file_version import Version
-from specdec.client.tls_files import TlsFiles
+from specdec.wire.file_version import Version
+from specdec.wire.tls_files import TlsFiles
 
 log = structlog.get_logger()
 

@@ -1120,7 +1120,7 @@ class ServedModel(google.protobuf.message.Message):
     generation_config.json. Orchestrators that are asked in turn should have the same.
     """
     tool_format: builtins.str
-    """How it writes calls of functions, as specdec.client.tool_formats names it; empty: its chat template takes no
+    """How it writes calls of functions, as specdec.wire.tool_formats names it; empty: its chat template takes no
     functions, or writes calls in a format that is not known here.
     """
     reasons: builtins.bool

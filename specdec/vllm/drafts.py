@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import grpc
 import structlog
 
-from specdec.client.tls_files import TlsFiles
 from specdec.decoding.sampling import Sampling
 from specdec.serving.identity import protocol_mismatch
 from specdec.serving.messages import paths_from, sampling_message
@@ -26,6 +25,7 @@ from specdec.serving.pods.replicas import Replicas
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
 from specdec.vllm.settings import VllmDraftSettings
 from specdec.vllm.texts import VllmText
+from specdec.wire.tls_files import TlsFiles
 
 log = structlog.get_logger()
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdec.client.address import Address, parse_addresses
-from specdec.client.tls_files import TlsFiles
+from specdec.wire.address import Address, parse_addresses
+from specdec.wire.tls_files import TlsFiles
 
 DRAFTS = "SPECDEC_DRAFTS"
 WAIT = "SPECDEC_DRAFT_WAIT_MS"

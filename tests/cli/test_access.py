@@ -10,9 +10,9 @@ import typer
 
 from specdec.cli.access import access
 from specdec.client import AsyncClient, Unavailable
-from specdec.client.tls_files import TlsFiles
 from specdec.serving.tls import server_credentials
 from specdec.v2 import generation_pb2, generation_pb2_grpc
+from specdec.wire.tls_files import TlsFiles
 from tests.certificates import Authority
 
 NAME = "specdec-orchestrator.serving.svc.cluster.local"

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from specdec.cli.shown import STYLES, coloured, without_controls
 from specdec.client.completion import read_chunk
-from specdec.client.sources import source_name
 from specdec.v2 import generation_pb2 as pb
 from specdec.v2.model_pb2 import TokenSource
+from specdec.wire.sources import source_name
 
 CHUNK = read_chunk(
     pb.GenerateResponse(

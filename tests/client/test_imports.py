@@ -24,7 +24,7 @@ def test_loads_nothing_but_grpc_and_protobuf() -> None:
     foreign = {name for name in packages if not name.startswith(("_cython", "cython"))}
     assert foreign <= {"specdec", "grpc", "google", "typing_extensions", "grpc_health", "grpc_reflection", "grpc_tools"}
     # and tries to import its optional companions; the client itself needs none of them.
-    assert all(name.startswith(("specdec.client", "specdec.v2")) for name in modules)
+    assert all(name.startswith(("specdec.client", "specdec.wire", "specdec.v2")) for name in modules)
 
 
 def test_public_names_are_frozen() -> None:

@@ -17,8 +17,8 @@ from grpc_health.v1 import health, health_pb2_grpc
 from deploy.images import probe
 from orchestrator.workers import END_SECONDS
 from specdec import ports
-from specdec.client.address import Address
 from specdec.serving.process.health import NOT_SERVING, SERVING
+from specdec.wire.address import Address
 from tests.deploy.dockerfiles import (
     COMPOSE,
     PORTS,

@@ -11,7 +11,7 @@ from typing import Self
 
 import grpc
 
-from specdec.client.tls_files import channel_credentials
+from specdec.wire.tls_files import channel_credentials
 from tests.faults.births import Spawned
 from tests.faults.pods import Pod, free_address
 from tests.faults.security import Security

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import api_keys
-from specdec.client.tls_files import Contents, channel_credentials
+from specdec.wire.tls_files import Contents, channel_credentials
 from tests.certificates import Authority
 
 HOST = "127.0.0.1"

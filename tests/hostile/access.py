@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from specdec.client.tls_files import channel_credentials
+from specdec.wire.tls_files import channel_credentials
 from tests.faults.security import Security
 from tests.hostile.conduct import Metadata
 from tests.hostile.conversations import ENCRYPTED_ROLES

@@ -14,11 +14,11 @@ import pytest
 import typer
 from starlette.types import Receive, Scope, Send
 
-from specdec.client.tls_files import TlsError, TlsFiles
 from specdec.openai_api import http_server
 from specdec.openai_api.http_server import HttpServer, ServerTls
 from specdec.openai_api.origins import origin
 from specdec.serving.process.listening import bound
+from specdec.wire.tls_files import TlsError, TlsFiles
 from tests.captured_logs import captured_logs
 from tests.certificates import Authority
 from tests.client.fake_server import Act, FakeServer

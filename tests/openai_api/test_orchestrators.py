@@ -14,12 +14,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
 from specdec.client import AsyncClient, Unavailable
-from specdec.client.tls_files import TlsFiles
 from specdec.openai_api import orchestrators as module
 from specdec.openai_api.gateway import Caller, Gateway
 from specdec.openai_api.orchestrators import Orchestrators
 from specdec.serving.tls import server_credentials
 from specdec.v2.generation_pb2_grpc import add_GenerationServiceServicer_to_server
+from specdec.wire.tls_files import TlsFiles
 from tests.certificates import Authority
 from tests.client.fake_server import CHUNK, TEXT, Act, FakeServer
 from tests.faults.pods import free_port

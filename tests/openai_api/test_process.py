@@ -16,9 +16,9 @@ import httpx2
 import openai
 import pytest
 
-from specdec.client.tls_files import TlsFiles
 from specdec.serving.tls import server_credentials
 from specdec.v2.generation_pb2_grpc import add_GenerationServiceServicer_to_server
+from specdec.wire.tls_files import TlsFiles
 from tests.certificates import Authority
 from tests.client.fake_server import TEXT, Act, FakeServer
 from tests.faults.pods import free_port

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from openai import BadRequestError
 
-from specdec.client.tool_formats import HERMES
+from specdec.wire.tool_formats import HERMES
 from tests.faults.cluster import Models
 from tests.openai_api.front import front
 from tests.openai_api.test_tools import TOOLS, check

@@ -12,7 +12,7 @@ import pytest
 from openai import BadRequestError
 
 from specdec.client import AsyncClient
-from specdec.client.tool_formats import (
+from specdec.wire.tool_formats import (
     GRANITE,
     HERMES,
     LLAMA,

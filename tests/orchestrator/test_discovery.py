@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from orchestrator.__main__ import main
 from orchestrator.pods.pods import Pods
-from specdec.client.address import Address
 from specdec.serving.pods.discovery import Discovery
+from specdec.wire.address import Address
 
 
 @pytest.mark.parametrize("option", ["--verifier", "--draft"])

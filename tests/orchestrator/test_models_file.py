@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from orchestrator.models.file import ModelsFile, ModelsFileError, RevisionEntry
-from specdec.client.address import Address
 from specdec.serving.watched import Watched, refused
+from specdec.wire.address import Address
 from tests.captured_logs import captured_logs
 from tests.models import make
 

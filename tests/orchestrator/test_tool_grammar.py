@@ -14,12 +14,12 @@ import pytest
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.tool_grammar import tool_grammar
 from orchestrator.requests.tools import tool_violations
-from specdec.client.tool_calls import ToolCall, ToolCallReader
-from specdec.client.tool_formats import FORMATS, MISTRAL_ARGS, QWEN_CODER, TaggedCall, ToolFormat, written
 from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar, Kind
 from specdec.v2 import generation_pb2
+from specdec.wire.tool_calls import ToolCall, ToolCallReader
+from specdec.wire.tool_formats import FORMATS, MISTRAL_ARGS, QWEN_CODER, TaggedCall, ToolFormat, written
 from tests.models import make
 from tests.text.conversations import model_with
 from tests.tool_templates import TEMPLATES

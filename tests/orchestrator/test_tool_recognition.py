@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.requests.model import ServedModel
-from specdec.client.tool_formats import GRANITE, HERMES, LLAMA, MISTRAL_ARGS, ToolFormat
+from specdec.wire.tool_formats import GRANITE, HERMES, LLAMA, MISTRAL_ARGS, ToolFormat
 from tests.models import make
 from tests.text.conversations import model_with
 from tests.tool_templates import TEMPLATES

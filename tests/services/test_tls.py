@@ -15,9 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec import AsyncClient, Client
 from specdec.client.errors import Unavailable
-from specdec.client.tls_files import channel_credentials
 from specdec.local.stack import Stack
 from specdec.roles import environment
+from specdec.wire.tls_files import channel_credentials
 from tests.certificates import Authority
 from tests.faults.pods import free_port
 from tests.services.conftest import Directories

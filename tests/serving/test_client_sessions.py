@@ -10,12 +10,12 @@ from typing import Any
 import grpc
 import pytest
 
-from specdec.client.tls_files import TlsFiles, channel_credentials
 from specdec.serving.client_sessions import ClientSessions
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.mux.channel import MuxChannel
 from specdec.serving.process.server import registered
 from specdec.serving.tls import server_credentials
+from specdec.wire.tls_files import TlsFiles, channel_credentials
 from tests.certificates import Authority
 
 SERVICE = "tests.Sessions"

@@ -7,9 +7,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from specdec.client.tls_files import TlsError, TlsFiles
 from specdec.serving.pods.connections import SecureConnections
 from specdec.serving.tls import server_credentials
+from specdec.wire.tls_files import TlsError, TlsFiles
 from tests.certificates import Authority
 
 

@@ -17,13 +17,13 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.client.request_id import REQUEST_ID
 from specdec.serving.errors import OverloadedError, ProtocolError, from_rpc
 from specdec.serving.mux.channel import ClientConnection, MuxChannel
 from specdec.serving.mux.send_queue import MAX_UNSENT_FRAMES, SendQueue
 from specdec.serving.mux.stream import MOST_BYTES, OVERHEAD, WINDOW, ByteCounters, MuxStream
 from specdec.serving.process.server import CHANNEL_OPTIONS
 from specdec.v2 import mux_pb2, mux_pb2_grpc
+from specdec.wire.request_id import REQUEST_ID
 from tests.orchestrator.servers import addresses
 from tests.stack import Pod, running, until
 

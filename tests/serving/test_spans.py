@@ -12,11 +12,11 @@ import pytest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.semconv.attributes.error_attributes import ERROR_TYPE
 
-from specdec.client.address import Address
 from specdec.serving.process.server import ServerSettings, span_exporter
 from specdec.serving.propagation import bind_metadata
 from specdec.serving.timeline import Timelines
 from specdec.serving.tracing.spans import GEN_AI, SEND_SECONDS, SpanExporter
+from specdec.wire.address import Address
 from tests.collector import collecting, values
 
 

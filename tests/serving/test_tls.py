@@ -8,9 +8,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from specdec.client.tls_files import TlsError, TlsFiles
 from specdec.serving.tls import server_credentials
 from specdec.serving.watched import Watched
+from specdec.wire.tls_files import TlsError, TlsFiles
 from tests.captured_logs import captured_logs
 from tests.certificates import Authority
 

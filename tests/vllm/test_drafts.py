@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from draft_service.servicer import DraftServicer
-from specdec.client.address import Address
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.errors import OverloadedError, PeerLostError
 from specdec.vllm.drafts import FULL_SECONDS, Drafts, Target
 from specdec.vllm.settings import VllmDraftSettings
 from specdec.vllm.texts import VllmText
+from specdec.wire.address import Address
 from tests.captured_logs import captured_logs
 from tests.models import CONTEXT
 from tests.services.conftest import Directories, directories

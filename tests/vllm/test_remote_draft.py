@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 
 from draft_service.servicer import DraftServicer
-from specdec.client.address import Address
-from specdec.client.tls_files import TlsFiles
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
 from specdec.v2 import draft_pb2
@@ -24,6 +22,8 @@ from specdec.vllm import RemoteDraft
 from specdec.vllm.remote_draft import MOST_MISTAKES
 from specdec.vllm.settings import VllmDraftSettings
 from specdec.vllm.worth import Worth
+from specdec.wire.address import Address
+from specdec.wire.tls_files import TlsFiles
 from tests.captured_logs import captured_logs
 from tests.certificates import Authority
 from tests.models import CONTEXT, END

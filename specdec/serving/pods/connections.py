@@ -7,10 +7,10 @@ from typing import cast
 
 import grpc
 
-from specdec.client.tls_files import TlsFiles, channel_credentials
 from specdec.serving.mux.channel import MuxChannel
 from specdec.serving.process.server import CHANNEL_OPTIONS, PEER_OPTIONS
 from specdec.serving.watched import Watched
+from specdec.wire.tls_files import TlsFiles, channel_credentials
 
 
 def connect(address: str) -> grpc.aio.Channel:

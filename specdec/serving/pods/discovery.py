@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from specdec.client.address import Address
+from specdec.wire.address import Address
 
 log = structlog.get_logger()
 

@@ -9,11 +9,11 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from specdec.client.address import Address
-from specdec.client.tls_files import TlsFiles
 from specdec.command_line import Host, LogLevel, address, duration, number
 from specdec.serving.callers.certificate import parse_name
 from specdec.serving.process.server import ServerSettings
+from specdec.wire.address import Address
+from specdec.wire.tls_files import TlsFiles
 
 SERVER = "server"
 """The parameter of a service's command that these options replace."""

@@ -22,8 +22,6 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client.metrics_core import Metric
 
-from specdec.client.address import Address
-from specdec.client.tls_files import TlsError, TlsFiles
 from specdec.extras import NEEDED, needed_by
 from specdec.serving.callers.certificate import Name
 from specdec.serving.callers.guard import ConnectionGuard
@@ -42,6 +40,8 @@ from specdec.serving.tracing.servicer import TraceServicer
 from specdec.serving.validation import MAX_ANSWER_BYTES, MAX_MESSAGE_BYTES
 from specdec.settings import settings as started_with
 from specdec.v2 import mux_pb2_grpc
+from specdec.wire.address import Address
+from specdec.wire.tls_files import TlsError, TlsFiles
 
 if TYPE_CHECKING:  # imports OpenTelemetry
     from specdec.serving.tracing.spans import SpanExporter

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.client import AsyncClient, Client
-from specdec.client.address import FORMS, Address, parse_addresses
 from specdec.v2.generation_pb2_grpc import add_GenerationServiceServicer_to_server
+from specdec.wire.address import FORMS, Address, parse_addresses
 from tests.client.fake_server import TEXT, FakeServer
 
 PORTS = st.integers(1, 65535)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import MappingProxyType
 
-from specdec.client.tool_formats import ToolCall as ToolCall
-from specdec.client.tool_formats import ToolFormat
-from specdec.client.tool_scanner import Cursor, Scan, Schemas, scan
+from specdec.wire.tool_formats import ToolCall as ToolCall
+from specdec.wire.tool_formats import ToolFormat
+from specdec.wire.tool_scanner import Cursor, Scan, Schemas, scan
 
 
 class ToolCallReader:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tracemalloc
 
-from specdec.client.sources import accepted_candidates, accepted_histogram, histogram_entries
 from specdec.client.tally import Tally
 from specdec.v2 import generation_pb2, model_pb2
+from specdec.wire.sources import accepted_candidates, accepted_histogram, histogram_entries
 
 DRAFT, NGRAM = model_pb2.TOKEN_SOURCE_REMOTE_DRAFT, model_pb2.TOKEN_SOURCE_NGRAM
 BONUS, PLAIN = model_pb2.TOKEN_SOURCE_BONUS, model_pb2.TOKEN_SOURCE_PLAIN

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.client.tool_calls import ToolCall, ToolCallReader
-from specdec.client.tool_formats import (
+from specdec.wire.tool_calls import ToolCall, ToolCallReader
+from specdec.wire.tool_formats import (
     FORMATS,
     GLM,
     GLM_DENSE,

@@ -13,8 +13,8 @@ import re
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from specdec.client.tool_arguments import property_schemas, value_of
-from specdec.client.tool_formats import JsonCall, NamedCall, TaggedCall, ToolCall, ToolFormat
+from specdec.wire.tool_arguments import property_schemas, value_of
+from specdec.wire.tool_formats import JsonCall, NamedCall, TaggedCall, ToolCall, ToolFormat
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """Schemas of arguments, by function."""

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 import grpc
 
-from specdec.client.file_version import Version, version_of
+from specdec.wire.file_version import Version, version_of
 
 
 class TlsError(Exception):
