@@ -14,14 +14,14 @@ from pathlib import Path
 HELD_OUT_ONE_IN = 40
 # Tables and data in the form of Python files: they teach a language model nothing about code.
 SKIPPED_FOLDERS = {"site-packages", "encodings", "pydoc_data", "__pycache__", "bad_coding", "data"}
-LARGEST_FILE_BYTES = 200_000
+MAX_FILE_BYTES = 200_000
 
 
 def _paths() -> Iterator[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if SKIPPED_FOLDERS.isdisjoint(relative.parts) and path.stat().st_size <= LARGEST_FILE_BYTES:
+        if SKIPPED_FOLDERS.isdisjoint(relative.parts) and path.stat().st_size <= MAX_FILE_BYTES:
             yield relative
 
 

@@ -19,7 +19,7 @@ with needed_by("draft", "draft"):
     from specdec import ports
     from specdec.command_line import run_command
     from specdec.engine import fast_paths
-    from specdec.engine.cpu_count import MOST_THREADS, threads_for
+    from specdec.engine.cpu_count import MAX_THREADS, threads_for
     from specdec.engine.engines.loading import load_engine
     from specdec.engine.memory import set_memory_policy
     from specdec.engine.placement import DraftKind, Placement, WantedDtype
@@ -60,7 +60,7 @@ def main(
         int | None,
         typer.Option(
             min=1,
-            max=MOST_THREADS,
+            max=MAX_THREADS,
             help="CPU threads of the forward pass; fewer than the machine's cores if a verifier shares it. Default: "
             "one for each core available to the process; 1 with a GPU.",
         ),

@@ -20,7 +20,7 @@ DISTRIBUTIONS_A_MESSAGE = 4
 """Whole distributions in a message, approximately: over a vocabulary of 128,000 tokens each takes 256 KB."""
 
 
-MOST_DISTRIBUTION_BYTES = 4 << 20
+MAX_DISTRIBUTION_BYTES = 4 << 20
 """Limit on the bytes of distributions in a message, which always takes at least one. The whole message is limited to 16
 MiB."""
 
@@ -171,6 +171,6 @@ class CandidateQueue:
         for place, node in enumerate(unsent):
             row = node.distribution
             size += 0 if row is None else row.values.nbytes + (0 if row.ids is None else row.ids.nbytes)
-            if place and size > MOST_DISTRIBUTION_BYTES:
+            if place and size > MAX_DISTRIBUTION_BYTES:
                 return unsent[:place], unsent[place:]
         return unsent, []

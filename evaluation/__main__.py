@@ -31,19 +31,19 @@ with needed_by("evaluate", "evaluate"):
     from specdec.client.request import build_request
     from specdec.command_line import number, run_command
     from specdec.decoding.sampling import Rule
-    from specdec.engine.cpu_count import MOST_THREADS, threads_for
+    from specdec.engine.cpu_count import MAX_THREADS, threads_for
     from specdec.engine.engine import UnsupportedModelError
     from specdec.engine.kv.blocks import BLOCK
     from specdec.engine.model_directory import ModelDirectoryError
     from specdec.engine.placement import DraftKind, WantedDtype
+    from specdec.engine.working_memory import MAX_STEP_CANDIDATES
     from specdec.exit_status import ExitStatus
     from specdec.local import LocalError
     from specdec.serving.errors import ServiceError
     from specdec.serving.identity import pod_info
     from specdec.serving.process import logs
-    from verifier_service.step_loop import MOST_CANDIDATES
 
-MOST_STREAMS = 128
+MAX_STREAMS = 128
 """Limit on a verifier's waiting texts: all of these may be requested at once."""
 
 
@@ -64,7 +64,7 @@ def main(
     streams: Annotated[
         list[int] | None,
         typer.Option(
-            min=1, max=MOST_STREAMS, help="Concurrent texts of one verifier. May be repeated. Default: 1 and 8."
+            min=1, max=MAX_STREAMS, help="Concurrent texts of one verifier. May be repeated. Default: 1 and 8."
         ),
     ] = None,
     concurrent: Annotated[
@@ -73,10 +73,10 @@ def main(
     device: Annotated[str, typer.Option(help="Device of the target: cpu, cuda or cuda:N.")] = "cpu",
     draft_device: Annotated[str | None, typer.Option(help="Device of the draft. Default: the target's.")] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, max=MOST_THREADS, help="CPU threads of the target. Default: all cores.")
+        int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads of the target. Default: all cores.")
     ] = None,
     draft_threads: Annotated[
-        int | None, typer.Option(min=1, max=MOST_THREADS, help="CPU threads of the draft. Default: the target's.")
+        int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads of the draft. Default: the target's.")
     ] = None,
     dtype: Annotated[WantedDtype, typer.Option(help="Data type of the target.")] = "auto",
     draft_dtype: Annotated[WantedDtype, typer.Option(help="Data type of the draft.")] = "auto",
@@ -112,7 +112,7 @@ def main(
         # A draft keeps each session's candidates in its KV cache, next to the text.
         candidates = max(streams) * DraftLimits().max_nodes
         pair = Pair(target, draft, target_options, draft_options, kv_tokens, candidates)
-        room = (kv_tokens - MOST_CANDIDATES) // max(streams) // BLOCK * BLOCK  # as the verifier counts
+        room = (kv_tokens - MAX_STEP_CANDIDATES) // max(streams) // BLOCK * BLOCK  # as the verifier counts
         samples = list(_samples(pair, file, max_prompts, room))
     except (ModelDirectoryError, UnsupportedModelError, PromptFileError) as error:
         fail(str(error), ExitStatus.USAGE)

@@ -20,7 +20,7 @@ from orchestrator.models.stats import OrchestratorStats
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pod
 from orchestrator.pods.readiness import VERIFIER
-from orchestrator.requests.parsing import MOST_SAMPLES, grammar_field, parse
+from orchestrator.requests.parsing import MAX_SAMPLES, grammar_field, parse
 from orchestrator.requests.sample import Request
 from orchestrator.requests.tokenization import tokenize
 from orchestrator.siblings import Siblings
@@ -272,7 +272,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             with self._catalog.refused.request(account.tenant_class), account.request(), recorded(model=""):
                 raise
         peers = revision.peers
-        samples = max(1, min(request.n, MOST_SAMPLES))  # more are refused with the request's other faults
+        samples = max(1, min(request.n, MAX_SAMPLES))  # more are refused with the request's other faults
         with revision.request(account.tenant_class), account.request(samples):
             peers.check_room(request.tenant if account.tenant is None else account.tenant.name)
             with recorded(model=revision.asked_as or revision.model.name) as timeline:

@@ -21,7 +21,7 @@ from specdec.v2 import trace_pb2, trace_pb2_grpc
 ASK_SECONDS = 1.0
 """Timeout in seconds for workers, and then for pods."""
 
-LONGEST_US = 1 << 62
+MAX_AGE_US = 1 << 62
 """Limit on ages from pods, in microseconds: they may report anything."""
 
 
@@ -125,11 +125,11 @@ def pods_of(own: TracePart) -> list[str]:
 
 def _shift(timeline: trace_pb2.Timeline, by: int) -> None:
     """Increase all ages of a timeline, since time has passed."""
-    timeline.age_us = min(timeline.age_us + by, LONGEST_US)
+    timeline.age_us = min(timeline.age_us + by, MAX_AGE_US)
     if timeline.HasField("end_age_us"):
-        timeline.end_age_us = min(timeline.end_age_us + by, LONGEST_US)
+        timeline.end_age_us = min(timeline.end_age_us + by, MAX_AGE_US)
     for event in timeline.events:
-        event.age_us = min(event.age_us + by, LONGEST_US)
+        event.age_us = min(event.age_us + by, MAX_AGE_US)
 
 
 def _why(error: grpc.aio.AioRpcError) -> str:

@@ -14,14 +14,14 @@ with needed_by("verifier", "verifier"):
     from specdec import ports
     from specdec.command_line import run_command
     from specdec.engine import fast_paths, start_phases
-    from specdec.engine.cpu_count import MOST_THREADS, threads_for
+    from specdec.engine.cpu_count import MAX_THREADS, threads_for
     from specdec.engine.engine import LazyMemory, touch_memory
     from specdec.engine.engines.loading import load_engine
     from specdec.engine.memory import set_memory_policy
     from specdec.engine.placement import Kind, Placement, WantedDtype
     from specdec.engine.preflight.check import Wanted, check
     from specdec.engine.preflight.launcher import check_launcher
-    from specdec.engine.vllm.options import MOST_SEQUENCES, MOST_STEP_ROWS, read_options
+    from specdec.engine.vllm.options import MAX_SEQUENCES, MAX_STEP_ROWS, read_options
     from specdec.grammar.compiler import GrammarCompiler
     from specdec.serving.grammar_trials import GrammarTrials
     from specdec.serving.identity import identity_of, pod_info
@@ -64,7 +64,7 @@ def main(
         int | None,
         typer.Option(
             min=1,
-            max=MOST_THREADS,
+            max=MAX_THREADS,
             help="CPU threads of the forward pass. Default: one for each core available to the process; 1 with a GPU.",
         ),
     ] = None,
@@ -72,7 +72,7 @@ def main(
         int | None,
         typer.Option(
             min=1,
-            max=MOST_THREADS,
+            max=MAX_THREADS,
             help="CPU threads of the forward pass while a draft is working: fewer than --threads if a draft service "
             "shares the machine. Default: --threads.",
         ),
@@ -166,7 +166,7 @@ def main(
         raise typer.BadParameter(str(error), param_hint="--vllm-options") from None
     if for_vllm and engine != "vllm":
         raise typer.BadParameter(f"is for --engine vllm, not for {engine}", param_hint="--vllm-options")
-    bounds = {"--step-rows": (step_rows, MOST_STEP_ROWS), "--max-sessions": (max_sessions, MOST_SEQUENCES)}
+    bounds = {"--step-rows": (step_rows, MAX_STEP_ROWS), "--max-sessions": (max_sessions, MAX_SEQUENCES)}
     for option, (given, most) in bounds.items():
         if engine == "vllm" and given > most:
             raise typer.BadParameter(f"is {given}, must be at most {most} with --engine vllm", param_hint=option)

@@ -37,6 +37,7 @@ from specdec.serving.session_stream import SessionServicer
 from specdec.serving.timeline import Timeline
 from specdec.serving.tracing.servicer import TraceServicer
 from specdec.serving.validation import (
+    MAX_LOGPROBS,
     MAX_NODES_A_MESSAGE,
     drafter_violations,
     grammar_violations,
@@ -54,8 +55,6 @@ from verifier_service.backend.session_backend import BackendSession, SessionBack
 from verifier_service.metrics import metrics
 
 log = structlog.get_logger()
-
-MOST_LOGPROBS = 20
 
 QUEUE_SHARE = 8
 """Limit on a tenant's waiting sessions, in multiples of the free places in the waiting room: a single tenant gets eight
@@ -332,8 +331,8 @@ class VerifierServicer(
         violations += rule_violations(message.rule, message.contrast, sampling)
         violations += text_violations(prompt, generated, message.max_tokens, vocabulary=vocabulary, context=context)
         violations += token_violations("end_tokens", list(message.end_tokens), vocabulary)
-        if message.top_logprobs > MOST_LOGPROBS:
-            violations.append(("top_logprobs", f"is {message.top_logprobs}, must be at most {MOST_LOGPROBS}"))
+        if message.top_logprobs > MAX_LOGPROBS:
+            violations.append(("top_logprobs", f"is {message.top_logprobs}, must be at most {MAX_LOGPROBS}"))
         violations += weight_violations(message.tenant_weight)
         violations += self._policy_violations(message.policy)
         if message.HasField("grammar"):

@@ -20,7 +20,7 @@ from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.kv.slots import PADDING_SLOT
 from specdec.engine.probe import EngineProbe
 from specdec.engine.start_phases import phase
-from specdec.engine.working_memory import STEP_CANDIDATES
+from specdec.engine.working_memory import MAX_STEP_CANDIDATES
 from specdec.serving.engine_worker import EngineWorker
 from specdec.serving.errors import GrammarFailureError
 from specdec.serving.response_queue import ResponseQueue
@@ -51,10 +51,6 @@ from verifier_service.verification.verified_step import VerifiedStep
 from verifier_service.verification.verify_trees import warm_up
 
 log = structlog.get_logger()
-
-MOST_CANDIDATES = STEP_CANDIDATES
-"""Limit on the candidates of all sessions in one step; as many slots are reserved as tree slots, except with chains
-only."""
 
 
 class StepLoop(EngineWorker[VerifierSession], SessionBackend):
@@ -88,12 +84,12 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         self._tuning = tuning
         self._probe = EngineProbe(engine)
         self._forward = step_of(engine)
-        set_aside = 0 if self.chains_only else MOST_CANDIDATES
+        set_aside = 0 if self.chains_only else MAX_STEP_CANDIDATES
         blocks = max(2, (engine.capacity - set_aside) // BLOCK)
         self.pool = BlockPool(blocks)
-        tree_slots = list(range(blocks * BLOCK, engine.capacity))[:MOST_CANDIDATES]
+        tree_slots = list(range(blocks * BLOCK, engine.capacity))[:MAX_STEP_CANDIDATES]
         if self.chains_only:  # candidates use the text's own slots: these only limit their number
-            tree_slots = [PADDING_SLOT] * MOST_CANDIDATES
+            tree_slots = [PADDING_SLOT] * MAX_STEP_CANDIDATES
         self._queue = RunQueue(engine, self.pool, self.stats, max_unread_tokens, self._on_preempt)
         slots = blocks * BLOCK
         beside = [] if draft_model is None else [draft_model.engine]

@@ -13,7 +13,7 @@ with needed_by("warm-up", "verifier"):
 
     from specdec.command_line import LogLevel
     from specdec.engine import cache_folder, start_phases
-    from specdec.engine.cpu_count import MOST_THREADS, threads_for
+    from specdec.engine.cpu_count import MAX_THREADS, threads_for
     from specdec.engine.engines.loading import load_engine
     from specdec.engine.memory import set_memory_policy
     from specdec.engine.placement import Placement, WantedDtype
@@ -32,12 +32,12 @@ def main(
     threads: Annotated[
         int | None,
         typer.Option(
-            min=1, max=MOST_THREADS, help="The verifier's --threads. Default: all cores available to this process."
+            min=1, max=MAX_THREADS, help="The verifier's --threads. Default: all cores available to this process."
         ),
     ] = None,
     threads_while_drafting: Annotated[
         int | None,
-        typer.Option(min=1, max=MOST_THREADS, help="The verifier's --threads-while-drafting."),
+        typer.Option(min=1, max=MAX_THREADS, help="The verifier's --threads-while-drafting."),
     ] = None,
     log_level: LogLevel = "info",
 ) -> None:

@@ -37,16 +37,16 @@ from bench.engine.shapes import SHAPES, Combination, Sizes, roofline_seconds, si
 from bench.engine.systems import SpecdecEngine, SteppedSystem, median_step
 from bench.engine.transformers_steps import KINDS, PEERS, ContinuousBatching, transformers_model
 from bench.report import CUT_OFF, Report, folder, publish
-from specdec.engine.cpu_count import MOST_THREADS
+from specdec.engine.cpu_count import MAX_THREADS
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.hf.pretrained import DTYPES
 from specdec.engine.hf.random_weights import RandomWeights
-from specdec.engine.memory import LEAST_SLOTS
+from specdec.engine.memory import MIN_SLOTS
 from specdec.engine.model_directory import ModelDirectoryError
 from specdec.engine.placement import Dtype, Kind, Placement
 from specdec.engine.preflight.device import check_device
-from verifier_service.step_loop import MOST_CANDIDATES
+from specdec.engine.working_memory import MAX_STEP_CANDIDATES
 
 ENGINES = [kind for kind in get_args(Kind) if kind != "onnx"]
 """Engines to measure: all but onnx, since random weights are not exported."""
@@ -103,8 +103,8 @@ class EngineBench:
         """Measure specdec's engine; return its numerics fingerprint."""
         args = self.args
         self._report("loading")
-        capacity = max(LEAST_SLOTS, 1 + max(what.slots for what in fitting))  # the check of exactness takes some too
-        prompts = args.synthetic_sessions * (PROMPT + LENGTH + 64) + 2 * MOST_CANDIDATES
+        capacity = max(MIN_SLOTS, 1 + max(what.slots for what in fitting))  # the check of exactness takes some too
+        prompts = args.synthetic_sessions * (PROMPT + LENGTH + 64) + 2 * MAX_STEP_CANDIDATES
         slots = max(capacity, prompts) if args.synthetic_acceptance else capacity
         placement = Placement(args.engine, args.dtype, args.device, slots)
         engine = load_engine(self.directory, placement, threads=(args.threads,), exact=args.exact)
@@ -207,8 +207,8 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
                 parser.error(f"--{name.replace('_', '-')} is {number}, must be at least 1")
     if args.synthetic_acceptance is not None and not 0 < args.synthetic_acceptance <= 1:
         parser.error(f"--synthetic-acceptance is {args.synthetic_acceptance:g}, must be above 0 and at most 1")
-    if args.threads > MOST_THREADS:
-        parser.error(f"--threads is {args.threads}, must be at most {MOST_THREADS}")
+    if args.threads > MAX_THREADS:
+        parser.error(f"--threads is {args.threads}, must be at most {MAX_THREADS}")
     if not 0 < args.seconds < float("inf"):
         parser.error(f"--seconds is {args.seconds:g}, must be above 0")
     if args.config is not None and not args.config.is_dir() and args.config.name != "config.json":

@@ -22,12 +22,13 @@ from specdec.decoding.sampling import Sampling
 from specdec.decoding.speculation import NO_DRAFTERS, CandidateSource
 from specdec.decoding.tree import Paths
 from specdec.engine.engine import Engine
+from specdec.engine.working_memory import MAX_STEP_CANDIDATES
 from testing.mailbox import Mailbox
 from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
-from verifier_service.step_loop import MOST_CANDIDATES, StepLoop
+from verifier_service.step_loop import StepLoop
 
 MAX_OWN_NODES = 256
 
@@ -146,7 +147,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return median tokens a second over rounds, plain and with chains of each width, measured in turns."""
     prompts = [[1 + (7 * session + i) % (engine.vocabulary - 1) for i in range(prompt)] for session in range(sessions)]
-    cost = StepLatency.measure(engine, engine.capacity - MOST_CANDIDATES)  # once: the loops keep correcting it
+    cost = StepLatency.measure(engine, engine.capacity - MAX_STEP_CANDIDATES)  # once: the loops keep correcting it
     texts = decode(engine, prompts, length, cost=cost).texts
     outcomes: dict[int, list[Outcome]] = {}
     for number in range(rounds):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from bench.gpu.probe import MODULES, Facts
 
-LEAST = {"torch": (2, 9), "triton": (3, 4), "transformers": (5, 20)}
+MIN_VERSIONS = {"torch": (2, 9), "triton": (3, 4), "transformers": (5, 20)}
 """Oldest supported versions."""
 
 SERVICE = (
@@ -39,8 +39,8 @@ def modules(names: Iterable[str]) -> Need:
         found = facts["modules"]
         lines = [f"{name}: not installed (pip install {MODULES[name]})" for name in names if found[name] is None]
         for name in names:
-            if found[name] is not None and name in LEAST and _parsed(found[name]) < LEAST[name]:
-                wanted = ".".join(map(str, LEAST[name]))
+            if found[name] is not None and name in MIN_VERSIONS and _parsed(found[name]) < MIN_VERSIONS[name]:
+                wanted = ".".join(map(str, MIN_VERSIONS[name]))
                 lines.append(f"{name}: version {found[name]}, at least {wanted} is needed")
         return lines
 

@@ -14,7 +14,7 @@ FIGURES = "figures.json"
 TESTS = "tests.xml"
 """File of pytest's results (`--junitxml`)."""
 
-MOST_REASONS = 20
+MAX_REASONS = 20
 
 
 def keep(folder: Path, found: dict[str, Any]) -> None:
@@ -53,4 +53,4 @@ def _tests(file: Path) -> dict[str, Any]:
         elif "skipped" in kinds:
             skipped[str(kinds["skipped"].get("message"))] += 1
     passed = len(cases) - len(failed) - skipped.total()
-    return {"passed": passed, "failed": failed[:MOST_REASONS], "skipped": dict(skipped.most_common(MOST_REASONS))}
+    return {"passed": passed, "failed": failed[:MAX_REASONS], "skipped": dict(skipped.most_common(MAX_REASONS))}

@@ -22,7 +22,7 @@ from bench.gpu.steps import Command, Place, Step
 
 ROOT = Path(__file__).parent.parent.parent
 
-LEAST_SECONDS = 5.0
+MIN_SECONDS = 5.0
 """Minimum seconds left for a step to begin."""
 
 INTERRUPTED_SECONDS = 10.0
@@ -70,7 +70,7 @@ class Runner:
         if lines := missing(step.needs, self._facts, self._device):
             return Outcome(step.name, step.about, "skipped", reason="missing: " + "; ".join(lines))
         begin = self._clock()
-        if (left := self._deadline - begin) < LEAST_SECONDS:
+        if (left := self._deadline - begin) < MIN_SECONDS:
             return Outcome(step.name, step.about, "skipped", reason="no time was left")
         folder = self._out / step.name
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier run: its figures are not this one's

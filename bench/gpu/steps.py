@@ -17,7 +17,7 @@ from specdec.engine.cpu_count import cores_given
 Command = list[str]
 """Arguments of the interpreter."""
 
-MOST_TESTS_AT_ONCE = 4
+MAX_TESTS_AT_ONCE = 4
 """Maximum concurrent test files: each process has its own context on the card, of half a GiB or so."""
 
 
@@ -55,7 +55,7 @@ def tests(at: Place) -> list[Command]:
     if find_spec("xdist") is not None:
         options += [
             "-n",
-            str(min(MOST_TESTS_AT_ONCE, len(chosen) if at.small else cores_given())),
+            str(min(MAX_TESTS_AT_ONCE, len(chosen) if at.small else cores_given())),
             "--dist",
             "loadfile",
         ]

@@ -24,7 +24,7 @@ from specdec.client import AsyncClient
 from specdec.local import DEMO, Stack
 from testing.schemas import random_schema
 
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 REQUESTS = 48
 """Requests of a round, sequential or concurrent."""
 
@@ -63,7 +63,7 @@ async def figures(client: AsyncClient, way: str, asked: Sequence[dict[str, Any]]
             result = await client.complete(
                 **own,
                 **WAYS[way],
-                max_tokens=MOST_TOKENS,
+                max_tokens=MAX_TOKENS,
                 temperature=0.8,
                 tenant=way,  # no way reuses another's cached prompts
             )
@@ -104,7 +104,7 @@ def told(streams: int, found: dict[str, list[Figures]]) -> str:
 
 def vllm_told(python: str, streams: int, rounds: int) -> str:
     """Return what vLLM's program prints of the same requests."""
-    options = ["--model", str(DEMO / "target"), "--streams", str(streams), "--tokens", str(MOST_TOKENS)]
+    options = ["--model", str(DEMO / "target"), "--streams", str(streams), "--tokens", str(MAX_TOKENS)]
     given = json.dumps([requests(number) for number in range(-1, rounds)])
     command = [python, "-m", "bench.systems.vllm_structured", *options]
     said = subprocess.run(command, input=given, text=True, stdout=subprocess.PIPE, check=True).stdout

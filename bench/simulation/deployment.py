@@ -31,18 +31,18 @@ from orchestrator.requests.sample import Sample
 from orchestrator.text.request_timeline import SampleTimeline
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import NO_DRAFTERS, CandidateSource, SpeculationOptions
+from specdec.engine.working_memory import MAX_STEP_CANDIDATES
 from specdec.serving.identity import PROTOCOL_VERSION
 from specdec.serving.timeline import Timeline
 from specdec.text.tokenizer import Tokenizer
 from specdec.v2 import model_pb2
 from verifier_service.servicer import VerifierLimits, VerifierServicer
-from verifier_service.step_loop import MOST_CANDIDATES
 
 FINGERPRINT = "simulated"
 PROMPT = 32
 """Tokens of a prompt."""
 
-MOST_A_STEP = 32
+MAX_TOKENS_A_STEP = 32
 """Maximum average tokens per step of a session, which limits the length of texts."""
 
 
@@ -100,7 +100,7 @@ class Deployment:
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
-        self._context = PROMPT + MOST_A_STEP * (scenario.warm_up + scenario.measured + 10)
+        self._context = PROMPT + MAX_TOKENS_A_STEP * (scenario.warm_up + scenario.measured + 10)
         self._model = ServedModel(
             name="simulated",
             tokenizer=cast("Tokenizer", Spelling()),
@@ -190,7 +190,7 @@ class Deployment:
         engine = SimulatedEngine(
             target,
             language.target_logits,
-            capacity=2 * self._scenario.sessions * (self._context + 64) + MOST_CANDIDATES + 64,
+            capacity=2 * self._scenario.sessions * (self._context + 64) + MAX_STEP_CANDIDATES + 64,
             vocabulary=language.vocabulary,
             occupy=self._occupy,
         )

@@ -34,7 +34,7 @@ several noisy figures would be biased upwards."""
 SETTLING = 50
 """Uncounted steps at the start."""
 
-LEAST = 1e-3
+MIN_PATH_PROBABILITY = 1e-3
 """Minimum path probability of computed or verified nodes, at any cost."""
 
 SMOOTHING = 0.1
@@ -57,7 +57,7 @@ class Reader:
 
     def __init__(self, language: Language, seed: int) -> None:
         self._random = random.Random(seed)
-        self._kinds = [[p for p in kind.tolist() if p > LEAST] for kind in language.kinds]
+        self._kinds = [[p for p in kind.tolist() if p > MIN_PATH_PROBABILITY] for kind in language.kinds]
         self._shares = language.shares.tolist()
         self._order = count()
         self._unread: list[tuple[float, int, Text]] = []
@@ -94,13 +94,13 @@ class Reader:
             node.next += 1
 
     def _push(self, reach: float, node: Text) -> None:
-        if reach > math.log(LEAST):
+        if reach > math.log(MIN_PATH_PROBABILITY):
             heapq.heappush(self._unread, (-reach, next(self._order), node))
 
 
 def _worth(root: Text, now: float, price: float) -> Iterator[Text]:
     """Yield arrived candidates with path probability of at least `price`."""
-    least = math.log(max(price, LEAST))
+    least = math.log(max(price, MIN_PATH_PROBABILITY))
     pending = [(0.0, root)]
     while pending:
         reach, node = pending.pop()
@@ -141,7 +141,7 @@ def lockstep(
     target, draft_step, hops = hardware.target, hardware.draft.seconds(width * sessions / drafts), 2 * delay
     wait = pause * draft_step + (2 * hops if pause else 0.0)
     now, draft_now = 0.0, 0.0
-    mean, price = 0.0, LEAST  # mean candidates of a session and step; break-even probability of one more
+    mean, price = 0.0, MIN_PATH_PROBABILITY  # mean candidates of a session and step; break-even probability of one more
     counted, since = 0, 0.0
     results: deque[tuple[float, Text]] = deque()  # on their way to the draft
     for step in range(steps):

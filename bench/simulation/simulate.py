@@ -28,13 +28,13 @@ from bench.simulation.devices import PRESETS
 from bench.simulation.ideal import ideal
 from bench.simulation.language import Language
 from bench.simulation.scenario import Outcome, Scenario
-from verifier_service.step_loop import MOST_CANDIDATES
+from specdec.engine.working_memory import MAX_STEP_CANDIDATES
 
 CHAINS = tuple((nodes, 1) for nodes in (1, 2, 4, 8, 16))
 TREES = tuple((nodes, 0) for nodes in (4, 8, 16, 32, 64))
 """(nodes, branches) of a synchronous draft's answer."""
 
-TOO_MANY = 16 * MOST_CANDIDATES
+TOO_MANY = 16 * MAX_STEP_CANDIDATES
 """Limit on candidates of all sessions, sixteen times a step's maximum: longer synchronous answers are not tried."""
 
 TRIAL, FINALISTS = 1 / 4, 3

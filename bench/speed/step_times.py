@@ -26,7 +26,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 WARM_SECONDS = 0.1
 """Seconds of uncounted warm-up passes: kernels are compiled for each number of rows, and caches are cold."""
 
-FEWEST, MOST, ENOUGH_SECONDS = 5, 15, 0.5
+MIN_PASSES, MAX_PASSES, ENOUGH_SECONDS = 5, 15, 0.5
 """Limits on the counted passes: minimum, maximum, and sufficient seconds."""
 
 Times = dict[str, float]
@@ -118,7 +118,7 @@ def _median(engine: Engine, packed: PackedBatch) -> float:
     while time.perf_counter() - begin < WARM_SECONDS:
         engine.forward(packed)
     seconds: list[float] = []
-    while len(seconds) < FEWEST or (len(seconds) < MOST and sum(seconds) < ENOUGH_SECONDS):
+    while len(seconds) < MIN_PASSES or (len(seconds) < MAX_PASSES and sum(seconds) < ENOUGH_SECONDS):
         begin = time.perf_counter()
         engine.forward(packed)
         seconds.append(time.perf_counter() - begin)

@@ -18,7 +18,7 @@ from bench.systems.specdec import Specdec
 from bench.systems.system import Configuration, Launch, Setup
 from specdec.local import PROGRAMS
 
-LEAST_MS = (1.0, 5.0, 50.0)
+MIN_STEP_MS = (1.0, 5.0, 50.0)
 """Minimum milliseconds of a slow draft's step."""
 
 
@@ -28,7 +28,7 @@ def launches(setup: Setup) -> list[Launch]:
     def launch(kind: str, start: Callable[[], AbstractContextManager[Specdec]]) -> Launch:
         return Launch(f"specdec, {kind}", start, (Configuration(f"specdec {kind}", "draft", adaptive=True),))
 
-    slow = [launch(f"draft of {least:g} ms a step", partial(_slow, setup, least)) for least in LEAST_MS]
+    slow = [launch(f"draft of {least:g} ms a step", partial(_slow, setup, least)) for least in MIN_STEP_MS]
     others = {"random draft": random_weights, "draft of another tokenizer": other_tokenizer}
     return slow + [launch(kind, partial(_replaced, setup, make)) for kind, make in others.items()]
 

@@ -22,8 +22,8 @@ const { GenerationService } = grpc.loadPackageDefinition(definition).specdec.v2;
 const CHANNEL_OPTIONS = { "grpc.keepalive_time_ms": 20_000, "grpc.keepalive_timeout_ms": 10_000 };
 
 const PAUSE_MS = 100;
-const LONGEST_PAUSE_MS = 2000;
-const LONGEST_WAIT_MS = 60_000; // limit on retry delays requested by servers
+const MAX_PAUSE_MS = 2000;
+const MAX_WAIT_MS = 60_000; // limit on retry delays requested by servers
 
 export class Client {
   /**
@@ -75,8 +75,8 @@ export class Client {
         failures += 1;
         if (!(seen.isLoss || waits) || failures > this.maxFailures) throw seen;
         this.turn += 1;
-        const pause = Math.min(PAUSE_MS * 2 ** (failures - 1), LONGEST_PAUSE_MS);
-        await sleep(Math.max(pause, Math.min(1000 * (seen.retryAfter ?? 0), LONGEST_WAIT_MS)));
+        const pause = Math.min(PAUSE_MS * 2 ** (failures - 1), MAX_PAUSE_MS);
+        await sleep(Math.max(pause, Math.min(1000 * (seen.retryAfter ?? 0), MAX_WAIT_MS)));
       } finally {
         call.cancel();
       }

@@ -6,7 +6,7 @@ keep the verifier from its steps and the orchestrator from its other streams.
 
 from __future__ import annotations
 
-from specdec.serving.mux.stream import MOST_BYTES
+from specdec.serving.mux.stream import MAX_BYTES
 from specdec.serving.validation import MAX_NODES_A_MESSAGE
 from specdec.v2 import model_pb2
 
@@ -16,7 +16,7 @@ candidates the draft may have, since distributions of the whole vocabulary (CONT
 each other."""
 
 
-MOST_EXTEND_BYTES = MOST_BYTES - 64
+MAX_EXTEND_BYTES = MAX_BYTES - 64
 """Largest message in bytes. It goes to the verifier inside another, slightly longer message."""
 
 NODES_FOR_ONE = 64
@@ -47,6 +47,6 @@ class CandidateFlow:
             return f"it sends too many messages, must send at most {self._most} at once and {self._refill} per commit"
         if nodes > MAX_NODES_A_MESSAGE:
             return f"it sends {nodes} candidates in a message, at most {MAX_NODES_A_MESSAGE} are allowed"
-        if size > MOST_EXTEND_BYTES:
-            return f"it sends a message of {size} bytes, at most {MOST_EXTEND_BYTES} are allowed"
+        if size > MAX_EXTEND_BYTES:
+            return f"it sends a message of {size} bytes, at most {MAX_EXTEND_BYTES} are allowed"
         return ""

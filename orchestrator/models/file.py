@@ -34,7 +34,7 @@ from specdec.wire.file_version import Version, version_of
 
 log = structlog.get_logger()
 
-LONGEST_NAME = 256
+MAX_NAME_CHARACTERS = 256
 """Longest name of a model, in characters."""
 
 REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -43,7 +43,7 @@ REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 SEPARATOR = "@"
 """Between the names of model and revision in requests for one revision."""
 
-MOST_SHARE = 1e6
+MAX_SHARE = 1e6
 """Largest share. Shares are relative, so any scale will do."""
 
 
@@ -169,8 +169,10 @@ def _directory_version(directory: Path) -> Version:
 
 def check_name(name: Any) -> str:
     """Return a valid model name; ValueError if it is invalid."""
-    if not (isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and name.isprintable() and SEPARATOR not in name):
-        raise ValueError(f"must be a name of 1 to {LONGEST_NAME} printable characters without {SEPARATOR}")
+    if not (
+        isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable() and SEPARATOR not in name
+    ):
+        raise ValueError(f"must be a name of 1 to {MAX_NAME_CHARACTERS} printable characters without {SEPARATOR}")
     return name
 
 
@@ -208,8 +210,8 @@ def _revision(name: str, revision: str, values: Any, *, alone: bool) -> Revision
     if not alone and "share" not in values:
         raise ValueError("share: is missing, must be given where a model has several revisions")
     share = values.get("share", 1.0)
-    if type(share) not in (int, float) or not 0 <= share <= MOST_SHARE:
-        raise ValueError(f"share: is {share!r}, must be a number from 0 to {MOST_SHARE:g}")
+    if type(share) not in (int, float) or not 0 <= share <= MAX_SHARE:
+        raise ValueError(f"share: is {share!r}, must be a number from 0 to {MAX_SHARE:g}")
     verifiers = _addresses("verifiers", values.get("verifiers"))
     if not verifiers:
         raise ValueError("verifiers: must be a list of at least one address")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 FIRST_PAUSE_SECONDS = 0.05
 """First pause in seconds, before jitter: too short for a client to notice."""
 
-LONGEST_PAUSE_SECONDS = 0.5
+MAX_PAUSE_SECONDS = 0.5
 """Longest pause in seconds by default: after seconds of waiting, a client does not notice half a second more."""
 
 
@@ -21,7 +21,7 @@ class Backoff:
         self,
         budget: float,
         *,
-        longest: float = LONGEST_PAUSE_SECONDS,
+        longest: float = MAX_PAUSE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:

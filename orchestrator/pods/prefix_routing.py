@@ -24,7 +24,7 @@ ASK_SECONDS = 0.25
 """Timeout in seconds for a verifier's answer: a millisecond is usual, unless it is very busy. After a timeout, nothing
 counts as cached."""
 
-LEAST_SHARE = 0.5
+MIN_SHARE = 0.5
 """Smallest cached share of a text to count. A short shared prefix, such as a system prompt, must not route every text
 to the verifier that saw it first."""
 
@@ -65,5 +65,5 @@ def preferred(cached: Mapping[Pod, int], tokens: int, tenant: str, pods: Collect
     return {
         pod: known
         for pod, known in cached.items()
-        if known >= LEAST_SHARE * tokens and pod.load.sessions < most and pod.admission.refusal(tenant) is None
+        if known >= MIN_SHARE * tokens and pod.load.sessions < most and pod.admission.refusal(tenant) is None
     }

@@ -29,7 +29,7 @@ log = structlog.get_logger()
 LOOK_SECONDS = 1.0
 """Interval in seconds between polls: soon enough for waiting clients, at a negligible cost to the verifier."""
 
-MOST_FINGERPRINTS = 64
+MAX_FINGERPRINTS = 64
 """Number of remembered fingerprints: the verifiers of a revision have one, and another after an update."""
 
 VERIFIER = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
@@ -74,7 +74,7 @@ class Readiness:
         """Note that a verifier serves a model with this fingerprint."""
         self._fingerprints[fingerprint] = None
         self._fingerprints.move_to_end(fingerprint)
-        if len(self._fingerprints) > MOST_FINGERPRINTS:
+        if len(self._fingerprints) > MAX_FINGERPRINTS:
             self._fingerprints.popitem(last=False)
 
     def knows(self, fingerprint: str) -> bool:

@@ -27,7 +27,8 @@ from specdec.serving.errors import (
 )
 from specdec.serving.messages import lookahead_from, rule_of
 from specdec.serving.validation import (
-    LONGEST_NAME,
+    MAX_LOGPROBS,
+    MAX_TENANT_CHARACTERS,
     drafter_violations,
     grammar_violations,
     lookahead_violations,
@@ -40,21 +41,18 @@ from specdec.serving.validation import (
 from specdec.text.generation_defaults import NEUTRAL, GenerationDefaults
 from specdec.v2 import generation_pb2, model_pb2
 
-MOST_SAMPLES = 16
+MAX_SAMPLES = 16
 """Samples of one request; each has sessions of its own."""
 
-MOST_STOP_STRINGS = 16
-LONGEST_STOP_STRING = 256
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARACTERS = 256
 """Number of stop strings, and characters of each: all are searched for in every piece of text."""
 
-MOST_STOP_TOKENS = 1024
+MAX_STOP_TOKENS = 1024
 """Number of stop tokens: models have a handful. The services take four times as many end tokens (`MAX_END_TOKENS`)."""
 
-LONGEST_FINGERPRINT = 128
+MAX_FINGERPRINT_CHARACTERS = 128
 """Characters of a model's fingerprint: a SHA-256 takes 64."""
-
-MOST_LOGPROBS = 20
-"""Top log-probabilities per token, as in the OpenAI API."""
 
 
 def parse(
@@ -97,8 +95,8 @@ def parse(
     reasoning = _reasoning(message, model, prompt, violations)
     end_tokens = frozenset(message.stop_tokens) | _unshown_stops(message, model, reasoning)
     end_tokens |= frozenset() if message.ignore_end_token else model.end_tokens
-    if len(end_tokens) > MOST_STOP_TOKENS:  # a resumed text has all of them as stop tokens
-        problem = f"makes {len(end_tokens)} end tokens with the model's own, may make at most {MOST_STOP_TOKENS}"
+    if len(end_tokens) > MAX_STOP_TOKENS:  # a resumed text has all of them as stop tokens
+        problem = f"makes {len(end_tokens)} end tokens with the model's own, may make at most {MAX_STOP_TOKENS}"
         violations.append(("stop_tokens", problem))
     violations += sampling_violations(sampling, model.vocabulary, end_tokens if message.min_tokens else frozenset())
     violations += rule_violations(message.rule, message.contrast, sampling)
@@ -109,8 +107,8 @@ def parse(
     max_tokens = message.max_tokens if message.HasField("max_tokens") else unasked
     violations += _length_violations(message, max_tokens, room)
     top_logprobs = message.logprobs if message.HasField("logprobs") else None
-    if message.logprobs > MOST_LOGPROBS:
-        violations.append(("logprobs", f"is {message.logprobs}, must be at most {MOST_LOGPROBS}"))
+    if message.logprobs > MAX_LOGPROBS:
+        violations.append(("logprobs", f"is {message.logprobs}, must be at most {MAX_LOGPROBS}"))
     _check_stops(message, model, violations)
     grammar = _grammar(message, model, violations)
     if grammar is not None and reasoning is not None:
@@ -234,15 +232,15 @@ def _sizes(message: generation_pb2.GenerateRequest, model: ServedModel) -> list[
     """Find other fields too long to be parsed. Cheap as well."""
     found: list[tuple[str, str] | None] = [
         too_many("generated_tokens", len(message.generated_tokens), model.context, "tokens"),
-        too_many("stop", len(message.stop), MOST_STOP_STRINGS, "strings"),
-        too_many("stop_tokens", len(message.stop_tokens), MOST_STOP_TOKENS, "tokens"),
-        too_many("tenant", len(message.tenant), LONGEST_NAME, "characters"),
-        too_many("model_fingerprint", len(message.model_fingerprint), LONGEST_FINGERPRINT, "characters"),
-        too_many("prompt_digest", len(message.prompt_digest), LONGEST_FINGERPRINT, "characters"),
+        too_many("stop", len(message.stop), MAX_STOP_STRINGS, "strings"),
+        too_many("stop_tokens", len(message.stop_tokens), MAX_STOP_TOKENS, "tokens"),
+        too_many("tenant", len(message.tenant), MAX_TENANT_CHARACTERS, "characters"),
+        too_many("model_fingerprint", len(message.model_fingerprint), MAX_FINGERPRINT_CHARACTERS, "characters"),
+        too_many("prompt_digest", len(message.prompt_digest), MAX_FINGERPRINT_CHARACTERS, "characters"),
         *size_violations(message.sampling, model.vocabulary),
     ]
-    if message.n > MOST_SAMPLES:
-        found.append(("n", f"is {message.n}, must be at most {MOST_SAMPLES}"))
+    if message.n > MAX_SAMPLES:
+        found.append(("n", f"is {message.n}, must be at most {MAX_SAMPLES}"))
     return [violation for violation in found if violation is not None]
 
 
@@ -340,7 +338,9 @@ def _check_stops(
     message: generation_pb2.GenerateRequest, model: ServedModel, violations: list[tuple[str, str]]
 ) -> None:
     for index, stop in enumerate(message.stop):
-        if not 0 < len(stop) <= LONGEST_STOP_STRING:
-            violations.append((f"stop[{index}]", f"has {len(stop)} characters, must have 1 to {LONGEST_STOP_STRING}"))
+        if not 0 < len(stop) <= MAX_STOP_STRING_CHARACTERS:
+            violations.append(
+                (f"stop[{index}]", f"has {len(stop)} characters, must have 1 to {MAX_STOP_STRING_CHARACTERS}")
+            )
             break
     violations += token_violations("stop_tokens", list(message.stop_tokens), model.vocabulary)

@@ -14,7 +14,7 @@ from specdec.serving.validation import token_violations, too_many
 from specdec.text.tokenizer import ChatTemplateError, TooManyTokensError
 from specdec.v2 import generation_pb2
 
-MOST_ARGUMENTS = 16 << 10
+MAX_ARGUMENTS = 16 << 10
 """Largest size in bytes of a chat template's arguments."""
 
 
@@ -40,7 +40,7 @@ def prompt_tokens(
                 return ids
             case "chat":
                 size = message.chat.template_arguments.ByteSize()
-                if too_long := too_many("chat.template_arguments", size, MOST_ARGUMENTS, "bytes"):
+                if too_long := too_many("chat.template_arguments", size, MAX_ARGUMENTS, "bytes"):
                     violations.append(too_long)
                 elif wrong := tool_violations(message.chat, model):
                     violations += wrong

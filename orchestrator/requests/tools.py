@@ -12,7 +12,7 @@ from orchestrator.requests.tagged_grammar import tagged_problem
 from specdec.v2 import generation_pb2
 from specdec.wire.tool_formats import TaggedCall
 
-MOST_TOOLS = 128
+MAX_TOOLS = 128
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
@@ -26,8 +26,8 @@ def tool_violations(chat: generation_pb2.ChatPrompt, model: ServedModel) -> list
     names = [tool.name for tool in chat.tools]
     if chat.tools and not model.takes_tools:
         found.append(("chat.tools", "is set, the model's chat template takes no tools"))
-    if len(names) > MOST_TOOLS:
-        return [("chat.tools", f"has {len(names)} tools, must have at most {MOST_TOOLS}")]
+    if len(names) > MAX_TOOLS:
+        return [("chat.tools", f"has {len(names)} tools, must have at most {MAX_TOOLS}")]
     for index, tool in enumerate(chat.tools):
         field = f"chat.tools[{index}]"
         if not NAME.fullmatch(tool.name):

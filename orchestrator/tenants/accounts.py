@@ -19,7 +19,7 @@ log = structlog.get_logger()
 HEADER = "authorization"
 SCHEME = "bearer "
 
-LONGEST_KEY = 512
+MAX_KEY_CHARACTERS = 512
 """Longest key in characters; longer ones are rejected without hashing."""
 
 RELOAD_SECONDS = 1.0
@@ -61,7 +61,7 @@ class Accounts:
         if len(given) > 1 or not isinstance(key, str) or key[: len(SCHEME)].lower() != SCHEME:
             raise UnauthenticatedError("authorization: must be given once, as `Bearer` and an API key")
         key = key[len(SCHEME) :].strip()
-        account = self._by_hash.get(hash_of(key)) if len(key) <= LONGEST_KEY else None
+        account = self._by_hash.get(hash_of(key)) if len(key) <= MAX_KEY_CHARACTERS else None
         if account is None:
             raise UnauthenticatedError("authorization: unknown API key")
         return account

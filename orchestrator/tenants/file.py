@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 
 from specdec import strict_yaml
 from specdec.serving.echo import echo
-from specdec.serving.validation import LEAST_WEIGHT, LONGEST_NAME, MOST_WEIGHT
+from specdec.serving.validation import MAX_TENANT_CHARACTERS, MAX_WEIGHT, MIN_WEIGHT
 from specdec.wire.file_version import Version, version_of
 
-MOST = 10**12
+MAX_LIMIT = 10**12
 """Largest limit. To have no limit, leave it out."""
 
 HASH = re.compile(r"sha256:[0-9a-f]{64}")
@@ -99,8 +99,8 @@ class TenantsFile:
 
 def _tenant(name: Any, entry: Any) -> Tenant:
     """Parse an entry of the file; ValueError says what is wrong."""
-    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
-        raise ValueError(f"must be a name of 1 to {LONGEST_NAME} characters")
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_TENANT_CHARACTERS:
+        raise ValueError(f"must be a name of 1 to {MAX_TENANT_CHARACTERS} characters")
     if not isinstance(entry, dict):
         raise ValueError("must have `api_keys`, and optionally limits")
     names = {spelled: attribute for attribute, spelled in SPELLED.items() if attribute != "name"}
@@ -119,11 +119,11 @@ def _tenant(name: Any, entry: Any) -> Tenant:
     given["api_keys"] = tuple(keys)
     for limit in LIMITS:
         value = given.get(limit)
-        if value is not None and not (type(value) is int and 1 <= value <= MOST):
-            raise ValueError(f"{limit}: is {value!r}, must be an integer from 1 to {MOST}")
+        if value is not None and not (type(value) is int and 1 <= value <= MAX_LIMIT):
+            raise ValueError(f"{limit}: is {value!r}, must be an integer from 1 to {MAX_LIMIT}")
     weight = given.get("weight", 1.0)
-    if type(weight) not in (int, float) or not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
-        raise ValueError(f"weight: is {weight!r}, must be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")
+    if type(weight) not in (int, float) or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        raise ValueError(f"weight: is {weight!r}, must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
     if type(given.get("operator", False)) is not bool:
         raise ValueError(f"operator: is {given['operator']!r}, must be true or false")
     label = given.get("tenant_class", "default")

@@ -17,7 +17,7 @@ from specdec import ports
 from specdec.cli.failure import fail
 from specdec.cli.passed_on import Values, arguments
 from specdec.command_line import Host, LogLevel
-from specdec.engine.cpu_count import MOST_THREADS
+from specdec.engine.cpu_count import MAX_THREADS
 from specdec.engine.placement import Placement, WantedDtype
 from specdec.exit_status import ExitStatus
 
@@ -52,7 +52,7 @@ def up(
         int | None,
         typer.Option(
             min=1,
-            max=MOST_THREADS,
+            max=MAX_THREADS,
             help="CPU threads of the target. Default: one for each core, one fewer while the draft is working.",
         ),
     ] = None,

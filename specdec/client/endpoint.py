@@ -40,7 +40,7 @@ _OPTIONS: dict[str, int | str] = {
 }
 
 
-_LONGEST_TIMEOUT = 1e7  # seconds
+_MAX_TIMEOUT = 1e7  # seconds
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -123,6 +123,6 @@ def _authorization(api_key: str | None) -> tuple[tuple[str, str], ...]:
 
 
 def _checked(timeout: float | None) -> float | None:
-    if timeout is not None and not timeout <= _LONGEST_TIMEOUT:
-        raise ValueError(f"timeout = {timeout!r}: must be at most {_LONGEST_TIMEOUT:g} seconds, or None for no limit")
+    if timeout is not None and not timeout <= _MAX_TIMEOUT:
+        raise ValueError(f"timeout = {timeout!r}: must be at most {_MAX_TIMEOUT:g} seconds, or None for no limit")
     return timeout

@@ -13,9 +13,9 @@ from specdec.client.errors import Cancelled, DeadlineExceeded, Overloaded, Specd
 from specdec.client.rotation import Rotation
 from specdec.wire.address import may_be_several
 
-_SHORTEST_PAUSE = 0.05  # seconds
-_LONGEST_PAUSE = 2.0
-_LONGEST_ASKED_FOR = 60.0  # cap on a server's `retry_after`
+_MIN_PAUSE = 0.05  # seconds
+_MAX_PAUSE = 2.0
+_MAX_RETRY_AFTER = 60.0  # cap on a server's `retry_after`
 _RETURN_SECONDS = 10.0
 """Least seconds to wait for the return of a server that has answered before: restarting an orchestrator, as `specdec
 up` does, takes several."""
@@ -113,8 +113,8 @@ class Retries:
         if not again:
             return 0.0  # another server, which may work: no pause
         # Exponential back-off with jitter, so that clients do not return at the same time.
-        pause = _SHORTEST_PAUSE * (1 << min(again - 1, 6)) * random.uniform(1, 2)
-        pause = max(min(pause, _LONGEST_PAUSE), min(seen.retry_after or 0.0, _LONGEST_ASKED_FOR))
+        pause = _MIN_PAUSE * (1 << min(again - 1, 6)) * random.uniform(1, 2)
+        pause = max(min(pause, _MAX_PAUSE), min(seen.retry_after or 0.0, _MAX_RETRY_AFTER))
         left = self.seconds_left
         if left is not None and pause >= left:
             code = grpc.StatusCode.DEADLINE_EXCEEDED

@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-_SHORTEST_REST = 1.0  # seconds
-_LONGEST_REST = 10.0
+_MIN_REST = 1.0  # seconds
+_MAX_REST = 10.0
 
 
 class Rotation:
@@ -63,5 +63,5 @@ class Rotation:
             until, seconds = self._rests[address]
             now = self._clock()
             if until <= now:
-                seconds = min(max(_SHORTEST_REST, 2 * seconds), _LONGEST_REST)
+                seconds = min(max(_MIN_REST, 2 * seconds), _MAX_REST)
                 self._rests[address] = (now + seconds, seconds)

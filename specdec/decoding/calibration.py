@@ -26,7 +26,7 @@ DEPTHS, RANKS = 4, 4
 LEARNS = 0.02
 """Learning rate: change of a shift, in log-odds, per unit of error (taken or not, minus the probability)."""
 
-MOST = 3.0
+MAX_SHIFT = 3.0
 """Largest absolute shift, in log-odds."""
 
 HOTTEST = 2.0
@@ -35,7 +35,7 @@ HOTTEST = 2.0
 MAX_TENANTS = 256
 """Tenants with calibrations in memory; the least recently used one is evicted first."""
 
-LEAST_LOGPROB, MOST_LOGPROB = math.log(1e-6), math.log1p(-1e-6)
+MIN_LOGPROB, MAX_LOGPROB = math.log(1e-6), math.log1p(-1e-6)
 """Range to which logprobs are clipped, so that their log-odds stay finite."""
 
 
@@ -71,7 +71,7 @@ class Calibration:
         shifts = self.shifts(depth)
         for rank, error in enumerate(errors):
             at = min(rank, RANKS - 1)
-            shifts[at] = max(-MOST, min(MOST, shifts[at] + LEARNS * error))
+            shifts[at] = max(-MAX_SHIFT, min(MAX_SHIFT, shifts[at] + LEARNS * error))
 
 
 class Calibrations:
@@ -96,7 +96,7 @@ class Calibrations:
 def corrected(shifts: Sequence[Sequence[float]], logprobs: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the calibrated logprobs of the children of n nodes: [n, width], best first, never rising along a row.
     `shifts` holds the shifts of each node's depth. A logprob of -inf means no child and stays."""
-    likely = np.minimum(np.maximum(logprobs, LEAST_LOGPROB), MOST_LOGPROB)
+    likely = np.minimum(np.maximum(logprobs, MIN_LOGPROB), MAX_LOGPROB)
     of_ranks = np.array(shifts).take(np.arange(logprobs.shape[1]), axis=1, mode="clip")
     odds = likely - np.log(-np.expm1(likely)) + of_ranks
     ordered = np.minimum.accumulate(-np.logaddexp(0.0, -odds), axis=1)

@@ -17,7 +17,7 @@ from specdec.decoding.processing import Logits
 MAX_DRAFT_LOGITS = 256
 """Number of a draft's largest logits searched for candidates."""
 
-COLUMNS, LEAST_HEIGHT = 16 * MAX_DRAFT_LOGITS, 4
+COLUMNS, MIN_HEIGHT = 16 * MAX_DRAFT_LOGITS, 4
 """Columns of the layout in which a long row is searched, and the least number of logits per column for which it
 pays."""
 
@@ -81,7 +81,7 @@ def _largest(row: Logits) -> NDArray[np.int64]:
     """
     if len(row) <= MAX_DRAFT_LOGITS:
         return np.arange(len(row))
-    if len(row) < LEAST_HEIGHT * COLUMNS:
+    if len(row) < MIN_HEIGHT * COLUMNS:
         least = np.partition(row, -MAX_DRAFT_LOGITS)[-MAX_DRAFT_LOGITS]
     else:
         height = len(row) // COLUMNS

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-MOST_KEYS = 2048
+MAX_KEYS = 2048
 """First tokens with n-grams in the pool; the least recently used one is evicted first."""
 
 
@@ -25,7 +25,7 @@ class NgramPool:
         known.move_to_end(rest)
         if len(known) > self._guesses:
             known.popitem(last=False)
-        if len(self._after) > MOST_KEYS:
+        if len(self._after) > MAX_KEYS:
             self._after.popitem(last=False)
 
     def after(self, token: int) -> list[tuple[int, ...]]:

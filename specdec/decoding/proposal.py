@@ -14,7 +14,7 @@ from specdec.decoding.sampling import Rule
 WIDTH = 128
 """Most tokens in a draft distribution under REJECTION: each costs bytes on the wire; omitted tokens cost acceptance."""
 
-LEAST_PART = 0.9
+MIN_PART = 0.9
 """Least size of a whole-vocabulary distribution, as a fraction of the vocabulary: the vocabularies of draft and target
 may differ by the padding at their ends."""
 
@@ -58,7 +58,7 @@ class DraftDistribution:
         return (
             rule is Rule.CONTRASTIVE
             and self.ids is None
-            and LEAST_PART * vocabulary < len(self.values) < vocabulary / LEAST_PART
+            and MIN_PART * vocabulary < len(self.values) < vocabulary / MIN_PART
         )
 
     def can_draw(self, token: int) -> bool:
@@ -74,7 +74,7 @@ def distribution_sizes(rule: Rule, vocabulary: int) -> tuple[int, int]:
     """Return the most ids and the most values of a distribution the rule can use."""
     if rule is Rule.REJECTION:
         return WIDTH, WIDTH
-    return (0, int(vocabulary / LEAST_PART)) if rule is Rule.CONTRASTIVE else (0, 0)
+    return (0, int(vocabulary / MIN_PART)) if rule is Rule.CONTRASTIVE else (0, 0)
 
 
 class Proposal(NamedTuple):

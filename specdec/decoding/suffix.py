@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
 
-LONGEST = 16
+MAX_MATCH = 16
 """Most tokens over which two places are compared."""
 
 RECENT = 32
@@ -36,7 +36,7 @@ def continuations(written: Tokens, end: Tokens, most: int, depth: int) -> list[C
     """
     places = np.flatnonzero(written[:-1] == end[-1])
     by_match = [places]
-    for match in range(2, min(len(end), LONGEST) + 1):
+    for match in range(2, min(len(end), MAX_MATCH) + 1):
         places = places[places >= match - 1]
         places = places[written[places - (match - 1)] == end[-match]]
         if not len(places):

@@ -19,7 +19,8 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 MAX_ADDED_TOKENS = 100_000
 """Limit on the tokens in files beside tokenizer.json; published models have some thousand at most."""
 
-LARGEST_ID = (1 << 32) - 1
+MAX_TOKEN_ID = (1 << 32) - 1
+"""Largest token id in tokenizer.json; ids there may exceed the model's vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class TokenizerFiles:
     def to_add(self) -> list[AddedToken]:
         """Return the tokens to add to those of tokenizer.json, in order. Raises ModelDirectoryError, naming file and
         field, if one is invalid."""
-        known = {entry.integer("id", 0, LARGEST_ID): AddedToken.of(entry) for entry in self._known()}
+        known = {entry.integer("id", 0, MAX_TOKEN_ID): AddedToken.of(entry) for entry in self._known()}
         unchanged = set(known.values())
         adding = [token for token in self._by_id(set(known)) if token not in unchanged]
         named = self._named().values()
@@ -83,7 +84,7 @@ class TokenizerFiles:
     def ids(self, pieces: dict[str, int]) -> dict[str, int]:
         """Return the ids of all tokens; `pieces` are those of the model in tokenizer.json. An added token gets the next
         free id, by the library's rule, unless its text is a token already: no file gives its id."""
-        added = {entry.text("content"): entry.integer("id", 0, LARGEST_ID) for entry in self._known()}
+        added = {entry.text("content"): entry.integer("id", 0, MAX_TOKEN_ID) for entry in self._known()}
         found, highest = pieces | added, max(added.values(), default=-1)
         for token in self.to_add():
             number = found.setdefault(token.content, max(len(pieces), highest + 1))
@@ -110,7 +111,7 @@ class TokenizerFiles:
             special = {token.content for name, token in self._named().items() if name in NAMED}
             special |= {token.content for token in self._unnamed()}
             by_id = {
-                self.added.integer(text, 0, LARGEST_ID): AddedToken(text, text in special, text not in special)
+                self.added.integer(text, 0, MAX_TOKEN_ID): AddedToken(text, text in special, text not in special)
                 for text in self.added.content
             }
             by_id = {number: token for number, token in by_id.items() if number not in known}
@@ -150,8 +151,8 @@ class TokenizerFiles:
 
 
 def _id(entries: Fields, name: str) -> int:
-    if not (name.isascii() and name.isdigit() and int(name) <= LARGEST_ID):
-        raise entries.refusal(name, f"keyed by an integer from 0 to {LARGEST_ID}")
+    if not (name.isascii() and name.isdigit() and int(name) <= MAX_TOKEN_ID):
+        raise entries.refusal(name, f"keyed by an integer from 0 to {MAX_TOKEN_ID}")
     return int(name)
 
 

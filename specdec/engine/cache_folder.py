@@ -24,7 +24,7 @@ import structlog
 
 log = structlog.get_logger()
 
-MOST_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
 """Limit on the bytes of all entries; the least recently used go first. One takes about 200 kB."""
 
 COMPILERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
@@ -165,7 +165,7 @@ def _name(kind: str, key: tuple[object, ...]) -> str:
 
 
 def _bound(folder: Path) -> None:
-    """Remove the least recently used entries while the total exceeds MOST_BYTES."""
+    """Remove the least recently used entries while the total exceeds MAX_BYTES."""
     entries = []
     for entry in os.scandir(folder):
         if not entry.is_file(follow_symlinks=False):  # exports of drafts are here, too
@@ -177,7 +177,7 @@ def _bound(folder: Path) -> None:
         entries.append((found.st_mtime, found.st_size, entry.path))
     size = sum(of_one for _, of_one, _ in entries)
     for _, of_one, path in sorted(entries):
-        if size <= MOST_BYTES:
+        if size <= MAX_BYTES:
             break
         Path(path).unlink(missing_ok=True)
         size -= of_one

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from specdec.engine.cgroups import MEMBERSHIP, MOUNT, Cgroup, cgroups
 
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 """Limit on the threads of a forward pass. If the system cannot start all requested threads, OpenMP ends the process."""
 
 
 def threads_for(device: str) -> int:
     """Return the default CPU threads of a forward pass: one per core; one beside a GPU."""
-    return min(MOST_THREADS, cores_given()) if device == "cpu" else 1
+    return min(MAX_THREADS, cores_given()) if device == "cpu" else 1
 
 
 def cores_given(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int:

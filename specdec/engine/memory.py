@@ -18,7 +18,7 @@ TEXTS = 64
 """Default capacity of the KV cache in texts of the model's full length, limited to SHARE of the free memory: more would
 take long to allocate, and serve prefix caching only."""
 
-LEAST_SLOTS = 512
+MIN_SLOTS = 512
 
 BLOCK_TOKENS = 64
 """Tokens of a KV cache block (as in `kv/blocks.py`, not imported because it needs NumPy): a session has at least
@@ -32,7 +32,7 @@ TOUCHED_AT_ONCE = 4 << 20
 """Bytes per call, some milliseconds: meanwhile no other thread can get memory from the system."""
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # malloc.h
-MOST_KEPT = 1 << 30
+MAX_KEPT_BYTES = 1 << 30
 
 
 def slots_for(
@@ -44,16 +44,16 @@ def slots_for(
     row_bytes: int = 0,
 ) -> int:
     """Return the number of slots, of `slot_bytes` each, for a model of `context` tokens; UnsupportedModelError if fewer
-    than LEAST_SLOTS fit.
+    than MIN_SLOTS fit.
 
     `promised` bytes belong to another model of this process, though not allocated by the system yet. `working` and
     `row_bytes`: as in `slots_within`.
     """
     free = max(0, free_bytes(device) - promised)
     slots = slots_within(free, slot_bytes, context, working, row_bytes)
-    if slots < LEAST_SLOTS:
+    if slots < MIN_SLOTS:
         raise UnsupportedModelError(
-            f"the KV cache fits {slots} tokens in free memory, needs at least {LEAST_SLOTS}: free memory, or set "
+            f"the KV cache fits {slots} tokens in free memory, needs at least {MIN_SLOTS}: free memory, or set "
             "--kv-tokens"
         )
     return slots
@@ -64,7 +64,7 @@ def slots_within(free: int, slot_bytes: int, context: int, working: int, row_byt
     of the rest. Each additional block is counted as an additional session, with `row_bytes` of logits."""
     rest = max(0, free - working)
     with_rows = slot_bytes + -(-row_bytes // BLOCK_TOKENS)
-    return min(max(LEAST_SLOTS, TEXTS * context), int(SHARE * rest) // slot_bytes, rest // with_rows)
+    return min(max(MIN_SLOTS, TEXTS * context), int(SHARE * rest) // slot_bytes, rest // with_rows)
 
 
 def free_bytes(device: str) -> int:
@@ -163,15 +163,15 @@ def drop_file_pages(suffix: str, maps: Path = Path("/proc/self/smaps")) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make malloc keep freed memory, up to MOST_KEPT bytes, for the next allocation.
+    """Make malloc keep freed memory, up to MAX_KEPT_BYTES bytes, for the next allocation.
 
     By default glibc returns large pieces to the system immediately, and the kernel zeroes the pages it hands out again:
     for a wide model's intermediate results that was a third of a step of 64 rows. Without glibc nothing is changed.
     """
     with contextlib.suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, MOST_KEPT)
-        mallopt(M_TRIM_THRESHOLD, MOST_KEPT)
+        mallopt(M_MMAP_THRESHOLD, MAX_KEPT_BYTES)
+        mallopt(M_TRIM_THRESHOLD, MAX_KEPT_BYTES)
 
 
 def set_memory_policy() -> None:

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specdec.engine.added_tokens import TokenizerFiles
+from specdec.engine.added_tokens import MAX_TOKEN_ID, TokenizerFiles
 from specdec.engine.model_file import Fields, is_integer, opened, read_fields, shown, unreadable
 from specdec.engine.model_file import ModelDirectoryError as ModelDirectoryError
 
@@ -36,19 +36,16 @@ SAMPLED_BYTES = 1 << 20
 """Bytes of each weight file in the model's fingerprint, in 64 evenly spaced pieces, together with the file's name and
 size: enough to distinguish two trainings, and fast for 140 GB."""
 
-LEAST_CONTEXT = 64
+MIN_CONTEXT = 64
 """Minimum context of a model, in tokens: checks and measurements at start use texts of about thirty tokens."""
 
-LARGEST_VOCABULARY = 1 << 24
-LONGEST_CONTEXT = 1 << 30
-"""Maximum context in tokens; LARGEST_VOCABULARY is the maximum number of token ids. Both are far beyond any known
+MAX_VOCABULARY = 1 << 24
+MAX_CONTEXT = 1 << 30
+"""Maximum context in tokens; MAX_VOCABULARY is the maximum number of token ids. Both are far beyond any known
 model, and fit into the 32 bits used for positions and token ids."""
 
-MOST_END_TOKENS = 1000
+MAX_END_TOKENS = 1000
 """Maximum number of a model's end tokens: every request carries them."""
-
-MOST_ID = (1 << 32) - 1
-"""Largest token id in tokenizer.json; ids there may exceed the model's vocabulary."""
 
 
 NO_GGUF = "GGUF is not supported: use the model's safetensors, usually published next to it"
@@ -102,7 +99,7 @@ class ModelDirectory:
                 if config.has(key):
                     config.fields(key)
         if text.has("sliding_window"):
-            text.integer("sliding_window", 0, LONGEST_CONTEXT)
+            text.integer("sliding_window", 0, MAX_CONTEXT)
 
     def _needed(self, name: str) -> Fields:
         """Read a file required of every model."""
@@ -180,7 +177,7 @@ class ModelDirectory:
     @cached_property
     def vocabulary(self) -> int:
         """The width of the logits, padding included."""
-        return self._text_config.integer("vocab_size", 2, LARGEST_VOCABULARY)
+        return self._text_config.integer("vocab_size", 2, MAX_VOCABULARY)
 
     @property
     def dtype(self) -> object:
@@ -194,7 +191,7 @@ class ModelDirectory:
         config = self._text_config
         for key in ("max_position_embeddings", "n_positions"):
             if config.has(key):
-                return config.integer(key, LEAST_CONTEXT, LONGEST_CONTEXT)
+                return config.integer(key, MIN_CONTEXT, MAX_CONTEXT)
         raise ModelDirectoryError(
             f"{config.file}: has neither max_position_embeddings nor n_positions, the context length"
         )
@@ -215,7 +212,7 @@ class ModelDirectory:
         any decides, and the others are not read: models are corrected in generation_config.json alone."""
         for source in (self.generation_config, self._whole_config, self._text_config):
             if source.has("eos_token_id"):
-                return frozenset(source.integers("eos_token_id", 0, self.vocabulary - 1, count=MOST_END_TOKENS))
+                return frozenset(source.integers("eos_token_id", 0, self.vocabulary - 1, count=MAX_END_TOKENS))
         return frozenset()
 
     @cached_property
@@ -359,10 +356,10 @@ def _pieces(tokenizer: Fields) -> dict[str, int]:
         pieces = {token: number for number, (token, _) in enumerate(vocabulary)}
     elif isinstance(vocabulary, dict):
         for token, number in vocabulary.items():
-            if not is_integer(number, 0, MOST_ID):
+            if not is_integer(number, 0, MAX_TOKEN_ID):
                 raise ModelDirectoryError(
                     f"{model.file}: model.vocab has {shown(number)} as the id of {shown(token)}, must have an integer "
-                    f"from 0 to {MOST_ID}"
+                    f"from 0 to {MAX_TOKEN_ID}"
                 )
         pieces = dict(vocabulary)
     else:

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
-MOST_BYTES = 1 << 28
+MAX_BYTES = 1 << 28
 """Maximum bytes of a text file: eight times the largest tokenizer.json of known models."""
 
-MOST_LEVELS = 64
+MAX_LEVELS = 64
 """Maximum nesting of lists and objects. No configuration has more, and more would break recursive walks over it: json,
 copy, transformers."""
 
-LARGEST_NUMBER = 3.4e38
+MAX_NUMBER = 3.4e38
 """Largest number that fits into a message, in 32 bits."""
 
 SHOWN_CHARACTERS = 60
@@ -74,8 +74,8 @@ def read_text(file: Path) -> str | None:
         raise unreadable(file, error) from error
     with opened(file) as stream:
         size = os.fstat(stream.fileno()).st_size
-        if size > MOST_BYTES:
-            raise ModelDirectoryError(f"{file}: has {size} bytes, must have at most {MOST_BYTES}")
+        if size > MAX_BYTES:
+            raise ModelDirectoryError(f"{file}: has {size} bytes, must have at most {MAX_BYTES}")
         try:
             with io.TextIOWrapper(stream, encoding="utf-8") as text:
                 return text.read()
@@ -88,14 +88,14 @@ def read_fields(file: Path) -> Fields | None:
     text = read_text(file)
     if text is None:
         return None
-    too_deep = ModelDirectoryError(f"{file}: is nested too deeply, must have at most {MOST_LEVELS} levels")
+    too_deep = ModelDirectoryError(f"{file}: is nested too deeply, must have at most {MAX_LEVELS} levels")
     try:
         content = json.loads(text)
     except RecursionError as error:
         raise too_deep from error
     except ValueError as error:
         raise ModelDirectoryError(f"{file}: not JSON: {in_one_line(error)}") from error
-    if _is_deeper(content, MOST_LEVELS):
+    if _is_deeper(content, MAX_LEVELS):
         raise too_deep
     if not isinstance(content, dict):
         raise ModelDirectoryError(f"{file}: not a JSON object but {shown(content)}")
@@ -144,7 +144,7 @@ class Fields:
     def number(self, key: str) -> float:
         """Read a finite number."""
         value = self.content.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_NUMBER:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:
             raise self.refusal(key, "a finite number")
         return float(value)
 

@@ -10,8 +10,9 @@ from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts
 MAX_SESSIONS = 512
 """Default limit on the sessions of a step (`--max-sessions`)."""
 
-STEP_CANDIDATES = 256
-"""Candidates of all sessions in a step, each with a row of logits. A start measures steps of this size."""
+MAX_STEP_CANDIDATES = 256
+"""Maximum candidates of all sessions in a step, each with a row of logits. A start measures steps of this size; the
+step loop reserves as many tree slots, except with chains only."""
 
 MAX_SLICE_IDS = 1 << 14
 """Token ids per slice of an output head (`hf/linear.py`: `SlicedHead`). 512 rows of it are 32 MiB of logits; with half
@@ -34,7 +35,7 @@ def row_bytes(vocabulary: int) -> int:
 
 def logits_bytes(vocabulary: int, sessions: int = 0) -> int:
     """Return the bytes of the logits of a step with the most candidates, plus one row per session."""
-    return InvariantRowCounts(CANDIDATES).padded(STEP_CANDIDATES + sessions) * row_bytes(vocabulary)
+    return InvariantRowCounts(CANDIDATES).padded(MAX_STEP_CANDIDATES + sessions) * row_bytes(vocabulary)
 
 
 def start_bytes(vocabulary: int, hidden: int, layer: int, outputs: int) -> int:

@@ -25,7 +25,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
 from specdec.engine.memory import give_freed_memory_back
-from specdec.grammar.grammar import LONGEST_PROBLEM, Grammar, GrammarError, Kind, lark_string
+from specdec.grammar.grammar import MAX_PROBLEM_CHARACTERS, Grammar, GrammarError, Kind, lark_string
 from specdec.grammar.text_grammar import TextGrammar
 from specdec.grammar.weight import growth_bytes, lexer_states
 from specdec.text.added_tokens import add
@@ -352,4 +352,4 @@ def _told(problem: str) -> str:
         return "matches no text"
     first, *others = problem.splitlines() or [""]
     told = next((line for line in others if line.startswith("error: ")), first)  # of a regex: the rest marks the place
-    return "cannot be used: " + told[:LONGEST_PROBLEM]
+    return "cannot be used: " + told[:MAX_PROBLEM_CHARACTERS]

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-LONGEST_SOURCE = 128 << 10
+MAX_SOURCE_BYTES = 128 << 10
 """Most bytes of a schema, an expression or a grammar, or of all choices together."""
 
-MOST_CHOICES = 1024
+MAX_CHOICES = 1024
 
 MAX_NESTING = 100
 """Most levels of arrays and objects in a schema's JSON: the library's parser stops at 127."""
@@ -18,7 +18,7 @@ MAX_NESTING = 100
 MAX_RULES = 1024
 """Most rules of a Lark grammar. Hand-written ones have a few hundred."""
 
-LONGEST_PROBLEM = 160
+MAX_PROBLEM_CHARACTERS = 160
 """Most characters of a library's message about a grammar that are passed on."""
 
 
@@ -59,13 +59,13 @@ class GrammarTooComplexError(GrammarError):
 def source_violation(kind: Kind, source: Sequence[str]) -> str | None:
     """Return the problem of a grammar's source, as far as it is visible without compiling it; None if there is none."""
     if kind is Kind.CHOICE:
-        if not 0 < len(source) <= MOST_CHOICES:
-            return f"has {len(source)} texts, must have 1 to {MOST_CHOICES}"
+        if not 0 < len(source) <= MAX_CHOICES:
+            return f"has {len(source)} texts, must have 1 to {MAX_CHOICES}"
         if not all(source):
             return "has an empty text, must have at least 1 character in each"
     size = sum(len(text.encode()) for text in source)
-    if size > LONGEST_SOURCE:
-        return f"has {size} bytes, must have at most {LONGEST_SOURCE}"
+    if size > MAX_SOURCE_BYTES:
+        return f"has {size} bytes, must have at most {MAX_SOURCE_BYTES}"
     if not all(source):
         return "is empty"
     match kind:

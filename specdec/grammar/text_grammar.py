@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specdec.decoding.token_mask import TokenMask
-from specdec.grammar.grammar import LONGEST_PROBLEM, Grammar, GrammarError, GrammarTooComplexError
+from specdec.grammar.grammar import MAX_PROBLEM_CHARACTERS, Grammar, GrammarError, GrammarTooComplexError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -198,4 +198,4 @@ class TextGrammar:
         """Return the error for a grammar exceeding the work limits, with the library's message."""
         self._on_limit()
         (told, *_) = matcher.get_error().splitlines() or [""]
-        return GrammarTooComplexError(f"the grammar is too complex for this text: {told[:LONGEST_PROBLEM]}")
+        return GrammarTooComplexError(f"the grammar is too complex for this text: {told[:MAX_PROBLEM_CHARACTERS]}")

@@ -15,7 +15,7 @@ from typing import Any
 
 from specdec.grammar.grammar import Grammar, Kind
 
-LEAST_STATES = 2048
+MIN_STATES = 2048
 """States allowed to any lexer. The random schemas of `test_a_thousand_schemas` need fewer than 500."""
 
 BYTES_A_STATE = 4
@@ -25,7 +25,7 @@ one state per byte."""
 STATES_A_COUNT = 4
 """States per unit counted: a string of at most n characters takes three for each character."""
 
-MOST_STATES = 50_000
+MAX_STATES = 50_000
 
 STATE_BYTES = 2048
 """Upper bound for the memory of a state, including its expressions. As measured: classes of Unicode characters take
@@ -49,7 +49,7 @@ def lexer_states(grammar: Grammar) -> int:
     size = sum(len(text.encode()) for text in grammar.source)
     if grammar.kind in (Kind.JSON_SCHEMA, Kind.LARK):
         size //= BYTES_A_STATE
-    return min(MOST_STATES, LEAST_STATES + size + STATES_A_COUNT * _counted(grammar))
+    return min(MAX_STATES, MIN_STATES + size + STATES_A_COUNT * _counted(grammar))
 
 
 def growth_bytes(grammar: Grammar) -> int:
@@ -85,7 +85,7 @@ def _counted_in(schema: Any) -> int:
                 for key in _COUNTED:
                     if (value := found.get(key)) is not None:
                         digits = re.sub(r"\D", "", repr(value))  # 1.25 becomes 125: its automaton counts to that
-                        total += _count(digits or "0") if isinstance(value, int | float) else MOST_STATES
+                        total += _count(digits or "0") if isinstance(value, int | float) else MAX_STATES
                 pattern = found.get("pattern")
                 total += _repetitions(pattern) if isinstance(pattern, str) else 0
             case list() as found:
@@ -103,4 +103,4 @@ def _largest(ranges: Iterable[tuple[str, str]]) -> int:
 
 
 def _count(digits: str) -> int:
-    return min(MOST_STATES, int(digits[:9]))
+    return min(MAX_STATES, int(digits[:9]))

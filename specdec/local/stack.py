@@ -27,7 +27,7 @@ from specdec.local.models import ModelPaths
 START_SECONDS = 1800.0
 """Start-up timeout of all services in seconds: for large weights on slow disks."""
 
-LEAST_FAILOVER_SECONDS = 30.0
+MIN_FAILOVER_SECONDS = 30.0
 """Minimum seconds that requests wait for a verifier. They wait for twice the time of its first start if that is longer:
 the only verifier must be restarted and load its model."""
 
@@ -126,7 +126,7 @@ class Stack:
             if models.draft is not None:
                 spawn("draft", models.draft, *of_draft, *draft_options)
             await_ready(*children)
-            patience = max(LEAST_FAILOVER_SECONDS, 2 * (time.monotonic() - begin))
+            patience = max(MIN_FAILOVER_SECONDS, 2 * (time.monotonic() - begin))
             peers = ["--failover-seconds", f"{patience:.0f}"]
             peers += (word for role, address in addresses.items() for word in (f"--{role}", route(address)))
             ours = ("--port", str(port), "--trust-drafts")

@@ -12,7 +12,7 @@ with needed_by("openai", "openai"):
 
     from specdec import ports
     from specdec.command_line import Host, LogLevel, address, duration, run_command
-    from specdec.openai_api.http_server import KEEP_ALIVE_SECONDS, MOST_CONNECTIONS
+    from specdec.openai_api.http_server import KEEP_ALIVE_SECONDS, MAX_CONNECTIONS
     from specdec.openai_api.origins import origin
     from specdec.openai_api.process import Asking, serve
     from specdec.serving.process.server import ServerSettings, run_program
@@ -34,7 +34,7 @@ def main(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = ports.OPENAI,
     max_connections: Annotated[
         int, typer.Option(min=1, help="Maximum open connections; at the limit a new one replaces an idle one.")
-    ] = MOST_CONNECTIONS,
+    ] = MAX_CONNECTIONS,
     keep_alive_seconds: Annotated[
         int,
         typer.Option(

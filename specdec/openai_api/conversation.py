@@ -15,9 +15,9 @@ REASONING = ("reasoning", "reasoning_content")
 ROLES = {"developer": "system"}
 """Roles with another name in templates."""
 
-MOST_MESSAGES = 4096
-MOST_TOOLS = 1024
-MOST_CALLS = 4096
+MAX_MESSAGES = 4096
+MAX_TOOLS = 1024
+MAX_CALLS = 4096
 """Maximum entries of a conversation: small ones cost far more time than their bytes."""
 
 
@@ -29,8 +29,8 @@ def conversation(given: Mapping[str, Any]) -> dict[str, Any]:
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
         raise refused("messages", "must be a list of at least one message")
-    _check_number("messages", "messages", len(messages), MOST_MESSAGES)
-    _check_number("messages", "tool_calls", sum(map(_calls, messages)), MOST_CALLS)
+    _check_number("messages", "messages", len(messages), MAX_MESSAGES)
+    _check_number("messages", "tool_calls", sum(map(_calls, messages)), MAX_CALLS)
     turns = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     return {"messages": turns, "template_arguments": arguments or None, **dict(_tools(given))}
 
@@ -105,7 +105,7 @@ def _tools(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     tools = given.get("tools", [])
     if tools != []:
         if isinstance(tools, list):
-            _check_number("tools", "tools", len(tools), MOST_TOOLS)
+            _check_number("tools", "tools", len(tools), MAX_TOOLS)
         yield "tools", tools
         yield from ((name, given[name]) for name in ("tool_choice", "parallel_tool_calls") if name in given)
     elif given.get("tool_choice", "none") not in ("none", "auto"):

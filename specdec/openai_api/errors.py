@@ -21,7 +21,7 @@ from specdec.client import (
     Unimplemented,
 )
 
-LONGEST_MESSAGE = 1024
+MAX_MESSAGE_CHARACTERS = 1024
 """Maximum characters of an error message, which may repeat input."""
 
 _GROUP = re.compile(r"^(sampling|speculation|contrast|chat)\.")
@@ -118,4 +118,4 @@ def _wait(error: SpecdecError) -> int:
 
 def _sound(text: str) -> str:
     """Return the text truncated and encodable: JSON input may contain lone surrogates."""
-    return text[:LONGEST_MESSAGE].encode(errors="replace").decode()
+    return text[:MAX_MESSAGE_CHARACTERS].encode(errors="replace").decode()

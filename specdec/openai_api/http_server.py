@@ -18,7 +18,7 @@ from specdec.openai_api.connections import MAX_HEADER_BYTES, Connections, HttpCo
 from specdec.serving.watched import Watched
 from specdec.wire.tls_files import TlsError, TlsFiles
 
-MOST_CONNECTIONS = 1024
+MAX_CONNECTIONS = 1024
 """Default limit on concurrent connections."""
 
 KEEP_ALIVE_SECONDS = 75
@@ -44,7 +44,7 @@ class HttpServer:
         listener: socket.socket,
         *,
         tls: ServerTls | None = None,
-        most_connections: int = MOST_CONNECTIONS,
+        most_connections: int = MAX_CONNECTIONS,
         keep_alive_seconds: int = KEEP_ALIVE_SECONDS,
         drain_seconds: float = 0.0,
         header_seconds: float = HEADER_SECONDS,

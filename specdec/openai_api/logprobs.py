@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from specdec.client import Logprobs, Piece
 from specdec.openai_api.json_text import Json, encoded, json_list, json_object
 
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON lacks; vLLM uses the same value."""
 
 UNTOLD = Piece("", b"")
@@ -34,7 +34,7 @@ def chat_logprobs(found: Iterable[Logprobs]) -> Json:
     """Return log-probabilities in the format of chats."""
 
     def one(piece: Piece, logprob: float) -> Json:
-        return {"token": piece.text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(piece.bytes)}
+        return {"token": piece.text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(piece.bytes)}
 
     content = [
         {
@@ -51,10 +51,10 @@ def completion_logprobs(found: Iterable[Logprobs], offset: TextOffset) -> Json:
     told: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for entry in found:
         told["tokens"].append(entry.piece.text)
-        told["token_logprobs"].append(max(entry.chosen, LEAST_LOGPROB))
+        told["token_logprobs"].append(max(entry.chosen, MIN_LOGPROB))
         top: dict[str, float] = {}
         for token, logprob in entry.top.items():  # best first: of tokens with equal text the best is kept
-            top.setdefault(entry.top_pieces.get(token, UNTOLD).text, max(logprob, LEAST_LOGPROB))
+            top.setdefault(entry.top_pieces.get(token, UNTOLD).text, max(logprob, MIN_LOGPROB))
         told["top_logprobs"].append(top)
         told["text_offset"].append(offset.before(entry.piece))
     return told

@@ -15,8 +15,8 @@ LONG_BODY = 64 << 10
 """Size in bytes from which a body counts as long. Long bodies have a separate queue and thread and do not delay
 others."""
 
-MOST_WAITING = 1024
-MOST_LONG_WAITING = 16
+MAX_WAITING = 1024
+MAX_LONG_WAITING = 16
 """Maximum bodies waiting in each of the two queues; one caller gets at most half of the places."""
 
 WAIT_SECONDS = 10.0
@@ -34,8 +34,8 @@ class Parser:
 
     def __init__(self, parse: Parse = parse) -> None:
         self._parse = parse
-        self._bodies = BoundedThreads("bodies", 1, MOST_WAITING)
-        self._long_bodies = BoundedThreads("long bodies", 1, MOST_LONG_WAITING)
+        self._bodies = BoundedThreads("bodies", 1, MAX_WAITING)
+        self._long_bodies = BoundedThreads("long bodies", 1, MAX_LONG_WAITING)
 
     async def parse(self, body: bytes, *, chat: bool, caller: str) -> ParsedRequest:
         """Return the parsed request; ApiError if it is invalid or unsupported, OverloadedError if too many bodies

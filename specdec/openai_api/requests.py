@@ -141,7 +141,7 @@ TEMPERATURE = 1.0
 MAX_ENTRIES = 4096
 """Maximum values in a list or object option, however nested; equal to the limit on logit biases."""
 
-MOST_PROMPTS = 64
+MAX_PROMPTS = 64
 """Maximum prompts of a completion request."""
 
 PROMPT_FIELDS = {"text": "prompt", "tokens": "prompt", "tokens.ids": "prompt", "chat": "messages"}
@@ -442,8 +442,8 @@ def _prompts(given: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{"tokens": prompt}]
     if kinds not in ({str}, {list}):
         raise wrong
-    if len(prompt) > MOST_PROMPTS:
-        raise refused("prompt", f"has {len(prompt)} prompts, must have at most {MOST_PROMPTS}")
+    if len(prompt) > MAX_PROMPTS:
+        raise refused("prompt", f"has {len(prompt)} prompts, must have at most {MAX_PROMPTS}")
     if kinds == {list} and not all(set(map(type, tokens)) <= {int} for tokens in prompt):
         raise wrong
     return [{"prompt" if kinds == {str} else "tokens": item} for item in prompt]

@@ -18,7 +18,7 @@ from specdec.serving.errors import OverloadedError
 
 log = structlog.get_logger()
 
-LONGEST_NAME = 200
+MAX_NAME_CHARACTERS = 200
 """Maximum length in characters of a client's name in logs."""
 
 
@@ -40,7 +40,7 @@ class ClientSessions:
         client = client_of(context)
         if self._open[client] >= self._most:
             # The error below reaches the orchestrator's own client, which must not learn the certificate's names.
-            log.warning("client_full", client=client[:LONGEST_NAME], what=self._what, limit=self._most)
+            log.warning("client_full", client=client[:MAX_NAME_CHARACTERS], what=self._what, limit=self._most)
             raise OverloadedError(f"{self._most} {self._what} are open for one client, the limit is reached")
         self._open[client] += 1
         try:

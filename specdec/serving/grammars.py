@@ -19,7 +19,7 @@ from specdec.serving.errors import (
 )
 from specdec.serving.grammar_trials import GrammarTrials, TrialResult
 from specdec.serving.messages import grammar_from
-from specdec.serving.validation import LONGEST_NAME
+from specdec.serving.validation import MAX_TENANT_CHARACTERS
 from specdec.v2 import model_pb2
 
 PATIENCE_SECONDS = 0.5
@@ -35,7 +35,7 @@ PENDING_SECONDS = 0.25
 THREADS = 2
 """Grammars compiled at once."""
 
-MOST_WAITING = 64
+MAX_WAITING = 64
 """Maximum number of grammars waiting for a thread."""
 
 
@@ -49,7 +49,7 @@ class Grammars:
         self._compiler = compiler
         self._trials = trials
         self._threads = BoundedThreads(
-            "grammars", THREADS, MOST_WAITING, reserve=True, executor=ServiceThreads(THREADS, "grammars")
+            "grammars", THREADS, MAX_WAITING, reserve=True, executor=ServiceThreads(THREADS, "grammars")
         )
         self._under_way: dict[tuple[Grammar, str], asyncio.Task[CompiledGrammar]] = {}
 
@@ -60,7 +60,7 @@ class Grammars:
         grammar = grammar_from(message)
         if grammar is None or self._compiler is None:
             return None
-        if source_violation(grammar.kind, grammar.source) or len(owner) > LONGEST_NAME:
+        if source_violation(grammar.kind, grammar.source) or len(owner) > MAX_TENANT_CHARACTERS:
             return None
         if (kept := self._compiler.kept(grammar, owner)) is not None:
             return kept

@@ -58,7 +58,7 @@ def token_violations(field: str, tokens: list[int], vocabulary: int) -> list[tup
 MAX_END_TOKENS = 4096
 """Maximum end tokens of a session: those of the model and those of the request."""
 
-LONGEST_NAME = 256
+MAX_TENANT_CHARACTERS = 256
 """Maximum characters of a tenant's name."""
 
 
@@ -72,8 +72,8 @@ def open_size_violations(
         too_many("end_tokens", len(message.end_tokens), MAX_END_TOKENS, "tokens"),
     )
     found = [violation for violation in counts if violation is not None] + size_violations(message.sampling, vocabulary)
-    if len(message.tenant) > LONGEST_NAME:
-        found.append(("tenant", f"has {len(message.tenant)} characters, must have at most {LONGEST_NAME}"))
+    if len(message.tenant) > MAX_TENANT_CHARACTERS:
+        found.append(("tenant", f"has {len(message.tenant)} characters, must have at most {MAX_TENANT_CHARACTERS}"))
     return found
 
 
@@ -146,16 +146,19 @@ def grammar_violations(
     return found
 
 
-LEAST_WEIGHT, MOST_WEIGHT = 0.01, 100.0
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
 """Range of a tenant's weight, relative to other tenants."""
 
 
 def weight_violations(weight: float) -> list[tuple[str, str]]:
     """Return violations of a tenant's weight; 0 means 1."""
-    if not weight or LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+    if not weight or MIN_WEIGHT <= weight <= MAX_WEIGHT:
         return []
-    return [("tenant_weight", f"is {weight:g}, must be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")]
+    return [("tenant_weight", f"is {weight:g}, must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")]
 
+
+MAX_LOGPROBS = 20
+"""Top log-probabilities per token, as in the OpenAI API."""
 
 MAX_CANDIDATES = 128
 MAX_DEPTH = 128
@@ -174,10 +177,10 @@ def speculation_limit_violations(field: str, message: generation_pb2.Speculation
     return [(f"{field}.{name}", f"is {value}, must be at most {most}") for name, value, most in asked if value > most]
 
 
-MOST_WINDOW_ROWS = 128
+MAX_WINDOW_ROWS = 128
 
 
-MOST_GUESSES = 64
+MAX_GUESSES = 64
 
 
 def drafter_violations(field: str, numbers: Sequence[int]) -> list[tuple[str, str]]:
@@ -199,8 +202,8 @@ def lookahead_violations(field: str, message: model_pb2.Lookahead) -> list[tuple
         found.append((f"{field}.window", f"is {message.window}, must be at least 2"))
     if message.ngram < 2:
         found.append((f"{field}.ngram", f"is {message.ngram}, must be at least 2"))
-    if not 1 <= message.guesses <= MOST_GUESSES:
-        found.append((f"{field}.guesses", f"is {message.guesses}, must be 1 to {MOST_GUESSES}"))
-    if not found and (rows := lookahead_from(message).most_rows) > MOST_WINDOW_ROWS:
-        found.append((field, f"adds {rows} tokens to a step, must add at most {MOST_WINDOW_ROWS}"))
+    if not 1 <= message.guesses <= MAX_GUESSES:
+        found.append((f"{field}.guesses", f"is {message.guesses}, must be 1 to {MAX_GUESSES}"))
+    if not found and (rows := lookahead_from(message).most_rows) > MAX_WINDOW_ROWS:
+        found.append((field, f"adds {rows} tokens to a step, must add at most {MAX_WINDOW_ROWS}"))
     return found

@@ -9,7 +9,7 @@ import numpy as np
 
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.sampling_limits import sampling_violations
-from specdec.engine.model_directory import LARGEST_VOCABULARY, LONGEST_CONTEXT, ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import MAX_CONTEXT, MAX_VOCABULARY, ModelDirectory, ModelDirectoryError
 from specdec.engine.model_file import Fields
 
 FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -57,14 +57,14 @@ class GenerationDefaults:
         file = directory.generation_config
         found = {name: _number(file, name) for name in FIELDS if file.has(name)}
         if file.has("top_k"):
-            found["top_k"] = file.integer("top_k", 0, LARGEST_VOCABULARY)
+            found["top_k"] = file.integer("top_k", 0, MAX_VOCABULARY)
         sampled = file.has("do_sample") and file.flag("do_sample")
         sampling = Sampling(**{"temperature": 1.0, **found})  # type: ignore[arg-type]
         for name, problem in sampling_violations(sampling, directory.vocabulary, frozenset()):
             raise ModelDirectoryError(f"{file.file}: {name.removeprefix('sampling.')} {problem}")
         if not sampled:
             sampling = replace(sampling, temperature=0.0)
-        most = file.integer("max_new_tokens", 1, LONGEST_CONTEXT) if file.has("max_new_tokens") else None
+        most = file.integer("max_new_tokens", 1, MAX_CONTEXT) if file.has("max_new_tokens") else None
         not_taken = tuple(
             name for name, neutral in NOT_TAKEN.items() if file.has(name) and file.content[name] != neutral
         )

@@ -50,7 +50,7 @@ FULL_SECONDS = 5.0
 ROOM = 1024
 """Tokens by which a text may grow in one session: its draft reserves KV memory for all of them at once."""
 
-MOST_TOLD = 32
+MAX_LOGGED_REASONS = 32
 """Maximum number of distinct refusal reasons logged per draft: some contain numbers specific to the text."""
 
 REFUSED_SECONDS = 60.0
@@ -268,7 +268,7 @@ class Drafts:
 
     def _tell(self, pod: DraftPod, why: str) -> None:
         """Log a draft's refusal, once per reason."""
-        if why not in pod.told and len(pod.told) < MOST_TOLD:
+        if why not in pod.told and len(pod.told) < MAX_LOGGED_REASONS:
             pod.told.add(why)
             log.warning("draft_refused", pod=pod.address, why=why)
 

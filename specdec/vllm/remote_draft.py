@@ -27,7 +27,7 @@ from specdec.vllm.worth import Worth
 
 log = structlog.get_logger()
 
-MOST_MISTAKES = 8
+MAX_MISTAKES = 8
 """Steps in which proposing may fail by a bug here before it is turned off."""
 
 REMEMBERED_STEPS = 64
@@ -72,7 +72,7 @@ class RemoteDraft:
 
         `token_ids_cpu` [rows, context] holds the texts, num_tokens_no_spec [rows] their lengths, sampled tokens
         included. An exception here would end vLLM's engine with all its requests: on any error nothing is proposed, and
-        after MOST_MISTAKES of them proposing is turned off.
+        after MAX_MISTAKES of them proposing is turned off.
         """
         if self._drafts is not None:
             try:
@@ -80,7 +80,7 @@ class RemoteDraft:
             except Exception:
                 log.exception("proposing_failed")
                 self._mistakes += 1
-                if self._mistakes >= MOST_MISTAKES:
+                if self._mistakes >= MAX_MISTAKES:
                     log.error("proposing_ended", mistakes=self._mistakes)
                     self._drafts = None
         return [[] for _ in sampled_token_ids]

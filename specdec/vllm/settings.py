@@ -15,7 +15,7 @@ DRAFTS = "SPECDEC_DRAFTS"
 WAIT = "SPECDEC_DRAFT_WAIT_MS"
 TLS = ("SPECDEC_DRAFT_TLS_CERT", "SPECDEC_DRAFT_TLS_KEY", "SPECDEC_DRAFT_TLS_CA")
 
-LONGEST_WAIT_MS = 1000.0
+MAX_WAIT_MS = 1000.0
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class VllmDraftSettings:
             milliseconds = float(wait)
         except ValueError:
             milliseconds = math.nan
-        if not 0 <= milliseconds <= LONGEST_WAIT_MS:
-            raise ValueError(f"{WAIT} is {wait!r}, must be from 0 to {LONGEST_WAIT_MS:g} milliseconds")
+        if not 0 <= milliseconds <= MAX_WAIT_MS:
+            raise ValueError(f"{WAIT} is {wait!r}, must be from 0 to {MAX_WAIT_MS:g} milliseconds")
         cert, key, authorities = (Path(environment[name]) if environment.get(name) else None for name in TLS)
         tls = TlsFiles(cert, key, authorities, options=TLS) if cert or key or authorities else None
         if tls is not None:

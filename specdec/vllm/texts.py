@@ -18,7 +18,7 @@ Tokens = NDArray[np.int32]
 COMPARED = 64
 """Number of last tokens compared to recognize a text in its row of the previous step."""
 
-LEAST_PATH_PROBABILITY = 0.1
+MIN_PATH_PROBABILITY = 0.1
 """Minimum path probability of a proposed candidate: each costs the target a row."""
 
 IN_VAIN = 3
@@ -64,7 +64,7 @@ class VllmText:
 
     def chain(self, length: int) -> list[int]:
         """Return the likeliest chain of candidates, at most `length` of them."""
-        least = math.log(LEAST_PATH_PROBABILITY)
+        least = math.log(MIN_PATH_PROBABILITY)
         return [node.token for path_logprob, node in islice(self.tree.best_chain(), length) if path_logprob >= least]
 
     @property

@@ -15,7 +15,7 @@ WINDOW_SECONDS = 1.0
 WARM_UP_SECONDS = 0.2
 """Seconds left out after a change: drafts catch up, or finish."""
 
-FIRST_PAUSE, LONGEST_PAUSE = 5.0, 160.0
+FIRST_PAUSE, MAX_PAUSE = 5.0, 160.0
 """Back-off before retrying the worse alternative, in seconds of steps: the first time, and at most."""
 
 CLEARLY = 1.05
@@ -65,7 +65,7 @@ class _Size:
             if rate > CLEARLY * self.rates[self.best]:
                 self.best, self.pause = before, FIRST_PAUSE
             else:
-                self.pause = min(2 * self.pause, LONGEST_PAUSE)
+                self.pause = min(2 * self.pause, MAX_PAUSE)
             self.next_trial = self.clock + self.pause
             self.behind = 0
         else:

@@ -237,7 +237,7 @@ async def test_calls_take_turns(connect: Any) -> None:
 
 
 async def test_a_server_that_fails_is_left_alone(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotation, "_SHORTEST_REST", 60.0)
+    monkeypatch.setattr(rotation, "_MIN_REST", 60.0)
     always = itertools.repeat(BREAK)
     async with FakeServer(script=always) as bad, FakeServer() as good, connect(bad, good, max_retries=0) as client:
         for _ in range(8):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.decoding.calibration import MAX_TENANTS, MOST, RANKS, Calibration, Calibrations, corrected
+from specdec.decoding.calibration import MAX_SHIFT, MAX_TENANTS, RANKS, Calibration, Calibrations, corrected
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
 
@@ -34,7 +34,7 @@ def reference(shifts: list[float], logprobs: list[float]) -> list[float]:
     return result
 
 
-shifts_of_ranks = st.lists(st.floats(-MOST, MOST), min_size=RANKS, max_size=RANKS)
+shifts_of_ranks = st.lists(st.floats(-MAX_SHIFT, MAX_SHIFT), min_size=RANKS, max_size=RANKS)
 
 
 @given(st.lists(st.tuples(shifts_of_ranks, log_probabilities), min_size=1))
@@ -78,7 +78,7 @@ def test_nothing_is_learned_for_sure() -> None:
     for _ in range(100_000):
         calibration.learn(0, None, calibration.corrected(0, [math.log(0.5)] * RANKS))
     odds = math.exp(calibration.corrected(0, [math.log(0.5)])[0])
-    assert odds == pytest.approx(1 / (1 + math.exp(MOST)), rel=1e-6)
+    assert odds == pytest.approx(1 / (1 + math.exp(MAX_SHIFT)), rel=1e-6)
 
 
 def test_a_text_begins_with_what_its_tenants_texts_have_taught() -> None:

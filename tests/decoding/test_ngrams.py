@@ -22,10 +22,10 @@ def test_the_latest_of_each_first_token_are_kept(added: list[tuple[int, int, int
 
 def test_the_token_that_was_longest_untouched_is_forgotten() -> None:
     pool = NgramPool(2)
-    for first in range(ngrams.MOST_KEYS):
+    for first in range(ngrams.MAX_KEYS):
         pool.add((first, 1))
     pool.add((0, 2))
-    pool.add((ngrams.MOST_KEYS, 1))
+    pool.add((ngrams.MAX_KEYS, 1))
     assert pool.after(0) == [(2,), (1,)]
     assert pool.after(1) == []
     assert pool.after(2) == [(1,)]

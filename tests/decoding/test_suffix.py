@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.decoding.suffix import LONGEST, RECENT, Continuation, continuations
+from specdec.decoding.suffix import MAX_MATCH, RECENT, Continuation, continuations
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
@@ -20,7 +20,7 @@ def array(tokens: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 def agreement(written: list[int], place: int, end: list[int]) -> int:
     """Return how many tokens up to and including `place` agree with the end."""
     match = 0
-    while match < min(place + 1, len(end), LONGEST) and written[place - match] == end[-1 - match]:
+    while match < min(place + 1, len(end), MAX_MATCH) and written[place - match] == end[-1 - match]:
         match += 1
     return match
 
@@ -58,9 +58,9 @@ def test_the_longest_agreement_comes_first_and_the_latest_among_equals() -> None
 
 
 def test_agreement_is_counted_up_to_a_limit() -> None:
-    text = [5] * (3 * LONGEST)
+    text = [5] * (3 * MAX_MATCH)
     ((tokens, match),) = told(continuations(array(text), array(text), 3, 4))
-    assert (tokens, match) == ([5], LONGEST)
+    assert (tokens, match) == ([5], MAX_MATCH)
 
 
 def test_nothing_follows_what_was_never_written() -> None:

@@ -305,7 +305,7 @@ def test_a_message_holds_no_more_distributions_than_fit(
     everything = draft.take()
     rows = [row for _, row in everything.distributions]
     most = 2 * max(_bytes(row) for row in rows)
-    monkeypatch.setattr(candidate_queue, "MOST_DISTRIBUTION_BYTES", most)
+    monkeypatch.setattr(candidate_queue, "MAX_DISTRIBUTION_BYTES", most)
     known = TokenTree([1, 2, 3], vocabulary=VOCABULARY, last_position=CONTEXT, sampled=rule is Rule.REJECTION)
     draft.session.outgoing.resend()
     messages = 0

@@ -118,7 +118,7 @@ def test_an_empty_name_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_oldest_entries_make_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_folder, "MOST_BYTES", 300)
+    monkeypatch.setattr(cache_folder, "MAX_BYTES", 300)
     for number in range(3):
         cache_folder.write(bytes(100), "kind", number)
         for entry in folder.iterdir():
@@ -128,7 +128,7 @@ def test_the_oldest_entries_make_room(folder: Path, monkeypatch: pytest.MonkeyPa
 
 def test_folders_are_no_entries(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exports of drafts lie next to them."""
-    monkeypatch.setattr(cache_folder, "MOST_BYTES", 300)
+    monkeypatch.setattr(cache_folder, "MAX_BYTES", 300)
     cache_folder.write(bytes(10), "kind", 0)
     (folder / "onnx-2").mkdir()
     os.utime(folder / "onnx-2", (0, 0))

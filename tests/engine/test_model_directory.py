@@ -33,7 +33,7 @@ from specdec.engine.preflight.quantisation import check_outliers, quantised_by
 from tests.models import CONTEXT, END, VOCABULARY, make
 
 ROOT = Path(__file__).parent.parent.parent
-LONGEST_LINE = 600
+MAX_LINE_CHARACTERS = 600
 NOBODY = 65534
 
 Break = Callable[[Path], None]
@@ -207,7 +207,7 @@ def refused(make: Callable[[], object]) -> str:
         make()
     line = str(error.value)
     assert len(line.splitlines()) == 1
-    assert len(line) < LONGEST_LINE
+    assert len(line) < MAX_LINE_CHARACTERS
     return line
 
 

@@ -14,7 +14,7 @@ from tests.margins import Oracle
 from tests.models import END, tokenizer
 
 LOGPROB_TOLERANCE = 1e-3
-LONGEST_END = 5.0
+MAX_END_SECONDS = 5.0
 """Seconds between a stream's last piece and its end, on a busy machine."""
 
 _TOKENIZER = tokenizer()
@@ -95,7 +95,7 @@ def wrong_by_itself(got: Record) -> str:
         return f"lost after {len(got.tokens)} tokens: {type(got.error).__name__} {got.error.reason}: {got.error}"
     if got.finish is None:
         return "no finish"
-    if got.lingered > LONGEST_END:
+    if got.lingered > MAX_END_SECONDS:
         return f"the call went on for {got.lingered:.1f} s after its last piece"
     tokens = got.tokens
     if got.finish.completion_tokens != len(tokens):

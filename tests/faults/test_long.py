@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.verify, pytest.mark.timeout(1200)]
 
 STREAMS = 500
 AT_ONCE = 48
-LEAST_FLIPPED = 20
+MIN_FLIPPED = 20
 
 
 @asynccontextmanager
@@ -198,7 +198,7 @@ async def test_a_frozen_draft(models: Models, oracle: Oracle, tmp_path: Path) ->
 def corruptions(network: BadNetwork) -> Iterator[Event]:
     """Yield two hundred corruptions, then more until enough bits were flipped: an idle draft receives nothing."""
     for number in itertools.count():
-        if number >= 200 and network.flipped > LEAST_FLIPPED:
+        if number >= 200 and network.flipped > MIN_FLIPPED:
             return
         yield Event(After(0.15), "corrupt", "network")
 

@@ -16,7 +16,7 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar.compiler import GrammarCompiler, GrammarRoomError
 from specdec.grammar.grammar import Grammar, GrammarError, GrammarTooComplexError, Kind
 from specdec.grammar.heap import allocated_bytes
-from specdec.grammar.weight import LEAST_STATES, MOST_STATES, growth_bytes, lexer_states
+from specdec.grammar.weight import MAX_STATES, MIN_STATES, growth_bytes, lexer_states
 
 ROOT = Path(__file__).parent.parent.parent
 DEMO = ModelDirectory(ROOT / "demo" / "target")
@@ -116,18 +116,18 @@ def test_what_was_refused_takes_no_room() -> None:
 @pytest.mark.parametrize(
     ("grammar", "states"),
     [
-        (Grammar(Kind.REGEX, ("abc",)), LEAST_STATES + 3),
-        (Grammar(Kind.REGEX, ("a{100}b{7,20}",)), LEAST_STATES + 13 + 4 * 120),
-        (Grammar(Kind.LARK, ('start: "a"{50}',)), LEAST_STATES + 3 + 4 * 50),
-        (Grammar(Kind.LARK, ('start: <[151657]> "2024" a ~ 30..70',)), LEAST_STATES + 8 + 4 * 70),
-        (Grammar(Kind.LARK, ('start: %json {"maxLength": 900}',)), LEAST_STATES + 7 + 4 * 900),
-        (Grammar(Kind.CHOICE, ("a100", "b")), LEAST_STATES + 5),
-        (schema({"maxLength": 300}), LEAST_STATES + 4 + 4 * 300),
-        (schema({"pattern": "a{30}"}), LEAST_STATES + 5 + 4 * 30),
-        (schema({"multipleOf": 99991}), MOST_STATES),
-        (schema({"enum": [2024, 2025]}), LEAST_STATES + 5),
-        (schema({"multipleOf": "x"}), MOST_STATES),
-        (Grammar(Kind.REGEX, ("a{" + "9" * 5000 + "}",)), MOST_STATES),
+        (Grammar(Kind.REGEX, ("abc",)), MIN_STATES + 3),
+        (Grammar(Kind.REGEX, ("a{100}b{7,20}",)), MIN_STATES + 13 + 4 * 120),
+        (Grammar(Kind.LARK, ('start: "a"{50}',)), MIN_STATES + 3 + 4 * 50),
+        (Grammar(Kind.LARK, ('start: <[151657]> "2024" a ~ 30..70',)), MIN_STATES + 8 + 4 * 70),
+        (Grammar(Kind.LARK, ('start: %json {"maxLength": 900}',)), MIN_STATES + 7 + 4 * 900),
+        (Grammar(Kind.CHOICE, ("a100", "b")), MIN_STATES + 5),
+        (schema({"maxLength": 300}), MIN_STATES + 4 + 4 * 300),
+        (schema({"pattern": "a{30}"}), MIN_STATES + 5 + 4 * 30),
+        (schema({"multipleOf": 99991}), MAX_STATES),
+        (schema({"enum": [2024, 2025]}), MIN_STATES + 5),
+        (schema({"multipleOf": "x"}), MAX_STATES),
+        (Grammar(Kind.REGEX, ("a{" + "9" * 5000 + "}",)), MAX_STATES),
     ],
 )
 def test_a_source_says_how_many_states_its_lexer_may_need(grammar: Grammar, states: int) -> None:

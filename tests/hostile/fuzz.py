@@ -22,7 +22,7 @@ from tests.hostile.tally import NAMES, Tally
 AT_ONCE = 24
 """Attacks in flight. More would fill the KV memory of a small pod and leave no room for anyone."""
 
-LONGEST_ATTACK = 20.0
+MAX_ATTACK_SECONDS = 20.0
 """Seconds after which an attack counts as stuck; none waits longer than its deadline."""
 
 ANY = ""
@@ -67,7 +67,7 @@ class Fuzzer:
         self.tally.attacks[attack.kind] += 1
         self.tally.attacks[attack.manner] += bool(attack.manner)
         try:
-            async with asyncio.timeout(LONGEST_ATTACK):
+            async with asyncio.timeout(MAX_ATTACK_SECONDS):
                 await (self._call(attack, connections) if attack.path else self._send_noise(attack))
         except TimeoutError:
             self.stuck.append(str(attack))

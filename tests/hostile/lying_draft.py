@@ -18,7 +18,7 @@ from specdec.v2 import draft_pb2, model_pb2
 Extend = model_pb2.Extend
 
 NOT_A_NUMBER = float("nan")
-MOST = 2**32 - 1
+MAX_UINT32 = 2**32 - 1
 CHAIN = (11, 12, 13, 14)
 
 STATUSES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
@@ -109,15 +109,15 @@ def distribution(**changes: Any) -> model_pb2.DraftDistribution:
 
 CANDIDATES: dict[str, Callable[[int], Extend]] = {
     "guesses at random": lambda base: chain(base, tuple(3 + (base * 7 + i) % 300 for i in range(20))),
-    "names tokens beyond the vocabulary": lambda base: chain(base, (320, 321, 2**31, MOST)),
+    "names tokens beyond the vocabulary": lambda base: chain(base, (320, 321, 2**31, MAX_UINT32)),
     "is one token ahead": lambda base: chain(base + 1),
     "is far ahead": lambda base: chain(base + 100_000),
     "is behind": lambda base: chain(max(0, base - 3)),
     "starts from nothing": lambda base: chain(0),
-    "starts from the largest number": lambda base: chain(MOST),
+    "starts from the largest number": lambda base: chain(MAX_UINT32),
     "has parents that do not precede": lambda base: chain(base, parents=(1, 2, 3, 4)),
     "has parents in a circle": lambda base: chain(base, parents=(2, 1, 4, 3)),
-    "has parents that do not exist": lambda base: chain(base, parents=(0, 99, MOST, 3)),
+    "has parents that do not exist": lambda base: chain(base, parents=(0, 99, MAX_UINT32, 3)),
     "has too few parents": lambda base: chain(base, parents=(0,)),
     "has too many parents": lambda base: chain(base, parents=range(1000)),
     "has the lowest logprobs": lambda base: chain(base, logprob_bytes=b"\xff" * 4),
@@ -143,15 +143,15 @@ CANDIDATES: dict[str, Callable[[int], Extend]] = {
         base, distributions=[distribution(values=struct.pack("<2e", NOT_A_NUMBER, -1.0))]
     ),
     "sends distributions out of order": lambda base: chain(
-        base, distributions=[distribution(ids=[9, 5]), distribution(ids=[5, 5]), distribution(ids=[MOST, 0])]
+        base, distributions=[distribution(ids=[9, 5]), distribution(ids=[5, 5]), distribution(ids=[MAX_UINT32, 0])]
     ),
     "sends distributions of other nodes": lambda base: chain(
-        base, distributions=[distribution(parent=77), distribution(parent=MOST)]
+        base, distributions=[distribution(parent=77), distribution(parent=MAX_UINT32)]
     ),
     "sends distributions of a huge vocabulary": lambda base: chain(
         base, distributions=[distribution(ids=[], values=bytes(2 << 18))]
     ),
-    "has known everything for an hour": lambda base: chain(base, base_age_us=MOST),
+    "has known everything for an hour": lambda base: chain(base, base_age_us=MAX_UINT32),
 }
 """The candidates offered below each committed text, by lie."""
 
@@ -197,7 +197,7 @@ async def talks_without_end(session: LyingSession) -> None:
 
 async def talks_nonsense_without_end(session: LyingSession) -> None:
     async for _ in begun(session):
-        await for_ever(lambda: session.extend(chain(MOST)))
+        await for_ever(lambda: session.extend(chain(MAX_UINT32)))
 
 
 async def talks_at_length_without_end(session: LyingSession) -> None:
@@ -243,12 +243,12 @@ async def serves_another_tokenizer(session: LyingSession) -> None:
 
 
 async def speaks_another_protocol(session: LyingSession) -> None:
-    async for _ in begun(session, protocol_version=MOST):
+    async for _ in begun(session, protocol_version=MAX_UINT32):
         await session.extend(chain(session.base))
 
 
 async def has_an_absurd_context(session: LyingSession) -> None:
-    async for _ in begun(session, context_tokens=0, vocabulary_size=MOST, numerics_mode=99):
+    async for _ in begun(session, context_tokens=0, vocabulary_size=MAX_UINT32, numerics_mode=99):
         await session.extend(chain(session.base))
 
 
@@ -263,7 +263,7 @@ async def has_a_huge_other_tokenizer(session: LyingSession) -> None:
 
 
 async def is_busier_than_can_be(session: LyingSession) -> None:
-    load = model_pb2.PodCapacity(sessions=MOST, room=MOST, wait_us=2**64 - 1)
+    load = model_pb2.PodCapacity(sessions=MAX_UINT32, room=MAX_UINT32, wait_us=2**64 - 1)
     async for _ in begun(session):
         await session.progress(model_pb2.Heartbeat(steps=2**64 - 1, capacity=load, step_age_us=2**64 - 1))
         await session.extend(chain(session.base))

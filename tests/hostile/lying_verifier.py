@@ -25,8 +25,8 @@ Progress = model_pb2.Heartbeat
 
 NOT_A_NUMBER = float("nan")
 INFINITE = float("inf")
-MOST = 2**32 - 1
-MOST_LONG = 2**64 - 1
+MAX_UINT32 = 2**32 - 1
+MAX_UINT64 = 2**64 - 1
 NO_ENUM: Any = 99
 STATUSES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
 
@@ -208,11 +208,11 @@ def logprob(chosen: float = -1.0, top: int = 0, first: int = 0, value: float = -
 
 COMMITS: dict[str, Callable[[Any, LyingSession], None]] = {
     "made no step": setting(steps=0),
-    "made the most steps there can be": setting(steps=MOST),
+    "made the most steps there can be": setting(steps=MAX_UINT32),
     "made forty million steps": setting(steps=40_000_000),
     "accepted more than was offered": setting(offered=1, accepted=5),
-    "was offered the most there can be": setting(offered=MOST),
-    "accepted the most there can be": setting(offered=MOST, accepted=MOST),
+    "was offered the most there can be": setting(offered=MAX_UINT32),
+    "accepted the most there can be": setting(offered=MAX_UINT32, accepted=MAX_UINT32),
     "does not know its sources": _sources(lambda count: [model_pb2.TOKEN_SOURCE_UNSPECIFIED] * count),
     "names unknown sources": _sources(lambda count: [NO_ENUM] * count),
     "names too many sources": _sources(lambda count: [model_pb2.TOKEN_SOURCE_PLAIN] * (count + 1)),
@@ -224,7 +224,7 @@ COMMITS: dict[str, Callable[[Any, LyingSession], None]] = {
     "is far ahead": _base(2**31),
     "commits nothing": _tokens(lambda tokens: []),
     "commits a token beyond the vocabulary": _tokens(lambda tokens: [*tokens[:-1], 320]),
-    "commits the largest token": _tokens(lambda tokens: [MOST]),
+    "commits the largest token": _tokens(lambda tokens: [MAX_UINT32]),
     "commits more than its steps can": _tokens(lambda tokens: tokens + [9] * 20),
     "commits more than the context": _tokens(lambda tokens: tokens + [9] * 100_000),
     "stops without an end token": setting(finish_reason=model_pb2.FINISH_REASON_STOP),
@@ -237,27 +237,35 @@ COMMITS: dict[str, Callable[[Any, LyingSession], None]] = {
     "tells log-probabilities that are no numbers": _logprobs(lambda count: [logprob(NOT_A_NUMBER)] * count),
     "tells log-probabilities above zero": _logprobs(lambda count: [logprob(5.0, top=2, value=INFINITE)] * count),
     "tells log-probabilities of many tokens": _logprobs(lambda count: [logprob(top=10_000)] * count),
-    "tells log-probabilities of unknown tokens": _logprobs(lambda count: [logprob(top=2, first=MOST - 2)] * count),
+    "tells log-probabilities of unknown tokens": _logprobs(
+        lambda count: [logprob(top=2, first=MAX_UINT32 - 2)] * count
+    ),
     "wants a probability that is no number": setting(min_candidate_probability=NOT_A_NUMBER),
     "wants an infinite probability": setting(min_candidate_probability=INFINITE),
     "wants a negative probability": setting(min_candidate_probability=-INFINITE),
-    "was preempted more than can be": setting(preemptions=MOST),
-    "found more than there was": setting(cached_tokens=MOST),
-    "has more sessions than can be": setting(drafted_sessions=MOST),
-    "is further away than can be": setting(round_trip_us=MOST),
-    "took longer than can be": setting(forward_us=MOST, step_us=MOST, waited_us=MOST, queued_us=MOST_LONG),
+    "was preempted more than can be": setting(preemptions=MAX_UINT32),
+    "found more than there was": setting(cached_tokens=MAX_UINT32),
+    "has more sessions than can be": setting(drafted_sessions=MAX_UINT32),
+    "is further away than can be": setting(round_trip_us=MAX_UINT32),
+    "took longer than can be": setting(
+        forward_us=MAX_UINT32, step_us=MAX_UINT32, waited_us=MAX_UINT32, queued_us=MAX_UINT64
+    ),
 }
 """Changes to a commit."""
 
 OPENINGS: dict[str, Callable[[Any, LyingSession], None]] = {
     "takes no candidates": setting(max_nodes=0),
-    "takes the most candidates there can be": setting(max_nodes=MOST),
+    "takes the most candidates there can be": setting(max_nodes=MAX_UINT32),
     "opens at a probability that is no number": setting(min_candidate_probability=NOT_A_NUMBER),
     "opens at a negative probability": setting(min_candidate_probability=-INFINITE),
     "has no context": lambda opened, _: setting(context_tokens=0, vocabulary_size=0)(opened.identity, _),
-    "has the largest context": lambda opened, _: setting(context_tokens=MOST, vocabulary_size=MOST)(opened.identity, _),
-    "has no room for ever": lambda opened, _: setting(sessions=MOST, room=0, wait_us=MOST_LONG)(opened.capacity, _),
-    "has the most room there can be": lambda opened, _: setting(sessions=0, room=MOST)(opened.capacity, _),
+    "has the largest context": lambda opened, _: setting(context_tokens=MAX_UINT32, vocabulary_size=MAX_UINT32)(
+        opened.identity, _
+    ),
+    "has no room for ever": lambda opened, _: setting(sessions=MAX_UINT32, room=0, wait_us=MAX_UINT64)(
+        opened.capacity, _
+    ),
+    "has the most room there can be": lambda opened, _: setting(sessions=0, room=MAX_UINT32)(opened.capacity, _),
     "has a huge name": lambda opened, _: setting(
         model="m" * 1_000_000, numerics_fingerprint="\x00\n" * 100_000, numerics_mode=NO_ENUM
     )(opened.identity, _),
@@ -265,7 +273,7 @@ OPENINGS: dict[str, Callable[[Any, LyingSession], None]] = {
         model="m" * 1_000_000, tokenizer_fingerprint="t" * 1_000_000
     )(opened.identity, _),
     "has another tokenizer": lambda opened, _: setting(tokenizer_fingerprint="0" * 64)(opened.identity, _),
-    "speaks another protocol": lambda opened, _: setting(protocol_version=MOST)(opened.identity, _),
+    "speaks another protocol": lambda opened, _: setting(protocol_version=MAX_UINT32)(opened.identity, _),
     "has a huge fingerprint": lambda opened, _: setting(model_fingerprint="f" * 1_000_000)(opened.identity, _),
 }
 """Changes to the response to `open`."""
@@ -333,13 +341,13 @@ async def says_nothing_without_end(session: LyingSession) -> None:
 
 async def is_in_a_step_for_ever(session: LyingSession) -> None:
     await begun(session)
-    await for_ever(lambda: session.progress(steps=MOST_LONG, step_age_us=MOST_LONG, step_expected_us=1), 0.1)
+    await for_ever(lambda: session.progress(steps=MAX_UINT64, step_age_us=MAX_UINT64, step_expected_us=1), 0.1)
 
 
 async def takes_every_step_to_be_long(session: LyingSession) -> None:
     """A step age that is suspicious only without an even larger expectation."""
     await begun(session)
-    await for_ever(lambda: session.progress(step_age_us=MOST_LONG // 2, step_expected_us=MOST_LONG), 0.1)
+    await for_ever(lambda: session.progress(step_age_us=MAX_UINT64 // 2, step_expected_us=MAX_UINT64), 0.1)
 
 
 async def opens_twice(session: LyingSession) -> None:
@@ -389,7 +397,7 @@ async def is_preempted_more_each_time(session: LyingSession) -> None:
     """Reports the maximum count and breaks off; so does the next verifier."""
     async for response in session.responses():
         if response.HasField("commit"):
-            response.commit.preemptions = MOST
+            response.commit.preemptions = MAX_UINT32
         await session.say(response)
         if session.opening.attempt <= 1 and session.commits:
             return

@@ -29,7 +29,7 @@ STRINGS = (
     "w " * 50_000,
 )
 SIZES = (1, 2, 5, 17, 64, 1025)
-MOST_DEPTH = 4
+MAX_DEPTH = 4
 
 VALUES: dict[int, Callable[[random.Random], Any]] = {
     FieldDescriptor.CPPTYPE_FLOAT: lambda generator: generator.choice(FLOATS),
@@ -48,7 +48,7 @@ VALUES: dict[int, Callable[[random.Random], Any]] = {
 def filled(message: Message, generator: random.Random, depth: int = 0) -> Message:
     """Fill some of a message's fields at random."""
     for field in message.DESCRIPTOR.fields:
-        if depth <= MOST_DEPTH and generator.random() < 0.5:
+        if depth <= MAX_DEPTH and generator.random() < 0.5:
             _fill(message, field, generator, depth)
     return message
 
@@ -100,7 +100,7 @@ def _alter(message: Message, generator: random.Random) -> None:
         case 1 if chosen.is_repeated and not _is_map(chosen):
             _repeat(getattr(message, chosen.name), generator)
         case _:
-            _fill(message, chosen, generator, depth=MOST_DEPTH - 1)
+            _fill(message, chosen, generator, depth=MAX_DEPTH - 1)
 
 
 def _repeat(values: Any, generator: random.Random) -> None:

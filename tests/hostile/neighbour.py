@@ -10,7 +10,7 @@ from typing import Any
 from specdec.client import AsyncClient, SpecdecError
 
 EVERY_SECONDS = 3.0
-MOST_SECONDS = 20.0
+MAX_SECONDS = 20.0
 """Time limit of both texts in seconds, on a machine under attack."""
 
 ASKS: tuple[Mapping[str, Any], ...] = (
@@ -24,7 +24,7 @@ class Neighbour:
 
     def __init__(self, address: str, **options: Any) -> None:
         """`options` are a client's, such as its API key."""
-        self._client = AsyncClient(address, timeout=MOST_SECONDS, max_retries=12, **options)
+        self._client = AsyncClient(address, timeout=MAX_SECONDS, max_retries=12, **options)
         self._wanted: list[list[int]] = []
         self.seconds: list[float] = []  # for both texts, each time
         self.faults: list[str] = []
@@ -37,7 +37,7 @@ class Neighbour:
         """Request once, and compare."""
         begun = time.monotonic()
         try:
-            async with asyncio.timeout(MOST_SECONDS):
+            async with asyncio.timeout(MAX_SECONDS):
                 got = await self._texts()
         except (SpecdecError, TimeoutError) as error:
             self.faults.append(f"no text: {type(error).__name__}: {error}"[:300])

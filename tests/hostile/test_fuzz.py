@@ -25,10 +25,10 @@ the last three the median counts, since a message of a megabyte shifts the heap 
 
 FIRST, LAST = slice(2, 5), slice(-3, None)
 
-MOST_LOG_BYTES = 20_000_000
+MAX_LOG_BYTES = 20_000_000
 """Maximum log size of a pod, whatever its input."""
 
-MOST_GROWTH_MIB = {"verifier": 32.0, "draft": 32.0, "orchestrator": 64.0}
+MAX_GROWTH_MIB = {"verifier": 32.0, "draft": 32.0, "orchestrator": 64.0}
 """Maximum growth of a pod after warm-up: allocator fragmentation, not 400 bytes per message. Tokenizing threads of an
 orchestrator keep the memory of the longest text: three times the messages grow it by a third more."""
 
@@ -69,8 +69,8 @@ async def test_nothing_that_arrives_stops_them(models: Models, tmp_path: Path, m
         assert fuzzer.tally.broken == {}
         assert fuzzer.stuck == []
         assert bugs == []
-        assert max(written.values()) < MOST_LOG_BYTES
-        assert [name for name in growth if growth[name] >= MOST_GROWTH_MIB[name.partition("-")[0]]] == []
+        assert max(written.values()) < MAX_LOG_BYTES
+        assert [name for name in growth if growth[name] >= MAX_GROWTH_MIB[name.partition("-")[0]]] == []
 
 
 def growth_of(weights: list[float]) -> float:

@@ -32,8 +32,8 @@ PATIENCE = 1.0
 """Seconds for which an attacker waits for an answer; the server waits longer for missing input."""
 
 PROPER = frozenset({100, 200, 400, 404, 405, 413, 429, 431, 501, 503})
-MOST_GROWTH_MIB = 16.0
-MOST_LOG_BYTES = 20_000_000
+MAX_GROWTH_MIB = 16.0
+MAX_LOG_BYTES = 20_000_000
 
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 
@@ -130,8 +130,8 @@ async def test_nothing_that_arrives_stops_it(models: Models, tmp_path: Path, att
     assert process.returncode == 0
     assert [line for line in log.read_bytes().splitlines() if BUG.search(line)][:3] == []
     assert attackers.improper == []
-    assert log.stat().st_size < MOST_LOG_BYTES
-    assert growth < MOST_GROWTH_MIB
+    assert log.stat().st_size < MAX_LOG_BYTES
+    assert growth < MAX_GROWTH_MIB
 
 
 async def weight_after(attackers: Attackers, services: Stack, pid: int, attacks: int) -> float:

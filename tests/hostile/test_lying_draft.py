@@ -66,8 +66,8 @@ CONTRASTIVE_DEADLINE = 2.0
 """Without a draft a contrastive text is given up; with a live but useless one it waits for its caller's deadline."""
 
 DEADLINE = 30.0
-MOST_PULSE = 1.0
-MOST_LOG_BYTES = 100_000
+MAX_PULSE = 1.0
+MAX_LOG_BYTES = 100_000
 
 
 def most_seconds(undrafted: float) -> float:
@@ -165,5 +165,5 @@ async def lies(honest: Honest, name: str, authority: Authority | None = None) ->
     assert {each: fault for each, fault in faults.items() if fault} == {}
     assert liar.sessions > 0
     assert volume.bugs == []
-    assert volume.bytes < MOST_LOG_BYTES
-    assert pulse.seconds < MOST_PULSE
+    assert volume.bytes < MAX_LOG_BYTES
+    assert pulse.seconds < MAX_PULSE

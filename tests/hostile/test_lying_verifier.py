@@ -24,7 +24,7 @@ from tests.certificates import Authority
 from tests.faults.cluster import Models
 from tests.hostile import log_volume
 from tests.hostile.lying_verifier import LIES, LyingVerifier
-from tests.hostile.texts import MOST_DETAILS, Outcome, ask, pulse_of
+from tests.hostile.texts import MAX_DETAILS, Outcome, ask, pulse_of
 from tests.hostile.vitals import resident_mib
 from tests.stack import Stack, served, stack, until
 
@@ -65,12 +65,12 @@ SILENCE_SECONDS = 1.0
 FAILOVER_SECONDS = 1.5
 
 DEADLINE = 8.0
-MOST_SECONDS = 7.0
+MAX_SECONDS = 7.0
 """Time limit in seconds of a text whose verifier lies: silence, failover, and the text itself, on a busy machine."""
 
-MOST_PULSE = 1.0
-MOST_LOG_BYTES = 100_000
-MOST_GROWTH_MIB = 64.0
+MAX_PULSE = 1.0
+MAX_LOG_BYTES = 100_000
+MAX_GROWTH_MIB = 64.0
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,11 @@ async def lies(honest: Honest, name: str, alone: bool, authority: Authority | No
         await until(lambda: services.idle)
     growth = resident_mib() - before
     faults = {
-        each: got.fault(wanted[each].text, MOST_SECONDS, refusable=True) for each, got in zip(ASKS, asked, strict=True)
+        each: got.fault(wanted[each].text, MAX_SECONDS, refusable=True) for each, got in zip(ASKS, asked, strict=True)
     }
     excused = "DEADLINE_EXCEEDED" if name in WAITS else "INTERNAL" if name in FAILS and alone else ""
     for each, got in zip(ASKS, asked, strict=True):
-        if got.status == excused and len(got.details) < MOST_DETAILS:
+        if got.status == excused and len(got.details) < MAX_DETAILS:
             faults[each] = ""
     print(
         f"\n{name}, {'alone' if alone else 'beside'}: "
@@ -145,9 +145,9 @@ async def lies(honest: Honest, name: str, alone: bool, authority: Authority | No
     assert {each: fault for each, fault in faults.items() if fault} == {}
     assert liar.sessions > 0
     assert volume.bugs == []
-    assert volume.bytes < MOST_LOG_BYTES
-    assert pulse.seconds < MOST_PULSE
-    assert growth < MOST_GROWTH_MIB
+    assert volume.bytes < MAX_LOG_BYTES
+    assert pulse.seconds < MAX_PULSE
+    assert growth < MAX_GROWTH_MIB
 
 
 async def test_an_answer_that_was_damaged_on_its_way_begins_no_text(honest: Honest) -> None:

@@ -31,7 +31,7 @@ GOOD = frozenset(
 )
 """Statuses that name the error and the party at fault."""
 
-MOST_DETAILS = 1024
+MAX_DETAILS = 1024
 """Maximum bytes of a status's details."""
 
 
@@ -74,7 +74,7 @@ class Outcome:
             return f"no text: {self}"
         if wanted is not None and self.received != wanted.tokens[: len(self.received)]:
             return f"tokens of another text: {self.received} before {self}"
-        if len(self.details.encode()) > MOST_DETAILS:
+        if len(self.details.encode()) > MAX_DETAILS:
             return f"refused in {len(self.details.encode())} bytes: {self}"
         return ""
 

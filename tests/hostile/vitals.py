@@ -35,7 +35,7 @@ KEPT = 5
 """Bugs quoted per log, each with the lines that follow."""
 
 FOLLOWING = 12
-LONGEST = 1500
+MAX_QUOTED_CHARACTERS = 1500
 
 
 def memory(cluster: Cluster) -> dict[str, float]:
@@ -64,7 +64,7 @@ def bugs(cluster: Cluster) -> list[str]:
         places = [place for place, line in enumerate(lines) if BUG.search(line)]
         for place in places[:KEPT]:
             told = b"\n".join(lines[place : place + FOLLOWING]).decode(errors="replace")
-            found.append(f"{name}: {told[:LONGEST]}")
+            found.append(f"{name}: {told[:MAX_QUOTED_CHARACTERS]}")
         found += [f"{name}: {len(places)} in all"] * bool(places)
     return found
 

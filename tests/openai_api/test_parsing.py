@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from specdec.openai_api.parsing import LONG_BODY, MOST_LONG_WAITING, SHORT_BODY, Parser
+from specdec.openai_api.parsing import LONG_BODY, MAX_LONG_WAITING, SHORT_BODY, Parser
 from specdec.openai_api.requests import ParsedRequest, parse
 from specdec.serving.errors import OverloadedError, TenantLimitError
 from tests.client.fake_server import FakeServer
@@ -51,7 +51,7 @@ async def test_a_caller_takes_half_of_the_places_at_most() -> None:
     await until(lambda: len(parses.threads) == 1)
     running = [
         asyncio.ensure_future(parser.parse(body_of(LONG_BODY), chat=False, caller=caller))
-        for caller in ["a"] * (MOST_LONG_WAITING // 2) + ["b"] * (MOST_LONG_WAITING // 2)
+        for caller in ["a"] * (MAX_LONG_WAITING // 2) + ["b"] * (MAX_LONG_WAITING // 2)
     ]
     await asyncio.sleep(0)  # all are waiting
     with pytest.raises(OverloadedError):

@@ -12,7 +12,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
-from orchestrator.pods.readiness import MOST_FINGERPRINTS, VERIFIER, Readiness
+from orchestrator.pods.readiness import MAX_FINGERPRINTS, VERIFIER, Readiness
 from specdec.serving.process.health import NOT_SERVING, SERVING
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.captured_logs import captured_logs
@@ -178,9 +178,9 @@ async def test_a_verifier_whose_address_goes_away_while_it_is_asked_is_none() ->
 def test_only_the_latest_fingerprints_are_remembered() -> None:
     """A verifier reporting a new fingerprint each time must not fill memory."""
     found = Readiness(Peers(Pods()), MODEL)
-    for number in range(2 * MOST_FINGERPRINTS):
+    for number in range(2 * MAX_FINGERPRINTS):
         found.served("ours")
         found.served(str(number))
     assert found.knows("ours")
-    assert found.knows(str(2 * MOST_FINGERPRINTS - 1))
+    assert found.knows(str(2 * MAX_FINGERPRINTS - 1))
     assert not found.knows("0")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from orchestrator.requests.model import ServedModel
-from orchestrator.requests.parsing import MOST_STOP_STRINGS, MOST_STOP_TOKENS, parse
+from orchestrator.requests.parsing import MAX_STOP_STRINGS, MAX_STOP_TOKENS, parse
 from orchestrator.tenants.file import Tenant
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
@@ -104,7 +104,7 @@ def test_the_first_of_many_wrong_values_is_named(model: ServedModel) -> None:
     assert problem == "is nan, must be in [-100, 100]"
     ((field, problem),) = violations(model, sampling=sampling(banned_tokens=range(VOCABULARY, VOCABULARY + 100)))
     assert (field, problem) == ("sampling.banned_tokens", "is 419, must be a token id below 320")
-    wrong = {"stop": [""] * MOST_STOP_STRINGS, "stop_tokens": [10**6] * MOST_STOP_TOKENS}
+    wrong = {"stop": [""] * MAX_STOP_STRINGS, "stop_tokens": [10**6] * MAX_STOP_TOKENS}
     assert [field for field, _ in violations(model, **wrong)] == ["stop[0]", "stop_tokens[0]"]
 
 

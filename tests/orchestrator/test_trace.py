@@ -13,7 +13,7 @@ import pytest
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
 from orchestrator.siblings import Siblings
-from orchestrator.trace import LONGEST_US, OrchestratorTraceServicer
+from orchestrator.trace import MAX_AGE_US, OrchestratorTraceServicer
 from specdec.serving.propagation import bind_metadata
 from specdec.serving.timeline import Timelines
 from specdec.serving.tracing.servicer import TraceServicer
@@ -105,7 +105,7 @@ async def test_parts_that_are_missing_are_told_with_the_reason(unused_tcp_port: 
 
 async def test_a_pod_may_say_anything() -> None:
     told = await trace(Telling(ages=(2**64 - 1, 2**64 - 1)))
-    assert told.timelines[1].age_us == LONGEST_US
+    assert told.timelines[1].age_us == MAX_AGE_US
 
 
 async def test_whichever_worker_is_asked_tells_what_all_have_recorded(tmp_path: Path) -> None:

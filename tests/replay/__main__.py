@@ -23,9 +23,9 @@ from specdec.engine.engines.loading import load_engine
 from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import Placement
+from specdec.engine.working_memory import MAX_STEP_CANDIDATES
 from tests.replay.deployment import Engines, Recording, made_up, record
 from tests.replay.scenarios import SCENARIOS, Scenario
-from verifier_service.step_loop import MOST_CANDIDATES
 
 KEPT = Path(__file__).parent / "recordings"
 MESSAGES = KEPT / "messages.txt"
@@ -33,7 +33,7 @@ MESSAGES = KEPT / "messages.txt"
 
 SPELT_OUT = "drafted"
 
-MOST_MORE = 1.02
+MAX_COST_RATIO = 1.02
 """Limit on the cost per committed token, relative to the earlier recording."""
 
 
@@ -56,7 +56,7 @@ def real_engines(args: argparse.Namespace) -> Engines:
     )
 
     def engines(scenario: Scenario) -> tuple[Engine, Engine, Engine | None]:
-        target.capacity = scenario.blocks * BLOCK + MOST_CANDIDATES
+        target.capacity = scenario.blocks * BLOCK + MAX_STEP_CANDIDATES
         return target, draft, local if scenario.local_draft else None
 
     return engines
@@ -99,7 +99,7 @@ def compare(before: Path, after: Path) -> int:
     for name in SCENARIOS:
         old, new = old_costs[name], new_costs[name]
         ratios = [(new[k] / new["tokens"]) / (old[k] / old["tokens"]) if old[k] else 1.0 + new[k] for k in kinds]
-        dearer |= max(ratios) > MOST_MORE
+        dearer |= max(ratios) > MAX_COST_RATIO
         print(f"| {name} | " + " | ".join(f"{ratio:.3f}" for ratio in ratios) + " |")
     return int(dearer or differing > 0)
 

@@ -30,7 +30,7 @@ PROMPT = [50, 60, 70, 80, 90]
 KEPT = 4
 TEMPERATURE = 1.5
 REQUESTS, SAMPLES = 30, 16
-LEAST_EXPECTED = 8.0
+MIN_EXPECTED = 8.0
 LOOKAHEAD = generation_pb2.Speculation(lookahead=model_pb2.Lookahead(window=2, ngram=2, guesses=2))
 """Applied whether or not it pays."""
 
@@ -104,7 +104,7 @@ async def check(
     total = REQUESTS * SAMPLES
     assert sum(counts.values()) == total
     paths = sorted(want, key=lambda path: -want[path])
-    common = list(itertools.takewhile(lambda path: total * want[path] >= LEAST_EXPECTED, paths))
+    common = list(itertools.takewhile(lambda path: total * want[path] >= MIN_EXPECTED, paths))
     rare = paths[len(common) :]
     cells = [[path] for path in common] + ([rare] if rare else [])
     observed = [sum(counts[path] for path in cell) for cell in cells]

@@ -21,13 +21,13 @@ from specdec.decoding.noise import sample_seed
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.engine.kv.blocks import BLOCK
+from specdec.engine.working_memory import MAX_STEP_CANDIDATES
 from specdec.serving.messages import logprobs_message
 from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2, verifier_pb2
 from tests.services.conftest import Directories
 from tests.services.test_faults import rest_of
 from tests.stack import Stack, VerifierPod, peers_at, request_of, served, stack, until
 from verifier_service.servicer import VerifierLimits, VerifierServicer
-from verifier_service.step_loop import MOST_CANDIDATES
 
 PROMPT = [50, 60, 70, 80, 90]
 CONTRASTIVE = model_pb2.ACCEPTANCE_RULE_CONTRASTIVE
@@ -708,7 +708,7 @@ async def test_who_moves_is_not_turned_away(directories: Directories) -> None:
         verifiers=2,
         target_delay=gates,
         verifier_limits=limits,
-        capacity=MOST_CANDIDATES + 4 * BLOCK,
+        capacity=MAX_STEP_CANDIDATES + 4 * BLOCK,
         stuck_seconds=60,
     ) as services:
         want = await complete("first")

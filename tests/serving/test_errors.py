@@ -28,7 +28,7 @@ from specdec.serving.errors import (
 from specdec.v2 import generation_pb2
 from tests.stack import served
 
-MOST_HEADER_BYTES = 8192
+MAX_HEADER_BYTES = 8192
 """gRPC's limit for a status with its metadata."""
 
 texts = st.text(alphabet=st.characters(codec="utf-8"), max_size=20).flatmap(
@@ -46,13 +46,13 @@ def header_bytes(error: ServiceError) -> int:
 
 @given(st.lists(st.tuples(texts, texts), max_size=30))
 def test_violations_fit_a_status(violations: list[tuple[str, str]]) -> None:
-    assert header_bytes(InvalidRequestError(violations)) < MOST_HEADER_BYTES
+    assert header_bytes(InvalidRequestError(violations)) < MAX_HEADER_BYTES
 
 
 @given(texts)
 def test_messages_fit_a_status(text: str) -> None:
     for error in (OverloadedError(text), PeerLostError(text, text)):
-        assert header_bytes(error) < MOST_HEADER_BYTES
+        assert header_bytes(error) < MAX_HEADER_BYTES
         assert len(str(error).encode()) <= 1024
 
 

@@ -115,7 +115,7 @@ def test_the_page_has_this_table() -> None:
 async def test_connections_beyond_the_limit_are_closed_and_places_are_given_back() -> None:
     serving = MetricsEndpoint("127.0.0.1", 0, list)
     try:
-        silent = [await asyncio.open_connection("127.0.0.1", serving.port) for _ in range(endpoint.MOST_CONNECTIONS)]
+        silent = [await asyncio.open_connection("127.0.0.1", serving.port) for _ in range(endpoint.MAX_CONNECTIONS)]
         reader, writer = await asyncio.open_connection("127.0.0.1", serving.port)
         assert await asyncio.wait_for(reader.read(), 5.0) == b""
         for _, each in [*silent, (reader, writer)]:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from specdec.serving.errors import OverloadedError, ProtocolError, from_rpc
 from specdec.serving.mux.channel import ClientConnection, MuxChannel
 from specdec.serving.mux.send_queue import MAX_UNSENT_FRAMES, SendQueue
-from specdec.serving.mux.stream import MOST_BYTES, OVERHEAD, WINDOW, ByteCounters, MuxStream
+from specdec.serving.mux.stream import MAX_BYTES, OVERHEAD, WINDOW, ByteCounters, MuxStream
 from specdec.serving.process.server import CHANNEL_OPTIONS
 from specdec.v2 import mux_pb2, mux_pb2_grpc
 from specdec.wire.request_id import REQUEST_ID
@@ -303,11 +303,11 @@ async def test_a_message_that_cannot_be_read_is_none() -> None:
 async def test_a_message_that_is_too_large_harms_nobody_else() -> None:
     async with link() as to:
         call, other, largest = to.begin("echo"), to.begin("echo"), to.begin("echo")
-        await largest.write(bytes(MOST_BYTES))
-        assert len(await largest.read()) == MOST_BYTES
+        await largest.write(bytes(MAX_BYTES))
+        assert len(await largest.read()) == MAX_BYTES
         with pytest.raises(asyncio.InvalidStateError):
-            await call.write(bytes(MOST_BYTES + 1))
-        with pytest.raises(grpc.aio.AioRpcError, match=f"a message of {MOST_BYTES + 1} bytes") as refused:
+            await call.write(bytes(MAX_BYTES + 1))
+        with pytest.raises(grpc.aio.AioRpcError, match=f"a message of {MAX_BYTES + 1} bytes") as refused:
             await call.read()
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         await other.write(b"still here")

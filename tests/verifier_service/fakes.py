@@ -28,6 +28,7 @@ from specdec.engine.gpu.sampler import GpuLogits
 from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
 from specdec.engine.row_counts import InvariantRowCounts
+from specdec.engine.working_memory import MAX_STEP_CANDIDATES
 from testing.mailbox import Mailbox
 from tests.choices import choose_token
 from tests.paged import Paged
@@ -38,7 +39,7 @@ from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import LatencyTuning
 from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
-from verifier_service.step_loop import MOST_CANDIDATES, StepLoop
+from verifier_service.step_loop import StepLoop
 
 REMOTE = frozenset({CandidateSource.REMOTE})
 
@@ -110,7 +111,9 @@ class TextEngine:
     vocabulary = VOCABULARY
     bad = BAD
 
-    def __init__(self, blocks: int, tree_slots: int = MOST_CANDIDATES, rows: InvariantRowCounts | None = None) -> None:
+    def __init__(
+        self, blocks: int, tree_slots: int = MAX_STEP_CANDIDATES, rows: InvariantRowCounts | None = None
+    ) -> None:
         self.capacity = blocks * BLOCK + tree_slots
         self.memory = np.full(self.capacity, UNWRITTEN)
         self.broken = np.zeros(self.capacity, dtype=bool)  # holds NaN

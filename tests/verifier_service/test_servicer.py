@@ -11,11 +11,12 @@ import pytest
 
 from specdec.decoding.speculation import NO_DRAFTERS, CandidateSource
 from specdec.serving.errors import InvalidRequestError, OverloadedError, TenantLimitError, TooLateError
+from specdec.serving.validation import MAX_LOGPROBS
 from specdec.v2 import model_pb2, verifier_pb2
 from tests.serving.test_sessions import Context
 from tests.stack import until
 from tests.verifier_service.fakes import VOCABULARY, TextEngine, step_loop
-from verifier_service.servicer import MOST_LOGPROBS, VerifierLimits, VerifierServicer
+from verifier_service.servicer import VerifierLimits, VerifierServicer
 from verifier_service.sessions.session import VerifierSession
 
 
@@ -46,7 +47,7 @@ def violation(**fields: Any) -> tuple[str, str]:
     return found
 
 
-@pytest.mark.parametrize("wanted", [None, 0, 1, MOST_LOGPROBS])
+@pytest.mark.parametrize("wanted", [None, 0, 1, MAX_LOGPROBS])
 def test_log_probabilities_are_asked_for_by_their_number(wanted: int | None) -> None:
     fields = {} if wanted is None else {"top_logprobs": wanted}
     assert parsed(**fields).request.top_logprobs == wanted
@@ -54,7 +55,7 @@ def test_log_probabilities_are_asked_for_by_their_number(wanted: int | None) -> 
 
 def test_one_more_than_there_may_be_is_refused() -> None:
     """Guards against an off-by-one: k + 1 was once accepted for k."""
-    assert violation(top_logprobs=MOST_LOGPROBS + 1) == ("top_logprobs", "is 21, must be at most 20")
+    assert violation(top_logprobs=MAX_LOGPROBS + 1) == ("top_logprobs", "is 21, must be at most 20")
 
 
 @pytest.mark.parametrize(

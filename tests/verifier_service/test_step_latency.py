@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.verifier_service.fakes import TextEngine
 from verifier_service.costs.step_latency import (
     ENOUGH,
-    LEAST_ROUNDS,
     MEASURED_ROWS,
+    MIN_ROUNDS,
     REPEATS,
     WARM_UP_KEYS,
     StepLatency,
@@ -128,7 +128,7 @@ def test_it_is_measured_within_the_memory(blocks: int) -> None:
 def test_where_steps_are_long_fewer_are_measured() -> None:
     engine = TextEngine(100, tree_slots=0)
     StepLatency.measure(engine, 100 * 64, enough=0.0)
-    assert engine.steps == [*MEASURED_ROWS] * LEAST_ROUNDS
+    assert engine.steps == [*MEASURED_ROWS] * MIN_ROUNDS
 
 
 def of_a_model(row: float, least: float) -> tuple[list[int], Callable[[int], float]]:
@@ -146,8 +146,8 @@ def of_a_model(row: float, least: float) -> tuple[list[int], Callable[[int], flo
     ("row", "least", "longest", "rounds"),
     [
         (1e-5, 1e-3, 256, REPEATS),
-        (0.006, 0.06, 64, LEAST_ROUNDS),  # 64 rows take 0.38 s
-        (0.03, 0.24, 16, LEAST_ROUNDS),  # long, but the cost of a row is not known yet
+        (0.006, 0.06, 64, MIN_ROUNDS),  # 64 rows take 0.38 s
+        (0.03, 0.24, 16, MIN_ROUNDS),  # long, but the cost of a row is not known yet
         (0.2, 1.6, 16, 1),  # only the first is too long to repeat
     ],
 )

@@ -11,7 +11,7 @@ from specdec.decoding.speculation import OWN_DRAFTERS
 from tests.verifier_service.fakes import BAD, Client, TextEngine, run, step_loop
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import NGRAM
-from verifier_service.proposers.suffix_cache import BREAK, MOST_TENANTS, SuffixCache
+from verifier_service.proposers.suffix_cache import BREAK, MAX_TENANTS, SuffixCache
 
 SOUND = Sampling(banned_tokens=frozenset({BAD}))
 
@@ -29,7 +29,7 @@ def test_the_last_tokens_are_kept_in_order(texts: list[list[int]], most: int) ->
 
 def test_tenants_are_apart_and_the_longest_silent_is_forgotten() -> None:
     shared = SuffixCache(8)
-    for number in range(MOST_TENANTS):
+    for number in range(MAX_TENANTS):
         shared.add(str(number), [number])
     shared.add("0", [5])
     shared.add("new", [7])

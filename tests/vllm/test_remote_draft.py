@@ -19,7 +19,7 @@ from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
 from specdec.v2 import draft_pb2
 from specdec.vllm import RemoteDraft
-from specdec.vllm.remote_draft import MOST_MISTAKES
+from specdec.vllm.remote_draft import MAX_MISTAKES
 from specdec.vllm.settings import VllmDraftSettings
 from specdec.vllm.worth import Worth
 from specdec.wire.address import Address
@@ -289,7 +289,7 @@ async def test_a_mistake_of_ours_costs_vllm_proposals_alone(
     proposer = RemoteDraft(config(directories.target), worth)
     tokens = np.arange(3, 3 + 2 * CONTEXT, dtype=np.int32).reshape(2, CONTEXT)
     with captured_logs() as logs:
-        for _ in range(2 * MOST_MISTAKES):
+        for _ in range(2 * MAX_MISTAKES):
             assert proposer.propose([[5], []], np.array([4, 5]), tokens, None, something="newer") == [[], []]
-    assert worth.asked == MOST_MISTAKES
-    assert [line["event"] for line in logs] == ["proposing_failed"] * MOST_MISTAKES + ["proposing_ended"]
+    assert worth.asked == MAX_MISTAKES
+    assert [line["event"] for line in logs] == ["proposing_failed"] * MAX_MISTAKES + ["proposing_ended"]

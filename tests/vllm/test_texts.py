@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.decoding.tree import Paths
-from specdec.vllm.texts import IN_VAIN, LEAST_PATH_PROBABILITY, TextTable, Tokens, VllmText
+from specdec.vllm.texts import IN_VAIN, MIN_PATH_PROBABILITY, TextTable, Tokens, VllmText
 
 VOCABULARY, CONTEXT, END = 50, 64, frozenset({1})
 
@@ -77,7 +77,7 @@ def test_what_a_text_says_since_is_committed() -> None:
 def test_candidates_that_are_hardly_reached_are_left_out() -> None:
     text = VllmText(row(5), VOCABULARY, CONTEXT, END)
     text.insert(1, chain(*range(10, 20), probability=0.5))
-    reached = math.floor(math.log(LEAST_PATH_PROBABILITY, 0.5))
+    reached = math.floor(math.log(MIN_PATH_PROBABILITY, 0.5))
     assert text.chain(10) == list(range(10, 10 + reached))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from specdec.vllm.worth import LONGEST_PAUSE, Worth
+from specdec.vllm.worth import MAX_PAUSE, Worth
 
 Step = Callable[[bool, int], tuple[int, float]]
 """(candidates were proposed, number of texts) -> (tokens of a step, its seconds)."""
@@ -39,7 +39,7 @@ def test_what_pays_is_used_nearly_always() -> None:
 def test_what_costs_is_tried_ever_more_rarely() -> None:
     worth = Worth()
     run(worth, costs, 60.0)
-    share, rate = run(worth, costs, 2 * LONGEST_PAUSE, start=60.0)
+    share, rate = run(worth, costs, 2 * MAX_PAUSE, start=60.0)
     assert share < 0.03
     assert rate > 0.97 * 100
 
@@ -68,7 +68,7 @@ def test_what_comes_to_cost_is_left_at_once() -> None:
 def test_what_comes_to_pay_is_found() -> None:
     worth = Worth()
     run(worth, costs, 300.0)
-    run(worth, pays, LONGEST_PAUSE + 5.0, start=300.0)
+    run(worth, pays, MAX_PAUSE + 5.0, start=300.0)
     assert run(worth, pays, 50.0, start=700.0)[0] > 0.9
 
 

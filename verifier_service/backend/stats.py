@@ -11,7 +11,7 @@ from specdec.serving.errors import TooLateError
 from specdec.serving.histogram import Histogram
 from verifier_service.backend.result import VerifyResult
 
-LONGEST_TOLD = 16
+LAST_BIN = 16
 """Last bin of the histogram of accepted candidates per step: larger numbers count there."""
 
 INTERVAL_SMOOTHING = 0.1
@@ -50,7 +50,7 @@ class VerifierStats:
     delayed: float = 0.0  # seconds of step delay
     mode: str = ""  # last choice of adaptive speculation; empty: none yet
     queue_seconds: Histogram = field(default_factory=Histogram)  # from a session's arrival to its admission
-    accepted_lengths: list[int] = field(default_factory=lambda: [0] * (LONGEST_TOLD + 1))
+    accepted_lengths: list[int] = field(default_factory=lambda: [0] * (LAST_BIN + 1))
     """Steps of sessions with candidates, by the number accepted."""
     interval: float = 0.0  # seconds from token to token of a session, moving average; 0: unknown
     usual_tokens: float = 0.0  # generated tokens of an ended session, moving average
@@ -68,7 +68,7 @@ class VerifierStats:
             self.drafted += result.offered
             self.accepted += result.accepted
             if result.offered:
-                self.accepted_lengths[min(result.accepted, LONGEST_TOLD)] += 1
+                self.accepted_lengths[min(result.accepted, LAST_BIN)] += 1
 
     def observe_pace(
         self, seconds: float, results: Sequence[VerifyResult], *, sat_out: bool = False, in_turn: int = 0

@@ -27,7 +27,7 @@ REPEATS = 5
 """Rounds over all MEASURED_ROWS, interleaved so that a slow spell of the machine affects all alike: their ratios
 matter."""
 
-LEAST_ROUNDS = 2
+MIN_ROUNDS = 2
 """Minimum number of rounds: the first one includes the compilation of kernels."""
 
 ENOUGH = 0.5
@@ -62,7 +62,7 @@ the rest of `observe`."""
 UNPAID_STEPS = 8
 """Minimum interval, in steps, of experiments with fewer rows while there is no exploration budget."""
 
-LEAST_VARIANCE = 1e-6
+MIN_VARIANCE = 1e-6
 """Lower bound on the variances used as weights of points."""
 
 
@@ -252,7 +252,7 @@ def never_falling(values: Sequence[float], variances: Sequence[float]) -> list[f
     by their mean (isotonic regression by pool adjacent violators)."""
     pools: list[tuple[float, float, int]] = []  # value, weight, length
     for value, variance in zip(values, variances, strict=True):
-        pool = value, 1.0 / max(variance, LEAST_VARIANCE), 1
+        pool = value, 1.0 / max(variance, MIN_VARIANCE), 1
         while pools and pools[-1][0] > pool[0]:
             value_before, weight_before, length = pools.pop()
             weight = weight_before + pool[1]
@@ -279,7 +279,7 @@ def least_seconds(rows: Sequence[int], seconds: Callable[[int], float], enough: 
     shortest = list(accumulate(reversed(least.values()), min))[::-1]  # minimum over this and all larger counts
     again = [n for n, more in zip(least, shortest, strict=True) if least[n] <= ONCE or least[n] > DELAYED * more]
     for done in range(1, REPEATS):
-        if done >= LEAST_ROUNDS and total >= enough:
+        if done >= MIN_ROUNDS and total >= enough:
             break
         for count in again:
             took = seconds(count)

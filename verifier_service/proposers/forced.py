@@ -10,7 +10,7 @@ from verifier_service.backend.result import GRAMMAR
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, ProposalStats, Proposer
 from verifier_service.sessions.session import VerifierSession
 
-LONGEST = 32
+MAX_FORCED_TOKENS = 32
 """Maximum forced tokens in one step."""
 
 LOGPROB = math.log(0.95)
@@ -29,7 +29,7 @@ class ForcedTokens(Proposer):
             if session.grammar is None or self._proposed.get(session) == session.tree.base:
                 continue
             self._proposed[session] = session.tree.base
-            if not (tokens := session.forced()[:LONGEST]):
+            if not (tokens := session.forced()[:MAX_FORCED_TOKENS]):
                 continue
             sampled = enumerate(tokens) if session.samples_candidates else ()
             rows = [(place, DraftDistribution.certain(token)) for place, token in sampled]

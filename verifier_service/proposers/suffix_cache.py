@@ -14,7 +14,7 @@ import numpy as np
 
 from specdec.decoding.suffix import Tokens
 
-MOST_TENANTS = 64
+MAX_TENANTS = 64
 """Maximum tenants with kept texts; the least recently active one is forgotten first."""
 
 BREAK = -1
@@ -35,7 +35,7 @@ class SuffixCache:
         recent = self._texts.setdefault(tenant, _Recent(self._most))
         self._texts.move_to_end(tenant)
         recent.add([BREAK, *text[max(0, len(text) + 1 - self._most) :]])
-        if len(self._texts) > MOST_TENANTS:
+        if len(self._texts) > MAX_TENANTS:
             self._texts.popitem(last=False)
 
     def tokens_of(self, tenant: str) -> Tokens | None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from verifier_service.settings.tuning import DEFAULTS, DraftTimingTuning
 
-LONGEST_WAY = 60.0
+MAX_ROUND_TRIP_SECONDS = 60.0
 """Round trip in seconds above which the draft's claim about how long it has known a text is ignored."""
 
 
@@ -50,7 +50,7 @@ class DraftTiming:
         if begun is None:
             return
         way = at - begun - held
-        if held > 0 and 0 < way < LONGEST_WAY:
+        if held > 0 and 0 < way < MAX_ROUND_TRIP_SECONDS:
             self.round_trip += self._tuning.smoothing * (way - self.round_trip) if self.round_trip else way
         if base in self._last:
             self._gap += self._tuning.smoothing * (at - self._last[base] - self._gap)

@@ -20,7 +20,7 @@ from specdec.decoding.ngrams import NgramPool
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Rule
-from specdec.decoding.suffix import LONGEST, Tokens, continuations
+from specdec.decoding.suffix import MAX_MATCH, Tokens, continuations
 from specdec.decoding.tree import Node, Paths, TokenTree
 from verifier_service.backend.result import LOOKAHEAD, NGRAM
 from verifier_service.settings.tuning import DEFAULTS, NgramTuning
@@ -34,14 +34,14 @@ class Confidence:
 
     def __init__(self, tuning: NgramTuning = DEFAULTS.ngrams) -> None:
         self._tuning = tuning
-        self._scores = [math.log(1 - 0.8 / (1 + 0.5 * match)) for match in range(LONGEST + 1)]
+        self._scores = [math.log(1 - 0.8 / (1 + 0.5 * match)) for match in range(MAX_MATCH + 1)]
 
     def logprobs(self, match: int, most: int, least: float) -> list[float]:
         """Return the logprobs of up to `most` consecutive proposals after a match of `match` tokens, while their sum is
         at least `least`. Each proposal extends the match of the next one."""
         found: list[float] = []
         for agreement in range(match, match + most):
-            logprob = self._scores[min(agreement, LONGEST)]
+            logprob = self._scores[min(agreement, MAX_MATCH)]
             least -= logprob
             if least > 0:
                 break
@@ -49,7 +49,7 @@ class Confidence:
         return found
 
     def learn(self, match: int, right: bool) -> None:
-        match = min(match, LONGEST)
+        match = min(match, MAX_MATCH)
         rate = math.exp(self._scores[match])
         rate += self._tuning.confidence_smoothing * (right - rate)
         self._scores[match] = math.log(max(rate, self._tuning.least_rate))
@@ -116,11 +116,11 @@ class SessionNgrams:
         self._skipped = 0
         worth = math.log(max(tuning.min_probability, price * tuning.price_share))
         text = self._text[: self._length]
-        for tokens, match in continuations(text, text[-LONGEST:], tuning.branches, tuning.depth) if lookups else ():
+        for tokens, match in continuations(text, text[-MAX_MATCH:], tuning.branches, tuning.depth) if lookups else ():
             # A continuation reaching the end of the text wraps around: the text is assumed to repeat itself.
             self._insert_lookup(tree, np.resize(tokens, tuning.depth), match, worth, sampled)
         if shared is not None and lookups:
-            for tokens, match in continuations(shared, text[-LONGEST:], tuning.branches, tuning.depth):
+            for tokens, match in continuations(shared, text[-MAX_MATCH:], tuning.branches, tuning.depth):
                 self._insert_lookup(tree, tokens, match, worth, sampled)
         if self.pool is not None and windows:
             for ngram in self.pool.after(int(text[-1])):

@@ -23,7 +23,7 @@ from specdec.engine.batch import PackedBatch
 from specdec.engine.gpu.attention import SplitKvAttention, SplitKvMemory
 from specdec.engine.gpu.decoder import GpuDecoder
 from specdec.engine.gpu.draft_logits import GpuDraftLogits
-from specdec.engine.gpu.graphs import MOST_ROWS, Graphs
+from specdec.engine.gpu.graphs import MAX_ROWS, Graphs
 from specdec.engine.gpu.layout import SplitKvBatch, SplitKvPacker, tile_rows_for
 from specdec.engine.gpu.linear import cuts, split_k
 from specdec.engine.gpu.sampler import GpuLogits
@@ -43,7 +43,7 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, ShapeRowCounts
 from specdec.engine.start_phases import phase
 
-LEAST_PARTIALS = 1 << 12
+MIN_PARTIALS = 1 << 12
 """Initial capacity in partials. A step needing more grows it to the next power of two, and graphs are captured
 again."""
 
@@ -93,7 +93,7 @@ class GpuEngine:
         keys = [torch.zeros(capacity, layer.kv_heads, layer.width, **place) for layer in layers]
         values = [torch.zeros(capacity, layer.kv_heads, layer.value_width, **place) for layer in layers]
         self._memory = SplitKvMemory(keys, values)
-        self._memory.reserve(LEAST_PARTIALS, self._heads)
+        self._memory.reserve(MIN_PARTIALS, self._heads)
         self.tile(None)
         with phase("compiled_loops"):
             own.check(self)
@@ -178,7 +178,7 @@ class GpuEngine:
                 return with_hidden_states(self.model, lambda: self._logits(tensors))
             return self._logits(tensors), None
         wanted, rows = len(batch.wanted), len(batch.tokens)
-        if self._graphs is not None and wanted <= rows <= MOST_ROWS:
+        if self._graphs is not None and wanted <= rows <= MAX_ROWS:
             room = np.concatenate([batch.wanted, np.zeros(rows - wanted, dtype=np.int64)])
             tensors, states = self._graphs.forward(replace(batch, wanted=room))
         else:

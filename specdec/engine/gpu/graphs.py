@@ -16,10 +16,10 @@ from torch import Tensor
 from specdec.engine.gpu.layout import SplitKvBatch
 from specdec.engine.gpu.staging import SplitKvTensors
 
-MOST_ROWS = 512
+MAX_ROWS = 512
 """Rows of the largest batch to capture. Larger batches, mostly prompts, come in too many sizes."""
 
-MOST_GRAPHS = 256
+MAX_GRAPHS = 256
 """Maximum number of graphs; the least recently used is dropped first. Each holds its batch, its result, and the
 driver's data for its kernels."""
 
@@ -51,7 +51,7 @@ class Graphs:
         recorded = self._recorded.get(key)
         if recorded is None:
             recorded = self._recorded[key] = self._record(batch)
-            if len(self._recorded) > MOST_GRAPHS:
+            if len(self._recorded) > MAX_GRAPHS:
                 self._recorded.popitem(last=False)
         self._recorded.move_to_end(key)
         recorded.batch.fill(batch)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specdec.engine.hf.linear import is_plain
 
-LEAST_PART = 512
+MIN_PART = 512
 """Approximate minimum of terms in a part: shorter reads do not amortise memory latency."""
 
 PROGRAMS = 256
@@ -26,7 +26,7 @@ PROGRAMS = 256
 COLUMNS = 64
 """Columns of the result per program for few rows: the height of a tensor core's instruction."""
 
-LEAST_ROWS, MOST_ROWS = 16, 128
+MIN_ROWS, MAX_ROWS = 16, 128
 """Bounds on the rows per program."""
 
 TERMS = 128
@@ -65,7 +65,7 @@ def split_k(layer: torch.nn.Module) -> SplitKLinear | None:
 def parts_of(inputs: int, outputs: int) -> int:
     """Return the number of parts for a layer of this shape."""
     blocks = -(-outputs // COLUMNS)
-    parts = max(1, min(PROGRAMS // blocks, inputs // LEAST_PART))
+    parts = max(1, min(PROGRAMS // blocks, inputs // MIN_PART))
     return -(-inputs // length_of(inputs, parts))
 
 
@@ -90,8 +90,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows, inputs = x.shape
     outputs = len(weight)
     parts = parts_of(inputs, outputs)
-    row_block = min(MOST_ROWS, max(LEAST_ROWS, triton.next_power_of_2(rows)))
-    many = row_block == MOST_ROWS
+    row_block = min(MAX_ROWS, max(MIN_ROWS, triton.next_power_of_2(rows)))
+    many = row_block == MAX_ROWS
     column_block = 2 * COLUMNS if many else COLUMNS
     columns, blocks = triton.cdiv(outputs, column_block), triton.cdiv(rows, row_block)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
@@ -115,7 +115,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         BIASED=bias is not None,
         WIDENED=INTERPRETED and x.dtype == torch.bfloat16,
         num_warps=8 if many else 4,
-        num_stages=4 if row_block <= 2 * LEAST_ROWS else 3,
+        num_stages=4 if row_block <= 2 * MIN_ROWS else 3,
     )
     if not whole:
         _add_up[(rows, triton.cdiv(outputs, ADDED))](

@@ -15,7 +15,7 @@ from specdec.engine.gpu.upload import upload
 from specdec.engine.hf.pretrained import LayerAttention
 from specdec.engine.kv.slots import Slots
 from specdec.engine.padded.attention import AttentionGroup, PaddedAttention
-from specdec.engine.padded.layout import LEAST_ROWS, PaddedBatch, PaddedGroup, PaddedPacker
+from specdec.engine.padded.layout import MIN_ROWS, PaddedBatch, PaddedGroup, PaddedPacker
 from specdec.engine.row_counts import InvariantRowCounts
 
 
@@ -34,7 +34,7 @@ class PaddedBackend:
         self._window = next((layer.window for layer in layers if layer.window), None)
 
     def packer(self, rows: InvariantRowCounts | None) -> PaddedPacker:
-        return PaddedPacker(rows=rows, window=self._window, least_rows=1 if rows is None else LEAST_ROWS)
+        return PaddedPacker(rows=rows, window=self._window, least_rows=1 if rows is None else MIN_ROWS)
 
     def attention(self, batch: PackedBatch) -> PaddedAttention:
         assert isinstance(batch, PaddedBatch)  # from our own packer

@@ -5,7 +5,7 @@ length of its keys. A token tree becomes a chain for each of its paths, with key
 gaps; or, where bits do not matter, one lane with a mask.
 
 Exactness depends on two rules kept here. A chain's lane is padded to a length determined only by the positions of its
-rows, and (unless an engine takes all lanes in one group) it has at least LEAST_ROWS rows. Then a row's attention is the
+rows, and (unless an engine takes all lanes in one group) it has at least MIN_ROWS rows. Then a row's attention is the
 same in a prompt, a tree or a plain step.
 """
 
@@ -24,7 +24,7 @@ from specdec.engine.kv.slots import PADDING_SLOT, Slots
 KEY_BUCKET = 64
 """A lane's list of keys is padded to a multiple of this."""
 
-LEAST_ROWS = 4
+MIN_ROWS = 4
 """Minimum number of query rows in a lane, after padding."""
 
 
@@ -65,12 +65,12 @@ class PaddedPacker(Packer):
     """A packer of padded batches.
 
     `window` is the model's sliding window in tokens, if any. `one_group` pads all lanes to one shape, for engines
-    taking a single group. `least_rows` below LEAST_ROWS trades exactness for speed.
+    taking a single group. `least_rows` below MIN_ROWS trades exactness for speed.
     """
 
     window: int | None = None
     one_group: bool = False
-    least_rows: int = LEAST_ROWS
+    least_rows: int = MIN_ROWS
     lanes: list[Lane] = field(default_factory=list)
 
     def add_path(self, keys: Slots, rows: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from specdec.engine.memory import BLOCK_TOKENS, LEAST_SLOTS, slots_within
+from specdec.engine.memory import BLOCK_TOKENS, MIN_SLOTS, slots_within
 from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory
 from specdec.engine.model_file import Fields, is_integer, read_fields
 from specdec.engine.placement import BYTES, Placement
@@ -21,7 +21,7 @@ from specdec.engine.preflight.dtype import dtype_of
 from specdec.engine.preflight.weights import USUAL, Tensor, bytes_of, tensors
 from specdec.engine.working_memory import MAX_SESSIONS, logits_bytes, row_bytes, start_bytes
 
-LARGEST_SIZE = 1 << 20
+MAX_SIZE = 1 << 20
 """Sanity limit on the number of layers, heads or widths."""
 
 TORCH_PROCESS = 600_000_000
@@ -91,11 +91,11 @@ def memory_needed(directory: ModelDirectory, placement: Placement, free: int | N
     numbers = _numbers_of_an_export(directory) if exported else numbers_of_a_token(directory)
     slot = numbers * BYTES[dtype]
     parts = _parts(directory, placement, BYTES[dtype], exported=exported)
-    tokens, sessions = placement.kv_tokens or LEAST_SLOTS, 0
+    tokens, sessions = placement.kv_tokens or MIN_SLOTS, 0
     if free is not None:
         if placement.kv_tokens is None and slot:
             rest = free - parts.process - parts.weights
-            tokens = max(LEAST_SLOTS, slots_within(rest, slot, directory.context, parts.working(0), parts.row))
+            tokens = max(MIN_SLOTS, slots_within(rest, slot, directory.context, parts.working(0), parts.row))
         sessions = min(placement.sessions or MAX_SESSIONS, tokens // BLOCK_TOKENS)
     return MemoryNeeded(
         directory.name,
@@ -184,7 +184,7 @@ def numbers_of_a_token(directory: ModelDirectory) -> int:
 
     def size(*names: str) -> int:
         found = (config.content.get(name) for name in names)
-        return next((value for value in found if is_integer(value, 1, LARGEST_SIZE)), 0)
+        return next((value for value in found if is_integer(value, 1, MAX_SIZE)), 0)
 
     heads = size("num_attention_heads", "n_head")
     width = size("head_dim") or (size("hidden_size", "n_embd") // heads if heads else 0)

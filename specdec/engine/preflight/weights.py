@@ -14,7 +14,7 @@ from specdec.engine.model_file import in_one_line, opened
 Tensor = dict[str, Any]
 """A tensor's entry in a header: `dtype`, `shape`, `data_offsets`."""
 
-MOST_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """Bytes of the largest header allowed by the format."""
 
 USUAL = frozenset({"F64", "F32", "F16", "BF16"})
@@ -72,7 +72,7 @@ def tensors(file: Path) -> dict[str, Tensor]:
     with opened(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise ModelDirectoryError(
                 f"{file}: cannot be loaded: its header is truncated, or it is not a safetensors file"
             )

@@ -35,7 +35,7 @@ from specdec.engine.preflight.vllm_version import check_build, check_vllm
 from specdec.engine.start_phases import phase
 from specdec.engine.unsupported import UnsupportedModelError
 from specdec.engine.vllm.layout import BlockPacker
-from specdec.engine.vllm.options import LEAST_SEQUENCES, MOST_ROWS, MOST_SEQUENCES, check_options
+from specdec.engine.vllm.options import MAX_ROWS, MAX_SEQUENCES, MIN_SEQUENCES, check_options
 from specdec.exit_status import ExitStatus
 
 log = structlog.get_logger()
@@ -84,7 +84,7 @@ class VllmEngine:
         exact: bool = True,
         compiled: bool = False,
         cuda_graphs: bool = True,
-        sessions: int = MOST_SEQUENCES,
+        sessions: int = MAX_SEQUENCES,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         check_vllm()
@@ -108,7 +108,7 @@ class VllmEngine:
         self._compute_here()
         memory = memory_options(directory, capacity, dtype, device, options)
         parts = options.get("tensor_parallel_size", 1)
-        sequences = max(LEAST_SEQUENCES, sessions)
+        sequences = max(MIN_SEQUENCES, sessions)
         of_parts = {"OMP_NUM_THREADS": str(max(1, threads // parts))} if device == "cpu" and parts > 1 else {}
         with phase("weights"), environment(of_parts):
             self._start = _started(
@@ -117,7 +117,7 @@ class VllmEngine:
                 load_format="safetensors",
                 skip_tokenizer_init=True,
                 block_size=BLOCK,
-                max_num_batched_tokens=MOST_ROWS,
+                max_num_batched_tokens=MAX_ROWS,
                 max_num_seqs=sequences,
                 enable_prefix_caching=False,
                 disable_hybrid_kv_cache_manager=True,

@@ -8,14 +8,14 @@ from typing import Any
 
 from specdec.engine.unsupported import UnsupportedModelError
 
-MOST_ROWS = 4096
-MOST_SEQUENCES = 1024
+MAX_ROWS = 4096
+MAX_SEQUENCES = 1024
 """Limits of one pass for vLLM's buffers: rows, and sequences."""
 
-LEAST_SEQUENCES = 256
+MIN_SEQUENCES = 256
 """Minimum number of sequences in vLLM's buffers: the verifier measures steps of that many texts."""
 
-MOST_STEP_ROWS = 2048
+MAX_STEP_ROWS = 2048
 """Limit on a step's rows when filled with prompts: the roots of all sessions and their candidates come on top."""
 
 OWN = {

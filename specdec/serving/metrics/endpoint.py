@@ -25,7 +25,7 @@ COLLECT_SECONDS = 5.0
 REQUEST_SECONDS = 10.0
 """Maximum lifetime of a connection in seconds, even if it is active."""
 
-MOST_CONNECTIONS = 32
+MAX_CONNECTIONS = 32
 """Maximum number of connections, one thread each; more are closed at once."""
 
 
@@ -102,7 +102,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def __init__(self, host: str, port: int) -> None:
         self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__((host, port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:

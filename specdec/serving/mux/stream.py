@@ -18,7 +18,7 @@ still goes). An unread stream blocks only its own sender."""
 OVERHEAD = 64
 """Flow-control overhead in bytes per message."""
 
-MOST_BYTES = MAX_MESSAGE_BYTES - 1024
+MAX_BYTES = MAX_MESSAGE_BYTES - 1024
 """Maximum bytes of one message: below gRPC's limit, to leave room for the frame and the batch around it."""
 
 
@@ -63,9 +63,9 @@ class MuxStream:
 
     async def send(self, message: bytes) -> None:
         """Send a message once there is room; InvalidStateError if the stream is closed, TooLargeError above
-        MOST_BYTES."""
-        if len(message) > MOST_BYTES:
-            raise TooLargeError(f"a message of {len(message)} bytes, must have at most {MOST_BYTES}")
+        MAX_BYTES."""
+        if len(message) > MAX_BYTES:
+            raise TooLargeError(f"a message of {len(message)} bytes, must have at most {MAX_BYTES}")
         while not self.closed and (self._unread >= WINDOW or self._sending.full):
             self._room.clear()
             if self._sending.full:

@@ -90,13 +90,13 @@ def main(capability: int, dtype: str) -> None:
         return  # such layers are left to cuBLAS
     products = {"x": stored, "weight": stored, "bias": stored, "rows": "i32", "x_row": "i32"}
     for whole, block in (
-        (False, linear.LEAST_ROWS),
+        (False, linear.MIN_ROWS),
         (False, 32),
         (False, 64),
-        (False, linear.MOST_ROWS),
-        (True, linear.MOST_ROWS),
+        (False, linear.MAX_ROWS),
+        (True, linear.MAX_ROWS),
     ):
-        many = block == linear.MOST_ROWS
+        many = block == linear.MAX_ROWS
         compile_for(
             capability,
             linear._sums,
@@ -105,7 +105,7 @@ def main(capability: int, dtype: str) -> None:
             | {"COLUMN_BLOCK": linear.COLUMNS * (1 + many), "TERMS": linear.TERMS // (1 + many)}
             | {"WHOLE": whole, "BIASED": whole, "WIDENED": False},
             num_warps=8 if many else 4,
-            num_stages=4 if block <= 2 * linear.LEAST_ROWS else 3,
+            num_stages=4 if block <= 2 * linear.MIN_ROWS else 3,
         )
     compile_for(
         capability,

@@ -152,7 +152,7 @@ def test_rows_do_not_depend_on_their_batch(subject: Subject) -> None:
 def test_steps_survive_new_rooms_and_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alternating steps of several sizes, each a graph if there is a GPU; larger ones need more workspace for split
     results than before, like the check at start."""
-    monkeypatch.setattr(gpu_engine, "LEAST_PARTIALS", 4)
+    monkeypatch.setattr(gpu_engine, "MIN_PARTIALS", 4)
     subject = Subject("llama", tmp_path)
     text = np.random.default_rng(3).integers(3, VOCABULARY, 250).tolist()
     for length in (3, 40, 3, 250, 40, 3) if ON_GPU else (3,):

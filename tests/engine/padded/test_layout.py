@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
-from specdec.engine.padded.layout import KEY_BUCKET, LEAST_ROWS, PaddedBatch, PaddedPacker
+from specdec.engine.padded.layout import KEY_BUCKET, MIN_ROWS, PaddedBatch, PaddedPacker
 
 Seen = dict[int, set[int]]
 """Token index to the slots it sees."""
@@ -42,7 +42,7 @@ def read(batch: PaddedBatch, *, windowed: bool = False) -> Seen:
     return {token: seen[place] for token, place in enumerate(batch.place)}
 
 
-def check_layout(batch: PaddedBatch, least_rows: int = LEAST_ROWS) -> None:
+def check_layout(batch: PaddedBatch, least_rows: int = MIN_ROWS) -> None:
     """Check the invariants of every group of a batch with lanes of several shapes."""
     for group in batch.groups:
         lanes, rows, keys = group.visible.shape
@@ -224,7 +224,7 @@ class TestGroups:
     texts=st.lists(st.tuples(st.integers(0, 140), st.integers(1, 12)), min_size=1, max_size=6),
     one_group=st.booleans(),
     window=st.none() | st.integers(1, 40),
-    least_rows=st.sampled_from([1, LEAST_ROWS]),
+    least_rows=st.sampled_from([1, MIN_ROWS]),
 )
 def test_any_mixture_of_texts_says_what_was_put_in(
     texts: list[tuple[int, int]], one_group: bool, window: int | None, least_rows: int

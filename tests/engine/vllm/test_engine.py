@@ -18,7 +18,7 @@ from specdec.engine.placement import BYTES
 from specdec.engine.unsupported import UnsupportedModelError
 from specdec.engine.vllm.engine import SamplingVllmEngine, environment, memory_options, reason_of
 from specdec.engine.vllm.layout import BlockPacker
-from specdec.engine.vllm.options import LEAST_SEQUENCES
+from specdec.engine.vllm.options import MIN_SEQUENCES
 from tests.models import CONTEXT, make
 from verifier_service.costs.step_latency import MEASURED_ROWS
 
@@ -77,7 +77,7 @@ def test_nothing_is_chosen_from_a_pass_that_failed() -> None:
 
 
 def test_buffers_are_enough_for_what_is_measured_at_start() -> None:
-    assert MEASURED_ROWS[-1] <= LEAST_SEQUENCES
+    assert MEASURED_ROWS[-1] <= MIN_SEQUENCES
 
 
 def test_what_vllm_says_of_memory_names_our_option() -> None:

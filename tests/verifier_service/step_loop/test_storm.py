@@ -17,6 +17,7 @@ from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS
 from specdec.decoding.tree import Paths
 from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.row_counts import InvariantRowCounts
+from specdec.engine.working_memory import MAX_STEP_CANDIDATES
 from tests.verifier_service.fakes import (
     BAD,
     DEAR,
@@ -34,7 +35,6 @@ from tests.verifier_service.fakes import (
 )
 from tests.verifier_service.step_loop.helpers import REMOTE, SAMPLINGS, expect_no_growth, text
 from verifier_service.backend.request import Policy
-from verifier_service.step_loop import MOST_CANDIDATES
 
 PROMPTS = st.tuples(
     st.sampled_from([1, 10, BLOCK - 1, BLOCK, BLOCK + 1, 100]),  # length of a shared prefix
@@ -71,7 +71,7 @@ class ManySessions(RuleBasedStateMachine):
         kind: type[TextEngine | PagedTextEngine],
         foreseen: bool,
     ) -> None:
-        self.engine = kind(blocks, 3 if blocks == 2 else MOST_CANDIDATES, rows)
+        self.engine = kind(blocks, 3 if blocks == 2 else MAX_STEP_CANDIDATES, rows)
         self.loop = step_loop(self.engine, latency, step_rows=step_rows, max_unread_tokens=max_unread_tokens)
         if not foreseen:
             expect_no_growth(self.loop)
