@@ -25,19 +25,19 @@ class DraftRequest(google.protobuf.message.Message):
     RESEND_FIELD_NUMBER: builtins.int
     @property
     def open(self) -> global___DraftOpen:
-        """Begins the session. First message, and only there."""
+        """Begins the session. Only as the first message."""
 
     @property
     def committed(self) -> specdec.v2.model_pb2.Committed:
-        """What the target decided."""
+        """Tokens committed by the target."""
 
     @property
     def policy(self) -> global___DraftPolicy:
-        """Changes how the tree is expanded."""
+        """Changes the expansion policy."""
 
     @property
     def resend(self) -> global___Resend:
-        """Asks for the whole live tree again, for a verifier that knows nothing of it."""
+        """Requests the whole live tree again, for a verifier that has none of it."""
 
     def __init__(
         self,
@@ -109,26 +109,24 @@ class DraftOpen(google.protobuf.message.Message):
     rule: specdec.v2.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule of the request."""
     max_tokens: builtins.int
-    """Most tokens that will be generated, `generated_tokens` included."""
+    """Maximum tokens that will be generated, `generated_tokens` included."""
     min_tokens: builtins.int
-    """End tokens are not chosen before this many tokens were generated."""
+    """Minimum generated tokens before an end token may be chosen."""
     vocabulary_size: builtins.int
-    """Token ids that the target can name: there is nothing to propose beyond them. 0: as many as the draft."""
+    """Number of the target's token ids: larger ids are not proposed. 0: the draft's number."""
     tenant: builtins.str
-    """On whose behalf the text is made: what is learned of how often candidates are right, and compiled grammars, are a
-    tenant's own. At most 256 characters; empty is one of the tenants.
+    """Tenant of the text. Calibration statistics and compiled grammars are not shared between tenants. At most 256
+    characters; the empty name is a tenant too.
     """
     tenant_weight: builtins.float
-    """Share of the tenant in this pod's passes, relative to others that want them at the same time, from 0.01 to 100; 0
-    means 1.
-    """
+    """Weight of the tenant in this pod's passes relative to competing tenants, 0.01 to 100; 0 means 1."""
     @property
     def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the prompt. At least one."""
 
     @property
     def generated_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Tokens generated so far: a draft is asked when candidates may pay."""
+        """Tokens generated so far: a draft may join in the middle of a text."""
 
     @property
     def sampling(self) -> specdec.v2.model_pb2.Sampling:
@@ -136,11 +134,11 @@ class DraftOpen(google.protobuf.message.Message):
 
     @property
     def end_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Token ids after which nothing follows."""
+        """Token ids that end the text."""
 
     @property
     def policy(self) -> global___DraftPolicy:
-        """How to expand the tree at first."""
+        """Initial expansion policy."""
 
     @property
     def contrast(self) -> specdec.v2.model_pb2.Contrast:
@@ -148,7 +146,7 @@ class DraftOpen(google.protobuf.message.Message):
 
     @property
     def grammar(self) -> specdec.v2.model_pb2.Grammar:
-        """What the generated text must look like: nothing else need be proposed."""
+        """Grammar of the generated text: only tokens that it allows need be proposed."""
 
     def __init__(
         self,
@@ -182,11 +180,11 @@ class DraftOpened(google.protobuf.message.Message):
     MAX_DEPTH_FIELD_NUMBER: builtins.int
     MAX_BRANCHES_FIELD_NUMBER: builtins.int
     max_depth: builtins.int
-    """Tokens ahead of the committed text that this session may draft: as many as its policy asks for, or as this pod
-    takes. 0: it does not say.
+    """Maximum tokens this session may draft ahead of the committed text: the smaller of its policy's and this pod's
+    limit. 0: not reported.
     """
     max_branches: builtins.int
-    """Children that one of its nodes may have, likewise."""
+    """Maximum children of a node, likewise limited by policy and pod."""
     @property
     def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
         """What this pod serves."""
@@ -205,7 +203,7 @@ global___DraftOpened = DraftOpened
 
 @typing.final
 class DraftPolicy(google.protobuf.message.Message):
-    """How a draft expands its tree. Zero leaves a value as the draft's own default."""
+    """Expansion policy of a draft's token tree. 0 means the draft's default."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -217,23 +215,21 @@ class DraftPolicy(google.protobuf.message.Message):
     ROUND_TRIP_US_FIELD_NUMBER: builtins.int
     PAUSED_FIELD_NUMBER: builtins.int
     max_nodes: builtins.int
-    """Live nodes sent at most, the credit the verifier granted, and live nodes computed at most."""
+    """Maximum live nodes sent (the credit granted by the verifier), and maximum live nodes computed."""
     max_depth: builtins.int
-    """Tokens ahead of the committed text at most."""
+    """Maximum tokens ahead of the committed text."""
     max_branches: builtins.int
-    """Children of one node at most."""
+    """Maximum children of a node."""
     min_path_probability: builtins.float
-    """Nodes that the target reaches with less than this probability are not expanded, below the draft's own limit
-    none are. In [0, 1).
-    """
+    """Nodes with a smaller path probability are not expanded; the draft's own limit applies too. In [0, 1)."""
     extend_interval_us: builtins.int
-    """Least time between two Extend messages, microseconds, unless the verifier has nothing to verify."""
+    """Minimum time between two Extend messages, microseconds, unless the verifier has nothing to verify."""
     round_trip_us: builtins.int
-    """Time that a commit takes to the draft and its candidates take to the verifier, microseconds; 0: unknown. Where there
-    is one message for a step of the verifier, it is sent so much before the next one can begin.
+    """Round trip from a commit to the draft and back to the verifier as candidates, microseconds; 0: unknown. With one
+    message per step of the verifier, the message is sent this long before the next step can begin.
     """
     paused: builtins.bool
-    """Propose nothing: only compute what is committed, but for the last tokens."""
+    """Propose nothing; compute committed tokens with a bounded lag."""
     def __init__(
         self,
         *,
@@ -251,7 +247,7 @@ global___DraftPolicy = DraftPolicy
 
 @typing.final
 class Resend(google.protobuf.message.Message):
-    """Asks a draft to send its live tree again."""
+    """Requests the draft's live tree again."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -275,7 +271,7 @@ global___DraftServiceGetStatsRequest = DraftServiceGetStatsRequest
 
 @typing.final
 class DraftServiceGetStatsResponse(google.protobuf.message.Message):
-    """A draft service's statistics. Counters run since it started."""
+    """A draft service's statistics. Counters start at 0 when it starts."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -297,38 +293,38 @@ class DraftServiceGetStatsResponse(google.protobuf.message.Message):
     up_us: builtins.int
     """Time since the pod started, microseconds."""
     sessions: builtins.int
-    """Sessions that are open."""
+    """Open sessions."""
     max_sessions: builtins.int
-    """Most sessions that may be open."""
+    """Maximum open sessions."""
     kv_tokens: builtins.int
-    """Tokens of key/value memory; 0: the drafter has none."""
+    """Size of the KV cache in tokens; 0: the drafter has none."""
     kv_held_tokens: builtins.int
-    """Tokens of it that sessions hold."""
+    """Tokens of it held by sessions."""
     steps: builtins.int
     """Counter: steps."""
     busy_us: builtins.int
     """Counter: time spent in steps, microseconds."""
     committed_tokens: builtins.int
-    """Counter: tokens that became final in sessions."""
+    """Counter: tokens committed in sessions."""
     guessed_tokens: builtins.int
-    """Counter: of these, tokens that stood in the session's tree before, whether or not they had been sent."""
+    """Counter: of these, tokens that were in the session's token tree before, sent or not."""
     sent_candidates: builtins.int
-    """Counter: candidates sent, those included that are repeated since others hang below them."""
+    """Counter: candidates sent, including ancestors repeated in later messages."""
     sent_messages: builtins.int
-    """Counter: messages they were sent in."""
+    """Counter: messages of candidates sent."""
     serving: builtins.bool
-    """Whether it takes sessions: its health is SERVING."""
+    """Whether it accepts sessions: its health is SERVING."""
     @property
     def pod(self) -> specdec.v2.model_pb2.PodInfo:
         """The process that answers."""
 
     @property
     def fast_paths_off(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Fast paths that are off in this process, each in a line: which, why, and what it costs."""
+        """Fast paths disabled in this process, one line each: name, reason and cost."""
 
     @property
     def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
-        """What this pod serves, as it tells every session."""
+        """What this pod serves, as in DraftOpened."""
 
     def __init__(
         self,

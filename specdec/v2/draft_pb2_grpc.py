@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DraftServiceStub(object):
-    """Proposes what the target may say. A session is a stream: its cache lives exactly as long.
+    """Proposes candidates for the target's next tokens. A session is a stream; its KV cache lives exactly as long.
     """
 
     def __init__(self, channel):
@@ -48,7 +48,7 @@ class DraftServiceStub(object):
 
 
 class DraftServiceServicer(object):
-    """Proposes what the target may say. A session is a stream: its cache lives exactly as long.
+    """Proposes candidates for the target's next tokens. A session is a stream; its KV cache lives exactly as long.
     """
 
     def Draft(self, request_iterator, context):
@@ -59,7 +59,7 @@ class DraftServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """How full and how busy this pod is.
+        """Load statistics of this pod.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,7 +87,7 @@ def add_DraftServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DraftService(object):
-    """Proposes what the target may say. A session is a stream: its cache lives exactly as long.
+    """Proposes candidates for the target's next tokens. A session is a stream; its KV cache lives exactly as long.
     """
 
     @staticmethod

@@ -18,7 +18,7 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class DraftServiceStub:
-    """Proposes what the target may say. A session is a stream: its cache lives exactly as long."""
+    """Proposes candidates for the target's next tokens. A session is a stream; its KV cache lives exactly as long."""
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     Draft: grpc.StreamStreamMultiCallable[
@@ -31,10 +31,10 @@ class DraftServiceStub:
         specdec.v2.draft_pb2.DraftServiceGetStatsRequest,
         specdec.v2.draft_pb2.DraftServiceGetStatsResponse,
     ]
-    """How full and how busy this pod is."""
+    """Load statistics of this pod."""
 
 class DraftServiceAsyncStub:
-    """Proposes what the target may say. A session is a stream: its cache lives exactly as long."""
+    """Proposes candidates for the target's next tokens. A session is a stream; its KV cache lives exactly as long."""
 
     Draft: grpc.aio.StreamStreamMultiCallable[
         specdec.v2.draft_pb2.DraftRequest,
@@ -46,10 +46,10 @@ class DraftServiceAsyncStub:
         specdec.v2.draft_pb2.DraftServiceGetStatsRequest,
         specdec.v2.draft_pb2.DraftServiceGetStatsResponse,
     ]
-    """How full and how busy this pod is."""
+    """Load statistics of this pod."""
 
 class DraftServiceServicer(metaclass=abc.ABCMeta):
-    """Proposes what the target may say. A session is a stream: its cache lives exactly as long."""
+    """Proposes candidates for the target's next tokens. A session is a stream; its KV cache lives exactly as long."""
 
     @abc.abstractmethod
     def Draft(
@@ -65,6 +65,6 @@ class DraftServiceServicer(metaclass=abc.ABCMeta):
         request: specdec.v2.draft_pb2.DraftServiceGetStatsRequest,
         context: _ServicerContext,
     ) -> typing.Union[specdec.v2.draft_pb2.DraftServiceGetStatsResponse, collections.abc.Awaitable[specdec.v2.draft_pb2.DraftServiceGetStatsResponse]]:
-        """How full and how busy this pod is."""
+        """Load statistics of this pod."""
 
 def add_DraftServiceServicer_to_server(servicer: DraftServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -32,28 +32,28 @@ class _BreakerStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     BREAKER_STATE_UNSPECIFIED: _BreakerState.ValueType  # 0
     """Not said."""
     BREAKER_STATE_CLOSED: _BreakerState.ValueType  # 1
-    """It is asked: it has not failed of late."""
+    """The pod is used: no recent failure."""
     BREAKER_STATE_OPEN: _BreakerState.ValueType  # 2
-    """It is left alone for a second at most: it has failed."""
+    """The pod has failed and is avoided, for at most a second."""
     BREAKER_STATE_HALF_OPEN: _BreakerState.ValueType  # 3
-    """It is asked with one session, whose success closes the breaker."""
+    """The pod gets one trial session; its success closes the breaker."""
 
 class BreakerState(_BreakerState, metaclass=_BreakerStateEnumTypeWrapper):
-    """Whether a pod is asked after failures."""
+    """State of a pod's circuit breaker."""
 
 BREAKER_STATE_UNSPECIFIED: BreakerState.ValueType  # 0
 """Not said."""
 BREAKER_STATE_CLOSED: BreakerState.ValueType  # 1
-"""It is asked: it has not failed of late."""
+"""The pod is used: no recent failure."""
 BREAKER_STATE_OPEN: BreakerState.ValueType  # 2
-"""It is left alone for a second at most: it has failed."""
+"""The pod has failed and is avoided, for at most a second."""
 BREAKER_STATE_HALF_OPEN: BreakerState.ValueType  # 3
-"""It is asked with one session, whose success closes the breaker."""
+"""The pod gets one trial session; its success closes the breaker."""
 global___BreakerState = BreakerState
 
 @typing.final
 class GenerateRequest(google.protobuf.message.Message):
-    """Asks for a completion."""
+    """A completion request."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -83,49 +83,49 @@ class GenerateRequest(google.protobuf.message.Message):
     GRAMMAR_FIELD_NUMBER: builtins.int
     REASONING_FIELD_NUMBER: builtins.int
     model: builtins.str
-    """Model name; empty for the only one served. NAME@REVISION asks for one of its revisions; otherwise the request gets
-    one by their shares, and with the same prompt and seed the same one as long as the shares stay.
+    """Model name; empty for the only one served. NAME@REVISION selects a revision; otherwise one is drawn by traffic
+    share, the same one for the same prompt and seed as long as the shares do not change.
     """
     text: builtins.str
     """Plain text; at least one character."""
     max_tokens: builtins.int
-    """Most tokens to generate, `generated_tokens` included; at least 1. Unset: the model's `max_new_tokens`, else as many
-    as the context holds.
+    """Maximum tokens to generate, `generated_tokens` included; at least 1. Unset: the model's `max_new_tokens`, else
+    until the context is full.
     """
     min_tokens: builtins.int
-    """End tokens and stop ids are not chosen before this many tokens."""
+    """Minimum tokens before an end token or stop id may be chosen."""
     ignore_end_token: builtins.bool
-    """Go on past the model's end token."""
+    """Continue past the model's end tokens."""
     n: builtins.int
     """Samples to draw, 1 to 16; 0 means 1. Sample i uses a seed derived from (seed, i)."""
     logprobs: builtins.int
-    """Log-probability of each token, and of this many of the most probable tokens, 0 to 20."""
+    """Return the log-probability of each token and of this many of the most probable ones, 0 to 20."""
     rule: specdec.v2.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule."""
     json_schema: builtins.str
-    """A JSON schema that the text fits: short for `grammar.json_schema`. Empty: none."""
+    """A JSON schema for the text: short for `grammar.json_schema`. Empty: none."""
     tenant: builtins.str
-    """On whose behalf the request comes: computed prompt prefixes are shared within a tenant only, since the time an
-    answer takes tells what is in memory. At most 256 characters; empty is one of the tenants.
+    """Tenant of the request. The prefix cache is shared only within a tenant, since latency reveals what is cached. At
+    most 256 characters; the empty name is a tenant too.
     """
     model_fingerprint: builtins.str
-    """Fingerprint of the model that the text was begun with, as the first response told it: the request is taken up on
-    no other, and refused with reason MODEL_CHANGED where there is none. Empty: any will do.
+    """Model fingerprint of a resumed text, from its first response: the request runs only on a model with this
+    fingerprint, and is refused with reason MODEL_CHANGED if there is none. Empty: any model.
     """
     prompt_digest: builtins.str
-    """The digest of the prompt's tokens that the text was begun with, as `resolved` told it: where the prompt becomes other
-    tokens, the request is refused with reason PROMPT_CHANGED. Empty: it is not compared.
+    """Prompt digest of a resumed text, from `resolved`: if the prompt now gives other tokens, the request is refused with
+    reason PROMPT_CHANGED. Empty: not checked.
     """
     ignore_generation_config: builtins.bool
-    """Do without the defaults of the model's generation_config.json: what this request leaves open is neutral then, greedy
-    and all else off. The end tokens stay the model's own.
+    """Ignore the defaults in the model's generation_config.json: parameters left open are then greedy and otherwise off.
+    The model's end tokens still apply.
     """
     fallback_temperature: builtins.float
-    """The temperature where neither this request nor the model's generation_config.json names one, but under the
-    CONTRASTIVE rule. Unset: 0.
+    """Temperature if neither this request nor the model's generation_config.json sets one; not under the CONTRASTIVE
+    rule. Unset: 0.
     """
     priority: builtins.int
-    """Order among requests of the same tenant that wait for memory: lower goes first. Tenants share by their weights."""
+    """Order among requests of the same tenant waiting for memory: lower goes first. Between tenants, weights decide."""
     @property
     def tokens(self) -> global___TokenPrompt:
         """Token ids; at least one."""
@@ -136,28 +136,26 @@ class GenerateRequest(google.protobuf.message.Message):
 
     @property
     def sampling(self) -> global___SamplingParameters:
-        """How tokens are chosen."""
+        """Sampling parameters."""
 
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The text ends before the first of these strings. At most 16, none empty. One that is the text of a special token,
-        or of a mark of reasoning, is also a stop token. Texts do not show special tokens: a string that contains the text
-        of one is looked for in the text as it is with special tokens spelt.
+        """Stop strings: the text ends before the first one. At most 16, none empty. A string equal to the text of a special
+        token or of a reasoning mark is also a stop token. Special tokens do not appear in texts: a string that contains
+        the text of one is matched against the text with special tokens spelt out.
         """
 
     @property
     def stop_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Token ids that end the text besides the model's own."""
+        """Token ids that end the text, in addition to the model's own."""
 
     @property
     def speculation(self) -> global___Speculation:
-        """How to speculate. Under the COUPLED rule it changes the speed, never the tokens."""
+        """Speculation options. Under the COUPLED rule they change the speed, never the tokens."""
 
     @property
     def generated_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Tokens this request has already generated, to resume a text that broke off. Needs the seed it was
-        begun with, and n = 1.
-        """
+        """Tokens already generated, to resume an interrupted text. Needs the text's seed, and n = 1."""
 
     @property
     def contrast(self) -> specdec.v2.model_pb2.Contrast:
@@ -165,12 +163,12 @@ class GenerateRequest(google.protobuf.message.Message):
 
     @property
     def grammar(self) -> specdec.v2.model_pb2.Grammar:
-        """What the text must look like. Needs a token that may end it: the model's own, or one of `stop_tokens`."""
+        """Grammar of the text. Needs a token that can end it: the model's own, or one of `stop_tokens`."""
 
     @property
     def reasoning(self) -> global___Reasoning:
-        """Where the text's reasoning is. Unset: of chats as the model's template and the end of the prompt have it, else
-        nowhere. Whoever resumes a text says what `resolved` told.
+        """Position of the text's reasoning. Unset: for chats from the model's template and the end of the prompt, otherwise
+        none. To resume a text, send the value of `resolved`.
         """
 
     def __init__(
@@ -217,7 +215,7 @@ global___GenerateRequest = GenerateRequest
 
 @typing.final
 class Reasoning(google.protobuf.message.Message):
-    """What a model thinks before it answers, between two tokens that mark it."""
+    """A model's reasoning before its answer, between two marks, each a token."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -226,15 +224,15 @@ class Reasoning(google.protobuf.message.Message):
     BEGUN_FIELD_NUMBER: builtins.int
     NONE_FIELD_NUMBER: builtins.int
     opening_token: builtins.int
-    """The token that opens it, if it is the first one of the text, but for up to 8 tokens of white space. A text with a
-    grammar has none before it.
+    """The opening mark, if it is the first token of the text after up to 8 tokens of white space. With a grammar there is
+    no white space before it.
     """
     closing_token: builtins.int
-    """The token that closes it."""
+    """The closing mark."""
     begun: builtins.bool
-    """The prompt has opened it."""
+    """The prompt ends inside the reasoning, after the opening mark."""
     none: builtins.bool
-    """There is none: the whole text is the answer. The other fields are unset."""
+    """No reasoning: the whole text is the answer. The other fields are unset."""
     def __init__(
         self,
         *,
@@ -281,9 +279,9 @@ class ChatPrompt(google.protobuf.message.Message):
     TOOL_NAME_FIELD_NUMBER: builtins.int
     SINGLE_TOOL_CALL_FIELD_NUMBER: builtins.int
     tool_required: builtins.bool
-    """The text is calls and nothing else, at least one."""
+    """The text consists of calls only, at least one."""
     tool_name: builtins.str
-    """The text is a call of this function."""
+    """The text is a call to this function."""
     single_tool_call: builtins.bool
     """At most one call."""
     @property
@@ -292,19 +290,19 @@ class ChatPrompt(google.protobuf.message.Message):
 
     @property
     def time(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """What chat templates take for the present time, in UTC; they see no other clock. Unset: when the request arrives."""
+        """Current time for chat templates, in UTC; they have no other clock. Unset: the arrival of the request."""
 
     @property
     def template_arguments(self) -> google.protobuf.struct_pb2.Struct:
-        """Variables of the chat template besides the conversation, by name: what a model's own page says that its template
-        takes, such as `enable_thinking`. At most 16 KiB. A number without a fraction is a whole one to the template.
+        """Additional variables of the chat template, by name, as documented by the model, such as `enable_thinking`. At most
+        16 KiB. The template gets a number without a fraction as an integer.
         """
 
     @property
     def tools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Tool]:
-        """Functions that the model may call, for its chat template; 128 at most, each by another name. Refused if the template
-        takes none. The text is as the model writes it, calls included. What the text has to be (tool_required, tool_name,
-        single_tool_call, Tool.strict) is refused unless ServedModel.tool_format says how the model writes calls.
+        """Functions that the model may call, for its chat template; at most 128, with distinct names. Refused if the template
+        has no support for tools. The text is the model's output, calls included. Constraints (tool_required, tool_name,
+        single_tool_call, Tool.strict) are refused if ServedModel.tool_format is empty.
         """
 
     def __init__(
@@ -334,13 +332,13 @@ class Tool(google.protobuf.message.Message):
     PARAMETERS_FIELD_NUMBER: builtins.int
     STRICT_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """Its name: letters, digits, underscores and hyphens, 64 at most."""
+    """Its name: letters, digits, underscores and hyphens, at most 64 characters."""
     description: builtins.str
-    """What it does, in words."""
+    """Its description."""
     parameters: builtins.str
-    """JSON schema of its arguments, an object's; empty: it takes none."""
+    """JSON schema of its arguments, of type object; empty: no arguments."""
     strict: builtins.bool
-    """Calls of it fit their schema, whatever else is said. They do so always where the text has to be calls."""
+    """Calls of it must match the schema. If the text must consist of calls, they always do."""
     def __init__(
         self,
         *,
@@ -366,18 +364,18 @@ class ChatMessage(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     REASONING_FIELD_NUMBER: builtins.int
     role: builtins.str
-    """Who speaks: "system", "user", "assistant", "tool", or what else the model's template knows."""
+    """Role of the speaker: "system", "user", "assistant", "tool", or another one known to the model's template."""
     content: builtins.str
-    """What is said."""
+    """Content of the turn."""
     tool_call_id: builtins.str
-    """Which call this turn answers, for the role "tool"."""
+    """Id of the call that this turn answers, for the role "tool"."""
     name: builtins.str
-    """The function that was called, likewise, or the speaker's name, where the template wants it."""
+    """Name of the called function, for the role "tool", or of the speaker, for templates that use it."""
     reasoning: builtins.str
-    """What the assistant thought before it said `content`, for templates that repeat it."""
+    """The assistant's reasoning before `content`, for templates that repeat it."""
     @property
     def tool_calls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ToolCall]:
-        """Calls that the assistant has made in this turn."""
+        """The assistant's calls in this turn."""
 
     def __init__(
         self,
@@ -403,7 +401,7 @@ class ToolCall(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     ARGUMENTS_FIELD_NUMBER: builtins.int
     id: builtins.str
-    """What an answer to it names."""
+    """Its id, for the answer's `tool_call_id`."""
     name: builtins.str
     """The function."""
     arguments: builtins.str
@@ -421,7 +419,7 @@ global___ToolCall = ToolCall
 
 @typing.final
 class SamplingParameters(google.protobuf.message.Message):
-    """How tokens are chosen. What is unset is as the model's generation_config.json has it, else off: temperature 0."""
+    """Sampling parameters. Unset: the value in the model's generation_config.json, else off (temperature 0)."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -469,7 +467,7 @@ class SamplingParameters(google.protobuf.message.Message):
     """Unset: drawn at random and returned."""
     @property
     def logit_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
-        """Added to logits, by token id; each in [-100, 100], and 4096 of them at most."""
+        """Added to logits, by token id; each in [-100, 100], at most 4096 entries."""
 
     @property
     def banned_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -512,7 +510,7 @@ global___SamplingParameters = SamplingParameters
 
 @typing.final
 class Speculation(google.protobuf.message.Message):
-    """How to speculate."""
+    """Speculation options."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -524,24 +522,24 @@ class Speculation(google.protobuf.message.Message):
     MAX_BRANCHES_FIELD_NUMBER: builtins.int
     LOOKAHEAD_FIELD_NUMBER: builtins.int
     off: builtins.bool
-    """Plain decoding: nobody proposes candidates."""
+    """Plain decoding, without candidates."""
     forced: builtins.bool
-    """Speculate whether or not it is found to pay."""
+    """Speculate even if it does not pay."""
     max_candidates: builtins.int
-    """Candidates verified in one step at most, up to 128; 0 for the default. A pod may grant less, of this and of the two
-    numbers that follow: SpeculationStatistics.granted.
+    """Maximum candidates verified in one step, up to 128; 0: the default. A pod may grant less of this and the next two
+    limits: SpeculationStatistics.granted.
     """
     max_depth: builtins.int
-    """Tokens drafted ahead at most, up to 128; 0 for the default."""
+    """Maximum tokens drafted ahead, up to 128; 0: the default."""
     max_branches: builtins.int
-    """Alternatives at one place at most, up to 16; 0 for the default."""
+    """Maximum alternatives at one position, up to 16; 0: the default."""
     @property
     def drafters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[specdec.v2.model_pb2.Drafter.ValueType]:
-        """Who may propose candidates; at most once each. Empty, and not `off`: all there are."""
+        """Drafters that may propose candidates, each at most once. Empty, and not `off`: all available ones."""
 
     @property
     def lookahead(self) -> specdec.v2.model_pb2.Lookahead:
-        """With LOOKAHEAD: a window of this size, whether or not it pays. Unset: one that pays, if any does."""
+        """With LOOKAHEAD: size of the window, even if it does not pay. Unset: a size that pays, if any."""
 
     def __init__(
         self,
@@ -581,25 +579,23 @@ class GenerateResponse(google.protobuf.message.Message):
     REASONING_FIELD_NUMBER: builtins.int
     REASONING_TOKENS_FIELD_NUMBER: builtins.int
     index: builtins.int
-    """Which of the n samples this belongs to."""
+    """Index of the sample, 0 to n - 1."""
     text: builtins.str
-    """Text that became readable; may be empty while a character is incomplete. Of a chat it is the answer alone: what the
-    model thought before it is `reasoning`.
-    """
+    """New text; may be empty while a character is incomplete. For chats only the answer: reasoning is in `reasoning`."""
     seed: builtins.int
     """The seed of the request; on the first response."""
     model_fingerprint: builtins.str
-    """What was computed with: ModelIdentity.model_fingerprint; on the first response of each sample."""
+    """ModelIdentity.model_fingerprint of the verifier; on the first response of each sample."""
     steps: builtins.int
-    """Target steps that made these tokens."""
+    """Target steps that produced these tokens."""
     offered: builtins.int
     """Candidates verified in them."""
     reasoning: builtins.str
-    """Reasoning that became readable, without the marks around it and white space beside the first and behind the second.
-    Stop strings are not looked for in it, but one that is a token ends the text here as well.
+    """New reasoning, without its marks, white space around the opening mark, and white space after the closing mark. Stop
+    strings do not match in it, but a stop string that is a token ends the text here too.
     """
     reasoning_tokens: builtins.int
-    """Tokens that belong to the reasoning, its marks and white space before it included; they are the first ones."""
+    """Number of leading tokens that belong to the reasoning, including its marks and the white space before it."""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens since the last response of this sample."""
@@ -610,11 +606,11 @@ class GenerateResponse(google.protobuf.message.Message):
 
     @property
     def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[specdec.v2.verifier_pb2.TokenLogprobs]:
-        """Log-probabilities, one entry a token, if asked for."""
+        """Log-probabilities, one entry per token, if requested."""
 
     @property
     def timings(self) -> global___ChunkTimings:
-        """Times of the step that made these tokens."""
+        """Timings of the step that produced these tokens."""
 
     @property
     def finish(self) -> global___Finish:
@@ -622,11 +618,11 @@ class GenerateResponse(google.protobuf.message.Message):
 
     @property
     def token_texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The part of `reasoning`, then of `text`, that each token made readable, one entry a token; joined they are both."""
+        """The piece of `reasoning`, then of `text`, that each token added, one entry per token; joined they give both."""
 
     @property
     def resolved(self) -> global___ResolvedRequest:
-        """How the request was understood; on the first response of each sample."""
+        """The resolved request; on the first response of each sample."""
 
     def __init__(
         self,
@@ -655,8 +651,8 @@ global___GenerateResponse = GenerateResponse
 
 @typing.final
 class ResolvedRequest(google.protobuf.message.Message):
-    """How a request was understood, where it left something open. Whoever resumes the text sends all of this explicitly, so
-    that another orchestrator resolves nothing differently.
+    """The resolved request, including defaults for what it left open. To resume the text, send all of this explicitly, so
+    that another orchestrator cannot resolve it differently.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -669,26 +665,26 @@ class ResolvedRequest(google.protobuf.message.Message):
     REASONING_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
-    """Most tokens to generate."""
+    """Maximum tokens to generate."""
     prompt_digest: builtins.str
-    """SHA-256 over the prompt's tokens, each as four bytes, lowest first, hex."""
+    """SHA-256 over the prompt's tokens, each as 4 bytes, little-endian, hex."""
     model: builtins.str
-    """The revision that the request got, as GenerateRequest.model names it. Empty: the model has none with a name."""
+    """The selected revision, in the format of GenerateRequest.model. Empty: the model has no named revision."""
     @property
     def sampling(self) -> global___SamplingParameters:
         """The sampling parameters as used. `logit_bias`, `banned_tokens` and `seed` are not repeated."""
 
     @property
     def end_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Every token id that ends the text: the model's own, unless they are ignored, and those of the request."""
+        """All token ids that end the text: the model's own, unless ignored, and those of the request."""
 
     @property
     def time(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """What the chat template took for the present time; for conversations only."""
+        """Current time given to the chat template; for conversations only."""
 
     @property
     def reasoning(self) -> global___Reasoning:
-        """Where the text's reasoning is."""
+        """Position of the text's reasoning."""
 
     def __init__(
         self,
@@ -708,7 +704,7 @@ global___ResolvedRequest = ResolvedRequest
 
 @typing.final
 class ChunkTimings(google.protobuf.message.Message):
-    """Times of one piece."""
+    """Timings of one piece."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -719,11 +715,11 @@ class ChunkTimings(google.protobuf.message.Message):
     elapsed_us: builtins.int
     """Since the request arrived, microseconds."""
     forward_us: builtins.int
-    """The target's forward pass, microseconds."""
+    """Duration of the target's forward pass, microseconds."""
     step_us: builtins.int
-    """The whole verification step, microseconds."""
+    """Duration of the whole verification step, microseconds."""
     queued_us: builtins.int
-    """Waited for memory before, microseconds."""
+    """Time spent waiting for KV memory before the step, microseconds."""
     def __init__(
         self,
         *,
@@ -755,22 +751,22 @@ class Finish(google.protobuf.message.Message):
     stop: builtins.str
     """The stop string that ended it, if one did."""
     numerics_fingerprint: builtins.str
-    """Numerics the tokens were computed with."""
+    """Numerics fingerprint of the verifier."""
     reproducible: builtins.bool
-    """Whether the same request gives the same tokens again: false when the text moved between pods whose numerics
-    differ, and under rules whose tokens depend on what the draft did (REJECTION with temperature, CONTRASTIVE).
+    """Whether the same request gives the same tokens again: false if the text moved between pods with different numerics,
+    and under rules with tokens that depend on the draft (REJECTION with temperature, CONTRASTIVE).
     """
     numerics_mode: specdec.v2.model_pb2.NumericsMode.ValueType
-    """Whether the tokens may depend on who shared the steps."""
+    """Whether the tokens may depend on the other sessions in the steps."""
     preemptions: builtins.int
-    """Times the text lost its memory to another and was computed anew."""
+    """Preemptions of the text; each recomputes it."""
     @property
     def usage(self) -> global___Usage:
         """Token counts."""
 
     @property
     def speculation(self) -> global___SpeculationStatistics:
-        """What speculation did."""
+        """Speculation statistics."""
 
     def __init__(
         self,
@@ -791,7 +787,7 @@ global___Finish = Finish
 
 @typing.final
 class Usage(google.protobuf.message.Message):
-    """Token counts. Tokens past a stop string are not among them."""
+    """Token counts, without tokens past a stop string."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -804,9 +800,9 @@ class Usage(google.protobuf.message.Message):
     completion_tokens: builtins.int
     """Tokens generated, resumed ones included."""
     cached_tokens: builtins.int
-    """Tokens of the prompt (and of resumed text) that were in memory already."""
+    """Tokens of the prompt (and of resumed text) found in the prefix cache."""
     reasoning_tokens: builtins.int
-    """Those of the generated tokens that belong to the reasoning, its marks included."""
+    """Generated tokens of the reasoning, its marks included."""
     def __init__(
         self,
         *,
@@ -821,7 +817,7 @@ global___Usage = Usage
 
 @typing.final
 class SpeculationStatistics(google.protobuf.message.Message):
-    """What speculation did for one completion."""
+    """Speculation statistics of one completion."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -876,18 +872,17 @@ class SpeculationStatistics(google.protobuf.message.Message):
     overrun: builtins.int
     """Tokens computed past a stop string and dropped."""
     undrafted_reason: builtins.str
-    """Why tokens were chosen without candidates of a draft service, if some were: "off", "no_draft",
-    "tokenizer_mismatch", "protocol_mismatch", "draft_lost", "draft_useless", or, where the request insists on a draft
-    (`forced`, or the REJECTION rule), "late": there was a draft, and its candidates came too late.
+    """Reason for tokens without candidates of a draft service, if any: "off", "no_draft", "tokenizer_mismatch",
+    "protocol_mismatch", "draft_lost", "draft_useless", or, if the request requires a draft (`forced`, or the REJECTION
+    rule), "late": the draft's candidates came too late.
     """
     undrafted_tokens: builtins.int
-    """Tokens of steps that should have had candidates of a draft service, and had none: no draft could be had, or it was
-    late. Tokens of steps in which drafting was found not to pay are not among them, and none under CONTRASTIVE, which
-    waits for its draft.
+    """Tokens of steps that should have had candidates of a draft service and had none: no draft was available, or it was
+    late. Steps for which drafting did not pay are not counted; 0 under CONTRASTIVE, which waits for its draft.
     """
     @property
     def accepted_histogram(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Steps by the number of candidates accepted in them: entry i counts steps with i."""
+        """Histogram of accepted candidates: entry i counts steps with i accepted candidates."""
 
     @property
     def sources(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
@@ -895,14 +890,14 @@ class SpeculationStatistics(google.protobuf.message.Message):
 
     @property
     def failover_events(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """What changed under the text, by reason: "verifier_lost", "numerics_changed", "draft_lost", "draft_useless",
-        "draft_back"; "draft_paused" and "draft_resumed" when drafting was found not to pay, and to pay again.
+        """Failover events of the text, by reason: "verifier_lost", "numerics_changed", "draft_lost", "draft_useless",
+        "draft_back"; "draft_paused" and "draft_resumed" if drafting did not pay, and paid again.
         """
 
     @property
     def granted(self) -> global___SpeculationLimits:
-        """What pods granted of the limits that the request set: the least of all that served the text. What the request left
-        to the services is unset.
+        """Granted limits out of those set by the request: the minimum over all pods that served the text. Limits that the
+        request left open are unset.
         """
 
     def __init__(
@@ -926,7 +921,7 @@ global___SpeculationStatistics = SpeculationStatistics
 
 @typing.final
 class SpeculationLimits(google.protobuf.message.Message):
-    """Limits of speculation. An unset one was not asked for."""
+    """Limits of speculation. Unset: not requested."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -959,7 +954,7 @@ global___SpeculationLimits = SpeculationLimits
 
 @typing.final
 class CompleteRequest(google.protobuf.message.Message):
-    """Asks for a completion in one answer."""
+    """A completion request, for one response."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -991,11 +986,11 @@ class CompleteResponse(google.protobuf.message.Message):
     """The seed of the request."""
     @property
     def completions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Completion]:
-        """One entry a sample, in order."""
+        """One entry per sample, in order."""
 
     @property
     def resolved(self) -> global___ResolvedRequest:
-        """How the request was understood."""
+        """The resolved request."""
 
     def __init__(
         self,
@@ -1025,12 +1020,12 @@ class Completion(google.protobuf.message.Message):
     text: builtins.str
     """The text."""
     reasoning: builtins.str
-    """What the model thought before `text`, as in GenerateResponse."""
+    """The reasoning before `text`, as in GenerateResponse."""
     reasoning_tokens: builtins.int
-    """Tokens that belong to it, its marks included; they are the first ones."""
+    """Number of leading tokens that belong to the reasoning, its marks included."""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Its tokens, resumed ones not included."""
+        """Its tokens, without resumed ones."""
 
     @property
     def sources(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[specdec.v2.model_pb2.TokenSource.ValueType]:
@@ -1038,11 +1033,11 @@ class Completion(google.protobuf.message.Message):
 
     @property
     def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[specdec.v2.verifier_pb2.TokenLogprobs]:
-        """Log-probabilities, one entry a token, if asked for."""
+        """Log-probabilities, one entry per token, if requested."""
 
     @property
     def finish(self) -> global___Finish:
-        """How it ended."""
+        """How the completion ended."""
 
     def __init__(
         self,
@@ -1062,7 +1057,7 @@ global___Completion = Completion
 
 @typing.final
 class ListModelsRequest(google.protobuf.message.Message):
-    """Asks what is served."""
+    """Requests the list of models."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1074,14 +1069,14 @@ global___ListModelsRequest = ListModelsRequest
 
 @typing.final
 class ListModelsResponse(google.protobuf.message.Message):
-    """What is served."""
+    """The list of models."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MODELS_FIELD_NUMBER: builtins.int
     @property
     def models(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ServedModel]:
-        """One entry a model."""
+        """One entry per model."""
 
     def __init__(
         self,
@@ -1094,7 +1089,7 @@ global___ListModelsResponse = ListModelsResponse
 
 @typing.final
 class ServedModel(google.protobuf.message.Message):
-    """A model that requests may name."""
+    """A served model."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1115,20 +1110,20 @@ class ServedModel(google.protobuf.message.Message):
     chat: builtins.bool
     """Whether it has a chat template."""
     text_fingerprint: builtins.str
-    """SHA-256 over what decides how a request becomes tokens, besides the model itself, hex: the whole tokenizer (merges,
-    normaliser, pre-tokeniser, added tokens), the special tokens, the chat template, the end tokens and the defaults of
-    generation_config.json. Orchestrators that are asked in turn should have the same.
+    """SHA-256, hex, over everything besides the model that determines the tokens of a request: the whole tokenizer
+    (merges, normaliser, pre-tokeniser, added tokens), the special tokens, the chat template, the end tokens and the
+    defaults of generation_config.json. Orchestrators behind one client should agree on it.
     """
     tool_format: builtins.str
-    """How it writes calls of functions, as specdec.wire.tool_formats names it; empty: its chat template takes no
-    functions, or writes calls in a format that is not known here.
+    """Format of its tool calls, by its name in specdec.wire.tool_formats; empty: its chat template has no support for
+    tools, or an unknown format of calls.
     """
     reasons: builtins.bool
-    """Whether its answers to chats may begin with reasoning, between marks that are known here."""
+    """Whether its answers to chats may begin with reasoning between known marks."""
     @property
     def revisions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Its revisions, which requests may ask for as NAME@REVISION. Empty: it has none with a name. What stands above is of
-        the one with the largest share.
+        """Its revisions, selectable as NAME@REVISION. Empty: it has no named ones. The fields above describe the revision
+        with the largest share.
         """
 
     def __init__(
@@ -1149,7 +1144,7 @@ global___ServedModel = ServedModel
 
 @typing.final
 class TokenizeRequest(google.protobuf.message.Message):
-    """Asks for the tokens of a prompt."""
+    """Requests the tokens of a prompt."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1160,13 +1155,15 @@ class TokenizeRequest(google.protobuf.message.Message):
     ADD_SPECIAL_FIELD_NUMBER: builtins.int
     PIECES_FIELD_NUMBER: builtins.int
     model: builtins.str
-    """Model name, or NAME@REVISION; empty for the only one served. A name stands for the revision with the largest share."""
+    """Model name, or NAME@REVISION; empty for the only one served. A name alone selects the revision with the largest
+    share.
+    """
     text: builtins.str
     """Plain text; at least one character."""
     add_special: builtins.bool
-    """Whether plain text gets what the model expects around it (a BOS token, say). Unset: as for Generate, which is yes."""
+    """Whether to add the model's special tokens, such as BOS, to plain text. Unset: as for Generate, true."""
     pieces: builtins.bool
-    """Return also what each token stands for."""
+    """Also return the piece of each token."""
     @property
     def tokens(self) -> global___TokenPrompt:
         """Token ids; at least one."""
@@ -1214,7 +1211,7 @@ class TokenizeResponse(google.protobuf.message.Message):
 
     @property
     def pieces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenPiece]:
-        """What each stands for, one entry a token, if asked for."""
+        """Piece of each token, one entry per token, if requested."""
 
     def __init__(
         self,
@@ -1230,16 +1227,16 @@ global___TokenizeResponse = TokenizeResponse
 
 @typing.final
 class TokenPiece(google.protobuf.message.Message):
-    """What a token stands for."""
+    """The piece of text of a token."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     text: builtins.str
-    """Its bytes as text; a part of a character reads as U+FFFD."""
+    """Its bytes as text; an incomplete character is U+FFFD."""
     bytes: builtins.bytes
-    """Its bytes: those of all tokens, joined, spell the text, but for special tokens and a space before it."""
+    """Its bytes. Joined over all tokens they give the text, except for special tokens and a leading space."""
     def __init__(
         self,
         *,
@@ -1252,7 +1249,7 @@ global___TokenPiece = TokenPiece
 
 @typing.final
 class GenerationServiceGetStatsRequest(google.protobuf.message.Message):
-    """Asks for an orchestrator's statistics."""
+    """Requests an orchestrator's statistics."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1264,7 +1261,7 @@ global___GenerationServiceGetStatsRequest = GenerationServiceGetStatsRequest
 
 @typing.final
 class GenerationServiceGetStatsResponse(google.protobuf.message.Message):
-    """An orchestrator's statistics, of one process. Counters run since it started."""
+    """An orchestrator's statistics, of one process. Counters start at 0 when it starts."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1324,23 +1321,23 @@ class GenerationServiceGetStatsResponse(google.protobuf.message.Message):
     up_us: builtins.int
     """Time since the process started, microseconds."""
     running_requests: builtins.int
-    """Completions asked for that are under way."""
+    """Requests in flight."""
     waiting_prompts: builtins.int
-    """Prompts that wait for a thread to be tokenised."""
+    """Prompts waiting for a tokeniser thread."""
     requests: builtins.int
-    """Counter: completions asked for."""
+    """Counter: requests received."""
     cancelled_requests: builtins.int
-    """Counter: of these, completions whose callers left."""
+    """Counter: of these, requests cancelled by their callers."""
     running_samples: builtins.int
-    """Samples that are under way, some before their first token."""
+    """Samples in flight, including those before their first token."""
     ended_samples: builtins.int
-    """Counter: samples that are over, however they ended. The counters that follow are of these samples."""
+    """Counter: samples that ended, for any reason. The next counters cover these samples."""
     prompt_tokens: builtins.int
-    """Counter: tokens of their prompts."""
+    """Counter: their prompt tokens."""
     cached_tokens: builtins.int
-    """Counter: of these, and of resumed text, tokens that were in memory already."""
+    """Counter: of these, and of resumed text, tokens found in a verifier's prefix cache."""
     generated_tokens: builtins.int
-    """Counter: tokens generated, those of resumed text not included."""
+    """Counter: tokens generated, without resumed ones."""
     steps: builtins.int
     """Counter: target steps that committed them."""
     offered_candidates: builtins.int
@@ -1348,7 +1345,7 @@ class GenerationServiceGetStatsResponse(google.protobuf.message.Message):
     accepted_candidates: builtins.int
     """Counter: candidates accepted."""
     serving: builtins.bool
-    """Whether it takes requests: its health is SERVING. It takes none before it has found a verifier."""
+    """Whether it accepts requests: its health is SERVING. It accepts none before it has found a verifier."""
     @property
     def pod(self) -> specdec.v2.model_pb2.PodInfo:
         """The process that answers."""
@@ -1359,11 +1356,11 @@ class GenerationServiceGetStatsResponse(google.protobuf.message.Message):
 
     @property
     def failed_requests(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """Counter: of these, completions that ended with an error, by its reason, as in "OVERLOADED"."""
+        """Counter: of these, requests that ended with an error, by reason, as in "OVERLOADED"."""
 
     @property
     def failover_events(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """Counter: changes of pods under texts, ended or not, by reason, as in SpeculationStatistics.failover_events."""
+        """Counter: failover events of all texts, ended or not, by reason, as in SpeculationStatistics.failover_events."""
 
     @property
     def verifiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PodView]:
@@ -1375,7 +1372,7 @@ class GenerationServiceGetStatsResponse(google.protobuf.message.Message):
 
     @property
     def revisions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RevisionView]:
-        """The revisions of the models that are served, and those that were and still have requests."""
+        """The served revisions, and removed ones that still have requests."""
 
     def __init__(
         self,
@@ -1409,7 +1406,7 @@ global___GenerationServiceGetStatsResponse = GenerationServiceGetStatsResponse
 
 @typing.final
 class RevisionView(google.protobuf.message.Message):
-    """A revision of a model as an orchestrator serves it. Counters run since it is served."""
+    """A revision of a model at an orchestrator. Counters start at 0 when it is first served."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1441,22 +1438,22 @@ class RevisionView(google.protobuf.message.Message):
     model: builtins.str
     """The model's name."""
     revision: builtins.str
-    """Its own name; empty where the model has one revision only, without a name."""
+    """Its name; empty if the model has a single, unnamed revision."""
     share: builtins.float
-    """Its share of the requests for the model, relative to the model's other revisions; 0: those alone that name it."""
+    """Its share of the model's requests, relative to the model's other revisions; 0: only requests that name it."""
     serving: builtins.bool
-    """Whether requests can be served: it reaches a verifier, or did a moment ago."""
+    """Whether it can serve requests: the orchestrator reaches a verifier of it, or did a moment ago."""
     running_requests: builtins.int
-    """Completions asked for that are under way."""
+    """Requests in flight."""
     requests: builtins.int
-    """Counter: completions asked for."""
+    """Counter: requests received."""
     generated_tokens: builtins.int
-    """Counter: tokens generated in samples that are over."""
+    """Counter: tokens generated in ended samples."""
     leaving: builtins.bool
-    """It is served no more, and its last requests run."""
+    """It is removed, and its last requests are running."""
     @property
     def failed_requests(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """Counter: of these, completions that ended with an error, by its reason."""
+        """Counter: of these, requests that ended with an error, by reason."""
 
     def __init__(
         self,
@@ -1477,7 +1474,7 @@ global___RevisionView = RevisionView
 
 @typing.final
 class PodView(google.protobuf.message.Message):
-    """A pod as an orchestrator sees it."""
+    """An orchestrator's view of a pod."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1493,16 +1490,16 @@ class PodView(google.protobuf.message.Message):
     breaker: global___BreakerState.ValueType
     """State of its circuit breaker."""
     unfit_reason: builtins.str
-    """Why it is not asked although it answers, as in "tokenizer_mismatch" or "context_mismatch". Empty: it is asked."""
+    """Why it is not used although it responds, as in "tokenizer_mismatch" or "context_mismatch". Empty: it is used."""
     sessions: builtins.int
-    """Sessions that this orchestrator has open there."""
+    """Open sessions of this orchestrator at the pod."""
     numerics_fingerprint: builtins.str
-    """Its numerics, as last reported; empty before that."""
+    """Its last reported numerics fingerprint; empty before the first report."""
     model: builtins.str
-    """What it serves, as GenerateRequest.model names it."""
+    """Its model, in the format of GenerateRequest.model."""
     @property
     def capacity(self) -> specdec.v2.model_pb2.PodCapacity:
-        """How full it is, by its last report. Unset: it has not reported of late, as it does while it has sessions."""
+        """Its last reported capacity. Unset: no recent report; it reports while it has sessions."""
 
     def __init__(
         self,

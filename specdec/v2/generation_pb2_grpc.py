@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GenerationServiceStub(object):
-    """What backend applications call.
+    """The API for applications.
     """
 
     def __init__(self, channel):
@@ -63,18 +63,18 @@ class GenerationServiceStub(object):
 
 
 class GenerationServiceServicer(object):
-    """What backend applications call.
+    """The API for applications.
     """
 
     def Generate(self, request, context):
-        """Streams a completion as it is made. The last response of each of the n samples carries `finish`.
+        """Streams a completion. The last response of each of the n samples carries `finish`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Complete(self, request, context):
-        """The same in one answer.
+        """The same in one response.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,14 +88,14 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """The tokens that a prompt becomes, as Generate would have them. Nothing is generated, and no verifier is asked.
+        """Tokenizes a prompt as Generate does. Nothing is generated, and no verifier is called.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """How busy this orchestrator is, and which pods it sees in which state.
+        """Load of this orchestrator, and the state of its pods.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,7 +138,7 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerationService(object):
-    """What backend applications call.
+    """The API for applications.
     """
 
     @staticmethod

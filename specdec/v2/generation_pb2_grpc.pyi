@@ -18,20 +18,20 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class GenerationServiceStub:
-    """What backend applications call."""
+    """The API for applications."""
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     Generate: grpc.UnaryStreamMultiCallable[
         specdec.v2.generation_pb2.GenerateRequest,
         specdec.v2.generation_pb2.GenerateResponse,
     ]
-    """Streams a completion as it is made. The last response of each of the n samples carries `finish`."""
+    """Streams a completion. The last response of each of the n samples carries `finish`."""
 
     Complete: grpc.UnaryUnaryMultiCallable[
         specdec.v2.generation_pb2.CompleteRequest,
         specdec.v2.generation_pb2.CompleteResponse,
     ]
-    """The same in one answer."""
+    """The same in one response."""
 
     ListModels: grpc.UnaryUnaryMultiCallable[
         specdec.v2.generation_pb2.ListModelsRequest,
@@ -43,28 +43,28 @@ class GenerationServiceStub:
         specdec.v2.generation_pb2.TokenizeRequest,
         specdec.v2.generation_pb2.TokenizeResponse,
     ]
-    """The tokens that a prompt becomes, as Generate would have them. Nothing is generated, and no verifier is asked."""
+    """Tokenizes a prompt as Generate does. Nothing is generated, and no verifier is called."""
 
     GetStats: grpc.UnaryUnaryMultiCallable[
         specdec.v2.generation_pb2.GenerationServiceGetStatsRequest,
         specdec.v2.generation_pb2.GenerationServiceGetStatsResponse,
     ]
-    """How busy this orchestrator is, and which pods it sees in which state."""
+    """Load of this orchestrator, and the state of its pods."""
 
 class GenerationServiceAsyncStub:
-    """What backend applications call."""
+    """The API for applications."""
 
     Generate: grpc.aio.UnaryStreamMultiCallable[
         specdec.v2.generation_pb2.GenerateRequest,
         specdec.v2.generation_pb2.GenerateResponse,
     ]
-    """Streams a completion as it is made. The last response of each of the n samples carries `finish`."""
+    """Streams a completion. The last response of each of the n samples carries `finish`."""
 
     Complete: grpc.aio.UnaryUnaryMultiCallable[
         specdec.v2.generation_pb2.CompleteRequest,
         specdec.v2.generation_pb2.CompleteResponse,
     ]
-    """The same in one answer."""
+    """The same in one response."""
 
     ListModels: grpc.aio.UnaryUnaryMultiCallable[
         specdec.v2.generation_pb2.ListModelsRequest,
@@ -76,16 +76,16 @@ class GenerationServiceAsyncStub:
         specdec.v2.generation_pb2.TokenizeRequest,
         specdec.v2.generation_pb2.TokenizeResponse,
     ]
-    """The tokens that a prompt becomes, as Generate would have them. Nothing is generated, and no verifier is asked."""
+    """Tokenizes a prompt as Generate does. Nothing is generated, and no verifier is called."""
 
     GetStats: grpc.aio.UnaryUnaryMultiCallable[
         specdec.v2.generation_pb2.GenerationServiceGetStatsRequest,
         specdec.v2.generation_pb2.GenerationServiceGetStatsResponse,
     ]
-    """How busy this orchestrator is, and which pods it sees in which state."""
+    """Load of this orchestrator, and the state of its pods."""
 
 class GenerationServiceServicer(metaclass=abc.ABCMeta):
-    """What backend applications call."""
+    """The API for applications."""
 
     @abc.abstractmethod
     def Generate(
@@ -93,7 +93,7 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
         request: specdec.v2.generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[specdec.v2.generation_pb2.GenerateResponse], collections.abc.AsyncIterator[specdec.v2.generation_pb2.GenerateResponse]]:
-        """Streams a completion as it is made. The last response of each of the n samples carries `finish`."""
+        """Streams a completion. The last response of each of the n samples carries `finish`."""
 
     @abc.abstractmethod
     def Complete(
@@ -101,7 +101,7 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
         request: specdec.v2.generation_pb2.CompleteRequest,
         context: _ServicerContext,
     ) -> typing.Union[specdec.v2.generation_pb2.CompleteResponse, collections.abc.Awaitable[specdec.v2.generation_pb2.CompleteResponse]]:
-        """The same in one answer."""
+        """The same in one response."""
 
     @abc.abstractmethod
     def ListModels(
@@ -117,7 +117,7 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
         request: specdec.v2.generation_pb2.TokenizeRequest,
         context: _ServicerContext,
     ) -> typing.Union[specdec.v2.generation_pb2.TokenizeResponse, collections.abc.Awaitable[specdec.v2.generation_pb2.TokenizeResponse]]:
-        """The tokens that a prompt becomes, as Generate would have them. Nothing is generated, and no verifier is asked."""
+        """Tokenizes a prompt as Generate does. Nothing is generated, and no verifier is called."""
 
     @abc.abstractmethod
     def GetStats(
@@ -125,6 +125,6 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
         request: specdec.v2.generation_pb2.GenerationServiceGetStatsRequest,
         context: _ServicerContext,
     ) -> typing.Union[specdec.v2.generation_pb2.GenerationServiceGetStatsResponse, collections.abc.Awaitable[specdec.v2.generation_pb2.GenerationServiceGetStatsResponse]]:
-        """How busy this orchestrator is, and which pods it sees in which state."""
+        """Load of this orchestrator, and the state of its pods."""
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -28,9 +28,9 @@ class _NumericsModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     NUMERICS_MODE_UNSPECIFIED: _NumericsMode.ValueType  # 0
     """Not said."""
     NUMERICS_MODE_EXACT: _NumericsMode.ValueType  # 1
-    """They do not: a self-check at start found it so."""
+    """They do not, as verified by a check at start-up."""
     NUMERICS_MODE_FAST: _NumericsMode.ValueType  # 2
-    """They may, in their last places; where two choices are that close, so may tokens."""
+    """They may, in their last bits; if two tokens are that close, the choice may too."""
 
 class NumericsMode(_NumericsMode, metaclass=_NumericsModeEnumTypeWrapper):
     """Whether the bits of a text's logits depend on the batch they are computed in."""
@@ -38,9 +38,9 @@ class NumericsMode(_NumericsMode, metaclass=_NumericsModeEnumTypeWrapper):
 NUMERICS_MODE_UNSPECIFIED: NumericsMode.ValueType  # 0
 """Not said."""
 NUMERICS_MODE_EXACT: NumericsMode.ValueType  # 1
-"""They do not: a self-check at start found it so."""
+"""They do not, as verified by a check at start-up."""
 NUMERICS_MODE_FAST: NumericsMode.ValueType  # 2
-"""They may, in their last places; where two choices are that close, so may tokens."""
+"""They may, in their last bits; if two tokens are that close, the choice may too."""
 global___NumericsMode = NumericsMode
 
 class _AcceptanceRule:
@@ -86,25 +86,25 @@ class _DrafterEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     DRAFTER_REMOTE: _Drafter.ValueType  # 1
     """A draft service."""
     DRAFTER_NGRAM: _Drafter.ValueType  # 2
-    """The verifier, with what followed where the text said the same before."""
+    """N-gram lookup in the verifier."""
     DRAFTER_LOOKAHEAD: _Drafter.ValueType  # 3
-    """The verifier, with n-grams from a lookahead window (Fu et al. 2024)."""
+    """N-grams from a lookahead window in the verifier (Fu et al. 2024)."""
     DRAFTER_LOCAL_MODEL: _Drafter.ValueType  # 4
-    """The verifier, with a draft model of its own, if it has one."""
+    """A draft model inside the verifier, if it has one."""
 
 class Drafter(_Drafter, metaclass=_DrafterEnumTypeWrapper):
-    """Who proposes candidates."""
+    """A kind of drafter."""
 
 DRAFTER_UNSPECIFIED: Drafter.ValueType  # 0
 """Refused."""
 DRAFTER_REMOTE: Drafter.ValueType  # 1
 """A draft service."""
 DRAFTER_NGRAM: Drafter.ValueType  # 2
-"""The verifier, with what followed where the text said the same before."""
+"""N-gram lookup in the verifier."""
 DRAFTER_LOOKAHEAD: Drafter.ValueType  # 3
-"""The verifier, with n-grams from a lookahead window (Fu et al. 2024)."""
+"""N-grams from a lookahead window in the verifier (Fu et al. 2024)."""
 DRAFTER_LOCAL_MODEL: Drafter.ValueType  # 4
-"""The verifier, with a draft model of its own, if it has one."""
+"""A draft model inside the verifier, if it has one."""
 global___Drafter = Drafter
 
 class _TokenSource:
@@ -118,9 +118,9 @@ class _TokenSourceEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     TOKEN_SOURCE_REMOTE_DRAFT: _TokenSource.ValueType  # 1
     """Proposed by a draft service, accepted by the target."""
     TOKEN_SOURCE_CORRECTION: _TokenSource.ValueType  # 2
-    """Chosen by the target where the candidates offered others."""
+    """Chosen by the target instead of the candidates offered."""
     TOKEN_SOURCE_BONUS: _TokenSource.ValueType  # 3
-    """Chosen by the target after the last accepted candidate, where no further one was offered."""
+    """Chosen by the target after the last accepted candidate, with no further candidate offered."""
     TOKEN_SOURCE_PLAIN: _TokenSource.ValueType  # 4
     """Chosen by the target in a step without candidates."""
     TOKEN_SOURCE_NGRAM: _TokenSource.ValueType  # 5
@@ -128,7 +128,7 @@ class _TokenSourceEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     TOKEN_SOURCE_LOOKAHEAD: _TokenSource.ValueType  # 6
     """Proposed by a lookahead window, accepted by the target."""
     TOKEN_SOURCE_LOCAL_MODEL: _TokenSource.ValueType  # 7
-    """Proposed by the verifier's own draft model, accepted by the target."""
+    """Proposed by a local draft model, accepted by the target."""
     TOKEN_SOURCE_GRAMMAR: _TokenSource.ValueType  # 8
     """Forced by the grammar, proposed without a model, accepted by the target."""
 
@@ -140,9 +140,9 @@ TOKEN_SOURCE_UNSPECIFIED: TokenSource.ValueType  # 0
 TOKEN_SOURCE_REMOTE_DRAFT: TokenSource.ValueType  # 1
 """Proposed by a draft service, accepted by the target."""
 TOKEN_SOURCE_CORRECTION: TokenSource.ValueType  # 2
-"""Chosen by the target where the candidates offered others."""
+"""Chosen by the target instead of the candidates offered."""
 TOKEN_SOURCE_BONUS: TokenSource.ValueType  # 3
-"""Chosen by the target after the last accepted candidate, where no further one was offered."""
+"""Chosen by the target after the last accepted candidate, with no further candidate offered."""
 TOKEN_SOURCE_PLAIN: TokenSource.ValueType  # 4
 """Chosen by the target in a step without candidates."""
 TOKEN_SOURCE_NGRAM: TokenSource.ValueType  # 5
@@ -150,7 +150,7 @@ TOKEN_SOURCE_NGRAM: TokenSource.ValueType  # 5
 TOKEN_SOURCE_LOOKAHEAD: TokenSource.ValueType  # 6
 """Proposed by a lookahead window, accepted by the target."""
 TOKEN_SOURCE_LOCAL_MODEL: TokenSource.ValueType  # 7
-"""Proposed by the verifier's own draft model, accepted by the target."""
+"""Proposed by a local draft model, accepted by the target."""
 TOKEN_SOURCE_GRAMMAR: TokenSource.ValueType  # 8
 """Forced by the grammar, proposed without a model, accepted by the target."""
 global___TokenSource = TokenSource
@@ -185,7 +185,7 @@ global___FinishReason = FinishReason
 
 @typing.final
 class ModelIdentity(google.protobuf.message.Message):
-    """What a pod serves. Peers compare it at every handshake: nothing is paired by name alone."""
+    """What a pod serves. Peers compare it at every handshake; names alone pair nothing."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -199,28 +199,28 @@ class ModelIdentity(google.protobuf.message.Message):
     NUMERICS_MODE_FIELD_NUMBER: builtins.int
     OLDEST_PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
-    """Newest version of this protocol that the pod speaks. A peer refuses the session if the two speak none in common."""
+    """Newest protocol version of the pod. A peer refuses the session if they have no version in common."""
     model: builtins.str
     """Name the model is served under."""
     tokenizer_fingerprint: builtins.str
-    """SHA-256 over which token id stands for which text, added tokens included, hex. Draft and target must agree on it;
-    their logits may differ in width by padding. Neither turns text into tokens: how that is done (merges, normaliser,
-    chat template) is in ServedModel.text_fingerprint.
+    """SHA-256 over the mapping from token ids to text, added tokens included, hex. Draft and target must agree on it; the
+    width of their logits may differ by padding. Encoding of text (merges, normaliser, chat template) is not part of
+    it, but of ServedModel.text_fingerprint.
     """
     model_fingerprint: builtins.str
-    """SHA-256 over config and weights, hex. A session resumes only on an equal one."""
+    """SHA-256 over config and weights, hex. A session resumes only on a pod with the same one."""
     numerics_fingerprint: builtins.str
-    """Engine, versions, dtype and device kind, readable, as in "torch-2.13.0/cpu/float32/threads-1".
-    Equal ones give equal bits; a session that moved between different ones is not reproducible.
+    """Engine, versions, dtype and device kind, readable, as in "torch-2.13.0/cpu/float32/threads-1". Equal fingerprints
+    give equal bits; a session that moved between different ones is not reproducible.
     """
     context_tokens: builtins.int
     """Longest text, in tokens, prompt included."""
     vocabulary_size: builtins.int
-    """Number of token ids the model can name."""
+    """Number of the model's token ids."""
     numerics_mode: global___NumericsMode.ValueType
-    """Whether tokens depend on who shares a step."""
+    """Whether tokens depend on the other sessions in a step."""
     oldest_protocol_version: builtins.int
-    """Oldest version of this protocol that the pod speaks; 0: it speaks `protocol_version` alone."""
+    """Oldest protocol version of the pod; 0: `protocol_version` only."""
     def __init__(
         self,
         *,
@@ -247,7 +247,7 @@ class Contrast(google.protobuf.message.Message):
     ALPHA_FIELD_NUMBER: builtins.int
     AMATEUR_TEMPERATURE_FIELD_NUMBER: builtins.int
     alpha: builtins.float
-    """Tokens at least this many times as probable as the most probable one are plausible. In (0, 1]; unset: 0.1."""
+    """Plausible tokens are at least this probable relative to the most probable one. In (0, 1]; unset: 0.1."""
     amateur_temperature: builtins.float
     """Divides the draft's logits. Above 0; unset: 1."""
     def __init__(
@@ -267,7 +267,7 @@ global___Contrast = Contrast
 
 @typing.final
 class Lookahead(google.protobuf.message.Message):
-    """A lookahead window (Fu et al. 2024). A step has up to (window + ngram - 3) (ngram - 1) tokens more, 128 at most."""
+    """A lookahead window (Fu et al. 2024). It adds up to (window + ngram - 3) (ngram - 1) tokens to a step, at most 128."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -277,7 +277,7 @@ class Lookahead(google.protobuf.message.Message):
     window: builtins.int
     """Positions ahead of the text at which tokens are guessed, W; at least 2."""
     ngram: builtins.int
-    """Length of the n-grams that the window finds, N; at least 2, which is Jacobi decoding."""
+    """Length N of the n-grams from the window; at least 2, which is Jacobi decoding."""
     guesses: builtins.int
     """n-grams kept, and verified, for each first token, G; 1 to 64."""
     def __init__(
@@ -293,7 +293,7 @@ global___Lookahead = Lookahead
 
 @typing.final
 class Sampling(google.protobuf.message.Message):
-    """How the next token is chosen from logits. Applied in the order of the fields."""
+    """Sampling parameters, applied to the logits in the order of the fields."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -336,9 +336,9 @@ class Sampling(google.protobuf.message.Message):
     top_p: builtins.float
     """Keep the smallest set of tokens whose probability reaches this. In (0, 1]; 1 keeps all."""
     min_p: builtins.float
-    """Keep tokens at least this many times as probable as the most probable one. In [0, 1); 0 keeps all."""
+    """Keep tokens at least this probable relative to the most probable one. In [0, 1); 0 keeps all."""
     seed: builtins.int
-    """Seeds the noise. With the same seed the same request gives the same tokens."""
+    """Seed of the noise. The same request with the same seed gives the same tokens."""
     @property
     def logit_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
         """Added to the logits of the given token ids, 4096 at most."""
@@ -367,8 +367,8 @@ global___Sampling = Sampling
 
 @typing.final
 class Grammar(google.protobuf.message.Message):
-    """What a text must look like: structured output. Tokens that would break it are never chosen, under any rule; a text that
-    ends early, by its length say, is the beginning of one that fits.
+    """Structured output: the grammar of a text. Tokens that would break it are never chosen, under any rule; a text that
+    ends early, for example at max_tokens, is a prefix of a valid one.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -380,20 +380,20 @@ class Grammar(google.protobuf.message.Message):
     AFTER_TOKEN_FIELD_NUMBER: builtins.int
     OPENING_TOKEN_FIELD_NUMBER: builtins.int
     json_schema: builtins.str
-    """A JSON schema: the text is a value that it describes, in one line with a space after each comma and colon, unless
-    the schema's own `x-guidance` says otherwise. What of JSON Schema is not supported is refused by name.
+    """A JSON schema: the text is a value valid under it, on one line with a space after each comma and colon, unless
+    the schema's `x-guidance` changes that. Unsupported keywords of JSON Schema are refused by name.
     """
     regex: builtins.str
     """A regular expression that matches the whole text, in Rust's syntax: without look-around and back-references."""
     lark: builtins.str
-    """A context-free grammar in Lark's syntax, with llguidance's extensions: the text is what `start` derives."""
+    """A context-free grammar in Lark's syntax, with llguidance's extensions: the text is derived from `start`."""
     after_token: builtins.int
-    """The text is free up to and including the first token with this id, such as the end of its reasoning, but does not end
-    before it; the grammar holds for the rest. Unset: for all of it.
+    """The text is unconstrained up to and including the first token with this id, such as the end of its reasoning, and
+    cannot end before it; the grammar applies to the rest. Unset: the grammar applies to the whole text.
     """
     opening_token: builtins.int
-    """With `after_token`: only a text that begins with this token is free up to the other one. For any other text the
-    grammar holds from its beginning.
+    """With `after_token`: only a text that begins with this token is unconstrained up to `after_token`. To any other text
+    the grammar applies from the beginning.
     """
     @property
     def choice(self) -> global___Choice:
@@ -422,7 +422,7 @@ global___Grammar = Grammar
 
 @typing.final
 class Choice(google.protobuf.message.Message):
-    """Texts, of which one is chosen."""
+    """A list of texts; one is chosen."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -442,9 +442,7 @@ global___Choice = Choice
 
 @typing.final
 class Extend(google.protobuf.message.Message):
-    """Candidates below a committed prefix, as paths: self-contained, so late, repeated or reordered
-    messages do no harm.
-    """
+    """Candidates below a committed prefix, as paths. Self-contained: late, repeated or reordered messages do no harm."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -455,11 +453,11 @@ class Extend(google.protobuf.message.Message):
     DISTRIBUTIONS_FIELD_NUMBER: builtins.int
     BASE_AGE_US_FIELD_NUMBER: builtins.int
     base: builtins.int
-    """Committed tokens (prompt included) the paths start from."""
+    """Number of committed tokens, prompt included, from which the paths start."""
     logprob_bytes: builtins.bytes
     """For each node a byte b: P(the target takes this token, given that it reaches the parent) = exp(-(b / 96)^2)."""
     base_age_us: builtins.int
-    """How long the sender has known of `base`, microseconds; 0: it does not say."""
+    """Time since the sender learned of `base`, microseconds; 0: not reported."""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token of each node."""
@@ -502,12 +500,12 @@ class DraftDistribution(google.protobuf.message.Message):
     parent: builtins.int
     """The prefix, numbered as in `Extend.parents`."""
     values: builtins.bytes
-    """Little-endian IEEE float16, one for each id. REJECTION: weights, proportional to the probabilities that the
-    candidate was drawn with; ids ascend. CONTRASTIVE: log-probabilities of the whole vocabulary.
+    """Little-endian IEEE float16, one per id. REJECTION: weights proportional to the probabilities with which the
+    candidate was drawn, in ascending order of ids. CONTRASTIVE: log-probabilities of the whole vocabulary.
     """
     @property
     def ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Token ids the values belong to; empty when `values` covers the vocabulary in order."""
+        """Token ids of the values; empty if `values` covers the vocabulary in order."""
 
     def __init__(
         self,
@@ -522,14 +520,14 @@ global___DraftDistribution = DraftDistribution
 
 @typing.final
 class Committed(google.protobuf.message.Message):
-    """Tokens that became final."""
+    """Committed tokens."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     BASE_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
     base: builtins.int
-    """Committed tokens (prompt included) before these."""
+    """Number of committed tokens, prompt included, before these."""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The new tokens, in order."""
@@ -546,7 +544,7 @@ global___Committed = Committed
 
 @typing.final
 class PodCapacity(google.protobuf.message.Message):
-    """How full a pod is, and for how many more sessions it has room."""
+    """Sessions of a pod, and room for more."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -554,11 +552,11 @@ class PodCapacity(google.protobuf.message.Message):
     ROOM_FIELD_NUMBER: builtins.int
     WAIT_US_FIELD_NUMBER: builtins.int
     sessions: builtins.int
-    """Sessions that are open."""
+    """Open sessions."""
     room: builtins.int
-    """Sessions more that it would take now, waiting ones included. Texts that were taken up before are taken beyond it."""
+    """Further sessions it would accept now, waiting ones included. Resumed texts are accepted beyond this."""
     wait_us: builtins.int
-    """Time after which a session that finds no room should come again, microseconds."""
+    """Time before a refused session should be retried, microseconds."""
     def __init__(
         self,
         *,
@@ -572,7 +570,7 @@ global___PodCapacity = PodCapacity
 
 @typing.final
 class Heartbeat(google.protobuf.message.Message):
-    """A sign of life: a worker that steps is alive, one that only answers is not."""
+    """Proof of progress: a worker that makes steps is alive; one that only responds is not."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -582,18 +580,18 @@ class Heartbeat(google.protobuf.message.Message):
     STEP_EXPECTED_US_FIELD_NUMBER: builtins.int
     AWAITS_DRAFT_FIELD_NUMBER: builtins.int
     steps: builtins.int
-    """Steps this pod has made since it started."""
+    """Steps since the pod started."""
     step_age_us: builtins.int
-    """How long the step under way has lasted, microseconds; 0: none is."""
+    """Age of the current step, microseconds; 0: none."""
     step_expected_us: builtins.int
-    """How long a step of its size usually takes, microseconds."""
+    """Expected duration of a step of its size, microseconds."""
     awaits_draft: builtins.bool
-    """From a verifier, under CONTRASTIVE: this session has memory, and nothing can be chosen until its draft has sent its
+    """From a verifier, under CONTRASTIVE: this session has memory, but no token can be chosen until its draft sends the
     distribution after the committed text.
     """
     @property
     def capacity(self) -> global___PodCapacity:
-        """How full it is."""
+        """Capacity of the pod."""
 
     def __init__(
         self,
@@ -611,7 +609,7 @@ global___Heartbeat = Heartbeat
 
 @typing.final
 class PodInfo(google.protobuf.message.Message):
-    """The process behind an address, and what its model runs on."""
+    """The process at an address, and the placement of its model."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -621,18 +619,16 @@ class PodInfo(google.protobuf.message.Message):
     DTYPE_FIELD_NUMBER: builtins.int
     THREADS_FIELD_NUMBER: builtins.int
     version: builtins.str
-    """Version of specdec that it runs, as in "0.1.0"."""
+    """Its version of specdec, as in "0.1.0"."""
     process_id: builtins.int
-    """Number of its process: several may share a port."""
+    """Process id: several processes may share a port."""
     device: builtins.str
-    """Device that its model computes on, as in "cpu" or "cuda:0". Empty: it computes none, or does not say."""
+    """Device of its model, as in "cpu" or "cuda:0". Empty: no model, or not reported."""
     dtype: builtins.str
-    """Data type that its model computes in, as in "bfloat16". Likewise."""
+    """Data type of its model, as in "bfloat16". Empty: no model, or not reported."""
     @property
     def threads(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """CPU threads of a forward pass; where their number changes, each number that it may have, the largest first. None for
-        other devices.
-        """
+        """CPU threads of a forward pass; if the number varies, all its values, largest first. Empty for other devices."""
 
     def __init__(
         self,

@@ -54,7 +54,7 @@ global___ConnectResponse = ConnectResponse
 
 @typing.final
 class Frame(google.protobuf.message.Message):
-    """A piece of one stream. A frame of a stream that is over, or that never began, is ignored."""
+    """A frame of one stream. A frame of an ended or unknown stream is ignored."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -64,22 +64,22 @@ class Frame(google.protobuf.message.Message):
     CREDIT_FIELD_NUMBER: builtins.int
     END_FIELD_NUMBER: builtins.int
     stream: builtins.int
-    """Number of the stream, from 1 on, chosen by the caller. None is used twice. 0 is the connection itself: its `end`,
-    from the callee, says that no stream may begin on it any more.
+    """Number of the stream, chosen by the caller, starting at 1 and never reused. 0 is the connection itself: its `end`,
+    from the callee, means that no new stream may begin on it.
     """
     message: builtins.bytes
     """A message of the method's type, serialized."""
     credit: builtins.int
-    """Flow control: the receiver has read so many bytes more, with 64 counted for each message besides, and the sender
-    may send as many more.
+    """Flow control: the receiver has read this many more bytes, plus 64 for each message, and the sender may send as
+    many more.
     """
     @property
     def begin(self) -> global___Begin:
-        """It begins. From the caller, and first."""
+        """Begins the stream. From the caller, as its first frame."""
 
     @property
     def end(self) -> global___End:
-        """It is over. From the caller: cancelled."""
+        """Ends the stream. From the caller: cancels it."""
 
     def __init__(
         self,
@@ -122,12 +122,12 @@ class Begin(google.protobuf.message.Message):
     TIMEOUT_US_FIELD_NUMBER: builtins.int
     METADATA_FIELD_NUMBER: builtins.int
     method: builtins.str
-    """Full name, as in "/specdec.v2.VerifierService/Verify"."""
+    """Full method name, as in "/specdec.v2.VerifierService/Verify"."""
     timeout_us: builtins.int
-    """Time that it may take, microseconds. Unset: any."""
+    """Deadline, microseconds from now. Unset: none."""
     @property
     def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """As gRPC would carry it."""
+        """Metadata, as in gRPC."""
 
     def __init__(
         self,
@@ -154,9 +154,9 @@ class End(google.protobuf.message.Message):
     code: builtins.int
     """As in google.rpc.Code."""
     message: builtins.str
-    """For a person."""
+    """For people."""
     status: builtins.bytes
-    """A serialized google.rpc.Status that says more, if there is one."""
+    """A serialized google.rpc.Status with details, if any."""
     def __init__(
         self,
         *,

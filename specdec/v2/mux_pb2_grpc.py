@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class MuxServiceStub(object):
-    """Multiplexes many streams between two services on one: frames that are ready at the same time go in one message. A
-    message of its own costs each side a tenth of a millisecond, a frame among others a fraction of it.
+    """Multiplexes many streams between two services over one: frames that are ready at the same time share a message. A
+    message costs each side 0.1 ms, an additional frame in it a fraction of that.
     """
 
     def __init__(self, channel):
@@ -44,12 +44,12 @@ class MuxServiceStub(object):
 
 
 class MuxServiceServicer(object):
-    """Multiplexes many streams between two services on one: frames that are ready at the same time go in one message. A
-    message of its own costs each side a tenth of a millisecond, a frame among others a fraction of it.
+    """Multiplexes many streams between two services over one: frames that are ready at the same time share a message. A
+    message costs each side 0.1 ms, an additional frame in it a fraction of that.
     """
 
     def Connect(self, request_iterator, context):
-        """One connection. The caller of its streams begins and ends it; with it end all of its streams. The callee sends
+        """One connection. The caller of its streams opens and closes it; closing it ends all of its streams. The callee sends
         metadata as soon as it serves the connection, and the caller sends nothing before that.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -73,8 +73,8 @@ def add_MuxServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class MuxService(object):
-    """Multiplexes many streams between two services on one: frames that are ready at the same time go in one message. A
-    message of its own costs each side a tenth of a millisecond, a frame among others a fraction of it.
+    """Multiplexes many streams between two services over one: frames that are ready at the same time share a message. A
+    message costs each side 0.1 ms, an additional frame in it a fraction of that.
     """
 
     @staticmethod

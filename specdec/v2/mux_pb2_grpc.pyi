@@ -18,8 +18,8 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class MuxServiceStub:
-    """Multiplexes many streams between two services on one: frames that are ready at the same time go in one message. A
-    message of its own costs each side a tenth of a millisecond, a frame among others a fraction of it.
+    """Multiplexes many streams between two services over one: frames that are ready at the same time share a message. A
+    message costs each side 0.1 ms, an additional frame in it a fraction of that.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -27,26 +27,26 @@ class MuxServiceStub:
         specdec.v2.mux_pb2.ConnectRequest,
         specdec.v2.mux_pb2.ConnectResponse,
     ]
-    """One connection. The caller of its streams begins and ends it; with it end all of its streams. The callee sends
+    """One connection. The caller of its streams opens and closes it; closing it ends all of its streams. The callee sends
     metadata as soon as it serves the connection, and the caller sends nothing before that.
     """
 
 class MuxServiceAsyncStub:
-    """Multiplexes many streams between two services on one: frames that are ready at the same time go in one message. A
-    message of its own costs each side a tenth of a millisecond, a frame among others a fraction of it.
+    """Multiplexes many streams between two services over one: frames that are ready at the same time share a message. A
+    message costs each side 0.1 ms, an additional frame in it a fraction of that.
     """
 
     Connect: grpc.aio.StreamStreamMultiCallable[
         specdec.v2.mux_pb2.ConnectRequest,
         specdec.v2.mux_pb2.ConnectResponse,
     ]
-    """One connection. The caller of its streams begins and ends it; with it end all of its streams. The callee sends
+    """One connection. The caller of its streams opens and closes it; closing it ends all of its streams. The callee sends
     metadata as soon as it serves the connection, and the caller sends nothing before that.
     """
 
 class MuxServiceServicer(metaclass=abc.ABCMeta):
-    """Multiplexes many streams between two services on one: frames that are ready at the same time go in one message. A
-    message of its own costs each side a tenth of a millisecond, a frame among others a fraction of it.
+    """Multiplexes many streams between two services over one: frames that are ready at the same time share a message. A
+    message costs each side 0.1 ms, an additional frame in it a fraction of that.
     """
 
     @abc.abstractmethod
@@ -55,7 +55,7 @@ class MuxServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[specdec.v2.mux_pb2.ConnectRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[specdec.v2.mux_pb2.ConnectResponse], collections.abc.AsyncIterator[specdec.v2.mux_pb2.ConnectResponse]]:
-        """One connection. The caller of its streams begins and ends it; with it end all of its streams. The callee sends
+        """One connection. The caller of its streams opens and closes it; closing it ends all of its streams. The callee sends
         metadata as soon as it serves the connection, and the caller sends nothing before that.
         """
 

@@ -15,13 +15,13 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class GetTraceRequest(google.protobuf.message.Message):
-    """Asks for what is recorded of a request."""
+    """Requests the timelines of a request."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    """The request's id: what its caller gave as `x-request-id`, or what the answer's errors and logs call it."""
+    """The request's id: the caller's `x-request-id`, or the id in the response's errors and logs."""
     def __init__(
         self,
         *,
@@ -33,7 +33,7 @@ global___GetTraceRequest = GetTraceRequest
 
 @typing.final
 class GetTraceResponse(google.protobuf.message.Message):
-    """What is recorded of a request."""
+    """The timelines of a request."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -41,13 +41,13 @@ class GetTraceResponse(google.protobuf.message.Message):
     MISSING_FIELD_NUMBER: builtins.int
     @property
     def timelines(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Timeline]:
-        """What the service that answers has recorded, oldest first, then what pods have. A request that was sent again by the
-        same id has a timeline for each time, a pod one for each session.
+        """Timelines of the responding service, oldest first, then those of pods. A request retried with the same id has a
+        timeline for each try; a pod has one for each session.
         """
 
     @property
     def missing(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MissingPart]:
-        """Pods that the request used, and that did not tell their part."""
+        """Pods used by the request, with their part missing."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ global___GetTraceResponse = GetTraceResponse
 
 @typing.final
 class Timeline(google.protobuf.message.Message):
-    """What one service has recorded of a request or of a session. It has no text and no tokens."""
+    """Events of a request or session at one service. Contains no text and no tokens."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -78,28 +78,26 @@ class Timeline(google.protobuf.message.Message):
     service: builtins.str
     """"orchestrator", "verifier" or "draft"."""
     pod: builtins.str
-    """Address at which the orchestrator asked for it. Empty: it is of the service that answers."""
+    """Address of the pod queried by the orchestrator. Empty: the responding service itself."""
     trace_id: builtins.str
-    """The trace that it belongs to, as in W3C Trace Context; empty if to none."""
+    """Id of its trace, as in W3C Trace Context; empty if none."""
     age_us: builtins.int
-    """How long ago it began, as of this answer, microseconds. So no two clocks need to agree."""
+    """Time since its beginning, as of this response, microseconds. Relative, so that clocks need not agree."""
     end_age_us: builtins.int
-    """How long ago it ended, likewise. Unset: it has not ended."""
+    """Time since its end, in the same way. Unset: it has not ended."""
     clock_error_us: builtins.int
-    """Times of a pod may be shifted by so much against those of the orchestrator, microseconds: half of the time that the
-    pod took to answer.
-    """
+    """Maximum shift of a pod's times relative to the orchestrator's, microseconds: half of the query's round trip."""
     error: builtins.str
-    """Why it failed, as in ErrorInfo.reason; empty if it did not."""
+    """Error reason, as in ErrorInfo.reason; empty if it did not fail."""
     dropped_events: builtins.int
-    """Events that are left out: those in the middle, where there were too many."""
+    """Number of omitted events: if there are too many, those in the middle are omitted."""
     @property
     def attributes(self) -> google.protobuf.struct_pb2.Struct:
-        """What the request asked for, and figures of the whole."""
+        """Parameters of the request, and its totals."""
 
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TimelineEvent]:
-        """What happened, in order."""
+        """Events, in order."""
 
     def __init__(
         self,
@@ -123,7 +121,7 @@ global___Timeline = Timeline
 
 @typing.final
 class TimelineEvent(google.protobuf.message.Message):
-    """Something that happened to a request."""
+    """An event of a request."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -131,12 +129,12 @@ class TimelineEvent(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     ATTRIBUTES_FIELD_NUMBER: builtins.int
     age_us: builtins.int
-    """How long ago, as in Timeline.age_us."""
+    """Time since the event, as in Timeline.age_us."""
     name: builtins.str
-    """What, as in "first_commit"."""
+    """Name, as in "first_commit"."""
     @property
     def attributes(self) -> google.protobuf.struct_pb2.Struct:
-        """What more there is to say of it."""
+        """Details."""
 
     def __init__(
         self,
@@ -152,7 +150,7 @@ global___TimelineEvent = TimelineEvent
 
 @typing.final
 class MissingPart(google.protobuf.message.Message):
-    """A part of a trace that is missing."""
+    """A missing part of a trace."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -161,7 +159,7 @@ class MissingPart(google.protobuf.message.Message):
     pod: builtins.str
     """Address of the pod."""
     reason: builtins.str
-    """Why, for a person."""
+    """Reason, for people."""
     def __init__(
         self,
         *,

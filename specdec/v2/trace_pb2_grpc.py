@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class TraceServiceStub(object):
-    """Tells what happened to a request, when and where. Every service has it: an orchestrator also asks the pods that the
-    request used, a pod tells its own part.
+    """Timelines of requests. Every service has it: an orchestrator also queries the pods used by the request; a pod returns
+    only its own part.
     """
 
     def __init__(self, channel):
@@ -44,13 +44,13 @@ class TraceServiceStub(object):
 
 
 class TraceServiceServicer(object):
-    """Tells what happened to a request, when and where. Every service has it: an orchestrator also asks the pods that the
-    request used, a pod tells its own part.
+    """Timelines of requests. Every service has it: an orchestrator also queries the pods used by the request; a pod returns
+    only its own part.
     """
 
     def GetTrace(self, request, context):
-        """What is recorded of one request. NOT_FOUND if that is nothing: each process keeps requests that run, and the last
-        few hundred that have ended.
+        """The timelines of one request. NOT_FOUND if there is none: each process keeps running requests and the last few
+        hundred ended ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,8 +73,8 @@ def add_TraceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TraceService(object):
-    """Tells what happened to a request, when and where. Every service has it: an orchestrator also asks the pods that the
-    request used, a pod tells its own part.
+    """Timelines of requests. Every service has it: an orchestrator also queries the pods used by the request; a pod returns
+    only its own part.
     """
 
     @staticmethod

@@ -18,8 +18,8 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class TraceServiceStub:
-    """Tells what happened to a request, when and where. Every service has it: an orchestrator also asks the pods that the
-    request used, a pod tells its own part.
+    """Timelines of requests. Every service has it: an orchestrator also queries the pods used by the request; a pod returns
+    only its own part.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -27,26 +27,26 @@ class TraceServiceStub:
         specdec.v2.trace_pb2.GetTraceRequest,
         specdec.v2.trace_pb2.GetTraceResponse,
     ]
-    """What is recorded of one request. NOT_FOUND if that is nothing: each process keeps requests that run, and the last
-    few hundred that have ended.
+    """The timelines of one request. NOT_FOUND if there is none: each process keeps running requests and the last few
+    hundred ended ones.
     """
 
 class TraceServiceAsyncStub:
-    """Tells what happened to a request, when and where. Every service has it: an orchestrator also asks the pods that the
-    request used, a pod tells its own part.
+    """Timelines of requests. Every service has it: an orchestrator also queries the pods used by the request; a pod returns
+    only its own part.
     """
 
     GetTrace: grpc.aio.UnaryUnaryMultiCallable[
         specdec.v2.trace_pb2.GetTraceRequest,
         specdec.v2.trace_pb2.GetTraceResponse,
     ]
-    """What is recorded of one request. NOT_FOUND if that is nothing: each process keeps requests that run, and the last
-    few hundred that have ended.
+    """The timelines of one request. NOT_FOUND if there is none: each process keeps running requests and the last few
+    hundred ended ones.
     """
 
 class TraceServiceServicer(metaclass=abc.ABCMeta):
-    """Tells what happened to a request, when and where. Every service has it: an orchestrator also asks the pods that the
-    request used, a pod tells its own part.
+    """Timelines of requests. Every service has it: an orchestrator also queries the pods used by the request; a pod returns
+    only its own part.
     """
 
     @abc.abstractmethod
@@ -55,8 +55,8 @@ class TraceServiceServicer(metaclass=abc.ABCMeta):
         request: specdec.v2.trace_pb2.GetTraceRequest,
         context: _ServicerContext,
     ) -> typing.Union[specdec.v2.trace_pb2.GetTraceResponse, collections.abc.Awaitable[specdec.v2.trace_pb2.GetTraceResponse]]:
-        """What is recorded of one request. NOT_FOUND if that is nothing: each process keeps requests that run, and the last
-        few hundred that have ended.
+        """The timelines of one request. NOT_FOUND if there is none: each process keeps running requests and the last few
+        hundred ended ones.
         """
 
 def add_TraceServiceServicer_to_server(servicer: TraceServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

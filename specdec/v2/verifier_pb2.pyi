@@ -25,7 +25,7 @@ class VerifyRequest(google.protobuf.message.Message):
     CONSUMED_FIELD_NUMBER: builtins.int
     @property
     def open(self) -> global___VerifyOpen:
-        """Begins the session. First message, and only there."""
+        """Begins the session. Only as the first message."""
 
     @property
     def extend(self) -> specdec.v2.model_pb2.Extend:
@@ -33,11 +33,11 @@ class VerifyRequest(google.protobuf.message.Message):
 
     @property
     def policy(self) -> global___VerifyPolicy:
-        """Changes how the session speculates."""
+        """Changes the session's speculation policy."""
 
     @property
     def consumed(self) -> global___Consumed:
-        """How far the client has read."""
+        """Read progress of the client."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class VerifyResponse(google.protobuf.message.Message):
 
     @property
     def commit(self) -> global___Commit:
-        """What one step added."""
+        """Tokens added by a step."""
 
     @property
     def heartbeat(self) -> specdec.v2.model_pb2.Heartbeat:
@@ -113,32 +113,34 @@ class VerifyOpen(google.protobuf.message.Message):
     rule: specdec.v2.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule of the request."""
     max_tokens: builtins.int
-    """Most tokens to generate, `generated_tokens` included."""
+    """Maximum tokens to generate, `generated_tokens` included."""
     min_tokens: builtins.int
-    """End tokens are not chosen before this many tokens were generated."""
+    """Minimum generated tokens before an end token may be chosen."""
     top_logprobs: builtins.int
-    """Log-probabilities wanted for each token: the chosen token's, and those of so many of the best. Unset: none."""
+    """Log-probabilities to return for each token: the chosen token's, and this many of the most probable ones. Unset:
+    none.
+    """
     tenant: builtins.str
-    """On whose behalf the text is made: computed prefixes are shared within a tenant only. Empty is one of them."""
+    """Tenant of the text. The prefix cache is shared only within a tenant. The empty name is a tenant too."""
     attempt: builtins.int
-    """Which session of this text this is, from 1 on: the text moves when a verifier is lost. Later ones are not refused
-    for want of waiting room.
+    """Number of this session of the text, starting at 1: a text gets a new session when its verifier is lost. Sessions
+    after the first are not refused for lack of waiting room.
     """
     checksum: builtins.int
     """CRC-32 (ISO 3309) of this message without this field, serialized with its fields in order. Unset: not checked."""
     coalesce_commits: builtins.bool
-    """Nobody waits for single tokens: what several steps add may be sent together, a quarter of a second's worth."""
+    """The client does not need every token at once: the tokens of several steps may be sent in one commit, up to 250 ms."""
     tenant_weight: builtins.float
-    """Share of the tenant, relative to others that want the pod at the same time, from 0.01 to 100; 0 means 1."""
+    """Weight of the tenant relative to others that compete for the pod, 0.01 to 100; 0 means 1."""
     priority: builtins.int
-    """Order among texts of the same tenant that wait for memory: lower goes first."""
+    """Order among texts of the same tenant waiting for memory: lower goes first."""
     @property
     def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the prompt. At least one."""
 
     @property
     def generated_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Tokens generated so far, when a text is taken up again."""
+        """Tokens generated so far, if the text is resumed."""
 
     @property
     def sampling(self) -> specdec.v2.model_pb2.Sampling:
@@ -146,11 +148,11 @@ class VerifyOpen(google.protobuf.message.Message):
 
     @property
     def end_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Token ids that end the text; the one chosen is committed."""
+        """Token ids that end the text; the end token is committed."""
 
     @property
     def policy(self) -> global___VerifyPolicy:
-        """How to speculate at first."""
+        """Initial speculation policy."""
 
     @property
     def contrast(self) -> specdec.v2.model_pb2.Contrast:
@@ -158,7 +160,7 @@ class VerifyOpen(google.protobuf.message.Message):
 
     @property
     def grammar(self) -> specdec.v2.model_pb2.Grammar:
-        """What the generated text must look like."""
+        """Grammar of the generated text."""
 
     def __init__(
         self,
@@ -206,21 +208,17 @@ class VerifyOpened(google.protobuf.message.Message):
     MAX_BRANCHES_FIELD_NUMBER: builtins.int
     CHECKSUM_FIELD_NUMBER: builtins.int
     max_nodes: builtins.int
-    """Candidate nodes this session may have alive."""
+    """Maximum live candidate nodes of this session."""
     drafting_wanted: builtins.bool
-    """As in Commit, for a session that joins the others."""
+    """As in Commit, for a session that joins now."""
     min_candidate_probability: builtins.float
-    """As in Commit, likewise."""
+    """As in Commit, for a session that joins now."""
     max_candidates: builtins.int
-    """Candidates of this session that a step verifies at most: as many as its policy asks for, or as this pod takes. 0: it
-    does not say.
-    """
+    """Maximum candidates of this session per step: the smaller of its policy's and this pod's limit. 0: not reported."""
     follows_grammar: builtins.bool
-    """Whether it follows the `grammar` of VerifyOpen. A verifier that does not know the field says no."""
+    """Whether it follows the `grammar` of VerifyOpen. False from a verifier that does not know the field."""
     max_branches: builtins.int
-    """Candidates for one place that a step verifies at most: 1 where the engine verifies one chain and no tree. 0: as many
-    as there are.
-    """
+    """Maximum candidates per position in a step: 1 if the engine verifies chains only. 0: no limit."""
     checksum: builtins.int
     """CRC-32 (ISO 3309) of this message without this field, serialized with its fields in order. Unset: not checked."""
     @property
@@ -252,7 +250,7 @@ global___VerifyOpened = VerifyOpened
 
 @typing.final
 class VerifyPolicy(google.protobuf.message.Message):
-    """How a session speculates."""
+    """Speculation policy of a session."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -262,18 +260,18 @@ class VerifyPolicy(google.protobuf.message.Message):
     PATIENCE_US_FIELD_NUMBER: builtins.int
     LOOKAHEAD_FIELD_NUMBER: builtins.int
     forced: builtins.bool
-    """Speculate whether or not the pod finds that it pays."""
+    """Speculate even if it does not pay."""
     max_candidates: builtins.int
-    """Candidates verified in one step at most. 0 is the verifier's default."""
+    """Maximum candidates verified in one step. 0: the verifier's default."""
     patience_us: builtins.int
-    """Longest time a step is put off for candidates that are expected, microseconds. 0 never waits."""
+    """Maximum step delay for expected candidates, microseconds. 0: never wait."""
     @property
     def drafters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[specdec.v2.model_pb2.Drafter.ValueType]:
-        """Who may propose candidates. Empty: nobody."""
+        """Drafters that may propose candidates. Empty: none."""
 
     @property
     def lookahead(self) -> specdec.v2.model_pb2.Lookahead:
-        """With LOOKAHEAD: a window of this size in every step. Unset: the pod chooses one that pays, if any does."""
+        """With LOOKAHEAD: size of the window in every step. Unset: the pod chooses a size that pays, if any."""
 
     def __init__(
         self,
@@ -291,13 +289,13 @@ global___VerifyPolicy = VerifyPolicy
 
 @typing.final
 class Consumed(google.protobuf.message.Message):
-    """Tells the verifier how far the client has read, so that a session does not run far ahead of it."""
+    """Read progress of the client: backpressure, so that a session does not run far ahead of it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TOKENS_FIELD_NUMBER: builtins.int
     tokens: builtins.int
-    """Generated tokens the client has taken."""
+    """Generated tokens read by the client."""
     def __init__(
         self,
         *,
@@ -309,7 +307,7 @@ global___Consumed = Consumed
 
 @typing.final
 class Commit(google.protobuf.message.Message):
-    """What one step, or several without candidates, added to one session."""
+    """Tokens that one step, or several without candidates, added to a session."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -339,23 +337,21 @@ class Commit(google.protobuf.message.Message):
     finish_reason: specdec.v2.model_pb2.FinishReason.ValueType
     """Set on the last commit."""
     forward_us: builtins.int
-    """Time of the (last) forward pass, microseconds; shared with the other sessions of the step."""
+    """Duration of the (last) forward pass, microseconds; shared with the other sessions of the step."""
     step_us: builtins.int
-    """Time of the whole (last) step, microseconds."""
+    """Duration of the whole (last) step, microseconds."""
     waited_us: builtins.int
-    """Time this session sat out waiting for candidates before the step, microseconds."""
+    """Time this session waited for candidates before the step, microseconds."""
     round_trip_us: builtins.int
-    """Time that a commit of this session takes to its draft and candidates take back, microseconds, of late; 0: unknown."""
+    """Recent round trip from a commit of this session to its draft and back as candidates, microseconds; 0: unknown."""
     steps: builtins.int
-    """Steps this commit is of. Several steps of sessions without a draft may be sent together."""
+    """Number of steps in this commit. Several steps of a session without a draft may be sent together."""
     drafting_wanted: builtins.bool
-    """Whether candidates of a draft service are used now. If not, a draft that has none in preparation is not worth its
-    device's time.
-    """
+    """Whether candidates of a draft service are used now. If not, drafting for this session wastes the draft's device."""
     min_candidate_probability: builtins.float
-    """The break-even probability, as the pod is busy now: a candidate that is less probable is not worth its row."""
+    """The break-even probability at the pod's current load: a less probable candidate is not worth its row."""
     drafted_sessions: builtins.int
-    """Sessions of this pod that have a draft. The more there are, the fewer messages of candidates it can take of each."""
+    """Sessions of this pod with a draft. The more of them, the fewer messages of candidates it can take from each."""
     checksum: builtins.int
     """The CRC-32 of VerifyOpen continued: over all tokens committed since, each as 4 bytes, little-endian, and the finish
     reason as one token more.
@@ -363,14 +359,14 @@ class Commit(google.protobuf.message.Message):
     queued_us: builtins.int
     """Time this session waited for memory since its last commit, microseconds."""
     cached_tokens: builtins.int
-    """On the first commit: tokens of the text that were in memory already."""
+    """On the first commit: tokens of the text found in the prefix cache."""
     preemptions: builtins.int
-    """Times this session has lost its memory to another so far."""
+    """Preemptions of this session so far."""
     undrafted_tokens: builtins.int
-    """Tokens of steps for which candidates of a draft service were wanted, and none was there. 0 under CONTRASTIVE."""
+    """Tokens of steps that should have had candidates of a draft service and had none. 0 under CONTRASTIVE."""
     @property
     def committed(self) -> specdec.v2.model_pb2.Committed:
-        """The new tokens and where they follow on. 1 to accepted + `steps` tokens."""
+        """The new tokens and their base. 1 to `accepted` + `steps` tokens."""
 
     @property
     def sources(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[specdec.v2.model_pb2.TokenSource.ValueType]:
@@ -378,7 +374,7 @@ class Commit(google.protobuf.message.Message):
 
     @property
     def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenLogprobs]:
-        """Log-probabilities, one entry a token, if asked for."""
+        """Log-probabilities, one entry per token, if requested."""
 
     def __init__(
         self,
@@ -422,8 +418,8 @@ class TokenLogprobs(google.protobuf.message.Message):
     chosen: builtins.float
     """The chosen token's."""
     chosen_bytes: builtins.bytes
-    """Bytes that the chosen token stands for, as TokenPiece has them. Set by the orchestrator, which has the tokenizer:
-    what a verifier sets is dropped.
+    """Bytes of the chosen token, as in TokenPiece. Set by the orchestrator, which has the tokenizer; a verifier's value
+    is dropped.
     """
     @property
     def top_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -435,7 +431,7 @@ class TokenLogprobs(google.protobuf.message.Message):
 
     @property
     def top_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Bytes that each of the most probable tokens stands for, one entry a token. Likewise."""
+        """Bytes of each of the most probable tokens, one entry per token. Also set by the orchestrator."""
 
     def __init__(
         self,
@@ -475,17 +471,17 @@ global___FindPrefixRequest = FindPrefixRequest
 
 @typing.final
 class FindPrefixResponse(google.protobuf.message.Message):
-    """Tells the cached prefix of a text."""
+    """The cached prefix of a text."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     CAPACITY_FIELD_NUMBER: builtins.int
     cached_tokens: builtins.int
-    """Leading tokens of the text that are in memory, in whole blocks."""
+    """Leading tokens of the text in the prefix cache, in whole blocks."""
     @property
     def capacity(self) -> specdec.v2.model_pb2.PodCapacity:
-        """How full the pod is."""
+        """Capacity of the pod."""
 
     def __init__(
         self,
@@ -512,7 +508,7 @@ global___GetStatsRequest = GetStatsRequest
 
 @typing.final
 class GetStatsResponse(google.protobuf.message.Message):
-    """A pod's statistics. Counters run since it started."""
+    """A pod's statistics. Counters start at 0 when it starts."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -543,15 +539,15 @@ class GetStatsResponse(google.protobuf.message.Message):
     THROTTLED_FIELD_NUMBER: builtins.int
     SERVING_FIELD_NUMBER: builtins.int
     running: builtins.int
-    """Sessions that have memory."""
+    """Sessions with KV memory."""
     waiting: builtins.int
-    """Sessions that wait for memory."""
+    """Sessions waiting for KV memory."""
     kv_tokens: builtins.int
-    """Tokens of key/value memory."""
+    """Size of the KV cache in tokens."""
     kv_held_tokens: builtins.int
-    """Tokens of it that sessions hold."""
+    """Tokens of it held by sessions."""
     kv_cached_tokens: builtins.int
-    """Tokens of it with a known prefix that nobody holds; given to whoever needs memory."""
+    """Tokens of it in the prefix cache that no session holds; evicted when memory is needed."""
     steps: builtins.int
     """Counter: steps."""
     rows: builtins.int
@@ -563,9 +559,9 @@ class GetStatsResponse(google.protobuf.message.Message):
     accepted_candidates: builtins.int
     """Counter: candidates accepted."""
     prompt_tokens: builtins.int
-    """Counter: tokens that sessions came with when they got memory."""
+    """Counter: tokens of sessions at their first admission to KV memory."""
     cached_tokens: builtins.int
-    """Counter: of these, tokens that were in memory already."""
+    """Counter: of these, tokens found in the prefix cache."""
     preemptions: builtins.int
     """Counter: preemptions."""
     busy_us: builtins.int
@@ -573,28 +569,28 @@ class GetStatsResponse(google.protobuf.message.Message):
     up_us: builtins.int
     """Time since the pod started, microseconds."""
     refused_extends: builtins.int
-    """Counter: messages of candidates that made no sense, and were dropped."""
+    """Counter: invalid messages of candidates, dropped."""
     drafted_steps: builtins.int
-    """Counter: steps of sessions that have a draft, after which the text goes on."""
+    """Counter: steps with a remote draft, counted per session, except a text's last."""
     draft_ready_steps: builtins.int
-    """Counter: of these, steps that ended with the next candidates already there."""
+    """Counter: of these, steps that ended with the next candidates already received."""
     sessions: builtins.int
-    """Sessions that are open, those that neither run nor wait yet included."""
+    """Open sessions, including those that neither run nor wait yet."""
     max_sessions: builtins.int
-    """Most sessions that may be open."""
+    """Maximum open sessions."""
     max_waiting: builtins.int
-    """Most sessions that may wait for their first memory."""
+    """Maximum sessions waiting for their first KV memory."""
     throttled: builtins.int
-    """Of the sessions that wait, those that are far ahead of what their clients have read."""
+    """Of the waiting sessions, those throttled because their clients read slowly."""
     serving: builtins.bool
-    """Whether it takes sessions: its health is SERVING."""
+    """Whether it accepts sessions: its health is SERVING."""
     @property
     def fast_paths_off(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Fast paths that are off in this process, each in a line: which, why, and what it costs."""
+        """Fast paths disabled in this process, one line each: name, reason and cost."""
 
     @property
     def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
-        """What this pod serves, as it tells every session."""
+        """What this pod serves, as in VerifyOpened."""
 
     @property
     def pod(self) -> specdec.v2.model_pb2.PodInfo:

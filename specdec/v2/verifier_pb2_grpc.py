@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class VerifierServiceStub(object):
-    """Runs the target model and decides every token. A session is a stream: its cache lives exactly as long.
+    """Runs the target model and decides every token. A session is a stream; its KV cache lives exactly as long.
     """
 
     def __init__(self, channel):
@@ -53,27 +53,26 @@ class VerifierServiceStub(object):
 
 
 class VerifierServiceServicer(object):
-    """Runs the target model and decides every token. A session is a stream: its cache lives exactly as long.
+    """Runs the target model and decides every token. A session is a stream; its KV cache lives exactly as long.
     """
 
     def Verify(self, request_iterator, context):
-        """One session. The first request is `open`; the first response is `opened`, which waits for no step; the last
-        one is a commit with a finish reason, after which the caller closes the stream.
+        """One session. The first request is `open`. The first response is `opened`, sent without waiting for a step; the last
+        is a commit with a finish reason, after which the caller closes the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FindPrefix(self, request, context):
-        """How much of a text this pod has in its prefix cache, for a caller that has several pods to choose from. It reserves
-        nothing, and waits for no step.
+        """Cached prefix length of a text, for prefix-aware routing. Reserves nothing and does not wait for a step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """How full and how busy this pod is.
+        """Load statistics of this pod.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,7 +105,7 @@ def add_VerifierServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class VerifierService(object):
-    """Runs the target model and decides every token. A session is a stream: its cache lives exactly as long.
+    """Runs the target model and decides every token. A session is a stream; its KV cache lives exactly as long.
     """
 
     @staticmethod

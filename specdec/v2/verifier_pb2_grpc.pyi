@@ -18,58 +18,54 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class VerifierServiceStub:
-    """Runs the target model and decides every token. A session is a stream: its cache lives exactly as long."""
+    """Runs the target model and decides every token. A session is a stream; its KV cache lives exactly as long."""
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     Verify: grpc.StreamStreamMultiCallable[
         specdec.v2.verifier_pb2.VerifyRequest,
         specdec.v2.verifier_pb2.VerifyResponse,
     ]
-    """One session. The first request is `open`; the first response is `opened`, which waits for no step; the last
-    one is a commit with a finish reason, after which the caller closes the stream.
+    """One session. The first request is `open`. The first response is `opened`, sent without waiting for a step; the last
+    is a commit with a finish reason, after which the caller closes the stream.
     """
 
     FindPrefix: grpc.UnaryUnaryMultiCallable[
         specdec.v2.verifier_pb2.FindPrefixRequest,
         specdec.v2.verifier_pb2.FindPrefixResponse,
     ]
-    """How much of a text this pod has in its prefix cache, for a caller that has several pods to choose from. It reserves
-    nothing, and waits for no step.
-    """
+    """Cached prefix length of a text, for prefix-aware routing. Reserves nothing and does not wait for a step."""
 
     GetStats: grpc.UnaryUnaryMultiCallable[
         specdec.v2.verifier_pb2.GetStatsRequest,
         specdec.v2.verifier_pb2.GetStatsResponse,
     ]
-    """How full and how busy this pod is."""
+    """Load statistics of this pod."""
 
 class VerifierServiceAsyncStub:
-    """Runs the target model and decides every token. A session is a stream: its cache lives exactly as long."""
+    """Runs the target model and decides every token. A session is a stream; its KV cache lives exactly as long."""
 
     Verify: grpc.aio.StreamStreamMultiCallable[
         specdec.v2.verifier_pb2.VerifyRequest,
         specdec.v2.verifier_pb2.VerifyResponse,
     ]
-    """One session. The first request is `open`; the first response is `opened`, which waits for no step; the last
-    one is a commit with a finish reason, after which the caller closes the stream.
+    """One session. The first request is `open`. The first response is `opened`, sent without waiting for a step; the last
+    is a commit with a finish reason, after which the caller closes the stream.
     """
 
     FindPrefix: grpc.aio.UnaryUnaryMultiCallable[
         specdec.v2.verifier_pb2.FindPrefixRequest,
         specdec.v2.verifier_pb2.FindPrefixResponse,
     ]
-    """How much of a text this pod has in its prefix cache, for a caller that has several pods to choose from. It reserves
-    nothing, and waits for no step.
-    """
+    """Cached prefix length of a text, for prefix-aware routing. Reserves nothing and does not wait for a step."""
 
     GetStats: grpc.aio.UnaryUnaryMultiCallable[
         specdec.v2.verifier_pb2.GetStatsRequest,
         specdec.v2.verifier_pb2.GetStatsResponse,
     ]
-    """How full and how busy this pod is."""
+    """Load statistics of this pod."""
 
 class VerifierServiceServicer(metaclass=abc.ABCMeta):
-    """Runs the target model and decides every token. A session is a stream: its cache lives exactly as long."""
+    """Runs the target model and decides every token. A session is a stream; its KV cache lives exactly as long."""
 
     @abc.abstractmethod
     def Verify(
@@ -77,8 +73,8 @@ class VerifierServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[specdec.v2.verifier_pb2.VerifyRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[specdec.v2.verifier_pb2.VerifyResponse], collections.abc.AsyncIterator[specdec.v2.verifier_pb2.VerifyResponse]]:
-        """One session. The first request is `open`; the first response is `opened`, which waits for no step; the last
-        one is a commit with a finish reason, after which the caller closes the stream.
+        """One session. The first request is `open`. The first response is `opened`, sent without waiting for a step; the last
+        is a commit with a finish reason, after which the caller closes the stream.
         """
 
     @abc.abstractmethod
@@ -87,9 +83,7 @@ class VerifierServiceServicer(metaclass=abc.ABCMeta):
         request: specdec.v2.verifier_pb2.FindPrefixRequest,
         context: _ServicerContext,
     ) -> typing.Union[specdec.v2.verifier_pb2.FindPrefixResponse, collections.abc.Awaitable[specdec.v2.verifier_pb2.FindPrefixResponse]]:
-        """How much of a text this pod has in its prefix cache, for a caller that has several pods to choose from. It reserves
-        nothing, and waits for no step.
-        """
+        """Cached prefix length of a text, for prefix-aware routing. Reserves nothing and does not wait for a step."""
 
     @abc.abstractmethod
     def GetStats(
@@ -97,6 +91,6 @@ class VerifierServiceServicer(metaclass=abc.ABCMeta):
         request: specdec.v2.verifier_pb2.GetStatsRequest,
         context: _ServicerContext,
     ) -> typing.Union[specdec.v2.verifier_pb2.GetStatsResponse, collections.abc.Awaitable[specdec.v2.verifier_pb2.GetStatsResponse]]:
-        """How full and how busy this pod is."""
+        """Load statistics of this pod."""
 
 def add_VerifierServiceServicer_to_server(servicer: VerifierServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
