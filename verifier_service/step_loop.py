@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from specdec.engine.engine import Engine, chains_only, longest_text, step_of
+from specdec.engine.engine import Engine, chains_only, longest_text, on_cpu, step_of
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.kv.slots import PADDING_SLOT
 from specdec.engine.probe import EngineProbe
@@ -109,7 +109,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         self._planner = Planner(
             engine.packer, self._queue, self._threads, eligibility, tree_slots, step_rows, prefill_rows, tuning
         )
-        self._publisher = CommitPublisher(self._queue, eligibility, tuning.commits)
+        self._publisher = CommitPublisher(self._queue, eligibility, tuning.commits, on_cpu=on_cpu(engine))
         self._delay = StepDelay()
         self._last_step = 0.0  # end of the last step
         self._idle = True  # nothing to do since the last step

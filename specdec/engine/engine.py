@@ -90,6 +90,12 @@ class Placed(Protocol):
     threads: tuple[int, ...]  # possible thread counts of a pass, the largest first; empty: no CPU
 
 
+def on_cpu(engine: Engine) -> bool:
+    """Return whether an engine's passes take CPU cores from the process's other work. Engines that are not `Placed` are
+    taken to."""
+    return not isinstance(engine, Placed) or engine.device.startswith("cpu")
+
+
 @runtime_checkable
 class CpuThreads(Protocol):
     """An engine whose CPU thread count can change between two passes."""

@@ -27,10 +27,12 @@ class StepSeconds(NamedTuple):
 class CommitPublisher:
     """Sends commits to the response queues of sessions."""
 
-    def __init__(self, queue: RunQueue, eligibility: Eligibility, tuning: CommitTuning) -> None:
+    def __init__(self, queue: RunQueue, eligibility: Eligibility, tuning: CommitTuning, *, on_cpu: bool) -> None:
+        """Create a publisher; `on_cpu`: the engine's passes take CPU cores from what a commit costs."""
         self._queue = queue
         self._eligibility = eligibility
         self._tuning = tuning
+        self._messages_a_second = tuning.messages_a_second if on_cpu else tuning.device_messages_a_second
         self._drafted = 0  # running sessions that use a remote draft
 
     def send_before(self, step_seconds: float, sitting_out: Sequence[RunningSession]) -> None:
@@ -69,7 +71,7 @@ class CommitPublisher:
     def _spacing(self) -> dict[str, float]:
         """Return the minimum seconds between two messages of a session, by tenant. Tenants share the message rate by
         weight, so that many streams of one do not delay another's."""
-        running, a_second = self._queue.running, self._tuning.messages_a_second
+        running, a_second = self._queue.running, self._messages_a_second
         if self._queue.shares.tenants <= 1:  # the common case
             return {entry.tenant: len(running) / a_second for entry in running[:1]}
         sessions = Counter(entry.tenant for entry in running)

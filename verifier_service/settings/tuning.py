@@ -147,8 +147,11 @@ class CommitTuning:
     """Send times of commits that are not awaited; awaited ones are sent at once."""
 
     messages_a_second: float = 400.0
-    """Approximate commits a second over all sessions. Each takes 0.1 ms of the GIL, shared by event loop and steps, and
-    1.5 ms of the CPU cores computing them, at servicer, orchestrator and client."""
+    """Approximate commits a second over all sessions if the engine computes on CPU cores. Each takes 0.1 ms of the GIL,
+    shared by event loop and steps, and 1.5 ms of the CPU cores computing them, at servicer, orchestrator and client."""
+
+    device_messages_a_second: float = 2000.0
+    """The same if the engine computes on a device: a fifth of the GIL's time, and no time of the device."""
 
     coalesce_seconds: float = 0.025
     """Minimum seconds between two such commits of a session; hardly noticeable for a reader. With 0.01 s, one stream of

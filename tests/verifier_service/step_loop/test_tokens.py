@@ -34,6 +34,16 @@ from verifier_service.speculation.controller import Mode, SpeculationController
 from verifier_service.step_loop import StepLoop
 
 
+class PlacedEngine(TextEngine):
+    """An engine that names its device (`Placed`)."""
+
+    dtype, threads = "float32", ()
+
+    def __init__(self, texts: int, device: str) -> None:
+        super().__init__(texts)
+        self.device = device
+
+
 class TestTokens:
     @pytest.mark.parametrize("rows", [None, InvariantRowCounts((4, 6, 16))], ids=["any-rows", "row-class"])
     @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm", "penalised"])
@@ -257,6 +267,18 @@ class TestTokens:
         alone = client(loop, 10, 1, 60, policy=Policy(NO_DRAFTERS, 8, 0.0))
         run(loop, alone)
         assert len(alone.mail.results) == 60
+        check_over(loop, engine, alone)
+
+    @pytest.mark.parametrize("device", [None, "cpu", "cuda:0"])
+    def test_commits_of_an_engine_on_a_device_have_a_budget_of_their_own(self, device: str | None) -> None:
+        engine = TextEngine(12) if device is None else PlacedEngine(12, device)
+        commits = CommitTuning(messages_a_second=1e-3, device_messages_a_second=math.inf, coalesce_seconds=0.0)
+        loop = step_loop(engine, tuning=Tuning(commits=commits))
+        alone = client(loop, 10, 1, 60, policy=Policy(NO_DRAFTERS, 8, 0.0))
+        run(loop, alone)
+        assert len(alone.mail.results) == (
+            60 if device == "cuda:0" else 2
+        )  # the first token and the end are never delayed
         check_over(loop, engine, alone)
 
     def test_a_reader_hears_of_everything_before_it_is_waited_for(self) -> None:
