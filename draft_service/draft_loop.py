@@ -95,7 +95,7 @@ class DraftLoop(EngineWorker[DrafterSession]):
             self._expand(runnable)
             seconds = time.monotonic() - start
             self.stats.busy += seconds
-            self._step_seconds += STEP_SMOOTHING * (seconds - self._step_seconds)
+            self._step_seconds += STEP_SMOOTHING * (seconds - self._step_seconds) if self._step_seconds else seconds
         now = time.monotonic()
         wake = self._send(now)
         if runnable:

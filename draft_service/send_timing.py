@@ -8,7 +8,7 @@ longer round trip counts modulo the period: candidates are then in time for a la
     deadline = last commit + period - round trip mod period - deviation, plus periods until it lies ahead
 
 While the interval between two messages leaves time for another one before the deadline, a message leaves at once.
-Otherwise it waits for the last end of a draft step before the deadline. The interval never keeps a deadline without a
+Otherwise it waits for the last end of a draft step before the deadline. The interval never leaves a deadline without a
 message.
 
 Period and deviation are estimated as for TCP's retransmission timeout (Jacobson 1988, "Congestion avoidance and
@@ -65,13 +65,16 @@ class SendTimer:
         """
         if self._missed:
             return -math.inf
+        earliest = -math.inf if urgent else self._sent_at + interval
         if not self._period:
-            return -math.inf if urgent else self._sent_at + interval
-        deadline = now + (self._committed_at - round_trip - self._deviation - now) % self._period
-        if self._sent_at <= deadline - 2 * self._period:  # the last deadline passed without a message
+            return earliest
+        period = max(self._period, interval)  # a burst of commits, after a stall, makes the estimate tiny for a while
+        deadline = now + (self._committed_at - round_trip - self._deviation - now) % period
+        if self._sent_at <= deadline - 2 * period:  # the last deadline passed without a message
             return -math.inf
-        sent = self._sent_at > deadline - self._period  # a message for this deadline
-        earliest = self._sent_at + interval if sent and not urgent else -math.inf
-        if earliest > deadline:  # the next message is for the next deadline
-            earliest, deadline = deadline, deadline + self._period
+        # A message within a step after a deadline was late for that one, and the next one is not without it.
+        if self._sent_at <= deadline - period + step:
+            earliest = min(earliest, deadline - step)
+        elif earliest > deadline:
+            earliest, deadline = deadline, deadline + period
         return earliest if deadline - max(now, earliest) >= interval else max(earliest, deadline - step)

@@ -141,3 +141,38 @@ def test_a_deadline_that_passed_without_a_message_is_made_up_for() -> None:
     timer = steady()
     late = PERIOD + STEP
     assert timer.next_send_at(late, ONE_A_STEP, 0.0, STEP, urgent=False) == -math.inf
+
+
+@pytest.mark.parametrize(("interval", "most"), [(0.9, 1.2), (0.5, 2.2), (0.25, 4.2)])
+def test_messages_keep_to_the_interval_and_are_fresh_when_a_step_begins(interval: float, most: float) -> None:
+    """A draft whose steps take about a quarter of a period, and that always has something unsent. `interval` is in
+    periods, `most` in messages per period."""
+    random, timer, now, ages = Random(1), SendTimer(), 0.0, list[float]()
+    sent, commit = [0.0], PERIOD
+    for _ in range(2000):
+        now += 0.25 * PERIOD * random.uniform(0.8, 1.2)
+        if now >= commit:
+            ages.append(commit - sent[-1])
+            timer.committed(commit)
+            commit += PERIOD * random.uniform(0.97, 1.03)
+        if timer.next_send_at(now, interval * PERIOD, 0.0, 0.25 * PERIOD, urgent=False) <= now:
+            timer.sent(now)
+            sent.append(now)
+    assert len(sent) / len(ages) <= most
+    settled = ages[50:]
+    assert sum(settled) / len(settled) < 0.35 * PERIOD
+
+
+def test_a_burst_of_commits_makes_no_flood() -> None:
+    """After a stall queued commits come at once; the pace of steps is unknown from then on."""
+    timer, sent = SendTimer(), 0
+    for number in range(10):
+        timer.committed(1.0 + number * 1e-6)
+    for number in range(30):
+        for part in range(15):
+            now = 1.0 + (number + part / 15) * PERIOD
+            if timer.next_send_at(now, 0.9 * PERIOD, 0.0, STEP, urgent=False) <= now:
+                timer.sent(now)
+                sent += 1
+        timer.committed(1.0 + (number + 1) * PERIOD)
+    assert sent <= 45
