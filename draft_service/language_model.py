@@ -133,9 +133,11 @@ class LanguageModelDrafter(Drafter):
         """Return the path logprob from which a further node of a session pays in the coming pass."""
         if self._times is None:
             return -math.inf
-        # The pass has each session's best node in any case. Of a session that reads, that is the end of its text.
-        best = [math.exp(session.session.best_logprob()) for session in expanding] + [1.0] * len(reading)
-        probability = self._times.break_even(best)
+        # The pass has each session's best node in any case. For a session that lacks only the token of a correction,
+        # that is its root.
+        best = [math.exp(session.session.best_logprob()) for session in expanding]
+        best += [1.0 for session in reading if session.pending_text == 1 and not session.session.policy.paused]
+        probability = self._times.break_even(best[: self._rows]) if best else 0.0
         return math.log(probability) if probability > 0 else -math.inf
 
     def _plan_nodes(

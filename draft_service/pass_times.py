@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 DECAY = 0.98
 """Weight of a pass relative to the next one."""
 
@@ -27,14 +25,18 @@ MAX_SLOWDOWN = 3.0
 
 class PassTimes:
     """T_d(n) as a weighted least-squares line; recent passes weigh more. `measured`: seconds at start-up by node count,
-    of at least two counts. ValueError if there are fewer."""
+    of at least two counts. ValueError if there are fewer.
+
+    Passes at start-up have other texts, other work around them and another load. So they add to the estimate of the
+    slope, which narrow passes alone would not show, and say nothing of the base once there are passes.
+    """
 
     def __init__(self, measured: Mapping[int, float]) -> None:
         if len(measured) < 2:
             raise ValueError(f"measured must have at least 2 node counts, has {len(measured)}")
-        points = [_moments(nodes, seconds) for nodes, seconds in measured.items()]
-        self._measured = MEASURED_WEIGHT * np.sum(points, axis=0)
-        self._passes = np.zeros_like(self._measured)
+        self._measured, self._passes = _Moments(), _Moments()
+        for nodes, seconds in measured.items():
+            self._measured.add(nodes, seconds, MEASURED_WEIGHT)
         self._fit()
 
     def of(self, nodes: int) -> float:
@@ -43,8 +45,8 @@ class PassTimes:
 
     def observe(self, nodes: int, seconds: float) -> None:
         """Learn from a pass."""
-        self._passes *= DECAY
-        self._passes += _moments(nodes, min(seconds, MAX_SLOWDOWN * self.of(nodes)))
+        self._passes.decay(DECAY)
+        self._passes.add(nodes, min(seconds, MAX_SLOWDOWN * self.of(nodes)), 1.0)
         self._fit()
 
     def break_even(self, probabilities: Sequence[float]) -> float:
@@ -53,12 +55,40 @@ class PassTimes:
         return self._a_node * sum(probabilities) / self.of(len(probabilities))
 
     def _fit(self) -> None:
-        weight, n, nn, t, nt = map(float, self._measured + self._passes)
-        slope = (weight * nt - n * t) / (weight * nn - n * n)
-        self._a_node = min(max(slope, 0.0), t / n)  # noise must make neither a node nor an empty pass cost less than 0
-        self._base = (t - n * self._a_node) / weight
+        measured, passes = self._measured, self._passes
+        slope = (measured.covariance + passes.covariance) / (measured.variance + passes.variance)
+        level = passes if passes.weight else measured
+        # Noise must make neither a node nor an empty pass cost less than 0.
+        self._a_node = min(max(slope, 0.0), level.t / level.n)
+        self._base = (level.t - level.n * self._a_node) / level.weight
 
 
-def _moments(nodes: int, seconds: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return what the fit sums over passes [5]: 1, n, n^2, seconds, n * seconds."""
-    return np.array([1.0, nodes, nodes * nodes, seconds, nodes * seconds])
+class _Moments:
+    """Weighted sums over passes."""
+
+    def __init__(self) -> None:
+        self.weight = self.n = self.nn = self.t = self.nt = 0.0
+
+    def add(self, nodes: int, seconds: float, weight: float) -> None:
+        self.weight += weight
+        self.n += weight * nodes
+        self.nn += weight * nodes * nodes
+        self.t += weight * seconds
+        self.nt += weight * nodes * seconds
+
+    @property
+    def variance(self) -> float:
+        """The weighted sum of squared deviations of nodes from their mean."""
+        return self.nn - self.n * self.n / self.weight if self.weight else 0.0
+
+    @property
+    def covariance(self) -> float:
+        """The same of nodes and seconds."""
+        return self.nt - self.n * self.t / self.weight if self.weight else 0.0
+
+    def decay(self, factor: float) -> None:
+        self.weight *= factor
+        self.n *= factor
+        self.nn *= factor
+        self.t *= factor
+        self.nt *= factor

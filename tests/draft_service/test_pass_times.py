@@ -61,3 +61,13 @@ def test_a_node_above_break_even_raises_the_rate_of_a_pass(
 def test_a_line_needs_two_points(measured: dict[int, float]) -> None:
     with pytest.raises(ValueError, match=f"measured must have at least 2 node counts, has {len(measured)}"):
         PassTimes(measured)
+
+
+def test_another_level_at_start_is_no_slope() -> None:
+    """Passes take longer than at start-up, for instance with longer texts, and all have about the same size."""
+    times = PassTimes({n: 1.4 + 0.02 * n for n in (4, 8, 16)})
+    for number in range(200):
+        nodes = 7 + number % 3
+        times.observe(nodes, 3.0 + 0.02 * nodes)
+    assert times.of(8) == pytest.approx(3.16, rel=0.01)
+    assert times.of(16) - times.of(8) == pytest.approx(0.16, rel=0.1)
