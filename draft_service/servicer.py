@@ -40,6 +40,9 @@ from specdec.serving.validation import (
 )
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
 
+MAX_AGE_US = 2**32 - 1
+"""Limit of the field `base_age_us`: a session may wait for its reader for longer than the 71 minutes."""
+
 
 @dataclass(frozen=True)
 class DraftLimits:
@@ -135,7 +138,7 @@ class DraftServicer(
             timeline.first("first_candidates")
             timeline.add(messages=1, candidates=len(extension.paths.tokens))
             extend = paths_message(extension.base, extension.paths)
-            extend.base_age_us = int(1e6 * extension.held)
+            extend.base_age_us = min(int(1e6 * extension.held), MAX_AGE_US)
             return draft_pb2.DraftResponse(extend=extend)
 
         self._loop.attach(ServedSession(session, responses, message))
