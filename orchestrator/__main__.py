@@ -231,7 +231,7 @@ def _peer_tls(cert: Path | None, key: Path | None, ca: Path | None, name: str | 
         return TlsFiles(cert, key, ca, PEER_TLS)
     for option, given in (("--peer-tls-cert", cert), ("--peer-tls-key", key), ("--peer-tls-name", name)):
         if given is not None:
-            raise typer.BadParameter("is for TLS: give --peer-tls-ca too", param_hint=f"'{option}'")
+            raise typer.BadParameter("needs TLS: give --peer-tls-ca too", param_hint=f"'{option}'")
     return None
 
 

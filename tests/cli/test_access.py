@@ -51,5 +51,5 @@ async def test_the_name_that_is_given_is_looked_for(tmp_path: Path, name: str | 
 
 
 def test_without_tls_there_is_no_name() -> None:
-    with pytest.raises(typer.BadParameter, match="is for TLS"):
+    with pytest.raises(typer.BadParameter, match="needs TLS"):
         access(False, None, None, None, NAME, None)

@@ -135,7 +135,7 @@ MISTAKES = (
     Mistake(
         "specdec orchestrator --model target --verifier big:1 --peer-tls-name big",
         USAGE,
-        "'--peer-tls-name': is for TLS: give --peer-tls-ca too",
+        "'--peer-tls-name': needs TLS: give --peer-tls-ca too",
     ),
     Mistake("specdec orchestrator --model target-1 --verifier big:1", CANNOT, "target-1: no such directory"),
     Mistake("specdec orchestrator --model no-tokenizer --verifier big:1", CANNOT, "no-tokenizer: no tokenizer.json"),

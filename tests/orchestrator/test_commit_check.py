@@ -147,8 +147,8 @@ def test_what_it_may_not_send_is_not(lie: str) -> None:
 
 def test_tokens_past_the_limits() -> None:
     many = commit(5, [([], 10)] * 16)
-    assert "the limit is 23" in violation(many)
-    assert "the limit is 20" in violation(many, max_tokens=2**32 - 1, context=20)
+    assert "must be at most 23" in violation(many)
+    assert "must be at most 20" in violation(many, max_tokens=2**32 - 1, context=20)
 
 
 def test_a_text_that_is_full_must_end() -> None:

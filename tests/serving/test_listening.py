@@ -28,7 +28,7 @@ def test_a_shared_port_may_have_several_who_share_it() -> None:
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid", "a" * 70, "::"])
 @pytest.mark.parametrize(("option", "named"), [("--port", "--host"), ("--draft-port", "--draft-host")])
 def test_a_host_that_is_not_ours(host: str, option: str, named: str) -> None:
-    with pytest.raises(ListenError, match=f"^{named} {host}: cannot listen there .*0.0.0.0 for all$"):
+    with pytest.raises(ListenError, match=f"^{named} {host}: cannot listen there .*0.0.0.0 for all interfaces$"):
         bound(host, 0, option=option)
 
 
