@@ -47,7 +47,7 @@ class PatientStepLoop(VirtualStepLoop):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the draft runs. Speeds are relative to this machine's devices."""
+    """A layout: the place of the draft, and the speed of each device. Speeds are relative to this machine's devices."""
 
     remote: bool = False  # there is a draft service
     local: bool = False  # the verifier runs the draft itself

@@ -20,7 +20,7 @@ with needed_by("verifier", "verifier"):
     from specdec.engine.memory import set_memory_policy
     from specdec.engine.placement import Kind, Placement, WantedDtype
     from specdec.engine.preflight.check import Wanted, check
-    from specdec.engine.preflight.launcher import check_launcher
+    from specdec.engine.preflight.device import check_launcher
     from specdec.engine.vllm.options import MAX_SEQUENCES, MAX_STEP_ROWS, read_options
     from specdec.grammar.compiler import GrammarCompiler
     from specdec.serving.grammar_trials import GrammarTrials

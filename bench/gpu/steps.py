@@ -23,7 +23,7 @@ MAX_TESTS_AT_ONCE = 4
 
 @dataclass(frozen=True)
 class Place:
-    """Where a step runs, and its result folders: its own, and one shared by all steps."""
+    """The device of a step, and its result folders: its own, and one shared by all steps."""
 
     device: str
     folder: Path

@@ -30,7 +30,7 @@ class TrafficTarget(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether it can serve requests now."""
+        """True if the target can serve requests now."""
 
 
 Chosen = TypeVar("Chosen", bound=TrafficTarget)

@@ -52,7 +52,7 @@ class DoctorReport:
 
     @cached_property
     def ports(self) -> dict[str, str]:
-        """By role, why a service cannot listen at its default port; "" if it can."""
+        """Reasons why services cannot listen at their default ports, by role; "" if they can."""
         return places.taken_ports()
 
     @cached_property

@@ -31,7 +31,7 @@ class Placement:
     kv_tokens: int | None = None
     """Slots of the KV cache; None: as memory allows."""
     compiled: bool = False
-    """Whether vLLM compiles the model's layers."""
+    """True if vLLM compiles the model's layers."""
     sessions: int | None = None
     """Limit on the sessions of a step; None: the services' default."""
     beside: bool = False

@@ -84,7 +84,7 @@ class Child:
 
     @property
     def told_why(self) -> bool:
-        """Whether the process exited with an error: then its stderr has the reason."""
+        """True if the process exited with an error: then its stderr has the reason."""
         return (self.process.poll() or 0) > 0
 
 

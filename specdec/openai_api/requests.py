@@ -169,7 +169,7 @@ class ParsedRequest:
     schemas: Mapping[str, Mapping[str, Any]]
     """The functions' argument schemas by name."""
     reasoning: bool = True
-    """Whether to include the reasoning in the answer."""
+    """True if the answer includes the reasoning."""
 
     @property
     def samples(self) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.engine.preflight.launcher import SIZE, check_launcher
+from specdec.engine.preflight.device import WORLD_SIZE, check_launcher
 from specdec.engine.unsupported import UnsupportedModelError
 
 
 def test_a_part_of_a_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SIZE, "4")
+    monkeypatch.setenv(WORLD_SIZE, "4")
     with pytest.raises(
         UnsupportedModelError, match=r"^WORLD_SIZE is 4, .*: leave out torchrun, .* --engine vllm --vllm"
     ):
@@ -18,7 +18,7 @@ def test_a_part_of_a_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("size", [None, "1"])
 def test_a_single_process_is_not(monkeypatch: pytest.MonkeyPatch, size: str | None) -> None:
-    monkeypatch.delenv(SIZE, raising=False)
+    monkeypatch.delenv(WORLD_SIZE, raising=False)
     if size is not None:
-        monkeypatch.setenv(SIZE, size)
+        monkeypatch.setenv(WORLD_SIZE, size)
     check_launcher()

@@ -159,8 +159,8 @@ async def test_whatever_a_request_asks_for_holds(models: tuple[Path, Path, Oracl
                 ignore_end_token=True,
             )
             assert len(other.tokens) == TOKENS
-            # Only `contrastive` waits for the draft: steps of so small a target are over before its draws arrive.
-            assert other.finish.speculation.accepted > 0 or rule == "rejection"
+            if rule == "contrastive":  # it waits for the draft; under rejection this target outruns the draft's draws
+                assert other.finish.speculation.accepted > 0
         least = await complete(client, tokens=prompt, max_tokens=30, min_tokens=25, logit_bias={END: 20.0})
         assert (len(least.tokens), least.finish.reason) == (26, "stop")  # it ends as early as allowed
         told = await complete(client, tokens=prompt, max_tokens=8, logprobs=3, ignore_end_token=True)

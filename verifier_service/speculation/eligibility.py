@@ -17,7 +17,7 @@ it."""
 
 
 class LocalModel(Protocol):
-    """What eligibility needs to know of a local draft model."""
+    """A local draft model, as far as eligibility depends on it."""
 
     works: bool
 

@@ -1,4 +1,5 @@
-"""Checks that a device is known and present, and that the packages for a kind of engine are installed.
+"""Checks that a device is known and present, that the packages for a kind of engine are installed, and that one process
+serves the whole model.
 
 torch is not imported for it: its version file states its build, and the CUDA driver the number of devices.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import re
 import runpy
 from pathlib import Path
@@ -25,6 +27,9 @@ PACKAGES = {
     "vllm": ("torch", "vllm", "numba"),
 }
 """Packages required by each kind of engine, on any device."""
+
+WORLD_SIZE = "WORLD_SIZE"
+"""Environment variable with which torchrun tells each process their number."""
 
 CUDA_DRIVER = "libcuda.so.1"
 
@@ -131,3 +136,12 @@ def installed(package: str) -> bool:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:
         return False
+
+
+def check_launcher() -> None:
+    """Raise UnsupportedModelError under a launcher of several processes: each would load and serve the whole model."""
+    if (size := os.environ.get(WORLD_SIZE, "1")) != "1":
+        raise UnsupportedModelError(
+            f"{WORLD_SIZE} is {size}, as set by torchrun, but a verifier is one process: leave out torchrun, and for "
+            "several GPUs use --engine vllm --vllm-options '{\"tensor_parallel_size\": N}'"
+        )
