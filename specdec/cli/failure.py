@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -55,6 +56,16 @@ def fail(message: str, status: ExitStatus = ExitStatus.FAILED) -> NoReturn:
     """Print a message for a person and end the process."""
     print(f"specdec: {message}", file=sys.stderr)
     raise SystemExit(status)
+
+
+def end_on_sigterm() -> None:
+    """Make SIGTERM raise SystemExit, so that half-written files are removed; a second one kills the process."""
+
+    def end(number: int, _: object) -> NoReturn:
+        signal.signal(number, signal.SIG_DFL)
+        raise SystemExit(ExitStatus.TERMINATED)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def status_of(code: grpc.StatusCode) -> ExitStatus:

@@ -41,8 +41,20 @@ def place() -> Path | None:
     named = os.environ.get("SPECDEC_CACHE_DIR")
     if named is not None:
         return Path(named) if named else None
+    return _user_cache() / "specdec"
+
+
+def models() -> Path:
+    """Return the existing folder of derived models, exports and conversions: `$XDG_CACHE_HOME/specdec`, else
+    `~/.cache/specdec`. `SPECDEC_CACHE_DIR` neither moves it nor turns it off: without its models nothing starts."""
+    folder = _user_cache() / "specdec"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _user_cache() -> Path:
     home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path(os.path.expanduser("~")) / ".cache") / "specdec"
+    return Path(home) if home else Path(os.path.expanduser("~")) / ".cache"
 
 
 def why_unusable(folder: Path) -> str:

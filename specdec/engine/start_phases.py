@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import structlog
@@ -17,6 +17,8 @@ log = structlog.get_logger()
 ON_STDOUT = "SPECDEC_PHASES_ON_STDOUT"
 """Environment variable set by a parent process to get phases on stdout as well."""
 
+PROGRESS_SECONDS = 2.0
+
 _seconds: dict[str, float] = {}
 """Seconds of each phase of this process, in order of their beginning."""
 
@@ -25,16 +27,35 @@ _seconds: dict[str, float] = {}
 def phase(name: str) -> Iterator[None]:
     """Log the beginning of a phase, and record its seconds at the end. Phases of the same name add up. Memory freed by
     a phase is returned to the system, so that it does not add to the next phase's peak."""
-    log.info("starting", phase=name)
-    if os.environ.get(ON_STDOUT):
-        sys.stdout.write(f"starting {name}\n")
-        sys.stdout.flush()
+    report(name)
     begin = time.monotonic()
     try:
         yield
     finally:
         give_freed_memory_back()
         _seconds[name] = _seconds.get(name, 0.0) + time.monotonic() - begin
+
+
+def progress_to(say: Callable[[str], None]) -> Callable[[str, int, int], None]:
+    """Return a function that takes what is done, bytes done and bytes in all, and says them at most every
+    PROGRESS_SECONDS."""
+    last = time.monotonic()
+
+    def progress(what: str, done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= PROGRESS_SECONDS:
+            last = time.monotonic()
+            say(f"{what}, {done / 1e9:.2f} of {total / 1e9:.2f} GB")
+
+    return progress
+
+
+def report(what: str) -> None:
+    """Log what a start is doing, and tell a parent process that wants to know."""
+    log.info("starting", phase=what)
+    if os.environ.get(ON_STDOUT):
+        sys.stdout.write(f"starting {what}\n")
+        sys.stdout.flush()
 
 
 def seconds() -> dict[str, float]:

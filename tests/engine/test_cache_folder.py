@@ -130,8 +130,8 @@ def test_folders_are_no_entries(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     """Exports of drafts lie next to them."""
     monkeypatch.setattr(cache_folder, "MAX_BYTES", 300)
     cache_folder.write(bytes(10), "kind", 0)
-    (folder / "onnx-2").mkdir()
-    os.utime(folder / "onnx-2", (0, 0))
+    (folder / "onnx-3").mkdir()
+    os.utime(folder / "onnx-3", (0, 0))
     with captured_logs() as logged:
         for number in range(4):
             cache_folder.write(bytes(100), "kind", number)

@@ -45,10 +45,8 @@ class Float32Head(torch.nn.Module):
 
     def __init__(self, head: torch.nn.Linear) -> None:
         super().__init__()
-        self.linear = torch.nn.Linear(head.in_features, head.out_features, head.bias is not None, head.weight.device)
-        self.linear.weight = torch.nn.Parameter(head.weight.detach().float(), requires_grad=False)
-        if head.bias is not None:
-            self.linear.bias = torch.nn.Parameter(head.bias.detach().float(), requires_grad=False)
+        bias = None if head.bias is None else head.bias.detach().float()
+        self.linear = _linear(head.weight.detach().float(), bias)
 
     @property
     def bias(self) -> torch.nn.Parameter | None:

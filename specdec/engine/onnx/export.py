@@ -10,28 +10,43 @@ import contextlib
 import io
 import json
 import logging
-import os
 import shutil
-import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import onnx
+import onnx_ir as ir
+import structlog
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS
+from specdec.engine import cache_folder, start_phases
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.hf.linear import Float32Head
 from specdec.engine.hf.pretrained import DTYPES, LayerAttention, attention_of, load, window_of
 from specdec.engine.hf.reference_check import ReferenceCheck
+from specdec.engine.memory import drop_file_pages
 from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, SHORTLISTS_GRAPH, ModelDirectory
-from specdec.engine.onnx.replaceable import check_replaceable
+from specdec.engine.model_file import read_fields
+from specdec.engine.model_folder import check_replaceable, replaced
+from specdec.engine.onnx.agreement import Agreement, agreement, logits_of_model, sample_tokens
+from specdec.engine.onnx.weights import Bits, lay_out, size_of
 from specdec.engine.padded.attention import AttentionGroup, PaddedAttention
+from specdec.engine.preflight.device import installed
+from specdec.engine.preflight.memory_needed import MIN_QUANTISED_BYTES
+
+log = structlog.get_logger()
+
+GRAPH_DATA = f"{GRAPH}.data"
+"""File of the graph's weights."""
 
 COPIED = (
     "config.json",
@@ -46,6 +61,15 @@ COPIED = (
 
 Dtype = Literal["float32", "float16"]
 """Possible dtypes of a graph: NumPy, used to make the pools, has no bfloat16."""
+
+CACHE = "onnx-3"
+"""Folder of exports in the cache; the number changes with the graph."""
+
+MIN_OVERLAP = 0.9
+"""Minimum overlap with the model's own distributions (`Agreement`) of weights quantised by default."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is done, how many bytes of it, and how many there are."""
 
 OPSET = 23
 IR_VERSION = 10
@@ -103,56 +127,87 @@ class _Graph(torch.nn.Module):
         return logits[0], [*memory.keys, *memory.values]
 
 
-def export(directory: ModelDirectory, target: Path, dtype: Dtype = "float32") -> None:
+def export(
+    directory: ModelDirectory,
+    target: Path,
+    dtype: Dtype = "float32",
+    bits: Bits | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> Agreement | None:
     """Write graphs, configuration and tokenizer into `target`, completely or not at all.
 
-    Weights, keys and values are in `dtype`; the graph's logits are always float32. An earlier export in `target` is
-    replaced; anything else there is left alone, with a ModelDirectoryError.
+    Keys and values are in `dtype`, weights too, or quantised to 4 or 8 `bits`; the graph's logits are always float32.
+    `bits` None: the fewest that leave a draft its acceptance, as measured on a text (MIN_OVERLAP); models smaller than
+    MIN_QUANTISED_BYTES, and those in float16, are not quantised then. Returns the agreement of a quantised export with
+    the model; None where it is not quantised, or in float16. An earlier export in `target` is replaced; anything else
+    there is left alone, with a ModelDirectoryError.
     """
-    check_replaceable(target)
+    check_replaceable(target, DESCRIPTION)
     model = load(directory, DTYPES[dtype], "cpu")
     ReferenceCheck.of(model, directory.vocabulary)  # raises an error if the model does not run in this dtype
+    drop_file_pages(".safetensors")
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    candidates = [bits] if bits is not None else _candidates(dtype, weights)
+    tokens = sample_tokens(directory) if dtype == "float32" and candidates != [32] else []
+    expected = logits_of_model(model, tokens) if tokens else None
     model.set_output_embeddings(Float32Head(model.get_output_embeddings()))
     attends = attention_of(model)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent))
-    try:
-        with _quiet(directory.name):
-            _write_graph(model, attends, partial / GRAPH)
-        onnx.save(copy_graph(dtype), partial / COPY_GRAPH)
-        onnx.save(shortlists_graph(), partial / SHORTLISTS_GRAPH)
-        description = {
-            "dtype": dtype,
-            "pools": [[attention.kv_heads, attention.width, attention.value_width] for attention in attends],
-            "window": window_of(model),
-            "model": directory.name,
-            "model_fingerprint": directory.model_fingerprint,
-        }
-        (partial / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
+    with _quiet(directory.name):
+        program = _trace(model, attends)
+    traced = program.model
+    with replaced(target, DESCRIPTION) as folder:
         for name in COPIED:
             if (directory.path / name).is_file():
-                shutil.copy(directory.path / name, partial / name)
-        _replace(target, partial)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+                shutil.copy(directory.path / name, folder / name)
+        onnx.save(copy_graph(dtype), folder / COPY_GRAPH)
+        onnx.save(shortlists_graph(), folder / SHORTLISTS_GRAPH)
+        for chosen in candidates:
+            with _quiet(directory.name):
+                program.model = traced.clone()
+                lay_out(program.model, chosen, directory.vocabulary, partial(progress, "quantising"))
+                program.optimize()
+                _save(program.model, folder / GRAPH, partial(progress, "writing"))
+            description = {
+                "dtype": dtype,
+                "bits": chosen,
+                "pools": [[attention.kv_heads, attention.width, attention.value_width] for attention in attends],
+                "window": window_of(model),
+                "model": directory.name,
+                "model_fingerprint": directory.model_fingerprint,
+                "bytes": {name: (folder / name).stat().st_size for name in (GRAPH, GRAPH_DATA)},
+            }
+            (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
+            if expected is None or chosen == 32:
+                return None
+            found = _agreement(folder, tokens, expected)
+            log.info(
+                "quantised", model=directory.name, bits=chosen, **{k: round(v, 4) for k, v in found._asdict().items()}
+            )
+            if bits is not None or found.overlap >= MIN_OVERLAP:
+                return found
+    raise AssertionError("the last candidate is not quantised")
 
 
-def _replace(target: Path, new: Path) -> None:
-    """Replace a directory possibly in use by drafts: it is missing only for a moment."""
-    before = new.with_name(f"{new.name}-before")
-    if target.exists():
-        target.rename(before)
-    try:
-        new.rename(target)
-    except OSError:
-        if before.exists():
-            before.rename(target)
-        raise
-    shutil.rmtree(before, ignore_errors=True)
+def _candidates(dtype: Dtype, weights: int) -> list[Bits]:
+    """Return the bits to try by default for `weights` bytes, in order; the last ones need no check."""
+    if dtype != "float32" or weights < MIN_QUANTISED_BYTES:
+        return [32]
+    if not installed("onnxruntime"):
+        log.warning("not_quantised", why="onnxruntime is not installed", cost="a draft needs several times the memory")
+        return [32]
+    return [4, 8, 32]
 
 
-def _write_graph(model: PreTrainedModel, attends: list[LayerAttention], path: Path) -> None:
-    """Write the graph of a forward pass over a padded batch with dynamic sizes."""
+def _agreement(folder: Path, tokens: list[int], expected: NDArray[np.float32]) -> Agreement:
+    from specdec.engine.onnx.engine import OnnxEngine  # imports onnxruntime, needed for this alone
+
+    engine = OnnxEngine(ModelDirectory(folder), capacity=len(tokens) + 1, threads=torch.get_num_threads())
+    return agreement(engine, tokens, expected)
+
+
+def _trace(model: PreTrainedModel, attends: list[LayerAttention]) -> torch.onnx.ONNXProgram:
+    """Return the graph of a forward pass over a padded batch with dynamic sizes. It is not optimised yet: that would
+    transpose all weights in memory."""
     layers = len(attends)
     dim = torch.export.Dim
     t, n, g, r, k, s = dim("t"), dim("n"), dim("g"), dim("r"), dim("k"), dim("s")
@@ -183,17 +238,28 @@ def _write_graph(model: PreTrainedModel, attends: list[LayerAttention], path: Pa
         [{0: s}] * (2 * layers),
     )
     pool_names = [f"{kind}_{layer}" for kind in ("key", "value") for layer in range(layers)]
-    torch.onnx.export(
+    program = torch.onnx.export(
         _Graph(model, layers).eval(),
         example,
-        path,
         dynamo=True,
+        optimize=False,
         opset_version=OPSET,
         input_names=[*INPUTS, *pool_names],
         output_names=["logits", *(f"new_{name}" for name in pool_names)],
         dynamic_shapes=shapes_of_inputs,
-        external_data=True,
     )
+    assert program is not None  # as always with dynamo
+    return program
+
+
+def _save(graph: ir.Model, file: Path, progress: Callable[[int, int], None]) -> None:
+    """Write a graph, and its weights beside it, one at a time."""
+    total = size_of(graph)
+
+    def wrote(tensor: ir.TensorProtocol, place: ir.external_data.CallbackInfo) -> None:
+        progress(place.offset + tensor.nbytes, total)
+
+    ir.save(graph, file, external_data=GRAPH_DATA, callback=wrote)
 
 
 def copy_graph(dtype: Dtype) -> onnx.ModelProto:
@@ -258,20 +324,34 @@ def exported(directory: ModelDirectory, dtype: Dtype = "float32") -> Path:
     missing."""
     if (directory.path / GRAPH).is_file():
         return directory.path
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     # The graph's version is part of the path, so that a newer exporter does not find an older one's files.
-    target = cache / "specdec" / "onnx-2" / dtype / directory.model_fingerprint[:24] / directory.name
-    if not (target / DESCRIPTION).is_file():
-        (cache / "specdec").mkdir(mode=0o700, parents=True, exist_ok=True)  # as required by `cache_folder.py`
-        export(directory, target, dtype)
+    target = cache_folder.models() / CACHE / dtype / directory.model_fingerprint[:24] / directory.name
+    if not _is_whole(target):
+        with start_phases.phase("export"):
+            export(directory, target, dtype, progress=start_phases.progress_to(start_phases.report))
     return target
+
+
+def _is_whole(target: Path) -> bool:
+    """Return whether an export exists with all its bytes; logs one that has lost some."""
+    description = read_fields(target / DESCRIPTION)
+    if description is None:
+        return False
+    for name, size in description.content.get("bytes", {}).items():
+        found = (target / name).stat().st_size if (target / name).is_file() else None
+        if found != size:
+            log.warning("export_is_broken", file=str(target / name), bytes=found, expected=size, cost="exported again")
+            return False
+    return True
 
 
 @contextlib.contextmanager
 def _quiet(name: str) -> Iterator[None]:
     """Silence the exporter, which reports on stdout and in warnings, and raise its errors as one line."""
-    level = logging.getLogger("torch.onnx").level
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    loggers = [logging.getLogger(library) for library in ("torch.onnx", "onnx_ir", "onnxscript")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -280,4 +360,5 @@ def _quiet(name: str) -> Iterator[None]:
         first_line = str(error).strip().partition("\n")[0]
         raise UnsupportedModelError(f"{name} cannot be exported: {type(error).__name__}: {first_line}") from error
     finally:
-        logging.getLogger("torch.onnx").setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
