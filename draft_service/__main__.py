@@ -37,7 +37,10 @@ log = structlog.get_logger()
 def main(
     model: Annotated[
         Path,
-        typer.Option(help="Directory of the draft model: an export by `specdec export`, or Hugging Face's layout."),
+        typer.Option(
+            help="Directory of the draft model, an export by `specdec export` or in Hugging Face's layout; or a GGUF "
+            "file, converted on first use."
+        ),
     ],
     engine: Annotated[
         DraftKind,

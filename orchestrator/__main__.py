@@ -33,7 +33,7 @@ with needed_by("orchestrator", "orchestrator"):
         duration,
         run_command,
     )
-    from specdec.engine.model_directory import ModelDirectory
+    from specdec.engine.gguf_file import open_model
     from specdec.serving.pods.connections import SecureConnections, connect
     from specdec.serving.process import logs
     from specdec.serving.process.options import serving
@@ -161,7 +161,7 @@ def main(
         async def start() -> None:
             # Report start errors once, not from every worker.
             if models is None:
-                check_text(ModelDirectory(Path(model or "")))
+                check_text(open_model(Path(model or "")))
             else:
                 logs.configure("orchestrator", server.log_level)
                 try:
@@ -196,7 +196,7 @@ def main(
                 catalog = FollowedCatalog(ModelsFile(models), peers)
             else:
                 assert model is not None
-                served = ServedModel.of(ModelDirectory(model), served_model_name or "")
+                served = ServedModel.of(open_model(model), served_model_name or "")
                 entry = RevisionEntry(served.name, "", model, tuple(verifier or ()), tuple(draft or ()))
                 revision = Revision.of(LoadedRevision(entry, served), peers)
                 await revision.look(entry)

@@ -14,7 +14,7 @@ DISTRIBUTION = "specdec-serve"
 EXTRAS = {
     "accelerate": "verifier",
     "cryptography": "service",
-    "gguf": "bench",
+    "gguf": "verifier",
     "google.rpc": "service",
     "greenlet": "evaluate",
     "grpc_health": "cli",
@@ -68,6 +68,7 @@ NEEDED = {
     "openai": "openai",
     "up": "all",
     "export": "export",
+    "import-gguf": "verifier",
     "bench": "dev",
 }
 """Commands of `specdec` to the extra sufficient for them; for all others it is `cli`."""

@@ -38,7 +38,8 @@ def main(
     model: Annotated[
         Path,
         typer.Option(
-            help="Directory of the target model in Hugging Face's layout: config.json, tokenizer.json, *.safetensors."
+            help="Directory of the target model in Hugging Face's layout (config.json, tokenizer.json, *.safetensors); "
+            "or a GGUF file, converted on first use."
         ),
     ],
     dtype: Annotated[

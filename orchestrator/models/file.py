@@ -27,7 +27,8 @@ import structlog
 
 from orchestrator.requests.model import ServedModel
 from specdec import strict_yaml
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.gguf_file import open_model
+from specdec.engine.model_directory import ModelDirectoryError
 from specdec.serving.echo import echo
 from specdec.wire.address import Address
 from specdec.wire.file_version import Version, version_of
@@ -123,7 +124,7 @@ class ModelsFile:
         for entry in entries:
             key = entry.model, entry.directory, _directory_version(entry.directory)
             try:
-                model = self._loaded.get(key) or ServedModel.of(ModelDirectory(entry.directory), entry.model)
+                model = self._loaded.get(key) or ServedModel.of(open_model(entry.directory), entry.model)
             except ModelDirectoryError as error:
                 problem = ModelsFileError(f"--models {self.path}: {entry.label}: directory: {error}")
                 if not first:

@@ -25,13 +25,15 @@ from specdec.exit_status import ExitStatus
 def up(
     target: Annotated[
         Path | None,
-        typer.Option("--target", "--model", help="Directory of the target model. Default: the demo's target."),
+        typer.Option(
+            "--target", "--model", help="Directory of the target model, or its GGUF file. Default: the demo's target."
+        ),
     ] = None,
     draft: Annotated[
         str | None,
         typer.Option(
-            help="Directory of the draft model, or `none` for no draft service. Default: the demo's draft; none with "
-            "--target or --local-draft."
+            help="Directory of the draft model, or its GGUF file, or `none` for no draft service. Default: the demo's "
+            "draft; none with --target or --local-draft."
         ),
     ] = None,
     local_draft: Annotated[
@@ -130,7 +132,10 @@ def up(
         wanted = [Wanted(models.target, _placement(of_verifier))]
         wanted += [] if models.local_draft is None else [Wanted(models.local_draft, _placement(of_verifier))]
         wanted += [] if models.draft is None else [Wanted(models.draft, _placement({"engine": "onnx"} | of_draft))]
-        check_text(check(*wanted)[0])
+        opened = dict(
+            zip((model.path for model in wanted), check(*wanted), strict=True)
+        )  # GGUF files are converted here
+        check_text(opened[models.target])
         listening = {
             "--verifier-port": (of_verifier, (port and ports.VERIFIER) if verifier_port is None else verifier_port),
             "--draft-port": (of_draft, (port and ports.DRAFT) if draft_port is None else draft_port),
@@ -145,9 +150,9 @@ def up(
 
         # 2. Start the services, and restart those that die.
         with Stack.start(
-            models.target,
-            str(models.draft or "none"),
-            local_draft=models.local_draft,
+            opened[models.target].path,
+            "none" if models.draft is None else str(opened[models.draft].path),
+            local_draft=None if models.local_draft is None else opened[models.local_draft].path,
             dtype=of_verifier.pop("dtype"),
             device=of_verifier.pop("device"),
             log_level=log_level,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.engine.added_tokens import MAX_TOKEN_ID, TokenizerFiles
-from specdec.engine.model_file import Fields, is_integer, opened, read_fields, shown, unreadable
+from specdec.engine.model_file import Fields, add_sample, is_integer, opened, read_fields, shown, unreadable
 from specdec.engine.model_file import ModelDirectoryError as ModelDirectoryError
 
 GRAPH = "model.onnx"
@@ -32,10 +32,6 @@ INDEX = "model" + INDEX_SUFFIX
 WEIGHTS_FIELD = "transformers_weights"
 """Field of config.json naming another weight file or index."""
 
-SAMPLED_BYTES = 1 << 20
-"""Bytes of each weight file in the model's fingerprint, in 64 evenly spaced pieces, together with the file's name and
-size: enough to distinguish two trainings, and fast for 140 GB."""
-
 MIN_CONTEXT = 64
 """Minimum context of a model, in tokens: checks and measurements at start use texts of about thirty tokens."""
 
@@ -48,7 +44,7 @@ MAX_END_TOKENS = 1000
 """Maximum number of a model's end tokens: every request carries them."""
 
 
-NO_GGUF = "GGUF is not supported: use the model's safetensors, usually published next to it"
+GIVE_GGUF = "give the GGUF file itself, or convert it with `specdec import-gguf`"
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 """Form of a model's name on Hugging Face's hub: owner and name."""
@@ -112,7 +108,7 @@ class ModelDirectory:
         """Return the end of an error message about a directory that contains a GGUF model."""
         with contextlib.suppress(OSError):
             for file in sorted(self.path.glob("*.gguf")):
-                return f"; {file.name}: {NO_GGUF}"
+                return f", but {file.name}: {GIVE_GGUF}"
         return ""
 
     def _optional(self, name: str) -> Fields:
@@ -304,19 +300,13 @@ class ModelDirectory:
 
     @cached_property
     def model_fingerprint(self) -> str:
-        """SHA-256, in hex, of configuration and weights (see SAMPLED_BYTES)."""
+        """SHA-256, in hex, of configuration and weights (see `add_sample`)."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         weights = self.weights()
         if not weights:
             raise ModelDirectoryError(f"{self.path}: no weights (*.safetensors or *.onnx)")
         for file in weights:
-            with opened(file) as stream:
-                size = os.fstat(stream.fileno()).st_size
-                digest.update(os.fsencode(file.name) + f" {size}".encode())
-                pieces = 64
-                for i in range(pieces):
-                    stream.seek(i * max(0, size - SAMPLED_BYTES // pieces) // (pieces - 1))
-                    digest.update(stream.read(SAMPLED_BYTES // pieces))
+            add_sample(digest, file)
         return digest.hexdigest()
 
 
@@ -336,8 +326,6 @@ def _missing(path: Path) -> str:
 
 def _instead_of(file: Path) -> str:
     """Return advice on what to give instead of a file."""
-    if file.suffix.lower() == ".gguf":
-        return NO_GGUF
     if file.suffix in (".safetensors", ".bin", ".json", ".onnx", ".pt", ".pth"):
         return f"give its directory {file.parent}, if that has a config.json"
     return "give the directory with config.json, tokenizer.json and *.safetensors"

@@ -6,6 +6,7 @@ model.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -25,6 +26,10 @@ copy, transformers."""
 
 MAX_NUMBER = 3.4e38
 """Largest number that fits into a message, in 32 bits."""
+
+SAMPLED_BYTES = 1 << 20
+"""Bytes of a weight file in a model's fingerprint, in 64 evenly spaced pieces: enough to distinguish two trainings, and
+fast for 140 GB."""
 
 SHOWN_CHARACTERS = 60
 REASON_CHARACTERS = 300
@@ -62,6 +67,17 @@ def opened(file: Path) -> Iterator[BinaryIO]:
             yield stream
     except OSError as error:
         raise unreadable(file, error) from error
+
+
+def add_sample(digest: hashlib._Hash, file: Path) -> None:
+    """Add a weight file's name, size and SAMPLED_BYTES of its contents to a digest."""
+    with opened(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        digest.update(os.fsencode(file.name) + f" {size}".encode())
+        pieces = 64
+        for i in range(pieces):
+            stream.seek(i * max(0, size - SAMPLED_BYTES // pieces) // (pieces - 1))
+            digest.update(stream.read(SAMPLED_BYTES // pieces))
 
 
 def read_text(file: Path) -> str | None:

@@ -272,7 +272,6 @@ def test_a_link_is_served_by_its_own_name(directory: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("model.gguf", "is a file, not the directory of a model: GGUF is not supported: use the model's safetensors"),
         ("model.safetensors", "is a file, not the directory of a model: give its directory {folder}"),
         ("notes", "is a file, not the directory of a model: give the directory with config.json"),
     ],
@@ -285,7 +284,8 @@ def test_a_file_is_told_with_what_to_give_instead(tmp_path: Path, name: str, sai
 
 def test_a_directory_of_gguf_is_told(tmp_path: Path) -> None:
     (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
-    assert refused(lambda: ModelDirectory(tmp_path)).startswith(f"{tmp_path}: no config.json; model-q4.gguf: GGUF is")
+    said = refused(lambda: ModelDirectory(tmp_path))
+    assert said.startswith(f"{tmp_path}: no config.json, but model-q4.gguf: give the GGUF file itself")
 
 
 def test_a_link_to_nothing_is_told(tmp_path: Path) -> None:

@@ -58,11 +58,7 @@ MISTAKES = (
     Mistake("specdec export target notes", USAGE, "notes: contains something other than an exported model"),
     Mistake("specdec verifier", USAGE, "Missing option '--model'."),
     Mistake("specdec verifier --model target-1", CANNOT, "target-1: no such directory"),
-    Mistake(
-        "specdec verifier --model big.gguf",
-        CANNOT,
-        "big.gguf: is a file, not the directory of a model: GGUF is not supported",
-    ),
+    Mistake("specdec verifier --model big.gguf", CANNOT, "big.gguf: is not a GGUF file: it begins with b'vers'"),
     Mistake("specdec verifier --model dangling", CANNOT, "dangling: a link to gone, which does not exist"),
     Mistake("specdec verifier --model owner/big", CANNOT, "owner/big: no such directory; models are not downloaded"),
     Mistake("specdec verifier --model empty", CANNOT, "empty: no config.json"),

@@ -46,7 +46,7 @@ def furnish(folder: Path) -> None:
     (folder / "few.yaml").write_text("model: target\nkv-tokens: 9\n")
     revision = "{directory: target, verifiers: ['big:1']}"
     (folder / "models.yaml").write_text(f"models: {{big: {{revisions: {{a: {revision}, b: {revision}}}}}}}\n")
-    (folder / "big.gguf").write_bytes(b"GGUF")
+    (folder / "big.gguf").write_bytes(b"version https://git-lfs.github.com/spec/v1")
     (folder / "dangling").symlink_to("gone")
     (folder / "notes").mkdir()
     (folder / "notes" / "readme.txt").write_text("Mine.\n")

@@ -6,6 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
+from specdec.engine.gguf_file import open_model
 from specdec.engine.memory import free_bytes
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import Placement
@@ -41,7 +42,7 @@ def check(target: Wanted, *drafts: Wanted) -> list[ModelDirectory]:
 
 def check_model(wanted: Wanted) -> ModelDirectory:
     """Return a model's directory if the model can be served by itself."""
-    directory = ModelDirectory(wanted.path)
+    directory = open_model(wanted.path)
     by_transformers = wanted.placement.kind != "vllm" and not is_exported(directory, wanted.placement)
     check_weights(directory, by_transformers=by_transformers)
     dtype_of(directory, wanted.placement)

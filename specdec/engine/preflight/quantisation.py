@@ -39,7 +39,7 @@ METHODS: dict[str, Method] = {
     "fp8": Method(ACCELERATE, note=WIDENED),
     "fp_quant": Method({"fp_quant": "fp_quant"}, gpu=True),
     "gemma": Method({}),
-    "gguf": Method({}, refused="a GGUF file is not a directory of safetensors"),
+    "gguf": Method({}, refused="give the GGUF file itself, which is converted"),
     "gptq": Method({"gptqmodel": "gptqmodel", "optimum": "optimum"}),
     "higgs": Method({"flute": "flute-kernel", "fast_hadamard_transform": "fast-hadamard-transform"}, gpu=True),
     "hqq": Method({"hqq": "hqq"}),

@@ -11,7 +11,7 @@ import pytest
 from gguf import GGUFReader
 from safetensors.numpy import load_file
 
-from bench.tools.to_gguf import convert
+from testing.gguf_model import convert
 from tests.models import END, VOCABULARY, make
 
 HEADS, KEPT = 4, 2  # of the tiny models

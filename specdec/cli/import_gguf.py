@@ -1,0 +1,50 @@
+"""`specdec import-gguf`: a GGUF file to a model directory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from specdec.cli.failure import end_on_sigterm, fail
+from specdec.exit_status import ExitStatus
+from specdec.extras import check_installed
+
+
+def import_gguf(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="GGUF file of one part.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Directory to write; an earlier conversion there is replaced.")
+    ],
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        typer.Option(help="Data type of the weights; auto: the file's own, bfloat16 if they are quantised."),
+    ] = "auto",
+) -> None:
+    """Convert a GGUF file to a model directory. Services also take the file itself, and convert it into the cache."""
+    check_installed("numpy", "structlog", "torch", "transformers", "accelerate", "gguf")  # they take seconds to import
+    from specdec.engine.gguf_file import MARKER, check_gguf
+    from specdec.engine.model_directory import ModelDirectoryError
+    from specdec.engine.model_folder import check_replaceable
+    from specdec.engine.start_phases import progress_to
+
+    try:
+        check_gguf(file)
+        check_replaceable(out, MARKER)
+        _say(f"converting {file} ({file.stat().st_size / 1e9:.3g} GB) to {out}")
+        end_on_sigterm()
+        from specdec.serving.process import logs
+
+        logs.configure("import-gguf", "warning")  # before the import of libraries that write to stderr
+        from specdec.engine.hf.gguf_conversion import convert  # takes seconds: report problems first
+
+        convert(file, out, None if dtype == "auto" else dtype, progress_to(_say))
+    except ModelDirectoryError as error:
+        fail(str(error), ExitStatus.USAGE)
+    print(out)
+
+
+def _say(line: str) -> None:
+    print(f"specdec: {line}", file=sys.stderr, flush=True)

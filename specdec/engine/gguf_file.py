@@ -1,0 +1,63 @@
+"""A GGUF file, llama.cpp's format, given in place of a model directory.
+
+It is converted once to a directory in Hugging Face's layout (`hf/gguf_conversion.py`), kept in the cache folder. Read
+here without torch: whether a path is such a file, and the conversion's place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+from specdec.engine import cache_folder
+from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_file import add_sample, opened
+
+MARKER = "gguf.json"
+"""File of a converted model: the GGUF file it comes from, and its kinds of weights."""
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+"""Readable versions of the format; the first one had shorter sizes, and big-endian files look like others."""
+
+CACHE = "gguf-1"
+"""Folder of conversions in the cache; the number changes with their contents."""
+
+
+def open_model(path: Path) -> ModelDirectory:
+    """Open a model given as a directory, or as a GGUF file, which is converted first unless the cache has it."""
+    return ModelDirectory(_converted(path) if is_gguf(path) else path)
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == ".gguf" and path.is_file()
+
+
+def check_gguf(file: Path) -> None:
+    """Raise ModelDirectoryError unless a file begins like GGUF of a readable version."""
+    with opened(file) as stream:
+        begin = stream.read(8)
+    version = int.from_bytes(begin[4:], "little")
+    if begin[:4] != MAGIC:
+        raise ModelDirectoryError(
+            f"{file}: is not a GGUF file: it begins with {begin[:4]!r}, must begin with {MAGIC!r}"
+        )
+    if version not in VERSIONS:
+        raise ModelDirectoryError(f"{file}: is GGUF of version {version}, must be of version 2 or 3")
+
+
+def _converted(file: Path) -> Path:
+    """Return the directory of a file's conversion in the cache, made now if it is missing. A process of its own makes
+    it, so that its memory is returned; it reports progress and errors on stderr."""
+    check_gguf(file)
+    digest = hashlib.sha256()
+    add_sample(digest, file)
+    target = cache_folder.models() / CACHE / digest.hexdigest()[:24] / file.stem
+    if not (target / MARKER).is_file():
+        command = [sys.executable, "-m", "specdec.cli", "import-gguf", str(file), str(target)]
+        status = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
+        if status:
+            raise ModelDirectoryError(f"{file}: was not converted (status {status}, see the line above)")
+    return target

@@ -1,0 +1,241 @@
+"""Conversion of a GGUF file into a model directory: transformers reads configuration, tokenizer and weights.
+
+Added here is what transformers does not read from such a file: the scaling of rotary embeddings, and all tokens that
+end a turn. Quantised weights are widened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+    load_gguf_checkpoint,
+)
+from transformers.utils import logging as transformers_logging
+
+from specdec.engine import hub
+from specdec.engine.gguf_file import MARKER
+from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_file import in_one_line
+from specdec.engine.model_folder import replaced
+
+MAX_SHARD_BYTES = 1 << 29
+"""Bytes of a file of weights: writing one holds a copy of them."""
+
+PIECE_ROWS = 4096
+"""Rows of a tensor widened at a time."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is done, how many bytes of the file, and how many there are."""
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Storage formats of unquantised GGUF weights."""
+
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+"""Fields of `tokenizer.ggml` with a token that ends a text, a turn or a message."""
+
+ENDS = frozenset(
+    {
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<turn|>",
+        "<|endoftext|>",
+        "<|eom_id|>",
+        "<EOT>",
+        "<|return|>",
+    }
+)
+"""Control tokens that llama.cpp takes for the end of a text by their names, for files without END_KEYS for them."""
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Scaling of rotary embeddings of all published Llama 3.1 to 3.3 models, except for its factor."""
+
+
+def convert(
+    file: Path, target: Path, dtype: str | None = None, progress: Progress = lambda what, done, total: None
+) -> None:
+    """Write a GGUF file's model into `target`, completely or not at all.
+
+    `dtype` of the weights: None for the file's own, bfloat16 if they are quantised. An earlier conversion in `target`
+    is replaced. Raises ModelDirectoryError, in one line, if the file cannot be converted.
+    """
+    hub.stay_away()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        with replaced(target, MARKER) as folder:
+            _convert(file, folder, dtype, progress)
+    except ModelDirectoryError:
+        raise
+    except Exception as error:  # the libraries' errors have no common base
+        raise ModelDirectoryError(f"{file}: cannot be converted: {in_one_line(error)}") from error
+
+
+def _convert(file: Path, folder: Path, dtype: str | None, progress: Progress) -> None:
+    reader = gguf.GGUFReader(file)
+    if (parts := _value(reader, "split.count") or 1) > 1:
+        raise ModelDirectoryError(
+            f"{file}: is one of {parts} parts; join them with llama.cpp's `llama-gguf-split --merge`"
+        )
+    where: dict[str, Any] = {
+        "pretrained_model_name_or_path": file.parent.absolute(),
+        "gguf_file": file.name,
+        "local_files_only": True,
+    }
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    tokenizer.save_pretrained(folder)
+    count = len(_value(reader, "tokenizer.ggml.tokens"))
+    _drop_foreign_tokens(folder / "tokenizer.json", count)
+    config = AutoConfig.from_pretrained(**where)
+    _scale_rope(config, reader, file)
+    types = Counter(tensor.tensor_type.name for tensor in reader.tensors)
+    chosen = _dtype(types) if dtype is None else getattr(torch, dtype)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=chosen)
+    model.load_state_dict(_weights(reader, file, model, chosen, progress), strict=False, assign=True)
+    model.tie_weights()
+    missing = sorted(name for name, tensor in model.state_dict().items() if tensor.is_meta)
+    if missing:
+        raise ModelDirectoryError(f"{file}: {len(missing)} tensors are missing, such as {missing[0]}")
+    model.generation_config = GenerationConfig(eos_token_id=_ends(reader))
+    model.save_pretrained(folder, max_shard_size=MAX_SHARD_BYTES)
+    (folder / MARKER).write_text(json.dumps({"file": file.name, "types": dict(sorted(types.items()))}, indent=2) + "\n")
+    _check(ModelDirectory(folder), count, file)
+
+
+def _weights(
+    reader: gguf.GGUFReader, file: Path, model: PreTrainedModel, dtype: torch.dtype, progress: Progress
+) -> dict[str, Tensor]:
+    """Return the weights by the model's names for them, by transformers' rules for each architecture. transformers' own
+    loop over them (`load_gguf_checkpoint`) widens a tensor at once, in several times its memory."""
+    parsed = load_gguf_checkpoint(str(file), return_tensors=False)
+    processor = TENSOR_PROCESSORS.get(_value(reader, "general.architecture"), TensorProcessor)(config=parsed["config"])
+    names = get_gguf_hf_weights_map(model, processor)
+    tensors: dict[str, Tensor] = {}
+    parsed["tensors"] = tensors  # the processors of mixtures of experts add theirs here
+    total, done = sum(int(tensor.n_bytes) for tensor in reader.tensors), 0
+    for tensor in reader.tensors:
+        found = processor.process(
+            weights=_widened(tensor), name=tensor.name, tensor_key_mapping=names, parsed_parameters=parsed
+        )
+        if found.name in names:
+            tensors[names[found.name]] = torch.from_numpy(np.require(found.weights, requirements=("C", "W"))).to(dtype)
+        done += int(tensor.n_bytes)
+        progress("converting", done, total)
+    return tensors
+
+
+def _widened(tensor: gguf.ReaderTensor) -> NDArray[np.float32]:
+    """Return a tensor's numbers, widened PIECE_ROWS rows at a time."""
+    data = tensor.data
+    if data.ndim < 2:
+        return np.asarray(gguf.dequantize(data, tensor.tensor_type), np.float32)
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    widened = np.empty((math.prod(shape[:-1]), shape[-1]), np.float32)
+    rows = data.reshape(-1, data.shape[-1])
+    for begin in range(0, len(rows), PIECE_ROWS):
+        place = slice(begin, begin + PIECE_ROWS)
+        widened[place] = gguf.dequantize(rows[place], tensor.tensor_type)
+    return widened.reshape(shape)
+
+
+def _value(reader: gguf.GGUFReader, key: str) -> Any:
+    field = reader.get_field(key)
+    return None if field is None else field.contents()
+
+
+def _dtype(types: Counter[str]) -> torch.dtype:
+    """Return the dtype of a file's weights: that of most of them if none is quantised, else bfloat16."""
+    most = max(FLOATS, key=lambda name: types[name])
+    return FLOATS[most] if set(types) <= set(FLOATS) else torch.bfloat16
+
+
+def _ends(reader: gguf.GGUFReader) -> list[int]:
+    """Return the ids of all tokens that end a text or a turn."""
+    found = {_value(reader, f"tokenizer.ggml.{key}") for key in END_KEYS}
+    tokens, types = (_value(reader, f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type"))
+    control = (number for number, kind in enumerate(types) if kind == gguf.TokenType.CONTROL)
+    found |= {number for number in control if tokens[number] in ENDS}
+    return sorted(int(number) for number in found if number is not None)
+
+
+def _scale_rope(config: PretrainedConfig, reader: gguf.GGUFReader, file: Path) -> None:
+    """Set the scaling of the rotary embeddings, which transformers does not read from GGUF. ModelDirectoryError if it
+    is of an unknown kind: ignored, it would give other logits."""
+    architecture = _value(reader, "general.architecture")
+    kind = _value(reader, f"{architecture}.rope.scaling.type")
+    factors = next((tensor.data for tensor in reader.tensors if tensor.name == "rope_freqs.weight"), None)
+    parameters = dict(config.rope_parameters or {}) if hasattr(config, "rope_parameters") else {}
+    if factors is not None and not (factors == 1).all():
+        scaling = LLAMA3 | {"factor": float(factors.max())}
+        if not np.allclose(factors, _llama3_factors(scaling, parameters["rope_theta"], len(factors)), rtol=1e-3):
+            raise ModelDirectoryError(
+                f"{file}: its rope_freqs.weight is not the scaling of Llama 3, the only one supported"
+            )
+        config.rope_parameters = parameters | scaling
+    elif kind not in (None, "none"):
+        factor = _value(reader, f"{architecture}.rope.scaling.factor")
+        original = _value(reader, f"{architecture}.rope.scaling.original_context_length")
+        if kind not in ("linear", "yarn") or factor is None or "rope_theta" not in parameters:
+            raise ModelDirectoryError(f"{file}: rope.scaling.type is {kind!r}, must be linear or yarn, with a factor")
+        scaling = {"rope_type": kind, "factor": float(factor)}
+        if original is not None:
+            scaling["original_max_position_embeddings"] = int(original)
+        config.rope_parameters = parameters | scaling
+
+
+def _llama3_factors(scaling: dict[str, Any], theta: float, count: int) -> NDArray[np.float64]:
+    """Return the factors [count] by which Llama 3.1 divides the frequencies of rotary embeddings (transformers'
+    `_compute_llama3_parameters`)."""
+    length, low, high = (
+        scaling[name] for name in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+    )
+    wavelengths = 2 * np.pi * theta ** (np.arange(count) / count)
+    smooth = np.clip((length / wavelengths - low) / (high - low), 0, 1)
+    divided: NDArray[np.float64] = 1 / ((1 - smooth) / scaling["factor"] + smooth)
+    return divided
+
+
+def _drop_foreign_tokens(file: Path, count: int) -> None:
+    """Drop added tokens with ids from `count` on: transformers' class of a tokenizer may have special tokens by default
+    that the model does not have."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < count]
+    file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+
+
+def _check(directory: ModelDirectory, count: int, file: Path) -> None:
+    """Raise ModelDirectoryError unless the tokenizer has the file's ids, from 0 to `count` - 1."""
+    missing = set(range(count)) - set(directory.tokens.values())
+    if missing:
+        raise ModelDirectoryError(
+            f"{file}: {len(missing)} of its {count} tokens cannot be converted, first id {min(missing)}"
+        )

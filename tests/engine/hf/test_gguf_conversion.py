@@ -1,0 +1,161 @@
+"""A GGUF file becomes the model directory it was made from, and anything else is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGUFReader, GGUFWriter
+from safetensors.torch import load_file
+
+from specdec.engine.gguf_file import open_model
+from specdec.engine.hf.gguf_conversion import convert
+from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from testing.gguf_model import convert as to_gguf
+from tests.models import END, make
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelDirectory:
+    return ModelDirectory(make("llama", tmp_path_factory.mktemp("models") / "own"))
+
+
+@pytest.fixture(scope="module")
+def file(model: ModelDirectory, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("files") / "own.gguf"
+    to_gguf(model.path, file)
+    return file
+
+
+@pytest.fixture(scope="module")
+def converted(file: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelDirectory:
+    target = tmp_path_factory.mktemp("converted") / "own"
+    convert(file, target)
+    return ModelDirectory(target)
+
+
+def refused(file: Path, target: Path) -> str:
+    with pytest.raises(ModelDirectoryError) as caught:
+        convert(file, target)
+    assert not target.exists()
+    assert list(target.parent.glob("*.partial-*")) == []
+    return str(caught.value)
+
+
+def test_the_model_is_the_same(model: ModelDirectory, converted: ModelDirectory) -> None:
+    assert converted.tokenizer_fingerprint == model.tokenizer_fingerprint
+    assert converted.end_tokens == {END}
+    assert converted.context == model.context
+    assert converted.dtype == "float32"
+    assert converted.quantisation is None
+    ours, theirs = (load_file(directory.path / "model.safetensors") for directory in (model, converted))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_an_earlier_conversion_is_replaced_and_nothing_else(
+    file: Path, converted: ModelDirectory, tmp_path: Path
+) -> None:
+    convert(file, converted.path)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "one.txt").touch()
+    with pytest.raises(ModelDirectoryError, match="contains something other than a converted GGUF file"):
+        convert(file, tmp_path / "notes")
+
+
+def test_quantised_weights_are_widened(model: ModelDirectory, tmp_path: Path) -> None:
+    to_gguf(model.path, tmp_path / "small.gguf", "q8_0")
+    convert(tmp_path / "small.gguf", tmp_path / "out")
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    name = "model.layers.0.self_attn.q_proj.weight"
+    exact = load_file(model.path / "model.safetensors")[name]
+    step = exact.abs().max() / 127  # of the largest block
+    assert 0 < (weights[name].float() - exact).abs().max() < step
+    assert json.loads((tmp_path / "out" / "gguf.json").read_text())["types"].keys() == {"F32", "Q8_0"}
+
+
+@pytest.mark.parametrize("rope", [LLAMA3, YARN], ids=lambda rope: str(rope["rope_type"]))
+def test_the_scaling_of_rotary_embeddings_is_kept(tmp_path: Path, rope: dict[str, Any]) -> None:
+    original = make("llama", tmp_path / "scaled", rope_parameters=rope, head_dim=32)
+    to_gguf(original, tmp_path / "scaled.gguf")
+    convert(tmp_path / "scaled.gguf", tmp_path / "out")
+    assert ModelDirectory(tmp_path / "out").config["rope_parameters"] == rope
+
+
+def test_an_unknown_scaling_is_refused(tmp_path: Path) -> None:
+    original = make("llama", tmp_path / "scaled", rope_parameters=LLAMA3 | {"low_freq_factor": 2.0}, head_dim=32)
+    to_gguf(original, tmp_path / "scaled.gguf")
+    assert "rope_freqs.weight is not the scaling of Llama 3" in refused(tmp_path / "scaled.gguf", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is not a GGUF file"),
+        (b"GGML" + bytes(60), "is not a GGUF file: it begins with b'GGML'"),
+        (b"GGUF\x01\0\0\0" + bytes(60), "is GGUF of version 1, must be of version 2 or 3"),
+        (b"GGUF\0\0\0\x03" + bytes(60), "is GGUF of version 50331648"),
+    ],
+)
+def test_another_file_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "one.gguf").write_bytes(content)
+    with pytest.raises(ModelDirectoryError, match=said):
+        open_model(tmp_path / "one.gguf")
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
+def test_a_truncated_file_is_refused_in_one_line(file: Path, tmp_path: Path, share: float) -> None:
+    content = file.read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(content[: int(share * len(content))])
+    said = refused(tmp_path / "cut.gguf", tmp_path / "out")
+    assert said.startswith(f"{tmp_path / 'cut.gguf'}: cannot be converted: ")
+    assert "\n" not in said
+
+
+def test_one_part_of_several_is_refused(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "part.gguf", "llama")
+    writer.add_uint16("split.count", 3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "is one of 3 parts" in refused(tmp_path / "part.gguf", tmp_path / "out")
+
+
+def test_a_file_is_converted_once(file: Path, model: ModelDirectory, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = open_model(file)
+    written = (first.path / "model.safetensors").stat().st_mtime_ns
+    assert first.name == "own"
+    assert first.tokenizer_fingerprint == model.tokenizer_fingerprint
+    second = open_model(file)
+    assert second.path == first.path
+    assert (second.path / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_a_failed_conversion_names_the_file(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0" + bytes(12))
+    with pytest.raises(ModelDirectoryError, match=r"cut\.gguf: was not converted \(status 2, see the line above\)"):
+        open_model(tmp_path / "cut.gguf")
+    assert "cannot be converted" in capfd.readouterr().err
+
+
+def test_the_source_is_named(file: Path, converted: ModelDirectory) -> None:
+    types = {tensor.tensor_type.name for tensor in GGUFReader(file).tensors}
+    assert json.loads((converted.path / "gguf.json").read_text()) == {"file": "own.gguf", "types": {"F32": 21}}
+    assert types == {"F32"}
