@@ -1,4 +1,5 @@
-# One vocabulary: setup demo real test verify gpu vllm check proto bench bench-peers bench-llama llama-sources.
+# One vocabulary: setup demo real test verify verify-real gpu vllm check proto bench bench-peers
+# bench-llama llama-sources.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +10,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 BUF := build/node_modules/.bin/buf
 PROTOS := $(wildcard proto/specdec/v2/*.proto)
 
-.PHONY: setup demo real test verify gpu vllm check proto bench bench-peers bench-llama llama-sources clean format
+.PHONY: setup demo real test verify verify-real gpu vllm check proto bench bench-peers bench-llama llama-sources clean format
 
 setup: $(VENV)/.done
 
@@ -37,6 +38,9 @@ test: setup examples/node/node_modules/.done  ## Everything that must hold, in m
 
 verify: setup  ## The long equality suites, and a hundred thousand hostile messages.
 	$(BIN)/python -m pytest -q -m verify --timeout 3600
+
+verify-real: setup  ## The same on the real pair, if `make real` has made it.
+	$(BIN)/python -m pytest -q -m real --timeout 3600
 
 # It installs nothing, since the machine may have no network: it runs in .venv if there is one, else with PYTHON as it is.
 gpu:  ## All that only a GPU can show, in ten minutes at most; leaves build/gpu/report.md.

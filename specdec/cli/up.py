@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -99,6 +100,7 @@ def up(
     from specdec.engine.engine import UnsupportedModelError
     from specdec.engine.model_directory import ModelDirectoryError
     from specdec.engine.preflight.check import Wanted, check
+    from specdec.engine.preflight.memory_table import memory_lines, memory_of
     from specdec.local import LocalError, ModelPaths, Stack
     from specdec.local.child import DRAIN_SECONDS
     from specdec.local.upkeep import Upkeep
@@ -129,13 +131,15 @@ def up(
                 ExitStatus.USAGE,
             )
         models = ModelPaths.chosen(target, draft, local_draft)
-        wanted = [Wanted(models.target, _placement(of_verifier))]
-        wanted += [] if models.local_draft is None else [Wanted(models.local_draft, _placement(of_verifier))]
-        wanted += [] if models.draft is None else [Wanted(models.draft, _placement({"engine": "onnx"} | of_draft))]
-        opened = dict(
-            zip((model.path for model in wanted), check(*wanted), strict=True)
-        )  # GGUF files are converted here
-        check_text(opened[models.target])
+        wanted = {"target": Wanted(models.target, _placement(of_verifier))}
+        if models.local_draft is not None:
+            wanted["local draft"] = Wanted(models.local_draft, replace(_placement(of_verifier), beside=True))
+        if models.draft is not None:
+            wanted["draft"] = Wanted(models.draft, _placement({"engine": "onnx"} | of_draft))
+        opened = dict(zip(wanted, check(*wanted.values()), strict=True))  # converts GGUF files
+        check_text(opened["target"])
+        for line in memory_lines(memory_of({role: (wanted[role], opened[role]) for role in wanted})):
+            _say(line)
         listening = {
             "--verifier-port": (of_verifier, (port and ports.VERIFIER) if verifier_port is None else verifier_port),
             "--draft-port": (of_draft, (port and ports.DRAFT) if draft_port is None else draft_port),
@@ -150,9 +154,9 @@ def up(
 
         # 2. Start the services, and restart those that die.
         with Stack.start(
-            opened[models.target].path,
-            "none" if models.draft is None else str(opened[models.draft].path),
-            local_draft=None if models.local_draft is None else opened[models.local_draft].path,
+            opened["target"].path,
+            str(opened["draft"].path) if "draft" in opened else "none",
+            local_draft=opened["local draft"].path if "local draft" in opened else None,
             dtype=of_verifier.pop("dtype"),
             device=of_verifier.pop("device"),
             log_level=log_level,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from specdec.engine.memory import free_bytes
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.check import Wanted, check
 from specdec.engine.preflight.dtype import dtype_of
-from specdec.engine.preflight.memory_needed import memory_needed
+from specdec.engine.preflight.memory_needed import MemoryNeeded, memory_needed
+from specdec.engine.preflight.memory_table import memory_of
 from specdec.engine.unsupported import UnsupportedModelError
 from specdec.extras import hint
 
@@ -26,6 +27,10 @@ class Found(NamedTuple):
     device: str
     memory: int  # bytes, with the full KV cache and the maximum number of sessions
     memory_at_least: int  # bytes needed to start
+    memory_parts: MemoryNeeded  # of `memory`
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self._asdict(), "path": str(self.path), "memory_parts": asdict(self.memory_parts)}
 
 
 class ModelCheck(NamedTuple):
@@ -48,13 +53,10 @@ def models(target: Path | None, draft: Path | None, placement: Placement) -> Mod
             from specdec.text.check import check_text  # imports packages that may be missing
 
             check_text(directories[0])
-        return ModelCheck(
-            [
-                _found(role, wanted[role].placement, directory)
-                for role, directory in zip(wanted, directories, strict=True)
-            ],
-            "",
-        )
+        opened = dict(zip(wanted, directories, strict=True))
+        needed = memory_of({role: (wanted[role], directory) for role, directory in opened.items()})
+        found = [_found(role, wanted[role].placement, opened[role], needed[role]) for role in wanted]
+        return ModelCheck(found, "")
     except (ModelDirectoryError, UnsupportedModelError) as error:
         return ModelCheck([], str(error))
     except ModuleNotFoundError as error:
@@ -62,7 +64,7 @@ def models(target: Path | None, draft: Path | None, placement: Placement) -> Mod
         return ModelCheck([], hint(error, role) or str(error))
 
 
-def _found(role: str, placement: Placement, directory: ModelDirectory) -> Found:
+def _found(role: str, placement: Placement, directory: ModelDirectory, needed: MemoryNeeded) -> Found:
     return Found(
         role,
         directory.path,
@@ -70,6 +72,7 @@ def _found(role: str, placement: Placement, directory: ModelDirectory) -> Found:
         directory.context,
         dtype_of(directory, placement),
         placement.device,
-        memory_needed(directory, placement, free_bytes(placement.device)).total,
+        needed.total,
         memory_needed(directory, placement).total,
+        needed,
     )

@@ -104,6 +104,6 @@ class DoctorReport:
             "fast_paths_unknown": paths if isinstance(paths, str) else "",
             "ports": {role: {"port": places.LISTENING[role], "taken": why} for role, why in self.ports.items()},
             "cache": {**self.cache._asdict(), "folder": self.cache.folder and str(self.cache.folder)},
-            "models": [{**model._asdict(), "path": str(model.path)} for model in (found.found if found else [])],
+            "models": [model.as_json() for model in (found.found if found else [])],
             "problem": self.problem,
         }

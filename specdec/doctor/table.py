@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from specdec import __version__
 from specdec.doctor.places import LISTENING
 from specdec.doctor.report import DoctorReport
+from specdec.engine.preflight.memory_table import memory_lines
 
 WIDTH = 24
 """Width of the name column in characters."""
@@ -37,6 +38,10 @@ def lines(report: DoctorReport) -> Iterator[str]:
                 f"{model.dtype} on {model.device}, {model.context} tokens of context, at least "
                 f"{model.memory_at_least / 1e9:.3g} GB, at most {model.memory / 1e9:.3g} GB: can be served",
             )
+        if report.models.found:
+            yield "memory"
+            needed = {model.role: model.memory_parts for model in report.models.found}
+            yield from (f"  {line}" for line in memory_lines(needed))
         if report.problem:
             yield _line("cannot be served", report.problem, marked=True)
     yield "fast paths of the CPU engine"

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import structlog
 
+from specdec.engine.derived_models import user_cache
+
 log = structlog.get_logger()
 
 MAX_BYTES = 256 << 20
@@ -41,20 +43,7 @@ def place() -> Path | None:
     named = os.environ.get("SPECDEC_CACHE_DIR")
     if named is not None:
         return Path(named) if named else None
-    return _user_cache() / "specdec"
-
-
-def models() -> Path:
-    """Return the existing folder of derived models, exports and conversions: `$XDG_CACHE_HOME/specdec`, else
-    `~/.cache/specdec`. `SPECDEC_CACHE_DIR` neither moves it nor turns it off: without its models nothing starts."""
-    folder = _user_cache() / "specdec"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder
-
-
-def _user_cache() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME")
-    return Path(home) if home else Path(os.path.expanduser("~")) / ".cache"
+    return user_cache()
 
 
 def why_unusable(folder: Path) -> str:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from specdec.engine import cache_folder
+from specdec.engine.derived_models import place_of_conversion, user_cache
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.model_file import add_sample, opened
 
@@ -21,9 +21,6 @@ MARKER = "gguf.json"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 """Readable versions of the format; the first one had shorter sizes, and big-endian files look like others."""
-
-CACHE = "gguf-1"
-"""Folder of conversions in the cache; the number changes with their contents."""
 
 
 def open_model(path: Path) -> ModelDirectory:
@@ -54,8 +51,9 @@ def _converted(file: Path) -> Path:
     check_gguf(file)
     digest = hashlib.sha256()
     add_sample(digest, file)
-    target = cache_folder.models() / CACHE / digest.hexdigest()[:24] / file.stem
+    target = place_of_conversion(file, digest.hexdigest())
     if not (target / MARKER).is_file():
+        user_cache().mkdir(mode=0o700, parents=True, exist_ok=True)  # as required by `cache_folder.py`
         command = [sys.executable, "-m", "specdec.cli", "import-gguf", str(file), str(target)]
         status = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
         if status:

@@ -15,8 +15,11 @@ from specdec.engine.unsupported import UnsupportedModelError
 
 SHARE = 0.5
 TEXTS = 64
-"""Default capacity of the KV cache in texts of the model's full length, limited to SHARE of the free memory: more would
-take long to allocate, and serve prefix caching only."""
+"""Default capacity of the KV cache in texts, limited to SHARE of the free memory: more would take long to allocate, and
+serve prefix caching only."""
+
+TEXT_TOKENS = 1024
+"""Length of these texts on a CPU, at most; on a GPU, whose memory nobody else needs, the model's context."""
 
 MIN_SLOTS = 512
 
@@ -50,7 +53,7 @@ def slots_for(
     `row_bytes`: as in `slots_within`.
     """
     free = max(0, free_bytes(device) - promised)
-    slots = slots_within(free, slot_bytes, context, working, row_bytes)
+    slots = slots_within(free, slot_bytes, slots_wanted(context, device), working, row_bytes)
     if slots < MIN_SLOTS:
         raise UnsupportedModelError(
             f"the KV cache fits {slots} tokens in free memory, needs at least {MIN_SLOTS}: free memory, or set "
@@ -59,12 +62,18 @@ def slots_for(
     return slots
 
 
-def slots_within(free: int, slot_bytes: int, context: int, working: int, row_bytes: int) -> int:
-    """Return the number of slots that fit into `free` bytes beside `working` bytes of working memory, in at most SHARE
-    of the rest. Each additional block is counted as an additional session, with `row_bytes` of logits."""
+def slots_wanted(context: int, device: str) -> int:
+    """Return the number of slots for TEXTS texts, at least for one of the model's full length."""
+    length = min(context, TEXT_TOKENS) if device == "cpu" else context
+    return max(MIN_SLOTS, context, TEXTS * length)
+
+
+def slots_within(free: int, slot_bytes: int, wanted: int, working: int, row_bytes: int) -> int:
+    """Return how many of the `wanted` slots fit into `free` bytes beside `working` bytes of working memory, in at most
+    SHARE of the rest. Each additional block is counted as an additional session, with `row_bytes` of logits."""
     rest = max(0, free - working)
     with_rows = slot_bytes + -(-row_bytes // BLOCK_TOKENS)
-    return min(max(MIN_SLOTS, TEXTS * context), int(SHARE * rest) // slot_bytes, rest // with_rows)
+    return min(wanted, int(SHARE * rest) // slot_bytes, rest // with_rows)
 
 
 def free_bytes(device: str) -> int:

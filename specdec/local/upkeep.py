@@ -5,13 +5,26 @@ It has no thread: the owner of the stack calls `look` periodically.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from specdec.local.child import LocalError
+from specdec.local.child import Child, LocalError
 from specdec.local.stack import Stack
 from specdec.serving.process.restarts import Restarts
+
+
+def memory_kills(statistics: Path = Path("/proc/vmstat")) -> int:
+    """Return how many processes this machine has killed because it, or a container, was short of memory; 0 if
+    unknown."""
+    with contextlib.suppress(OSError):
+        lines = (line.split() for line in statistics.read_text().splitlines())
+        return next((int(value) for name, value in lines if name == "oom_kill"), 0)
+    return 0
 
 
 @dataclass
@@ -24,11 +37,19 @@ class _Life:
 
 
 class Upkeep:
-    """Restarts the services of a stack. `say` gets a line for the user about each death and each return."""
+    """Restarts the services of a stack. `say` gets a line for the user about each death and each return.
 
-    def __init__(self, stack: Stack, say: Callable[[str], None]) -> None:
+    A service killed for memory is restarted only if it sizes its KV cache by the memory free at its start: with a size
+    that was given, it would be killed again. `memory_kills` counts the processes killed for memory on this machine.
+    """
+
+    def __init__(
+        self, stack: Stack, say: Callable[[str], None], memory_kills: Callable[[], int] = memory_kills
+    ) -> None:
         self._stack = stack
         self._say = say
+        self._memory_kills = memory_kills
+        self._kills_seen = memory_kills()
         self._lives = {name: _Life() for name in stack.children}
         for life in self._lives.values():
             life.restarts.ready()
@@ -46,6 +67,10 @@ class Upkeep:
                 self._stack.children[name] = child.again(self._stack.addresses[name])
         elif (how := child.ending()) is not None:
             pause = life.restarts.died()
+            if self._killed_for_memory(child):
+                how = "killed by the system, which was short of memory"
+                if sized := _kv_tokens_given(child):
+                    raise LocalError(f"{name} was {how}: use fewer than {sized}, or free memory")
             if pause is None:
                 raise LocalError(f"{name} died {life.restarts.deaths} times in a row, most recently: {how}")
             self._say(f"{name} died ({how}): it starts again in {pause:g} s")
@@ -54,3 +79,17 @@ class Upkeep:
             life.restarts.ready()
             self._say(f"{name} is back at {self._stack.addresses[name]} after {now - life.died_at:.1f} s")
             life.died_at = None
+
+    def _killed_for_memory(self, child: Child) -> bool:
+        """Return whether the system has killed a process for memory since the last death, and a service was killed."""
+        before, self._kills_seen = self._kills_seen, self._memory_kills()
+        return child.process.poll() == -signal.SIGKILL and self._kills_seen > before
+
+
+def _kv_tokens_given(child: Child) -> str | None:
+    """Return where the size of a service's KV cache was given, and which; None if it sizes it by itself."""
+    option, variable = "--kv-tokens", f"SPECDEC_{child.name.upper()}_KV_TOKENS"
+    if option in child.command[:-1]:
+        last = len(child.command) - 1 - child.command[::-1].index(option)
+        return f"{option} {child.command[last + 1]}"
+    return f"{variable}={os.environ[variable]}" if os.environ.get(variable) else None

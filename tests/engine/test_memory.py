@@ -13,7 +13,16 @@ import pytest
 
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.kv.blocks import BLOCK
-from specdec.engine.memory import BLOCK_TOKENS, SHARE, TEXTS, free_bytes, slots_for, slots_within
+from specdec.engine.memory import (
+    BLOCK_TOKENS,
+    SHARE,
+    TEXT_TOKENS,
+    TEXTS,
+    free_bytes,
+    slots_for,
+    slots_wanted,
+    slots_within,
+)
 
 
 def machine() -> int:
@@ -34,6 +43,9 @@ def test_slots_take_their_share() -> None:
     with pytest.raises(UnsupportedModelError, match="--kv-tokens"):
         slots_for(machine() // 100, 1 << 20, "cpu")
     assert slots_for(1, 1000, "cpu") == TEXTS * 1000  # more is of little use
+    assert slots_for(1, 1 << 15, "cpu") == TEXTS * TEXT_TOKENS
+    assert slots_for(1, 1 << 20, "cpu") == 1 << 20  # one text of full length
+    assert slots_wanted(1 << 15, "cuda:0") == TEXTS << 15
 
 
 def test_each_block_leaves_room_for_a_row_of_logits() -> None:

@@ -28,14 +28,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS
-from specdec.engine import cache_folder, start_phases
+from specdec.engine import start_phases
+from specdec.engine.derived_models import place_of_export, user_cache, what_is_broken
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.hf.linear import Float32Head
 from specdec.engine.hf.pretrained import DTYPES, LayerAttention, attention_of, load, window_of
 from specdec.engine.hf.reference_check import ReferenceCheck
 from specdec.engine.memory import drop_file_pages
 from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, SHORTLISTS_GRAPH, ModelDirectory
-from specdec.engine.model_file import read_fields
 from specdec.engine.model_folder import check_replaceable, replaced
 from specdec.engine.onnx.agreement import Agreement, agreement, logits_of_model, sample_tokens
 from specdec.engine.onnx.weights import Bits, lay_out, size_of
@@ -61,9 +61,6 @@ COPIED = (
 
 Dtype = Literal["float32", "float16"]
 """Possible dtypes of a graph: NumPy, used to make the pools, has no bfloat16."""
-
-CACHE = "onnx-3"
-"""Folder of exports in the cache; the number changes with the graph."""
 
 MIN_OVERLAP = 0.9
 """Minimum overlap with the model's own distributions (`Agreement`) of weights quantised by default."""
@@ -320,29 +317,18 @@ def shortlists_graph() -> onnx.ModelProto:
 
 
 def exported(directory: ModelDirectory, dtype: Dtype = "float32") -> Path:
-    """Return the path of a model's export: the directory itself, or one in the user's cache, made now if it is
-    missing."""
+    """Return the path of a model's export: the directory itself, or one in the user's cache, made now if it is missing
+    or broken."""
     if (directory.path / GRAPH).is_file():
         return directory.path
-    # The graph's version is part of the path, so that a newer exporter does not find an older one's files.
-    target = cache_folder.models() / CACHE / dtype / directory.model_fingerprint[:24] / directory.name
-    if not _is_whole(target):
+    target = place_of_export(directory, dtype)
+    if broken := what_is_broken(target):
+        if target.exists():
+            log.warning("export_is_broken", export=str(target), why=broken, cost="the model is exported again")
+        user_cache().mkdir(mode=0o700, parents=True, exist_ok=True)  # as required by `cache_folder.py`
         with start_phases.phase("export"):
             export(directory, target, dtype, progress=start_phases.progress_to(start_phases.report))
     return target
-
-
-def _is_whole(target: Path) -> bool:
-    """Return whether an export exists with all its bytes; logs one that has lost some."""
-    description = read_fields(target / DESCRIPTION)
-    if description is None:
-        return False
-    for name, size in description.content.get("bytes", {}).items():
-        found = (target / name).stat().st_size if (target / name).is_file() else None
-        if found != size:
-            log.warning("export_is_broken", file=str(target / name), bytes=found, expected=size, cost="exported again")
-            return False
-    return True
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from specdec.engine.memory import BLOCK_TOKENS, MIN_SLOTS, slots_within
+from specdec.engine.derived_models import place_of_export, what_is_broken
+from specdec.engine.memory import BLOCK_TOKENS, MIN_SLOTS, slots_wanted, slots_within
 from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory
 from specdec.engine.model_file import Fields, is_integer, read_fields
 from specdec.engine.placement import BYTES, Placement
@@ -94,6 +95,9 @@ def memory_needed(directory: ModelDirectory, placement: Placement, free: int | N
     """Return the memory a model needs as placed. Without `free`: the minimum to start. On a device with `free` bytes:
     the total with the default number of slots and the maximum number of sessions."""
     dtype = dtype_of(directory, placement)
+    if placement.kind == "onnx" and not (directory.path / GRAPH).is_file():
+        cached = place_of_export(directory, dtype)
+        directory = directory if what_is_broken(cached) else ModelDirectory(cached)
     exported = placement.kind == "onnx" and (directory.path / GRAPH).is_file()
     numbers = _numbers_of_an_export(directory) if exported else numbers_of_a_token(directory)
     slot = numbers * BYTES[dtype]
@@ -101,8 +105,8 @@ def memory_needed(directory: ModelDirectory, placement: Placement, free: int | N
     tokens, sessions = placement.kv_tokens or MIN_SLOTS, 0
     if free is not None:
         if placement.kv_tokens is None and slot:
-            rest = free - parts.process - parts.weights
-            tokens = max(MIN_SLOTS, slots_within(rest, slot, directory.context, parts.working(0), parts.row))
+            rest, wanted = free - parts.process - parts.weights, slots_wanted(directory.context, placement.device)
+            tokens = max(MIN_SLOTS, slots_within(rest, slot, wanted, parts.working(0), parts.row))
         sessions = min(placement.sessions or MAX_SESSIONS, tokens // BLOCK_TOKENS)
     return MemoryNeeded(
         directory.name,

@@ -1,0 +1,43 @@
+"""Models derived from others, kept in the user's cache: exports to ONNX, and conversions of GGUF files.
+
+They are in `$XDG_CACHE_HOME/specdec`, else `~/.cache/specdec`. `SPECDEC_CACHE_DIR` neither moves them nor turns them
+off: without them the service does not start. Imports the standard library alone, so that `specdec doctor` can too.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from specdec.engine.model_directory import DESCRIPTION, ModelDirectory
+from specdec.engine.model_file import read_fields
+
+EXPORTS, CONVERSIONS = "onnx-3", "gguf-1"
+"""Folders in the cache; their numbers change with the contents."""
+
+
+def user_cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path(os.path.expanduser("~")) / ".cache") / "specdec"
+
+
+def place_of_export(directory: ModelDirectory, dtype: str) -> Path:
+    """Return the path of a model's export, existing or not."""
+    return user_cache() / EXPORTS / dtype / directory.model_fingerprint[:24] / directory.name
+
+
+def place_of_conversion(file: Path, fingerprint: str) -> Path:
+    """Return the path of a GGUF file's conversion, existing or not."""
+    return user_cache() / CONVERSIONS / fingerprint[:24] / file.stem
+
+
+def what_is_broken(export: Path) -> str | None:
+    """Return which file of an export is missing or has lost bytes; None if it is whole."""
+    description = read_fields(export / DESCRIPTION)
+    if description is None:
+        return f"no {DESCRIPTION}"
+    for name, size in description.content.get("bytes", {}).items():
+        found = (export / name).stat().st_size if (export / name).is_file() else 0
+        if found != size:
+            return f"{name} has {found} bytes, must have {size}"
+    return None

@@ -1,0 +1,36 @@
+"""The memory of all models to be served on one machine, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from specdec.engine.memory import free_bytes
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.preflight.check import Wanted
+from specdec.engine.preflight.memory_needed import MemoryNeeded, in_gigabytes, memory_needed
+
+COLUMNS = ("", "weights", "keys and values", "steps", "process", "together")
+
+
+def memory_of(wanted: Mapping[str, tuple[Wanted, ModelDirectory]]) -> dict[str, MemoryNeeded]:
+    """Return the memory that models will take by role, with KV caches of the default size. A later model on the same
+    device has what earlier ones leave."""
+    free: dict[str, int] = {}
+    found = {}
+    for role, ((_, placement), directory) in wanted.items():
+        left = free.setdefault(placement.device, free_bytes(placement.device))
+        found[role] = memory_needed(directory, placement, left)
+        free[placement.device] = max(0, left - found[role].total)
+    return found
+
+
+def memory_lines(needed: Mapping[str, MemoryNeeded]) -> Iterator[str]:
+    """Yield a line for the columns, and one for each model."""
+    rows: list[tuple[str, ...]] = [COLUMNS]
+    for role, memory in needed.items():
+        kv = f"{in_gigabytes(memory.kv)}, {memory.tokens} tokens"
+        rest = (memory.working, memory.process, memory.total)
+        rows.append((role, f"{in_gigabytes(memory.weights)} {memory.dtype}", kv, *map(in_gigabytes, rest)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,0 +1,58 @@
+"""The memory of models to be served together: parts that add up, and a table that says them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specdec.engine import derived_models
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.placement import Placement
+from specdec.engine.preflight.check import Wanted
+from specdec.engine.preflight.memory_needed import memory_needed
+from specdec.engine.preflight.memory_table import memory_lines, memory_of
+from specdec.local.models import DEMO
+
+
+def wanted(name: str, placement: Placement) -> tuple[Wanted, ModelDirectory]:
+    return Wanted(DEMO / name, placement), ModelDirectory(DEMO / name)
+
+
+def test_each_model_has_a_line_with_its_parts() -> None:
+    needed = memory_of(
+        {"target": wanted("target", Placement("torch", kv_tokens=4096)), "draft": wanted("draft", Placement("onnx"))}
+    )
+    head, target, draft = memory_lines(needed)
+    assert head.split() == ["weights", "keys", "and", "values", "steps", "process", "together"]
+    assert target.startswith("target  ")
+    assert "4096 tokens" in target
+    assert draft.startswith("draft   ")
+    for memory in needed.values():
+        assert memory.total == memory.process + max(memory.export, memory.weights + memory.working + memory.kv)
+
+
+def test_the_second_model_has_what_the_first_leaves() -> None:
+    """Both size their caches by half of what is free: a target that takes almost all leaves the draft little."""
+    alone = memory_of({"draft": wanted("draft", Placement("onnx"))})["draft"]
+    large = wanted("target", Placement("torch", kv_tokens=1 << 40))
+    beside = memory_of({"target": large, "draft": wanted("draft", Placement("onnx"))})["draft"]
+    assert beside.tokens < alone.tokens
+
+
+def test_an_export_in_the_cache_needs_no_memory_for_exporting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    directory = ModelDirectory(DEMO / "draft")
+    before = memory_needed(directory, Placement("onnx"))
+    assert before.export > 0
+    export = derived_models.place_of_export(directory, "float32")
+    export.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json"):
+        (export / name).write_bytes((DEMO / "draft" / name).read_bytes())
+    (export / "model.onnx").write_bytes(bytes(1000))
+    (export / "specdec.json").write_text('{"dtype": "float32", "pools": [[4, 64, 64]], "bytes": {"model.onnx": 1000}}')
+    after = memory_needed(directory, Placement("onnx"))
+    assert after.export == 0
+    assert after.weights == 2000
+    (export / "model.onnx").write_bytes(bytes(999))  # broken: it will be exported again
+    assert memory_needed(directory, Placement("onnx")).export == before.export
