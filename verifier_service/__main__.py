@@ -18,7 +18,7 @@ with needed_by("verifier", "verifier"):
     from specdec.engine.engine import LazyMemory, touch_memory
     from specdec.engine.engines.loading import load_engine
     from specdec.engine.memory import set_memory_policy
-    from specdec.engine.placement import Kind, Placement, WantedDtype
+    from specdec.engine.placement import Kind, Placement, WantedDtype, Weights
     from specdec.engine.preflight.check import Wanted, check
     from specdec.engine.preflight.device import check_launcher
     from specdec.engine.vllm.options import MAX_SEQUENCES, MAX_STEP_ROWS, read_options
@@ -52,6 +52,13 @@ def main(
     device: Annotated[
         str, typer.Option(help="Device of the model: cpu, cuda, or cuda:N for one of several GPUs.")
     ] = "cpu",
+    weights: Annotated[
+        Weights,
+        typer.Option(
+            help="stored: the target's weights as they are. int8, int4: quantised at start, for the torch engine on a "
+            "CPU: less memory, and faster steps of few rows, but another model. Needs onnx and onnxruntime."
+        ),
+    ] = "stored",
     engine: Annotated[
         Kind,
         typer.Option(
@@ -176,8 +183,8 @@ def main(
 
     def start() -> VerifierServicer:
         check_launcher()
-        target = Placement(engine, dtype, device, kv_tokens, compile, max_sessions)
-        beside = replace(target, beside=True)
+        target = Placement(engine, dtype, device, kv_tokens, compile, max_sessions, weights=weights)
+        beside = replace(target, beside=True, weights="stored")
         directory, *drafts = check(
             Wanted(model, target), *([] if draft_model is None else [Wanted(draft_model, beside)])
         )

@@ -185,7 +185,8 @@ def up(
 
 def _placement(values: Mapping[str, object]) -> Placement:
     """Return the placement of a service's model from its options."""
-    names = {"engine": "kind", "dtype": "dtype", "device": "device", "kv_tokens": "kv_tokens", "compile": "compiled"}
+    names = {name: name for name in ("dtype", "device", "kv_tokens", "weights")}
+    names |= {"engine": "kind", "compile": "compiled"}
     return Placement(**{names[name]: value for name, value in values.items() if name in names})  # type: ignore[arg-type]
 
 

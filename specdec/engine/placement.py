@@ -17,6 +17,11 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 WantedDtype = Literal["auto", "float32", "bfloat16", "float16"]
 """A dtype, or "auto" for the one that fits model and device (`preflight/dtype.py`)."""
 
+Weights = Literal["stored", "int8", "int4"]
+"""How an engine keeps a model's weights: as they are stored, or quantised at start."""
+
+BITS: dict[Weights, int | None] = {"stored": None, "int8": 8, "int4": 4}
+
 BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number of each dtype."""
 
@@ -36,3 +41,4 @@ class Placement:
     """Limit on the sessions of a step; None: the services' default."""
     beside: bool = False
     """True if the model runs in another model's process."""
+    weights: Weights = "stored"

@@ -20,6 +20,7 @@ from specdec.engine.hf import llama_like
 from specdec.engine.hf.attention_backend import AttentionBackend
 from specdec.engine.hf.attention_hook import PackedAttention
 from specdec.engine.hf.batch_invariance import tile
+from specdec.engine.hf.block_linear import HEAD_BITS, quantise
 from specdec.engine.hf.linear import Head, PackedLinear, SlicedHead, can_pack, lay_out
 from specdec.engine.memory import drop_file_pages
 from specdec.engine.model_directory import ModelDirectory
@@ -28,7 +29,8 @@ from specdec.engine.row_counts import CANDIDATES, Shape, ShapeRowCounts
 
 class CpuEngine(TorchEngine):
     """A torch engine on the CPU. `threads`: its possible thread counts, the largest first; by default torch's current
-    one. If rows are exact, no bit depends on the thread count.
+    one. If rows are exact, no bit depends on the thread count. `bits`: quantise weights to so few, those of the output
+    head to HEAD_BITS; their products then always use all threads.
 
     In ragged batches, layers of the Llama kind run in `cpu/decoder.py`; all others are the model's own code.
     """
@@ -42,9 +44,11 @@ class CpuEngine(TorchEngine):
         dtype: str = "float32",
         threads: Sequence[int] = (),
         backend: type[AttentionBackend] = RaggedBackend,
+        bits: int | None = None,
         **options: Any,
     ) -> None:
         self._ragged = backend is RaggedBackend
+        self._bits = bits
         if self._ragged and dtype == "float16":
             raise UnsupportedModelError(
                 "float16 is for GPUs: on the CPU the torch engine supports float32 and bfloat16"
@@ -78,11 +82,22 @@ class CpuEngine(TorchEngine):
             tile(self.model, self._usual, packed_only=True)
         self._decoder = Decoder(self.model, self._layers) if self._joined else None
 
+    def _quantise(self) -> None:
+        if self._bits is None:
+            return
+        if self._ragged and llama_like.fits(self.model):
+            for layer in self.model.model.layers:
+                llama_like.join_layer(layer)
+                quantise(layer, self._bits, self.threads[0])
+        quantise(self.model.get_output_embeddings(), HEAD_BITS, self.threads[0])
+        quantise(self.model, self._bits, self.threads[0])
+        drop_file_pages(".safetensors")
+
     def _lay_out(self, dtype: torch.dtype) -> None:
         self._joined = self._ragged and llama_like.fits(self.model)
-        if self._joined:
+        if self._joined and self._bits is None:
             llama_like.join_products(self.model)
-        self._packed = can_pack(dtype)
+        self._packed = can_pack(dtype) and self._bits is None
         lay_out(self.model, packed=self._packed)
         if self._packed:  # the originals of prepacked weights are not read again
             drop_file_pages(".safetensors")
@@ -105,7 +120,8 @@ class CpuEngine(TorchEngine):
 
     def _execution(self) -> tuple[str, ...]:
         threads = "-".join(map(str, self.threads))
-        return f"threads-{threads}", "packed" if self._packed else "plain", "joined" if self._joined else "layers"
+        layout = "packed" if self._packed else "plain" if self._bits is None else f"int{self._bits}"
+        return f"threads-{threads}", layout, "joined" if self._joined else "layers"
 
     def _run(self, tokens: Tensor, positions: Tensor, wanted: Tensor, packed: PackedAttention) -> Tensor:
         if self._decoder is None:

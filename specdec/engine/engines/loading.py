@@ -10,7 +10,7 @@ from specdec.engine import cache_folder, fast_paths, hub
 from specdec.engine.engine import Engine, UnsupportedModelError
 from specdec.engine.model_directory import GRAPH, ModelDirectory
 from specdec.engine.onnx.providers import parse_device, providers
-from specdec.engine.placement import Dtype, Kind, Placement
+from specdec.engine.placement import BITS, Dtype, Kind, Placement
 from specdec.engine.preflight.device import check_placement
 from specdec.engine.preflight.dtype import dtype_of
 from specdec.engine.processor import computes_bfloat16
@@ -52,7 +52,7 @@ def load_engine(
     if kind == "onnx":
         return _onnx(directory, placement, dtype, threads=min(threads))  # its thread count is fixed
     if device == "cpu":
-        options |= {"threads": threads, "promised": promised}
+        options |= {"threads": threads, "promised": promised, "bits": BITS[placement.weights]}
         if dtype == "bfloat16" and not computes_bfloat16():
             fast_paths.found_off("bfloat16", "this CPU has no bfloat16 arithmetic", "float32 is much faster here")
     elif kind == "torch":

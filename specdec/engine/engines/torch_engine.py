@@ -53,6 +53,7 @@ class TorchEngine:
             self.model = load(directory, DTYPES[dtype], device)
             self.hidden_size: int = self.model.get_output_embeddings().in_features
             self.model.set_output_embeddings(self.float32_head(self.model.get_output_embeddings()))
+            self._quantise()
             reference = ReferenceCheck.of(self.model, directory.vocabulary)
             self._lay_out(DTYPES[dtype])
         self.vocabulary = directory.vocabulary
@@ -86,6 +87,9 @@ class TorchEngine:
                 f"exact-{self._classes or self._rows or 'any'}" if self.exact else "fast",
             )
         )
+
+    def _quantise(self) -> None:
+        """Quantise the weights, where that is wanted: before the model's own logits are recorded for comparison."""
 
     def packer(self) -> Packer:
         return self._backend.packer(self._rows)

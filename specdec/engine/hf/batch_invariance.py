@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from specdec.engine.batch_independence import bits_of_prompt, rows_are_independent
 from specdec.engine.engine import Engine, cpu_threads
+from specdec.engine.hf.block_linear import BlockLinear
 from specdec.engine.hf.gpu_head import GpuHead
 from specdec.engine.hf.kept_exactness import KeptExactness
 from specdec.engine.hf.linear import PackedLinear
@@ -26,7 +27,7 @@ log = structlog.get_logger()
 PROBED_ROWS = 128
 """Rows compared at each row count: even in the smallest layers they reveal a difference in one element of 10,000."""
 
-Linear = torch.nn.Linear | PackedLinear | GpuHead
+Linear = torch.nn.Linear | PackedLinear | GpuHead | BlockLinear
 
 
 class TiledLinear(torch.nn.Module):
@@ -72,7 +73,7 @@ def _largest_class(layers: Iterable[Linear], device: str, threads: Sequence[int]
     bits: dict[int, list[bytes]] = defaultdict(list)
     generator = torch.Generator().manual_seed(0)
     for layer in layers:
-        dtype = layer.dtype if isinstance(layer, PackedLinear) else layer.weight.dtype
+        dtype = layer.dtype if isinstance(layer, PackedLinear | BlockLinear) else layer.weight.dtype
         x = torch.randn(2 * CANDIDATES[-1], layer.in_features, generator=generator).to(device, dtype)
         for number in reversed(threads):
             torch.set_num_threads(number)

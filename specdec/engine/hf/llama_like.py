@@ -3,6 +3,8 @@ them in few calls."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedModel
 
 from specdec.engine.hf.linear import join
@@ -23,7 +25,12 @@ def fits(model: PreTrainedModel) -> bool:
 
 
 def join_products(model: PreTrainedModel) -> None:
-    """Join the products of each layer with a common input: query, key and value; gate and up."""
+    """Join the products of each layer with a common input."""
     for layer in model.model.layers:
-        join(layer.self_attn, ("q_proj", "k_proj", "v_proj"))
-        join(layer.mlp, ("gate_proj", "up_proj"))
+        join_layer(layer)
+
+
+def join_layer(layer: Any) -> None:
+    """Join the products of one layer with a common input: query, key and value; gate and up."""
+    join(layer.self_attn, ("q_proj", "k_proj", "v_proj"))
+    join(layer.mlp, ("gate_proj", "up_proj"))

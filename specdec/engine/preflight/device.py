@@ -56,11 +56,29 @@ def check_placement(directory: ModelDirectory, placement: Placement) -> None:
     required package is missing."""
     check_device(placement)
     check_compiler(placement)
+    check_weights_option(directory, placement)
     if placement.kind == "onnx" and not is_exported(directory, placement) and not installed("torch"):
         raise ModelDirectoryError(
             f"{directory.path}: not exported (no model.onnx), and torch is not installed here to export it: run "
             "`specdec export` on a machine with torch"
         )
+
+
+def check_weights_option(directory: ModelDirectory, placement: Placement) -> None:
+    """Raise UnsupportedModelError if weights cannot be quantised at start, ModuleNotFoundError if a package for it is
+    missing."""
+    if placement.weights == "stored":
+        return
+    subject = f"--weights {placement.weights}"
+    if placement.kind != "torch" or placement.device != "cpu":
+        raise UnsupportedModelError(
+            f"{subject}: is for --engine torch on a CPU, not for {placement.kind} on {placement.device}; vLLM serves "
+            "quantised checkpoints"
+        )
+    if directory.quantisation is not None:
+        raise UnsupportedModelError(f"{subject}: {directory.name} is already quantised: leave it out")
+    for package in ("onnxruntime", "onnx", "onnx_ir"):
+        require(package)
 
 
 def cuda_number(device: str) -> int | None:

@@ -17,7 +17,7 @@ from specdec.engine.derived_models import place_of_export, what_is_broken
 from specdec.engine.memory import BLOCK_TOKENS, MIN_SLOTS, slots_wanted, slots_within
 from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory
 from specdec.engine.model_file import Fields, is_integer, read_fields
-from specdec.engine.placement import BYTES, Placement
+from specdec.engine.placement import BITS, BYTES, Placement
 from specdec.engine.preflight.dtype import dtype_of
 from specdec.engine.preflight.weights import USUAL, Tensor, bytes_of, tensors
 from specdec.engine.working_memory import MAX_SESSIONS, logits_bytes, row_bytes, start_bytes
@@ -44,6 +44,9 @@ EXPORT_COPIES = 1.3
 MIN_QUANTISED_BYTES = 200_000_000
 """Minimum bytes of weights in float32 for which an export tries to quantise them by default: smaller ones stay in a
 processor's cache, or are read in a few milliseconds."""
+
+BLOCK_OVERHEAD = 5 / 32
+"""Bytes beside each number of a quantised weight: a float32 scale and a zero point for 32 of them."""
 
 QUANTISED_SHARE = 0.2
 """Bytes of weights quantised by default, of those in float32: products in 4 bits, a table in 8, scales."""
@@ -152,6 +155,9 @@ def _parts(directory: ModelDirectory, placement: Placement, width: int, *, expor
         export = int(EXPORT_COPIES * weights)
         return _Parts(GRAPH_COPIES * graph, EXPORTING_PROCESS, export=export, vocabulary=vocabulary)
     found = [tensor for file in directory.weights() for tensor in tensors(file).values() if tensor["dtype"] in USUAL]
+    if (bits := BITS[placement.weights]) is not None:
+        laid_out = _in_blocks(found, vocabulary, width, bits)
+        return _Parts(laid_out, TORCH_PROCESS, _largest_in_float32(found), vocabulary=vocabulary)
     laid_out = weights + _head(found, vocabulary, width)
     start = start_bytes(vocabulary, *_largest(found, vocabulary, width)) if plain else 0
     return _Parts(laid_out, TORCH_PROCESS, start, vocabulary=vocabulary)
@@ -164,6 +170,20 @@ def _head(found: Iterable[Tensor], vocabulary: int, width: int) -> int:
     if not tables:
         return 0
     return tables[0] * BYTES["float32"] if len(tables) == 1 else tables[0] * (BYTES["float32"] - width)
+
+
+def _in_blocks(found: Iterable[Tensor], vocabulary: int, width: int, bits: int) -> int:
+    """Return the bytes of weights quantised to `bits`, with an output head of 8 bits; the token embeddings keep their
+    width."""
+    shapes = [tensor["shape"] for tensor in found if len(tensor["shape"]) == 2]
+    products = sum(math.prod(shape) for shape in shapes if shape[0] != vocabulary)
+    table = max((math.prod(shape) for shape in shapes if shape[0] == vocabulary), default=0)
+    return int(products * (bits / 8 + BLOCK_OVERHEAD) + table * (width + 1 + BLOCK_OVERHEAD))
+
+
+def _largest_in_float32(found: Iterable[Tensor]) -> int:
+    """Return the bytes of the largest tensor in float32, twice: while it is quantised."""
+    return 2 * BYTES["float32"] * max((math.prod(tensor["shape"]) for tensor in found), default=0)
 
 
 def _largest(found: Iterable[Tensor], vocabulary: int, width: int) -> tuple[int, int, int]:

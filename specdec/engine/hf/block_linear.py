@@ -1,0 +1,106 @@
+"""Linear layers with weights quantised in blocks of 32 numbers, to 4 or 8 bits, on a CPU.
+
+ONNX Runtime's kernel (MatMulNBits) multiplies them: it rounds activations to 8 bits, one scale for 32 of them, and sums
+in integers. A decode step reads a fraction of the bytes, so steps over few rows are faster; steps over many are not. A
+row is the same sum whatever else is in the batch, as the check at start verifies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
+
+from specdec.engine.hf.linear import as_linear, is_plain
+
+BLOCK = 32
+CONTRIB = "com.microsoft"  # the domain of ONNX Runtime's own operators
+INT8_ACTIVATIONS = 4  # accuracy level of MatMulNBits
+
+ELEMENTS = {torch.float32: 1, torch.bfloat16: 16}
+"""Types of tensors by ONNX's numbers (`TensorProto`). onnx and ONNX Runtime are imported only where they are used:
+other verifiers do without them."""
+
+HEAD_BITS = 8
+
+
+class BlockLinear(torch.nn.Module):
+    """A linear layer with its weight in blocks; inputs and outputs have the original weight's dtype, float32 or
+    bfloat16."""
+
+    def __init__(self, linear: torch.nn.Linear, bits: int, threads: int) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.dtype = linear.weight.dtype
+        self.bias = linear.bias
+        self._element = ELEMENTS[self.dtype]
+        import onnxruntime as ort
+
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
+        options.enable_cpu_mem_arena = options.enable_mem_pattern = False  # one of each a layer would be a gigabyte
+        options.log_severity_level = 3
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # as in `onnx/engine.py`
+        graph = _graph(linear, bits, self._element).SerializeToString()
+        self._session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+        self._binding = self._session.io_binding()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        rows = x.numel() // self.in_features
+        result = torch.empty(*x.shape[:-1], self.out_features, dtype=self.dtype)
+        bound: Any = self._binding
+        bound.bind_input("x", "cpu", 0, self._element, (rows, self.in_features), x.data_ptr())
+        bound.bind_output("y", "cpu", 0, self._element, (rows, self.out_features), result.data_ptr())
+        self._session.run_with_iobinding(bound)
+        return result
+
+
+def _graph(linear: torch.nn.Linear, bits: int, element: int) -> Any:
+    """Return the graph of y [t, n] = x [t, k] W^T + b, in this type of element around float32 arithmetic."""
+    from onnx import helper, numpy_helper
+    from onnxruntime.quantization.matmul_nbits_quantizer import (
+        DefaultWeightOnlyQuantConfig,
+        DefaultWeightOnlyQuantizer,
+    )
+
+    weight = linear.weight.detach().float().numpy().T.copy()  # [k, n]
+    config = DefaultWeightOnlyQuantConfig(block_size=BLOCK, is_symmetric=False, bits=bits)
+    blocks, scales, zeros = DefaultWeightOnlyQuantizer(config).qbits_block_quant(weight)
+    arrays = {"blocks": blocks, "scales": scales.reshape(-1), "zeros": zeros.reshape(-1)}
+    attributes = {"K": linear.in_features, "N": linear.out_features, "bits": bits, "block_size": BLOCK}
+    inputs = ["wide", *arrays]
+    if linear.bias is not None:
+        arrays["bias"] = linear.bias.detach().float().numpy()
+        inputs += ["", "bias"]
+    return helper.make_model(
+        helper.make_graph(
+            [
+                helper.make_node("Cast", ["x"], ["wide"], to=ELEMENTS[torch.float32]),
+                helper.make_node(
+                    "MatMulNBits", inputs, ["product"], domain=CONTRIB, accuracy_level=INT8_ACTIVATIONS, **attributes
+                ),
+                helper.make_node("Cast", ["product"], ["y"], to=element),
+            ],
+            "linear",
+            [helper.make_tensor_value_info("x", element, ["rows", linear.in_features])],
+            [helper.make_tensor_value_info("y", element, ["rows", linear.out_features])],
+            [numpy_helper.from_array(array, name) for name, array in arrays.items()],
+        ),
+        opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid(CONTRIB, 1)],
+        ir_version=10,
+    )
+
+
+def quantise(model: torch.nn.Module, bits: int, threads: int) -> None:
+    """Make every linear layer within a module a BlockLinear. Each weight is freed before the next one is quantised."""
+    for module in [module for module in model.modules() if next(module.children(), None) is not None]:
+        for name in [name for name, _ in module.named_children()]:
+            child = getattr(module, name)
+            layer = as_linear(child) if isinstance(child, Conv1D) else child
+            if is_plain(layer):
+                setattr(module, name, BlockLinear(layer, bits, threads))
