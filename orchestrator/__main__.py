@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -161,7 +162,7 @@ def main(
         async def start() -> None:
             # Report start errors once, not from every worker.
             if models is None:
-                check_text(open_model(Path(model or "")))
+                check_text(await asyncio.to_thread(open_model, Path(model or "")))
             else:
                 logs.configure("orchestrator", server.log_level)
                 try:
@@ -196,7 +197,7 @@ def main(
                 catalog = FollowedCatalog(ModelsFile(models), peers)
             else:
                 assert model is not None
-                served = ServedModel.of(open_model(model), served_model_name or "")
+                served = ServedModel.of(await asyncio.to_thread(open_model, model), served_model_name or "")
                 entry = RevisionEntry(served.name, "", model, tuple(verifier or ()), tuple(draft or ()))
                 revision = Revision.of(LoadedRevision(entry, served), peers)
                 await revision.look(entry)

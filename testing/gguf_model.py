@@ -32,8 +32,10 @@ NAMES = {
 OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def convert(directory: Path, file: Path, dtype: str | None = None) -> None:
-    """Write the GGUF file; ValueError for a model of another kind."""
+def convert(
+    directory: Path, file: Path, dtype: str | None = None, extra: dict[str, np.ndarray[Any, Any]] | None = None
+) -> None:
+    """Write the GGUF file, with `extra` tensors by name; ValueError for a model of another kind."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     if config["model_type"] != "llama":
         raise ValueError(f"{directory}: is a {config['model_type']}, must be a llama")
@@ -60,6 +62,8 @@ def convert(directory: Path, file: Path, dtype: str | None = None) -> None:
             values = _interleaved(values, heads if module.endswith("q_proj") else kept)
         as_ = GGMLQuantizationType.F32 if values.ndim == 1 else kind  # llama.cpp requires norms in float32
         writer.add_tensor(f"{_name(module)}.weight", quants.quantize(values, as_), raw_dtype=as_)
+    for name, values in (extra or {}).items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -57,7 +57,9 @@ class StepTimes:
         self._batches = {rows: _rows(self._target, rows, text) for rows in ROWS}
         self._draft = None
         if draft is not None:
-            self._draft = load_engine(ModelDirectory(draft), Placement("onnx", kv_tokens=text + 2), threads=(1,))
+            self._draft = load_engine(
+                ModelDirectory(draft), Placement("onnx", kv_tokens=text + 2, is_draft=True), threads=(1,)
+            )
             self._node = _rows(self._draft, 1, text)
 
     def measure(self) -> Times:

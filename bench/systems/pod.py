@@ -70,7 +70,9 @@ def verifier(args: argparse.Namespace) -> Service:
 def draft(args: argparse.Namespace) -> Service:
     directory = ModelDirectory(args.model)
     if args.profile is None:
-        engine = load_engine(directory, Placement("onnx", kv_tokens=args.kv_tokens), threads=(args.threads,))
+        engine = load_engine(
+            directory, Placement("onnx", kv_tokens=args.kv_tokens, is_draft=True), threads=(args.threads,)
+        )
     else:
         engine = _simulated(directory, args)
     limits = DraftLimits()

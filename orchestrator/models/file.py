@@ -160,9 +160,11 @@ class ModelsFile:
 
 
 def _directory_version(directory: Path) -> Version:
-    """Return the version of the files an orchestrator reads from a model directory; empty if the directory is
+    """Return the version of the files an orchestrator reads from a model directory, or of a GGUF file; empty if it is
     unreadable."""
     try:
+        if directory.is_file():
+            return version_of(directory)
         return version_of(*sorted(file for file in directory.iterdir() if file.suffix in READ))
     except OSError:
         return ()

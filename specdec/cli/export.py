@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from specdec.cli.failure import end_on_sigterm, fail
+from specdec.cli.failure import end_on_sigterm, fail, say
 from specdec.exit_status import ExitStatus
 from specdec.extras import check_installed
 
@@ -44,20 +43,16 @@ def export(
     try:
         check_replaceable(out, DESCRIPTION)
         directory = check_model(Wanted(model, Placement("eager")))
-        _say(f"exporting {model} to {out} in {dtype}; this takes a minute or more")
+        say(f"exporting {model} to {out} in {dtype}; this takes a minute or more")
         end_on_sigterm()
         from specdec.serving.process import logs
 
         logs.configure("export", "warning")  # before the import of libraries that write to stderr
         from specdec.engine.onnx.export import export as run  # takes seconds: report problems first
 
-        found = run(directory, out, dtype, BITS[bits], progress_to(_say))
+        found = run(directory, out, dtype, BITS[bits], progress_to(say))
         if found is not None:
-            _say(f"quantised; {found.overlap:.1%} of draws and {found.greedy:.1%} of best tokens are the model's")
+            say(f"quantised; {found.overlap:.1%} of draws and {found.greedy:.1%} of best tokens are the model's")
     except (ModelDirectoryError, UnsupportedModelError) as error:
         fail(str(error), ExitStatus.USAGE)
     print(out)
-
-
-def _say(line: str) -> None:
-    print(f"specdec: {line}", file=sys.stderr, flush=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import stat
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NoReturn, ParamSpec
@@ -66,6 +68,23 @@ def end_on_sigterm() -> None:
         raise SystemExit(ExitStatus.TERMINATED)
 
     signal.signal(signal.SIGTERM, end)
+
+
+def say(line: str) -> None:
+    """Print a line for a person; stdout is for results."""
+    print(f"specdec: {line}", file=sys.stderr, flush=True)
+
+
+def end_with_parent() -> None:
+    """Make the end of a piped stdin, which a parent holds open, end this process like SIGTERM."""
+
+    def wait() -> None:
+        while os.read(0, 1024):  # not through sys.stdin: its lock would be held when the interpreter ends
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if stat.S_ISFIFO(os.fstat(0).st_mode):
+        threading.Thread(target=wait, name="stdin", daemon=True).start()
 
 
 def status_of(code: grpc.StatusCode) -> ExitStatus:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from specdec.cli.failure import end_on_sigterm, fail
+from specdec.cli.failure import end_on_sigterm, end_with_parent, fail, say
 from specdec.exit_status import ExitStatus
 from specdec.extras import check_installed
 
@@ -33,18 +32,15 @@ def import_gguf(
     try:
         check_gguf(file)
         check_replaceable(out, MARKER)
-        _say(f"converting {file} ({file.stat().st_size / 1e9:.3g} GB) to {out}")
+        say(f"converting {file} ({file.stat().st_size / 1e9:.3g} GB) to {out}")
         end_on_sigterm()
+        end_with_parent()
         from specdec.serving.process import logs
 
         logs.configure("import-gguf", "warning")  # before the import of libraries that write to stderr
         from specdec.engine.hf.gguf_conversion import convert  # takes seconds: report problems first
 
-        convert(file, out, None if dtype == "auto" else dtype, progress_to(_say))
+        convert(file, out, None if dtype == "auto" else dtype, progress_to(say))
     except ModelDirectoryError as error:
         fail(str(error), ExitStatus.USAGE)
     print(out)
-
-
-def _say(line: str) -> None:
-    print(f"specdec: {line}", file=sys.stderr, flush=True)

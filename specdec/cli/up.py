@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Annotated
 import typer
 
 from specdec import ports
-from specdec.cli.failure import fail
+from specdec.cli.failure import fail, say
 from specdec.cli.passed_on import Values, arguments
 from specdec.command_line import Host, LogLevel
 from specdec.engine.cpu_count import MAX_THREADS
@@ -108,9 +107,6 @@ def up(
     from specdec.text.check import check_text
 
     stop: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda n, _: stop.append(n))
-
     given = {"dtype": dtype, "device": device, "threads": threads, "kv_tokens": kv_tokens}
     of_verifier: Values = {name: value for name, value in given.items() if value is not None} | passed["verifier"]
     of_draft = passed["draft"]
@@ -135,11 +131,11 @@ def up(
         if models.local_draft is not None:
             wanted["local draft"] = Wanted(models.local_draft, replace(_placement(of_verifier), beside=True))
         if models.draft is not None:
-            wanted["draft"] = Wanted(models.draft, _placement({"engine": "onnx"} | of_draft))
+            wanted["draft"] = Wanted(models.draft, replace(_placement({"engine": "onnx"} | of_draft), is_draft=True))
         opened = dict(zip(wanted, check(*wanted.values()), strict=True))  # converts GGUF files
         check_text(opened["target"])
         for line in memory_lines(memory_of({role: (wanted[role], opened[role]) for role in wanted})):
-            _say(line)
+            say(line)
         listening = {
             "--verifier-port": (of_verifier, (port and ports.VERIFIER) if verifier_port is None else verifier_port),
             "--draft-port": (of_draft, (port and ports.DRAFT) if draft_port is None else draft_port),
@@ -152,7 +148,9 @@ def up(
             if values is not of_draft or models.draft is not None:
                 bound(values.get("host", "127.0.0.1"), at, option=option).close()
 
-        # 2. Start the services, and restart those that die.
+        # 2. Start the services, and restart those that die. Until here a signal ends this process at once.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda n, _: stop.append(n))
         with Stack.start(
             opened["target"].path,
             str(opened["draft"].path) if "draft" in opened else "none",
@@ -161,7 +159,7 @@ def up(
             device=of_verifier.pop("device"),
             log_level=log_level,
             stopped=lambda: bool(stop),
-            say=_say,
+            say=say,
             verifier_options=arguments(of_verifier),
             draft_options=arguments(of_draft),
             orchestrator_options=arguments(of_orchestrator),
@@ -171,12 +169,12 @@ def up(
         ) as stack:
             found = description(stack)
             print(json.dumps(found) if json_output else "\n".join(lines(found)), flush=True)
-            upkeep = Upkeep(stack, _say)
+            upkeep = Upkeep(stack, say)
             while not stop:
                 time.sleep(0.2)
                 upkeep.look()
             least = min(float(values["drain_seconds"]) for values in (of_verifier, of_orchestrator))
-            _say(f"stopping: running requests have {least:g} s to finish; Ctrl-C again stops at once")
+            say(f"stopping: running requests have {least:g} s to finish; Ctrl-C again stops at once")
     except (LocalError, ListenError, ModelDirectoryError, UnsupportedModelError) as error:
         if stop:
             raise SystemExit(ExitStatus.INTERRUPTED) from None
@@ -188,8 +186,3 @@ def _placement(values: Mapping[str, object]) -> Placement:
     names = {name: name for name in ("dtype", "device", "kv_tokens", "weights")}
     names |= {"engine": "kind", "compile": "compiled"}
     return Placement(**{names[name]: value for name, value in values.items() if name in names})  # type: ignore[arg-type]
-
-
-def _say(line: str) -> None:
-    """Print a status line for a person; stdout is for results."""
-    print(f"specdec: {line}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """Models derived from others, kept in the user's cache: exports to ONNX, and conversions of GGUF files.
 
 They are in `$XDG_CACHE_HOME/specdec`, else `~/.cache/specdec`. `SPECDEC_CACHE_DIR` neither moves them nor turns them
-off: without them the service does not start. Imports the standard library alone, so that `specdec doctor` can too.
+off: a service whose model is derived cannot start without it. Imports the standard library alone, for `specdec doctor`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from specdec.engine.model_directory import DESCRIPTION, ModelDirectory
-from specdec.engine.model_file import read_fields
+from specdec.engine.model_file import ModelDirectoryError, read_fields
 
 EXPORTS, CONVERSIONS = "onnx-3", "gguf-1"
 """Folders in the cache; their numbers change with the contents."""
@@ -21,9 +21,16 @@ def user_cache() -> Path:
     return (Path(home) if home else Path(os.path.expanduser("~")) / ".cache") / "specdec"
 
 
-def place_of_export(directory: ModelDirectory, dtype: str) -> Path:
-    """Return the path of a model's export, existing or not."""
-    return user_cache() / EXPORTS / dtype / directory.model_fingerprint[:24] / directory.name
+def make_user_cache() -> None:
+    """Make the cache's folder if it is missing, with the mode that `cache_folder.py` requires."""
+    user_cache().mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def place_of_export(directory: ModelDirectory, dtype: str, *, quantised: bool = False) -> Path:
+    """Return the path of a model's export, existing or not. `quantised`: its weights have the fewest bits that leave
+    its distributions nearly as they are."""
+    kind = f"{dtype}-fewest-bits" if quantised else dtype
+    return user_cache() / EXPORTS / kind / directory.model_fingerprint[:24] / directory.name
 
 
 def place_of_conversion(file: Path, fingerprint: str) -> Path:
@@ -33,10 +40,14 @@ def place_of_conversion(file: Path, fingerprint: str) -> Path:
 
 def what_is_broken(export: Path) -> str | None:
     """Return which file of an export is missing or has lost bytes; None if it is whole."""
-    description = read_fields(export / DESCRIPTION)
-    if description is None:
-        return f"no {DESCRIPTION}"
-    for name, size in description.content.get("bytes", {}).items():
+    try:
+        description = read_fields(export / DESCRIPTION)
+        if description is None:
+            return f"no {DESCRIPTION}"
+        sizes = description.fields("bytes").content
+    except ModelDirectoryError as error:  # its own bytes are broken
+        return str(error)
+    for name, size in sizes.items():
         found = (export / name).stat().st_size if (export / name).is_file() else 0
         if found != size:
             return f"{name} has {found} bytes, must have {size}"

@@ -11,9 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from specdec.engine.derived_models import place_of_conversion, user_cache
+from specdec.engine.derived_models import make_user_cache, place_of_conversion, user_cache
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
-from specdec.engine.model_file import add_sample, opened
+from specdec.engine.model_file import add_sample, opened, unreadable
+from specdec.exit_status import how_it_ended
 
 MARKER = "gguf.json"
 """File of a converted model: the GGUF file it comes from, and its kinds of weights."""
@@ -49,13 +50,19 @@ def _converted(file: Path) -> Path:
     """Return the directory of a file's conversion in the cache, made now if it is missing. A process of its own makes
     it, so that its memory is returned; it reports progress and errors on stderr."""
     check_gguf(file)
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(str(file.stat().st_mtime_ns).encode())  # tools edit fields in place
     add_sample(digest, file)
     target = place_of_conversion(file, digest.hexdigest())
     if not (target / MARKER).is_file():
-        user_cache().mkdir(mode=0o700, parents=True, exist_ok=True)  # as required by `cache_folder.py`
+        try:
+            make_user_cache()
+        except OSError as error:
+            raise unreadable(user_cache(), error) from error
         command = [sys.executable, "-m", "specdec.cli", "import-gguf", str(file), str(target)]
-        status = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
+        # Its stdin closes if this process dies: then it removes what it has written.
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+            status = process.wait()
         if status:
-            raise ModelDirectoryError(f"{file}: was not converted (status {status}, see the line above)")
+            seen = ", see the line above" if status > 0 else ""
+            raise ModelDirectoryError(f"{file}: was not converted: {how_it_ended(status)}{seen}")
     return target

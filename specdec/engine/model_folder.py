@@ -5,8 +5,10 @@ A folder of our own has a marker file, so that nothing else is ever replaced. Im
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,9 @@ from specdec.engine.model_file import ModelDirectoryError
 
 MARKERS = {"specdec.json": "an exported model", "gguf.json": "a converted GGUF file"}
 """Marker files to the contents of their folders."""
+
+STALE_SECONDS = 3600.0
+"""Age of an unfinished folder without new files after which nobody is writing it."""
 
 
 def check_replaceable(target: Path, marker: str) -> None:
@@ -31,12 +36,21 @@ def replaced(target: Path, marker: str) -> Iterator[Path]:
     nothing of it remains. Services that use an earlier `target` keep the files they have open."""
     check_replaceable(target, marker)
     target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(target)
     partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent))
     try:
         yield partial
         _replace(target, partial)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_stale(target: Path) -> None:
+    """Remove what killed processes have left of earlier attempts."""
+    for left in target.parent.glob(f"{target.name}.partial-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > STALE_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _replace(target: Path, new: Path) -> None:

@@ -42,3 +42,10 @@ class Placement:
     beside: bool = False
     """True if the model runs in another model's process."""
     weights: Weights = "stored"
+    is_draft: bool = False
+    """True if the model only proposes tokens: then an export for a CPU may quantise its weights (`onnx/export.py`)."""
+
+    @property
+    def may_quantise(self) -> bool:
+        """Return whether an export on first use chooses the bits of its weights."""
+        return self.is_draft and self.kind == "onnx" and self.device == "cpu" and self.dtype in ("auto", "float32")

@@ -101,7 +101,7 @@ class Stack:
                 return f" ({how}; its own message is above)"
             wanted = {"verifier": Wanted(models.target, Placement("torch", dtype, device))}
             if models.draft is not None:
-                wanted["draft"] = Wanted(models.draft, Placement("onnx"))
+                wanted["draft"] = Wanted(models.draft, Placement("onnx", is_draft=True))
             return f": {how}{_memory_of(wanted[role])}" if role in wanted else f": {how}"
 
         def await_ready(*roles: str) -> None:

@@ -6,6 +6,7 @@ It has no thread: the owner of the stack calls `look` periodically.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -25,6 +26,10 @@ def memory_kills(statistics: Path = Path("/proc/vmstat")) -> int:
         lines = (line.split() for line in statistics.read_text().splitlines())
         return next((int(value) for name, value in lines if name == "oom_kill"), 0)
     return 0
+
+
+RECENT_SECONDS = 5.0
+"""Seconds between a kill for memory, anywhere on the machine, and the end of a service that it may have hit."""
 
 
 @dataclass
@@ -50,12 +55,15 @@ class Upkeep:
         self._say = say
         self._memory_kills = memory_kills
         self._kills_seen = memory_kills()
+        self._killed_at = -math.inf
         self._lives = {name: _Life() for name in stack.children}
         for life in self._lives.values():
             life.restarts.ready()
 
     def look(self) -> None:
         """Restart the services that are due; LocalError if a service died too often."""
+        if (kills := self._memory_kills()) > self._kills_seen:
+            self._kills_seen, self._killed_at = kills, time.monotonic()
         for name, life in self._lives.items():
             self._look_at(name, life)
 
@@ -81,13 +89,13 @@ class Upkeep:
             life.died_at = None
 
     def _killed_for_memory(self, child: Child) -> bool:
-        """Return whether the system has killed a process for memory since the last death, and a service was killed."""
-        before, self._kills_seen = self._kills_seen, self._memory_kills()
-        return child.process.poll() == -signal.SIGKILL and self._kills_seen > before
+        """Return whether a service was killed within seconds of a kill for memory on this machine."""
+        return child.process.poll() == -signal.SIGKILL and time.monotonic() - self._killed_at < RECENT_SECONDS
 
 
 def _kv_tokens_given(child: Child) -> str | None:
-    """Return where the size of a service's KV cache was given, and which; None if it sizes it by itself."""
+    """Return where the size of a service's KV cache was given, on the command line or in the environment, and which;
+    None if neither has it."""
     option, variable = "--kv-tokens", f"SPECDEC_{child.name.upper()}_KV_TOKENS"
     if option in child.command[:-1]:
         last = len(child.command) - 1 - child.command[::-1].index(option)

@@ -85,6 +85,17 @@ def test_another_death_is_another_death(machine: Machine, number: signal.Signals
     assert line.startswith(f"verifier died (killed by {number.name}")
 
 
+@pytest.mark.parametrize("machine", [("--kv-tokens", "9000")], indirect=True)
+def test_an_old_kill_of_something_else_is_not_blamed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    upkeep = machine.upkeep()
+    machine.kills += 1
+    upkeep.look()
+    monkeypatch.setattr(upkeep, "_killed_at", time.monotonic() - 60)
+    machine.kill(upkeep)
+    (line,) = machine.said
+    assert line.startswith("verifier died (killed by SIGKILL")
+
+
 def test_kills_are_counted(tmp_path: Path) -> None:
     (tmp_path / "vmstat").write_text("pgfault 17\noom_kill 3\n")
     assert memory_kills(tmp_path / "vmstat") == 3

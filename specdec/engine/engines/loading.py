@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from specdec.engine import cache_folder, fast_paths, hub
 from specdec.engine.engine import Engine, UnsupportedModelError
@@ -102,5 +102,6 @@ def _onnx(directory: ModelDirectory, placement: Placement, dtype: Dtype, threads
     if not (directory.path / GRAPH).is_file():
         from specdec.engine.onnx.export import exported
 
-        directory = ModelDirectory(exported(directory, "float16" if dtype == "float16" else "float32"))
+        in_dtype: Literal["float16", "float32"] = "float16" if dtype == "float16" else "float32"
+        directory = ModelDirectory(exported(directory, in_dtype, quantised=placement.may_quantise))
     return OnnxEngine(directory, capacity=placement.kv_tokens, threads=threads, device=placement.device)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +38,7 @@ from transformers.utils import logging as transformers_logging
 
 from specdec.engine import hub
 from specdec.engine.gguf_file import MARKER
+from specdec.engine.memory import free_on_host
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.model_file import in_one_line
 from specdec.engine.model_folder import replaced
@@ -70,6 +73,8 @@ ENDS = frozenset(
 )
 """Control tokens that llama.cpp takes for the end of a text by their names, for files without END_KEYS for them."""
 
+ROPE_FACTORS = "rope_freqs.weight"
+
 LLAMA3 = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -91,24 +96,28 @@ def convert(
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        with replaced(target, MARKER) as folder:
-            _convert(file, folder, dtype, progress)
+        # The libraries also read files beside the one they are given, such as another model's tokenizer.
+        with tempfile.TemporaryDirectory(prefix="specdec-gguf-") as alone, replaced(target, MARKER) as folder:
+            (Path(alone) / file.name).symlink_to(file.absolute())
+            _convert(file, Path(alone), folder, dtype, progress)
     except ModelDirectoryError:
         raise
     except Exception as error:  # the libraries' errors have no common base
         raise ModelDirectoryError(f"{file}: cannot be converted: {in_one_line(error)}") from error
 
 
-def _convert(file: Path, folder: Path, dtype: str | None, progress: Progress) -> None:
+def _convert(file: Path, alone: Path, folder: Path, dtype: str | None, progress: Progress) -> None:
+    """Write the model of a file, which is linked into the folder `alone`."""
     reader = gguf.GGUFReader(file)
     if (parts := _value(reader, "split.count") or 1) > 1:
         raise ModelDirectoryError(
             f"{file}: is one of {parts} parts; join them with llama.cpp's `llama-gguf-split --merge`"
         )
     where: dict[str, Any] = {
-        "pretrained_model_name_or_path": file.parent.absolute(),
+        "pretrained_model_name_or_path": alone,
         "gguf_file": file.name,
         "local_files_only": True,
+        "trust_remote_code": False,
     }
     tokenizer = AutoTokenizer.from_pretrained(**where)
     tokenizer.save_pretrained(folder)
@@ -116,8 +125,11 @@ def _convert(file: Path, folder: Path, dtype: str | None, progress: Progress) ->
     _drop_foreign_tokens(folder / "tokenizer.json", count)
     config = AutoConfig.from_pretrained(**where)
     _scale_rope(config, reader, file)
-    types = Counter(tensor.tensor_type.name for tensor in reader.tensors)
+    types: Counter[str] = Counter()
+    for tensor in reader.tensors:
+        types[tensor.tensor_type.name] += int(tensor.n_elements)
     chosen = _dtype(types) if dtype is None else getattr(torch, dtype)
+    _check_room(file, folder, types.total() * chosen.itemsize)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=chosen)
     model.load_state_dict(_weights(reader, file, model, chosen, progress), strict=False, assign=True)
@@ -146,6 +158,8 @@ def _weights(
         found = processor.process(
             weights=_widened(tensor), name=tensor.name, tensor_key_mapping=names, parsed_parameters=parsed
         )
+        if found.name is not None and found.name not in names and found.name != ROPE_FACTORS:
+            raise ModelDirectoryError(f"{file}: {found.name} has no place in transformers' {type(model).__name__}")
         if found.name in names:
             tensors[names[found.name]] = torch.from_numpy(np.require(found.weights, requirements=("C", "W"))).to(dtype)
         done += int(tensor.n_bytes)
@@ -167,13 +181,23 @@ def _widened(tensor: gguf.ReaderTensor) -> NDArray[np.float32]:
     return widened.reshape(shape)
 
 
+def _check_room(file: Path, folder: Path, size: int) -> None:
+    """Raise ModelDirectoryError unless memory and disk hold the converted weights."""
+    for where, free in (("memory", free_on_host()), ("the cache's disk", shutil.disk_usage(folder).free)):
+        if size > free:
+            raise ModelDirectoryError(
+                f"{file}: needs {size / 1e9:.3g} GB of {where} to be converted, has {free / 1e9:.3g} GB"
+            )
+
+
 def _value(reader: gguf.GGUFReader, key: str) -> Any:
     field = reader.get_field(key)
     return None if field is None else field.contents()
 
 
 def _dtype(types: Counter[str]) -> torch.dtype:
-    """Return the dtype of a file's weights: that of most of them if none is quantised, else bfloat16."""
+    """Return a file's dtype from the count of numbers by format: the most frequent one if none is quantised, else
+    bfloat16."""
     most = max(FLOATS, key=lambda name: types[name])
     return FLOATS[most] if set(types) <= set(FLOATS) else torch.bfloat16
 
@@ -192,15 +216,16 @@ def _scale_rope(config: PretrainedConfig, reader: gguf.GGUFReader, file: Path) -
     is of an unknown kind: ignored, it would give other logits."""
     architecture = _value(reader, "general.architecture")
     kind = _value(reader, f"{architecture}.rope.scaling.type")
-    factors = next((tensor.data for tensor in reader.tensors if tensor.name == "rope_freqs.weight"), None)
-    parameters = dict(config.rope_parameters or {}) if hasattr(config, "rope_parameters") else {}
+    factors = next((tensor.data for tensor in reader.tensors if tensor.name == ROPE_FACTORS), None)
+    parameters = config.rope_parameters if getattr(config, "rope_parameters", None) else {}
+    parameters = parameters.get("full_attention", parameters)  # Gemma 3 scales its global layers alone
     if factors is not None and not (factors == 1).all():
         scaling = LLAMA3 | {"factor": float(factors.max())}
         if not np.allclose(factors, _llama3_factors(scaling, parameters["rope_theta"], len(factors)), rtol=1e-3):
             raise ModelDirectoryError(
                 f"{file}: its rope_freqs.weight is not the scaling of Llama 3, the only one supported"
             )
-        config.rope_parameters = parameters | scaling
+        parameters |= scaling
     elif kind not in (None, "none"):
         factor = _value(reader, f"{architecture}.rope.scaling.factor")
         original = _value(reader, f"{architecture}.rope.scaling.original_context_length")
@@ -209,7 +234,7 @@ def _scale_rope(config: PretrainedConfig, reader: gguf.GGUFReader, file: Path) -
         scaling = {"rope_type": kind, "factor": float(factor)}
         if original is not None:
             scaling["original_max_position_embeddings"] = int(original)
-        config.rope_parameters = parameters | scaling
+        parameters |= scaling
 
 
 def _llama3_factors(scaling: dict[str, Any], theta: float, count: int) -> NDArray[np.float64]:

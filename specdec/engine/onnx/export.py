@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS
 from specdec.engine import start_phases
-from specdec.engine.derived_models import place_of_export, user_cache, what_is_broken
+from specdec.engine.derived_models import make_user_cache, place_of_export, what_is_broken
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.hf.linear import Float32Head
 from specdec.engine.hf.pretrained import DTYPES, LayerAttention, attention_of, load, window_of
@@ -159,11 +159,11 @@ def export(
         onnx.save(copy_graph(dtype), folder / COPY_GRAPH)
         onnx.save(shortlists_graph(), folder / SHORTLISTS_GRAPH)
         for chosen in candidates:
+            program.model = traced.clone()
+            lay_out(program.model, chosen, directory.vocabulary, partial(progress, "quantising"))
             with _quiet(directory.name):
-                program.model = traced.clone()
-                lay_out(program.model, chosen, directory.vocabulary, partial(progress, "quantising"))
                 program.optimize()
-                _save(program.model, folder / GRAPH, partial(progress, "writing"))
+            _save(program.model, folder / GRAPH, partial(progress, "writing"))
             description = {
                 "dtype": dtype,
                 "bits": chosen,
@@ -171,7 +171,7 @@ def export(
                 "window": window_of(model),
                 "model": directory.name,
                 "model_fingerprint": directory.model_fingerprint,
-                "bytes": {name: (folder / name).stat().st_size for name in (GRAPH, GRAPH_DATA)},
+                "bytes": {file.name: file.stat().st_size for file in folder.iterdir() if file.name != DESCRIPTION},
             }
             (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
             if expected is None or chosen == 32:
@@ -316,18 +316,19 @@ def shortlists_graph() -> onnx.ModelProto:
     )
 
 
-def exported(directory: ModelDirectory, dtype: Dtype = "float32") -> Path:
+def exported(directory: ModelDirectory, dtype: Dtype = "float32", *, quantised: bool = False) -> Path:
     """Return the path of a model's export: the directory itself, or one in the user's cache, made now if it is missing
-    or broken."""
+    or broken. `quantised`: choose the bits of its weights, as `export` does."""
     if (directory.path / GRAPH).is_file():
         return directory.path
-    target = place_of_export(directory, dtype)
+    target = place_of_export(directory, dtype, quantised=quantised)
     if broken := what_is_broken(target):
         if target.exists():
             log.warning("export_is_broken", export=str(target), why=broken, cost="the model is exported again")
-        user_cache().mkdir(mode=0o700, parents=True, exist_ok=True)  # as required by `cache_folder.py`
+        make_user_cache()
         with start_phases.phase("export"):
-            export(directory, target, dtype, progress=start_phases.progress_to(start_phases.report))
+            progress = start_phases.progress_to(start_phases.report)
+            export(directory, target, dtype, None if quantised else 32, progress)
     return target
 
 

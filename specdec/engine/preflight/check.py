@@ -53,16 +53,23 @@ def check_model(wanted: Wanted) -> ModelDirectory:
     return directory
 
 
+def is_counted(placement: Placement) -> bool:
+    """Return whether we know what a model takes: vLLM decides that on GPUs."""
+    return placement.kind != "vllm" or placement.device == "cpu"
+
+
+def device_of(placement: Placement) -> str:
+    """Return a placement's device by its full name."""
+    return "cuda:0" if placement.device == "cuda" else placement.device
+
+
 def check_memory(placements: list[Placement], directories: list[ModelDirectory]) -> None:
     """Raise UnsupportedModelError unless each device has room for all models placed on it. On GPUs vLLM finds out by
     itself: its options determine the number of GPUs for a model, and the quantisation."""
     on_device: dict[str, list[MemoryNeeded]] = defaultdict(list)
     for placement, directory in zip(placements, directories, strict=True):
-        if placement.kind == "vllm" and placement.device != "cpu":
-            continue
-        on_device["cuda:0" if placement.device == "cuda" else placement.device].append(
-            memory_needed(directory, placement)
-        )
+        if is_counted(placement):
+            on_device[device_of(placement)].append(memory_needed(directory, placement))
     for device, models in on_device.items():
         free, needed = free_bytes(device), sum(model.total for model in models)
         if needed > free:

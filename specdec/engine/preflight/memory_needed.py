@@ -64,6 +64,12 @@ class MemoryNeeded:
     tokens: int
     kv: int
     export: int = 0  # beside the process, during the export, before anything else exists
+    bits: int | None = None  # of a quantised weight
+
+    @property
+    def kept_as(self) -> str:
+        """How the weights are kept in memory."""
+        return self.dtype if self.bits is None else f"{self.bits} bits"
 
     @property
     def total(self) -> int:
@@ -84,7 +90,7 @@ class MemoryNeeded:
         ]
         exported = f", {in_gigabytes(self.export)} while it is exported" if self.export else ""
         return (
-            f"{self.name} needs {in_gigabytes(self.weights)} for weights in {self.dtype}, "
+            f"{self.name} needs {in_gigabytes(self.weights)} for weights in {self.kept_as}, "
             f"{in_gigabytes(self.kv)} for {self.tokens} tokens of keys and values"
             f"{''.join(f', {need}' for need in beside)}{exported}"
         )
@@ -99,7 +105,7 @@ def memory_needed(directory: ModelDirectory, placement: Placement, free: int | N
     the total with the default number of slots and the maximum number of sessions."""
     dtype = dtype_of(directory, placement)
     if placement.kind == "onnx" and not (directory.path / GRAPH).is_file():
-        cached = place_of_export(directory, dtype)
+        cached = place_of_export(directory, dtype, quantised=placement.may_quantise)
         directory = directory if what_is_broken(cached) else ModelDirectory(cached)
     exported = placement.kind == "onnx" and (directory.path / GRAPH).is_file()
     numbers = _numbers_of_an_export(directory) if exported else numbers_of_a_token(directory)
@@ -120,6 +126,7 @@ def memory_needed(directory: ModelDirectory, placement: Placement, free: int | N
         tokens,
         tokens * slot,
         parts.export,
+        parts.bits,
     )
 
 
@@ -131,6 +138,7 @@ class _Parts(NamedTuple):
     start: int = 0
     export: int = 0
     vocabulary: int = 0  # of logits in the process's memory
+    bits: int | None = None
 
     @property
     def row(self) -> int:
@@ -150,14 +158,15 @@ def _parts(directory: ModelDirectory, placement: Placement, width: int, *, expor
     if not on_cpu or placement.kind == "vllm":
         return _Parts(weights)
     if placement.kind == "onnx":
-        quantised = width == BYTES["float32"] and weights >= MIN_QUANTISED_BYTES
+        quantised = placement.may_quantise and weights >= MIN_QUANTISED_BYTES
         graph = int(QUANTISED_SHARE * weights) if quantised else weights
         export = int(EXPORT_COPIES * weights)
-        return _Parts(GRAPH_COPIES * graph, EXPORTING_PROCESS, export=export, vocabulary=vocabulary)
+        bits = 4 if quantised else None  # the fewest: none is refused that could start
+        return _Parts(GRAPH_COPIES * graph, EXPORTING_PROCESS, export=export, vocabulary=vocabulary, bits=bits)
     found = [tensor for file in directory.weights() for tensor in tensors(file).values() if tensor["dtype"] in USUAL]
     if (bits := BITS[placement.weights]) is not None:
         laid_out = _in_blocks(found, vocabulary, width, bits)
-        return _Parts(laid_out, TORCH_PROCESS, _largest_in_float32(found), vocabulary=vocabulary)
+        return _Parts(laid_out, TORCH_PROCESS, _largest_in_float32(found), vocabulary=vocabulary, bits=bits)
     laid_out = weights + _head(found, vocabulary, width)
     start = start_bytes(vocabulary, *_largest(found, vocabulary, width)) if plain else 0
     return _Parts(laid_out, TORCH_PROCESS, start, vocabulary=vocabulary)

@@ -6,21 +6,24 @@ from collections.abc import Iterator, Mapping
 
 from specdec.engine.memory import free_bytes
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.preflight.check import Wanted
+from specdec.engine.preflight.check import Wanted, device_of, is_counted
 from specdec.engine.preflight.memory_needed import MemoryNeeded, in_gigabytes, memory_needed
 
-COLUMNS = ("", "weights", "keys and values", "steps", "process", "together")
+COLUMNS = ("", "weights", "keys and values", "steps", "process", "export", "at most")
 
 
 def memory_of(wanted: Mapping[str, tuple[Wanted, ModelDirectory]]) -> dict[str, MemoryNeeded]:
-    """Return the memory that models will take by role, with KV caches of the default size. A later model on the same
-    device has what earlier ones leave."""
+    """Estimate the memory that models take by role, once their KV caches are full; those that vLLM places are left out.
+    A later model on the same device is counted with what earlier ones leave."""
     free: dict[str, int] = {}
     found = {}
     for role, ((_, placement), directory) in wanted.items():
-        left = free.setdefault(placement.device, free_bytes(placement.device))
+        if not is_counted(placement):
+            continue
+        device = device_of(placement)
+        left = free.setdefault(device, free_bytes(device))
         found[role] = memory_needed(directory, placement, left)
-        free[placement.device] = max(0, left - found[role].total)
+        free[device] = max(0, left - found[role].total)
     return found
 
 
@@ -29,8 +32,8 @@ def memory_lines(needed: Mapping[str, MemoryNeeded]) -> Iterator[str]:
     rows: list[tuple[str, ...]] = [COLUMNS]
     for role, memory in needed.items():
         kv = f"{in_gigabytes(memory.kv)}, {memory.tokens} tokens"
-        rest = (memory.working, memory.process, memory.total)
-        rows.append((role, f"{in_gigabytes(memory.weights)} {memory.dtype}", kv, *map(in_gigabytes, rest)))
+        rest = (memory.working, memory.process, memory.export, memory.total)
+        rows.append((role, f"{in_gigabytes(memory.weights)} {memory.kept_as}", kv, *map(in_gigabytes, rest)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader, GGUFWriter
@@ -150,12 +152,44 @@ def test_a_file_is_converted_once(file: Path, model: ModelDirectory, tmp_path: P
 def test_a_failed_conversion_names_the_file(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0" + bytes(12))
-    with pytest.raises(ModelDirectoryError, match=r"cut\.gguf: was not converted \(status 2, see the line above\)"):
+    with pytest.raises(ModelDirectoryError, match=r"cut\.gguf: was not converted: exit status 2, see the line above"):
         open_model(tmp_path / "cut.gguf")
     assert "cannot be converted" in capfd.readouterr().err
 
 
+def test_files_beside_it_are_not_read(file: Path, converted: ModelDirectory, tmp_path: Path) -> None:
+    """A folder of several models: the tokenizer of another one is none of this file's."""
+    (tmp_path / "own.gguf").write_bytes(file.read_bytes())
+    other = json.loads((converted.path / "tokenizer.json").read_text())
+    other["model"]["vocab"] = {"x": 0, "y": 1}
+    other["model"]["merges"] = []
+    (tmp_path / "tokenizer.json").write_text(json.dumps(other))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "x"}')
+    convert(tmp_path / "own.gguf", tmp_path / "out")
+    assert ModelDirectory(tmp_path / "out").tokenizer_fingerprint == converted.tokenizer_fingerprint
+
+
+def test_a_tensor_without_a_place_is_refused(tmp_path: Path) -> None:
+    """Such as the factors of Phi 3's long rotary embeddings: without them, its logits would be others."""
+    original = make("llama", tmp_path / "model", attention_bias=False)
+    to_gguf(original, tmp_path / "own.gguf", extra={"rope_factors_long.weight": np.ones(8, np.float32)})
+    said = refused(tmp_path / "own.gguf", tmp_path / "out")
+    assert said.endswith("rope_factors_long.weight has no place in transformers' LlamaForCausalLM")
+
+
+def test_an_edited_file_is_converted_again(file: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Tools change fields without changing the size, so its time counts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    copy = tmp_path / "own.gguf"
+    copy.write_bytes(file.read_bytes())
+    first = open_model(copy).path
+    os.utime(copy, ns=(1, 1))
+    assert open_model(copy).path != first
+
+
 def test_the_source_is_named(file: Path, converted: ModelDirectory) -> None:
-    types = {tensor.tensor_type.name for tensor in GGUFReader(file).tensors}
-    assert json.loads((converted.path / "gguf.json").read_text()) == {"file": "own.gguf", "types": {"F32": 21}}
-    assert types == {"F32"}
+    reader = GGUFReader(file)
+    assert json.loads((converted.path / "gguf.json").read_text()) == {
+        "file": "own.gguf",
+        "types": {"F32": sum(int(tensor.n_elements) for tensor in reader.tensors)},
+    }

@@ -9,6 +9,7 @@ import onnx
 import pytest
 from safetensors.numpy import load_file
 
+from specdec.engine import start_phases
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.onnx import export as exporting
 from specdec.engine.onnx.agreement import Agreement, agreement, logits_of_model, sample_tokens
@@ -113,19 +114,26 @@ def test_half_precision_is_quantised_on_request_alone(tmp_path: Path, monkeypatc
     assert "MatMulNBits" in operators(tmp_path / "out")
 
 
-def test_a_truncated_export_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_truncated_export_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = exported(DRAFT)
+    monkeypatch.setenv(start_phases.ON_STDOUT, "1")
+    monkeypatch.setattr(start_phases, "PROGRESS_SECONDS", 0.0)
+    first = exported(DRAFT, quantised=True)
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("starting ")]
+    assert told[0] == "starting export"
+    assert told[-1].startswith("starting writing, ")  # what `specdec up` shows
     assert described(first) == 32  # a small model is not quantised by default
     written = (first / "model.onnx").stat().st_mtime_ns
-    assert exported(DRAFT) == first
+    assert exported(DRAFT, quantised=True) == first
     assert (first / "model.onnx").stat().st_mtime_ns == written
     data = first / "model.onnx.data"
     size = data.stat().st_size
     with data.open("r+b") as file:
         file.truncate(size // 2)
     with captured_logs() as logs:
-        assert exported(DRAFT) == first
+        assert exported(DRAFT, quantised=True) == first
     assert data.stat().st_size == size
     (line,) = (line for line in logs if line["event"] == "export_is_broken")
     assert line["why"] == f"model.onnx.data has {size // 2} bytes, must have {size}"
