@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -24,9 +24,10 @@ class EngineOptions:
     device: str = "cpu"
     threads: int = 1
     dtype: WantedDtype = "auto"
+    is_draft: bool = False
 
     def placement(self, kv_tokens: int) -> Placement:
-        return Placement(self.engine, self.dtype, self.device, kv_tokens)
+        return Placement(self.engine, self.dtype, self.device, kv_tokens, is_draft=self.is_draft)
 
 
 class LoadedModel:
@@ -57,6 +58,7 @@ class Pair:
         """Load both, with KV caches of `kv_tokens` tokens, and room for `candidates` more at the draft.
         ModelDirectoryError or UnsupportedModelError says in one line what is wrong."""
         of_draft = kv_tokens + candidates
+        draft_options = replace(draft_options, is_draft=True)  # quantised where a draft service would quantise
         wanted = [Wanted(target, target_options.placement(kv_tokens)), Wanted(draft, draft_options.placement(of_draft))]
         self.has_local_draft = not (draft / GRAPH).exists()  # an export is for draft services only
         if self.has_local_draft:

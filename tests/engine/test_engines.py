@@ -32,7 +32,8 @@ from specdec.engine.hf.pretrained import attention_of
 from specdec.engine.kv.slots import KVPool, Slots
 from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
 from specdec.engine.onnx.engine import OnnxEngine
-from specdec.engine.onnx.export import copy_graph, export, exported
+from specdec.engine.onnx.export import copy_graph, export
+from specdec.engine.onnx.first_use import exported
 from specdec.engine.padded.backend import PaddedBackend
 from specdec.engine.placement import Placement
 from tests.captured_logs import captured_logs

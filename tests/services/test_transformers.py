@@ -16,7 +16,7 @@ from specdec.decoding.sampling import Sampling
 from specdec.engine.engine import Engine
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.onnx.engine import OnnxEngine
-from specdec.engine.onnx.export import exported
+from specdec.engine.onnx.first_use import exported
 from specdec.local import DEMO
 from tests.margins import Oracle
 from tests.models import ARCHITECTURES, END, VOCABULARY, make, near

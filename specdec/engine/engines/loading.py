@@ -100,7 +100,7 @@ def _onnx(directory: ModelDirectory, placement: Placement, dtype: Dtype, threads
 
     providers(parse_device(placement.device), onnxruntime.get_available_providers())  # fail before an export in vain
     if not (directory.path / GRAPH).is_file():
-        from specdec.engine.onnx.export import exported
+        from specdec.engine.onnx.first_use import exported
 
         in_dtype: Literal["float16", "float32"] = "float16" if dtype == "float16" else "float32"
         directory = ModelDirectory(exported(directory, in_dtype, quantised=placement.may_quantise))

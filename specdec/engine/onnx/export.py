@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -28,8 +28,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS
-from specdec.engine import start_phases
-from specdec.engine.derived_models import make_user_cache, place_of_export, what_is_broken
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.hf.linear import Float32Head
 from specdec.engine.hf.pretrained import DTYPES, LayerAttention, attention_of, load, window_of
@@ -164,7 +162,7 @@ def export(
             with _quiet(directory.name):
                 program.optimize()
             _save(program.model, folder / GRAPH, partial(progress, "writing"))
-            description = {
+            description: dict[str, Any] = {
                 "dtype": dtype,
                 "bits": chosen,
                 "pools": [[attention.kv_heads, attention.width, attention.value_width] for attention in attends],
@@ -173,14 +171,13 @@ def export(
                 "model_fingerprint": directory.model_fingerprint,
                 "bytes": {file.name: file.stat().st_size for file in folder.iterdir() if file.name != DESCRIPTION},
             }
-            (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
+            (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")  # read by the engine
             if expected is None or chosen == 32:
                 return None
             found = _agreement(folder, tokens, expected)
-            log.info(
-                "quantised", model=directory.name, bits=chosen, **{k: round(v, 4) for k, v in found._asdict().items()}
-            )
             if bits is not None or found.overlap >= MIN_OVERLAP:
+                description["agreement"] = {name: round(value, 4) for name, value in found._asdict().items()}
+                (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
                 return found
     raise AssertionError("the last candidate is not quantised")
 
@@ -314,22 +311,6 @@ def shortlists_graph() -> onnx.ModelProto:
         opset_imports=[onnx.helper.make_opsetid("", OPSET)],
         ir_version=IR_VERSION,
     )
-
-
-def exported(directory: ModelDirectory, dtype: Dtype = "float32", *, quantised: bool = False) -> Path:
-    """Return the path of a model's export: the directory itself, or one in the user's cache, made now if it is missing
-    or broken. `quantised`: choose the bits of its weights, as `export` does."""
-    if (directory.path / GRAPH).is_file():
-        return directory.path
-    target = place_of_export(directory, dtype, quantised=quantised)
-    if broken := what_is_broken(target):
-        if target.exists():
-            log.warning("export_is_broken", export=str(target), why=broken, cost="the model is exported again")
-        make_user_cache()
-        with start_phases.phase("export"):
-            progress = start_phases.progress_to(start_phases.report)
-            export(directory, target, dtype, None if quantised else 32, progress)
-    return target
 
 
 @contextlib.contextmanager

@@ -31,8 +31,8 @@ TORCH_PROCESS = 600_000_000
 ONNX_PROCESS = 200_000_000
 """Bytes of a process running an exported model, without torch."""
 
-EXPORTING_PROCESS = 500_000_000
-"""Bytes of a process that has exported a model: torch and the exporter stay loaded."""
+EXPORTING_PROCESS = 700_000_000
+"""Bytes of the process that exports a model, beside its weights: torch and the exporter."""
 
 
 GRAPH_COPIES = 2
@@ -160,9 +160,9 @@ def _parts(directory: ModelDirectory, placement: Placement, width: int, *, expor
     if placement.kind == "onnx":
         quantised = placement.may_quantise and weights >= MIN_QUANTISED_BYTES
         graph = int(QUANTISED_SHARE * weights) if quantised else weights
-        export = int(EXPORT_COPIES * weights)
+        export = EXPORTING_PROCESS + int(EXPORT_COPIES * weights)
         bits = 4 if quantised else None  # the fewest: none is refused that could start
-        return _Parts(GRAPH_COPIES * graph, EXPORTING_PROCESS, export=export, vocabulary=vocabulary, bits=bits)
+        return _Parts(GRAPH_COPIES * graph, ONNX_PROCESS, export=export, vocabulary=vocabulary, bits=bits)
     found = [tensor for file in directory.weights() for tensor in tensors(file).values() if tensor["dtype"] in USUAL]
     if (bits := BITS[placement.weights]) is not None:
         laid_out = _in_blocks(found, vocabulary, width, bits)

@@ -1,0 +1,83 @@
+"""Export of a model on first use, by a process of its own: its memory is returned, and torch is not loaded here."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Literal
+
+import structlog
+
+from specdec.engine import start_phases
+from specdec.engine.derived_models import make_user_cache, place_of_export, what_is_broken
+from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError, read_fields, unreadable
+from specdec.engine.unsupported import UnsupportedModelError
+from specdec.exit_status import how_it_ended
+
+Dtype = Literal["float32", "float16"]
+
+log = structlog.get_logger()
+
+
+def exported(directory: ModelDirectory, dtype: Dtype = "float32", *, quantised: bool = False) -> Path:
+    """Return the path of a model's export: the directory itself, or one in the user's cache, made now if it is missing
+    or broken. `quantised`: choose the bits of its weights, as `export` does by default."""
+    if (directory.path / GRAPH).is_file():
+        return directory.path
+    target = place_of_export(directory, dtype, quantised=quantised)
+    if broken := what_is_broken(target):
+        if target.exists():
+            log.warning("export_is_broken", export=str(target), why=broken, cost="the model is exported again")
+        try:
+            make_user_cache()
+        except OSError as error:
+            raise unreadable(target, error) from error
+        with start_phases.phase("export"):
+            _export(directory, target, dtype, quantised)
+        description = read_fields(target / DESCRIPTION)
+        if description is not None and description.has("agreement"):
+            log.info("quantised", bits=description.content["bits"], **description.fields("agreement").content)
+    return target
+
+
+def _export(directory: ModelDirectory, target: Path, dtype: Dtype, quantised: bool) -> None:
+    """Run the export in a new process, and report its progress; raise its error."""
+    context = multiprocessing.get_context("spawn")
+    told, telling = context.Pipe(duplex=False)
+    process = context.Process(target=_in_process, args=(directory.path, target, dtype, quantised, telling), daemon=True)
+    process.start()
+    telling.close()
+    progress = start_phases.progress_to(start_phases.report)
+    error: Exception | None = None
+    try:
+        while not isinstance(message := told.recv(), Exception):
+            progress(*message)
+        error = message
+    except EOFError:  # the process has ended
+        process.join()
+    if error is not None:
+        raise error
+    if process.exitcode:
+        raise UnsupportedModelError(f"{directory.name} was not exported: {how_it_ended(process.exitcode)}")
+
+
+def _in_process(path: Path, target: Path, dtype: Dtype, quantised: bool, telling: Connection) -> None:
+    """Export, and send progress, then the error if there is one. If the parent has died, sending fails, and what was
+    written is removed."""
+    import logging
+
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # the parent logs
+    try:
+        from specdec.engine.onnx.export import export
+
+        export(
+            ModelDirectory(path),
+            target,
+            dtype,
+            None if quantised else 32,
+            lambda what, done, total: telling.send((what, done, total)),
+        )
+    except (ModelDirectoryError, UnsupportedModelError) as error:
+        telling.send(error)
