@@ -27,6 +27,7 @@ EXTRAS = {
     "numba": "verifier",
     "numpy": "service",
     "onnx": "export",
+    "onnx_ir": "export",
     "onnxruntime": "draft",
     "onnxscript": "export",
     "opentelemetry": "otel",
@@ -51,7 +52,7 @@ EXTRAS = {
 HELD = {"cli": frozenset({"cli"}), "service": frozenset({"cli", "service"})}
 HELD["grammar"] = HELD["service"] | {"grammar"}
 HELD |= {role: HELD["grammar"] | {role} for role in ("draft", "verifier", "orchestrator")}
-HELD["export"] = HELD["verifier"] | {"export"}
+HELD["export"] = HELD["draft"] | HELD["verifier"] | {"export"}
 HELD["otel"] = HELD["service"] | {"otel"}
 HELD["openai"] = HELD["service"] | {"openai"}
 HELD["evaluate"] = HELD["draft"] | HELD["orchestrator"] | HELD["verifier"] | {"evaluate"}

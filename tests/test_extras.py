@@ -15,7 +15,8 @@ from specdec import cli
 from specdec.extras import DISTRIBUTION, EXTRAS, HELD, NEEDED
 
 ROOT = Path(__file__).parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = SETTINGS["project"]
 
 BLOCKING = """
 import runpy, sys
@@ -34,9 +35,10 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 DEMO = str(ROOT / "demo" / "target")
 SERVING = ("--model", DEMO, "--port", "0")
 
-OF_EXPORT = ("rich", "numpy", "structlog", "torch", "transformers", "onnx", "onnxscript")
+OF_EXPORT = ("rich", "numpy", "structlog", "torch", "transformers", "onnx", "onnx_ir", "onnxscript")
 
 PACKAGES = {"google.rpc": "googleapis-common-protos", "llvmlite": "numba", "yaml": "pyyaml"}
+PACKAGES["onnx_ir"] = "onnx-ir"
 PACKAGES["prometheus_client"] = "prometheus-client"
 PACKAGES["opentelemetry"] = "opentelemetry-api"
 PACKAGES["opentelemetry.sdk"] = "opentelemetry-sdk"
@@ -79,6 +81,11 @@ def test_an_extra_brings_what_those_that_it_holds_bring(extra: str) -> None:
     assert {module for module, least in EXTRAS.items() if least in HELD[extra]} >= brought
 
 
+def test_extras_with_onnxruntime_exclude_the_one_for_gpus() -> None:
+    found = {frozenset(each["extra"] for each in group) for group in SETTINGS["tool"]["uv"]["conflicts"]}
+    assert found == {frozenset((extra, "draft-gpu")) for extra in HELD if "draft" in HELD[extra]}
+
+
 def test_commands_that_need_an_extra_are_commands() -> None:
     assert set(vars(typer.main.get_command(cli.app))["commands"]) > set(NEEDED)
 
@@ -91,6 +98,7 @@ def test_commands_that_need_an_extra_are_commands() -> None:
         ("structlog", ("specdec.cli", "verifier", *SERVING), "verifier"),
         ("tokenizers", ("specdec.cli", "orchestrator", *SERVING, "--verifier", "h:1"), "orchestrator"),
         *((module, ("specdec.cli", "export", DEMO, "/nonexistent/out"), "export") for module in OF_EXPORT),
+        ("onnxruntime", ("specdec.cli", "export", DEMO, "/nonexistent/out", "--bits", "4"), "export"),
         ("rich", ("specdec.cli", "verifier", *SERVING), "verifier"),
         ("typer", ("specdec.cli", "up", "--target", DEMO), "all"),
         ("structlog", ("specdec.cli", "up", "--target", DEMO), "all"),

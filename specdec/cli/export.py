@@ -31,7 +31,7 @@ def export(
     ] = "auto",
 ) -> None:
     """Export a model to ONNX. A draft service then runs it without torch."""
-    wanted = ("numpy", "structlog", "torch", "transformers", "onnx", "onnxscript")
+    wanted = ("numpy", "structlog", "torch", "transformers", "onnx", "onnx_ir", "onnxscript")
     check_installed(*wanted, *(("onnxruntime",) if bits in ("4", "8") else ()))  # they take seconds to import
     from specdec.engine.engine import UnsupportedModelError
     from specdec.engine.model_directory import DESCRIPTION, ModelDirectoryError

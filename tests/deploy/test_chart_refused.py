@@ -46,6 +46,10 @@ WRONG: dict[str, tuple[Object, str]] = {
         at("exportJobs/x", {"model": "/a", "out": "/b"}),
         "exportJobs.x.modelGiB: is missing",
     ),
+    "an export in 5 bits": (
+        at("exportJobs/x", {"model": "/a", "out": "/b", "modelGiB": 1, "bits": 5}),
+        "/exportJobs/x/bits",
+    ),
     "a download of any size": (
         at("drafts/b/modelVolume", {"download": {"image": "a"}}),
         "drafts.b.modelVolume.download.sizeLimit: is missing",

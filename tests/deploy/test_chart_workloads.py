@@ -66,6 +66,7 @@ class TestRollouts:
         """Kubernetes refuses changes to a Job; an unchanged export is not repeated."""
         changes = {
             "exportJobs/small/dtype": "float16",
+            "exportJobs/small/bits": 8,
             "defaults/image/tag": "another",
             "defaults/podSecurityContext/runAsUser": 1000,
             "defaults/options/log-level": "debug",
@@ -78,7 +79,7 @@ class TestRollouts:
         (name, job), *others = found
         for other, another in others:
             assert (other == name) is (another["spec"] == job["spec"])
-        assert [other == name for other, _ in others] == [False, False, False, True, True]
+        assert [other == name for other, _ in others] == [False, False, False, False, True, True]
 
     def test_a_pool_that_is_recreated_says_that_it_rolls_no_more(self) -> None:
         """Server-side apply keeps the defaulted rollingUpdate otherwise, and rejects it with the new type."""
@@ -87,6 +88,14 @@ class TestRollouts:
             "type": "Recreate",
             "rollingUpdate": None,
         }
+
+    @pytest.mark.parametrize(
+        ("bits", "passed"), [({}, "auto"), ({"bits": "auto"}, "auto"), ({"bits": 4}, "4"), ({"bits": 32}, "32")]
+    )
+    def test_an_export_has_the_bits_of_its_values(self, bits: Object, passed: str) -> None:
+        (job,) = of_kind(render(merged(EVERYTHING, at("exportJobs/small", bits))), "Job").values()
+        arguments = container(job["spec"]["template"])["args"]
+        assert arguments == ["export", "/models/small", "/models/small-onnx", "--dtype", "float32", "--bits", passed]
 
     def test_an_export_runs_as_verifiers_do(self) -> None:
         mine = {"imagePullSecrets": [{"name": "mine"}], "podSecurityContext": {"fsGroup": 7}}
