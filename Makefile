@@ -39,7 +39,7 @@ test: setup examples/node/node_modules/.done  ## Everything that must hold, in m
 verify: setup  ## The long equality suites, and a hundred thousand hostile messages.
 	$(BIN)/python -m pytest -q -m verify --timeout 3600
 
-verify-real: setup  ## The same on the real pair, if `make real` has made it.
+verify-real: setup  ## The real pair's tests, if `make real` has made it.
 	$(BIN)/python -m pytest -q -m real --timeout 3600
 
 # It installs nothing, since the machine may have no network: it runs in .venv if there is one, else with PYTHON as it is.

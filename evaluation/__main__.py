@@ -48,9 +48,12 @@ MAX_STREAMS = 128
 
 
 def main(
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Directory of the target model.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Directory of the target model, or its GGUF file.")],
     draft: Annotated[
-        Path, typer.Argument(metavar="DRAFT", help="Directory of the draft: Hugging Face's layout, or an export.")
+        Path,
+        typer.Argument(
+            metavar="DRAFT", help="Directory of the draft, in Hugging Face's layout or an export; or its GGUF file."
+        ),
     ],
     prompts: Annotated[
         Path,

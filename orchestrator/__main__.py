@@ -62,7 +62,8 @@ def main(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of the target model: its tokenizer and configuration are read; weights are not needed."
+            help="Directory of the target model: its tokenizer and configuration are read; weights are not needed. "
+            "Or its GGUF file, converted on first use, which needs the extra `verifier`."
         ),
     ] = None,
     served_model_name: Annotated[

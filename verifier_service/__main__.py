@@ -89,8 +89,8 @@ def main(
         int | None,
         typer.Option(
             min=512,
-            help="Size of the KV cache in tokens. Default: 64 texts, of the model's context or on a CPU of 1,024 "
-            "tokens, but at most half of the free memory.",
+            help="Size of the KV cache in tokens. Default: 65,536 tokens on a CPU (64 texts of 1,024), 64 texts of the "
+            "model's context on a GPU; at least one full context, at most half of the free memory.",
         ),
     ] = None,
     max_sessions: Annotated[int, typer.Option(min=1, help="Maximum open sessions; further ones are refused.")] = 512,
@@ -151,8 +151,8 @@ def main(
     draft_model: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of a local draft: a small model run by the verifier itself between steps, for machines "
-            "where a draft service would take cores from the target. Default: none."
+            help="Directory of a local draft, or its GGUF file: a small model run by the verifier itself between "
+            "steps, for machines where a draft service would take cores from the target. Default: none."
         ),
     ] = None,
     vllm_options: Annotated[

@@ -27,7 +27,9 @@ KV_TOKENS = 2048
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Directory of the target model, as for `specdec verifier`.")],
+    model: Annotated[
+        Path, typer.Option(help="Directory of the target model, or its GGUF file, as for `specdec verifier`.")
+    ],
     dtype: Annotated[WantedDtype, typer.Option(help="The verifier's --dtype.")] = "auto",
     threads: Annotated[
         int | None,

@@ -16,14 +16,16 @@ def doctor(
     model: Annotated[
         Path | None,
         typer.Option(
-            "--model", "--target", help="Directory of a target model: check whether a verifier can serve it here."
+            "--model",
+            "--target",
+            help="Directory of a target model, or its GGUF file: check whether a verifier can serve it here.",
         ),
     ] = None,
     draft: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of a draft model: check whether a draft service can serve it here, together "
-            "with the target if given."
+            help="Directory of a draft model, or its GGUF file: check whether a draft service can serve it here, "
+            "together with the target if given."
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Device of the target: cpu, cuda, or cuda:N.")] = "cpu",

@@ -39,8 +39,8 @@ def up(
     local_draft: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of a local draft: a small model run by the verifier itself. Replaces the draft service, "
-            "unless --draft is given too."
+            help="Directory of a local draft, or its GGUF file: a small model run by the verifier itself. Replaces the "
+            "draft service, unless --draft is given too."
         ),
     ] = None,
     dtype: Annotated[
