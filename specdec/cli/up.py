@@ -134,8 +134,6 @@ def up(
             wanted["draft"] = Wanted(models.draft, replace(_placement({"engine": "onnx"} | of_draft), is_draft=True))
         opened = dict(zip(wanted, check(*wanted.values()), strict=True))  # converts GGUF files
         check_text(opened["target"])
-        for line in memory_lines(memory_of({role: (wanted[role], opened[role]) for role in wanted})):
-            say(line)
         listening = {
             "--verifier-port": (of_verifier, (port and ports.VERIFIER) if verifier_port is None else verifier_port),
             "--draft-port": (of_draft, (port and ports.DRAFT) if draft_port is None else draft_port),
@@ -147,6 +145,8 @@ def up(
             values["port"] = at
             if values is not of_draft or models.draft is not None:
                 bound(values.get("host", "127.0.0.1"), at, option=option).close()
+        for line in memory_lines(memory_of({role: (wanted[role], opened[role]) for role in wanted})):
+            say(line)
 
         # 2. Start the services, and restart those that die. Until here a signal ends this process at once.
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -18,6 +18,8 @@ ON_STDOUT = "SPECDEC_PHASES_ON_STDOUT"
 """Environment variable set by a parent process to get phases on stdout as well."""
 
 PROGRESS_SECONDS = 2.0
+MIN_PROGRESS_BYTES = 100_000_000
+"""Minimum bytes of work whose progress is worth a line."""
 
 _seconds: dict[str, float] = {}
 """Seconds of each phase of this process, in order of their beginning."""
@@ -38,12 +40,12 @@ def phase(name: str) -> Iterator[None]:
 
 def progress_to(say: Callable[[str], None]) -> Callable[[str, int, int], None]:
     """Return a function that takes what is done, bytes done and bytes in all, and says them at most every
-    PROGRESS_SECONDS."""
+    PROGRESS_SECONDS, for work of MIN_PROGRESS_BYTES."""
     last = time.monotonic()
 
     def progress(what: str, done: int, total: int) -> None:
         nonlocal last
-        if time.monotonic() - last >= PROGRESS_SECONDS:
+        if total >= MIN_PROGRESS_BYTES and time.monotonic() - last >= PROGRESS_SECONDS:
             last = time.monotonic()
             say(f"{what}, {done / 1e9:.2f} of {total / 1e9:.2f} GB")
 

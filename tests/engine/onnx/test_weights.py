@@ -120,6 +120,7 @@ def test_a_truncated_export_is_made_again(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(start_phases.ON_STDOUT, "1")
     monkeypatch.setattr(start_phases, "PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(start_phases, "MIN_PROGRESS_BYTES", 0)
     first = exported(DRAFT, quantised=True)
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("starting ")]
     assert told[0] == "starting export"
