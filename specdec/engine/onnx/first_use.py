@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -66,9 +67,8 @@ def _export(directory: ModelDirectory, target: Path, dtype: Dtype, quantised: bo
 def _in_process(path: Path, target: Path, dtype: Dtype, quantised: bool, telling: Connection) -> None:
     """Export, and send progress, then the error if there is one. If the parent has died, sending fails, and what was
     written is removed."""
-    import logging
-
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # the parent logs
+    logging.disable(logging.WARNING)  # the libraries report each rule that they apply
     try:
         from specdec.engine.onnx.export import export
 
