@@ -44,7 +44,7 @@ def stored() -> CpuEngine:
 
 
 @pytest.mark.parametrize(("bits", "overlap"), [(8, 0.97), (4, 0.8)])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.verify)])
 def test_rows_are_exact_and_logits_near(stored: CpuEngine, bits: int, overlap: float, dtype: str) -> None:
     engine = CpuEngine(TARGET, capacity=512, dtype=dtype, threads=(1,), exact=True, bits=bits)
     assert engine.exact
@@ -57,7 +57,9 @@ def test_rows_are_exact_and_logits_near(stored: CpuEngine, bits: int, overlap: f
     assert not torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "opt", "qwen2", "gemma3"])
+@pytest.mark.parametrize(
+    "architecture", ["gpt2", *(pytest.param(name, marks=pytest.mark.verify) for name in ("opt", "qwen2", "gemma3"))]
+)
 def test_every_linear_layer_is_in_blocks(tmp_path: Path, architecture: str) -> None:
     directory = ModelDirectory(make(architecture, tmp_path / "model"))
     engine = CpuEngine(directory, capacity=512, threads=(1,), exact=True, bits=8)
