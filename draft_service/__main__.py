@@ -72,8 +72,8 @@ def main(
         int | None,
         typer.Option(
             min=512,
-            help="Size of the KV cache in tokens. Default: 65,536 tokens on a CPU (64 texts of 1,024), 64 texts of the "
-            "model's context on a GPU; at least one full context, at most half of the free memory.",
+            help="Size of the KV cache in tokens. Default: 64 texts of the model's context, on a CPU of at most "
+            "1,024 tokens each; at least one full context, at most half of the free memory.",
         ),
     ] = None,
     max_sessions: Annotated[int, typer.Option(min=1, help="Maximum open sessions; further ones are refused.")] = 256,

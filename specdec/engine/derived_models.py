@@ -27,8 +27,7 @@ def make_user_cache() -> None:
 
 
 def place_of_export(directory: ModelDirectory, dtype: str, *, quantised: bool = False) -> Path:
-    """Return the path of a model's export, existing or not. `quantised`: its weights have the fewest bits that leave
-    its distributions nearly as they are."""
+    """Return the path of a model's export, existing or not. `quantised`: the export chooses the bits of its weights."""
     kind = f"{dtype}-fewest-bits" if quantised else dtype
     return user_cache() / EXPORTS / kind / directory.model_fingerprint[:24] / directory.name
 

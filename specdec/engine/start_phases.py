@@ -17,6 +17,9 @@ log = structlog.get_logger()
 ON_STDOUT = "SPECDEC_PHASES_ON_STDOUT"
 """Environment variable set by a parent process to get phases on stdout as well."""
 
+Progress = Callable[[str, int, int], None]
+"""Called with what is done, the bytes done, and the bytes in all."""
+
 PROGRESS_SECONDS = 2.0
 MIN_PROGRESS_BYTES = 100_000_000
 """Minimum bytes of work whose progress is worth a line."""
@@ -38,9 +41,9 @@ def phase(name: str) -> Iterator[None]:
         _seconds[name] = _seconds.get(name, 0.0) + time.monotonic() - begin
 
 
-def progress_to(say: Callable[[str], None]) -> Callable[[str, int, int], None]:
-    """Return a function that takes what is done, bytes done and bytes in all, and says them at most every
-    PROGRESS_SECONDS, for work of MIN_PROGRESS_BYTES."""
+def progress_to(say: Callable[[str], None]) -> Progress:
+    """Return a function that passes progress on in words, at most every PROGRESS_SECONDS, for work of
+    MIN_PROGRESS_BYTES or more."""
     last = time.monotonic()
 
     def progress(what: str, done: int, total: int) -> None:

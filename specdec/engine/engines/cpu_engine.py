@@ -29,8 +29,8 @@ from specdec.engine.row_counts import CANDIDATES, Shape, ShapeRowCounts
 
 class CpuEngine(TorchEngine):
     """A torch engine on the CPU. `threads`: its possible thread counts, the largest first; by default torch's current
-    one. If rows are exact, no bit depends on the thread count. `bits`: quantise weights to so few, those of the output
-    head to HEAD_BITS; their products then always use all threads.
+    one. If rows are exact, no bit depends on the thread count. `bits`: quantise weights to this number of bits, and
+    those of the output head to HEAD_BITS; their products then always use all threads.
 
     In ragged batches, layers of the Llama kind run in `cpu/decoder.py`; all others are the model's own code.
     """

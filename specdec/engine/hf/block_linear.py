@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
@@ -17,7 +19,9 @@ from specdec.engine.hf.linear import as_linear, is_plain
 
 BLOCK = 32
 CONTRIB = "com.microsoft"  # the domain of ONNX Runtime's own operators
-INT8_ACTIVATIONS = 4  # accuracy level of MatMulNBits
+INT8_ACTIVATIONS = 4
+"""Accuracy level of MatMulNBits: on CPUs, activations are rounded to 8 bits, and products computed in integers. GPUs
+have no levels."""
 
 ELEMENTS = {torch.float32: 1, torch.bfloat16: 16}
 """Types of tensors by ONNX's numbers (`TensorProto`). onnx and ONNX Runtime are imported only where they are used:
@@ -63,15 +67,8 @@ class BlockLinear(torch.nn.Module):
 def _graph(linear: torch.nn.Linear, bits: int, element: int) -> Any:
     """Return the graph of y [t, n] = x [t, k] W^T + b, in this type of element around float32 arithmetic."""
     from onnx import helper, numpy_helper
-    from onnxruntime.quantization.matmul_nbits_quantizer import (
-        DefaultWeightOnlyQuantConfig,
-        DefaultWeightOnlyQuantizer,
-    )
 
-    weight = linear.weight.detach().float().numpy().T.copy()  # [k, n]
-    config = DefaultWeightOnlyQuantConfig(block_size=BLOCK, is_symmetric=False, bits=bits)
-    blocks, scales, zeros = DefaultWeightOnlyQuantizer(config).qbits_block_quant(weight)
-    arrays = {"blocks": blocks, "scales": scales.reshape(-1), "zeros": zeros.reshape(-1)}
+    arrays = in_blocks(linear.weight.detach().float().numpy().T, bits)
     attributes = {"K": linear.in_features, "N": linear.out_features, "bits": bits, "block_size": BLOCK}
     inputs = ["wide", *arrays]
     if linear.bias is not None:
@@ -94,6 +91,19 @@ def _graph(linear: torch.nn.Linear, bits: int, element: int) -> Any:
         opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid(CONTRIB, 1)],
         ir_version=10,
     )
+
+
+def in_blocks(weight: NDArray[Any], bits: int) -> dict[str, NDArray[Any]]:
+    """Quantise a weight [k, n] in blocks along k. Return the inputs of MatMulNBits after the activations, in order:
+    blocks, scales and zero points. ONNX Runtime's own code computes them."""
+    from onnxruntime.quantization.matmul_nbits_quantizer import (
+        DefaultWeightOnlyQuantConfig,
+        DefaultWeightOnlyQuantizer,
+    )
+
+    config = DefaultWeightOnlyQuantConfig(block_size=BLOCK, is_symmetric=False, bits=bits)
+    blocks, scales, zeros = DefaultWeightOnlyQuantizer(config).qbits_block_quant(np.ascontiguousarray(weight))
+    return {"blocks": blocks, "scales": scales.reshape(-1), "zeros": zeros.reshape(-1)}
 
 
 def quantise(model: torch.nn.Module, bits: int, threads: int) -> None:

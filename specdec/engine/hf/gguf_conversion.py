@@ -11,7 +11,6 @@ import math
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +41,13 @@ from specdec.engine.memory import free_on_host
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.model_file import in_one_line
 from specdec.engine.model_folder import replaced
+from specdec.engine.start_phases import Progress
 
 MAX_SHARD_BYTES = 1 << 29
 """Bytes of a file of weights: writing one holds a copy of them."""
 
 PIECE_ROWS = 4096
 """Rows of a tensor widened at a time."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is done, how many bytes of the file, and how many there are."""
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Storage formats of unquantised GGUF weights."""

@@ -1,4 +1,4 @@
-"""How far an export with quantised weights agrees with its model: what it may cost a draft in acceptance."""
+"""Agreement of a quantised export with its model, which bounds the acceptance that a draft may lose."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ defaults, which were chosen in 2019 and have not changed since. Why is that? Nob
 
 
 class Agreement(NamedTuple):
-    """Of two next-token distributions, on average over the positions of a text."""
+    """The agreement of two models' next-token distributions, averaged over the positions of a text."""
 
     overlap: float
     """The sum of the smaller probabilities: the probability that a draw of one is accepted by the other. A draft's

@@ -40,6 +40,7 @@ from specdec.engine.onnx.weights import Bits, lay_out, size_of
 from specdec.engine.padded.attention import AttentionGroup, PaddedAttention
 from specdec.engine.preflight.device import installed
 from specdec.engine.preflight.memory_needed import MIN_QUANTISED_BYTES
+from specdec.engine.start_phases import Progress
 
 log = structlog.get_logger()
 
@@ -62,9 +63,6 @@ Dtype = Literal["float32", "float16"]
 
 MIN_OVERLAP = 0.9
 """Minimum overlap with the model's own distributions (`Agreement`) of weights quantised by default."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is done, how many bytes of it, and how many there are."""
 
 OPSET = 23
 IR_VERSION = 10
@@ -132,7 +130,7 @@ def export(
     """Write graphs, configuration and tokenizer into `target`, completely or not at all.
 
     Keys and values are in `dtype`, weights too, or quantised to 4 or 8 `bits`; the graph's logits are always float32.
-    `bits` None: the fewest that leave a draft its acceptance, as measured on a text (MIN_OVERLAP); models smaller than
+    `bits` None: the fewest with an overlap of MIN_OVERLAP or more on a sample text; models smaller than
     MIN_QUANTISED_BYTES, and those in float16, are not quantised then. Returns the agreement of a quantised export with
     the model; None where it is not quantised, or in float16. An earlier export in `target` is replaced; anything else
     there is left alone, with a ModelDirectoryError.

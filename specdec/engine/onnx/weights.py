@@ -17,15 +17,10 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnxscript.rewriter import RewriteRuleClassBase, rewrite
 
+from specdec.engine.hf.block_linear import BLOCK, CONTRIB, INT8_ACTIVATIONS, in_blocks
+
 Bits = Literal[4, 8, 32]
 """Bits of a weight; 32 stands for the dtype of the export, even if that is float16."""
-
-BLOCK = 32
-CONTRIB = "com.microsoft"  # the domain of ONNX Runtime's own operators
-
-INT8_ACTIVATIONS = 4
-"""Accuracy level of MatMulNBits: on CPUs, activations are rounded to 8 bits, and products computed in integers. GPUs
-have no levels."""
 
 TABLE_BITS = 8
 TABLE_ZERO = 1 << (TABLE_BITS - 1)
@@ -87,28 +82,20 @@ class _Transposed(RewriteRuleClassBase):  # type: ignore[misc]
 
 
 class _Quantise:
-    """Makes the MatMulNBits of a product. ONNX Runtime's own code quantises the weight."""
+    """Makes the MatMulNBits of a product."""
 
     def __init__(self, bits: int, progress: Callable[[int], None]) -> None:
         self._bits, self._progress, self._done = bits, progress, 0
 
     def __call__(self, op: Any, x: ir.Value, name: str | None, weight: Array) -> Any:
         """Return the product with a weight [k, n]."""
-        from onnxruntime.quantization.matmul_nbits_quantizer import (
-            DefaultWeightOnlyQuantConfig,
-            DefaultWeightOnlyQuantizer,
-        )
-
-        config = DefaultWeightOnlyQuantConfig(block_size=BLOCK, is_symmetric=False, bits=self._bits)
-        blocks, scales, zeros = DefaultWeightOnlyQuantizer(config).qbits_block_quant(np.ascontiguousarray(weight))
+        arrays = in_blocks(weight, self._bits)
         self._done += weight.nbytes
         self._progress(self._done)
         level = {"accuracy_level": INT8_ACTIVATIONS} if weight.dtype == np.float32 else {}
         return op.MatMulNBits(
             x,
-            op.initializer(ir.tensor(blocks, name=f"{name}.blocks")),
-            op.initializer(ir.tensor(scales.reshape(-1), name=f"{name}.scales")),
-            op.initializer(ir.tensor(zeros.reshape(-1), name=f"{name}.zeros")),
+            *(op.initializer(ir.tensor(array, name=f"{name}.{kind}")) for kind, array in arrays.items()),
             K=weight.shape[0],
             N=weight.shape[1],
             bits=self._bits,
