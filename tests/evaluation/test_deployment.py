@@ -148,8 +148,8 @@ class Busy(OnVirtualTime):
         self.told: list[float] = []  # virtual time of arrival of its messages
 
     def turn(self) -> float | None:
+        now = time.monotonic()  # before the loop's own start: it has to see all of the loop
         begin = time.perf_counter()
-        now = time.monotonic()
         while time.perf_counter() - begin < 0.02:
             pass
         self.ahead = time.monotonic() - now
