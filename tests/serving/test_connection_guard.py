@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 import time
-from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from ipaddress import ip_address
 from typing import Any
 
@@ -19,7 +20,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from specdec.client.endpoint import ROUND_ROBIN
 from specdec.serving.callers import guard as guards
 from specdec.serving.callers.guard import ConnectionGuard
-from specdec.serving.callers.sockets import Peer, close_connections, parse_peer
+from specdec.serving.callers.sockets import Peer, end_connections, parse_peer
 from specdec.serving.errors import UnauthenticatedError
 from specdec.serving.interceptor import CallInterceptor, Metadata
 from specdec.serving.process.health import HealthServicer
@@ -218,16 +219,21 @@ class Clock:
 
 
 class Closing:
-    """Records closed connections, in place of the sockets."""
+    """Records closed connections, in place of the sockets. They stay open otherwise, from `ports` of one address."""
 
-    def __init__(self) -> None:
+    def __init__(self, ports: Iterable[int] = range(1, 100)) -> None:
         self.closed = set[Peer]()
         self.muted = set[Peer]()
+        self.scans = 0
+        self.sockets = {(ip_address("10.0.0.7"), port): 1000 + port for port in ports}
 
-    def __call__(self, closed: Collection[Peer], muted: Collection[Peer]) -> int:
-        self.closed |= set(closed)
+    def __call__(self, closed: Mapping[Peer, int | None], muted: Collection[Peer]) -> Mapping[Peer, int]:
+        for peer in [peer for peer, inode in closed.items() if inode in (None, self.sockets.get(peer))]:
+            self.closed.add(peer)
+            self.sockets.pop(peer, None)
         self.muted |= set(muted)
-        return len(closed) + len(muted)
+        self.scans += 1
+        return dict(self.sockets)
 
     async def until(self, reached: Callable[[], bool]) -> None:
         async with asyncio.timeout(PATIENCE):
@@ -304,7 +310,41 @@ async def test_muted_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert closing.muted - closing.closed == {(ip_address("10.0.0.7"), port) for port in range(25, 29)}
 
 
-def test_a_muted_connection_hears_nothing_until_it_is_closed() -> None:
+async def test_the_next_connection_from_a_port_has_neither_trust_nor_debt() -> None:
+    """Callers behind one address get each other's ports, and gRPC names a connection by address and port alone."""
+    closing = Closing()
+    trusted, muted = (ip_address("10.0.0.7"), 50), (ip_address("10.0.0.7"), 8)
+    guard = ConnectionGuard(closing, Clock())
+    guard.serve(guard.begin(named(50)))
+    for port in range(1, 9):
+        await wasted_until_closed(guard, named(port))
+    await closing.until(lambda: muted in closing.muted)
+    for peer in (trusted, muted):
+        closing.sockets[peer] += 5000
+    scans = closing.scans
+    await closing.until(lambda: closing.scans >= scans + 2)
+    assert await wasted_until_closed(guard, named(50)) == guards.MIN_WASTED
+    closing.muted.clear()
+    assert await wasted_until_closed(guard, named(8)) == guards.MIN_WASTED
+    await closing.until(lambda: {trusted, muted} <= closing.muted)
+
+
+async def test_the_next_connection_from_a_muted_port_is_not_closed_with_it() -> None:
+    clock, closing = Clock(), Closing()
+    guard = ConnectionGuard(closing, clock)
+    for port in range(1, 9):
+        await wasted_until_closed(guard, named(port))
+    last = (ip_address("10.0.0.7"), 8)
+    await closing.until(lambda: last in closing.muted)
+    closing.sockets[last] += 5000
+    clock.now += guards.MUTED_SECONDS
+    await closing.until(lambda: (ip_address("10.0.0.7"), 7) in closing.closed)
+    assert last not in closing.closed
+
+
+@contextmanager
+def muted_connection() -> Iterator[tuple[socket.socket, socket.socket, Peer]]:
+    """Yield both ends of a muted connection, ours first, and its peer."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as peer,
@@ -313,21 +353,43 @@ def test_a_muted_connection_hears_nothing_until_it_is_closed() -> None:
         peer.sendall(b"1")
         assert ours.recv(1) == b"1"
         name = (ip_address("127.0.0.1"), peer.getsockname()[1])
-        assert close_connections((), {name}) == 1
+        assert name in end_connections({}, {name})
+        yield ours, peer, name
+
+
+def test_a_muted_connection_hears_nothing_until_it_is_closed() -> None:
+    with muted_connection() as (ours, peer, name):
         peer.sendall(b"2")
         ours.settimeout(0.2)
         with pytest.raises(TimeoutError):
             ours.recv(1)
+        inode = end_connections({name: 1})[name]  # another socket's: this one stays open
         ours.sendall(b"3")
         assert peer.recv(1) == b"3"
-        assert close_connections({name}, ()) == 1
+        end_connections({name: inode})
         assert peer.recv(1) == b""
+
+
+def test_a_muted_connection_ends_with_its_peer() -> None:
+    """Its port is free then, and the next caller to get it can connect at once."""
+    with muted_connection() as (ours, peer, name):
+        peer.sendall(b"2")
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # resets
+        server = peer.getpeername()
+        peer.close()
+        with socket.socket() as another:
+            another.bind(("127.0.0.1", name[1]))
+            another.settimeout(PATIENCE)
+            another.connect(server)
+        ours.settimeout(PATIENCE)
+        with pytest.raises(ConnectionResetError):
+            ours.recv(1)
 
 
 async def test_a_few_wasted_calls_are_not_logged() -> None:
     """Callers cancel occasionally. Many wasted calls are logged, at most every ten seconds."""
     now = 0.0
-    guard = ConnectionGuard(close=lambda closing, muting: 0, clock=lambda: now)
+    guard = ConnectionGuard(Closing(), clock=lambda: now)
     with captured_logs() as lines:
         for number in range(200):
             now += guards.LOG_SECONDS / 40
@@ -415,8 +477,9 @@ def test_only_the_connection_of_that_peer_is_closed() -> None:
             socket.create_server(("127.0.0.1", 0)) as elsewhere,
         ):
             # A local port without a listener is not ours, such as that of an outgoing connection to a pod.
-            assert close_connections({(ip_address("127.0.0.1"), port)}) == 0
-            assert close_connections({(ip_address("127.0.0.1"), bad.getsockname()[1])}) == 1
+            peers = {(ip_address("127.0.0.1"), end.getsockname()[1]) for end in (bad, good)}
+            assert end_connections({(ip_address("127.0.0.1"), port): None}).keys() == peers
+            end_connections({(ip_address("127.0.0.1"), bad.getsockname()[1]): None})
             assert bad.recv(1) == b""
             ends.sendall(b"x")
             assert good.recv(1) == b"x"

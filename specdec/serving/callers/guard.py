@@ -14,13 +14,13 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import structlog
 
-from specdec.serving.callers.sockets import Address, Peer, close_connections, parse_peer
+from specdec.serving.callers.sockets import Address, Peer, end_connections, parse_peer
 from specdec.serving.callers.token_bucket import TokenBucket, TokenBuckets
 
 log = structlog.get_logger()
@@ -59,7 +59,7 @@ SWEEP_SECONDS = 0.01
 """Seconds between scans of this process's sockets; one scan closes all connections due."""
 
 LOOK_SECONDS = 1.0
-"""Seconds between checks for muted connections due to be closed."""
+"""Maximum seconds between scans while connections are muted: some are due to be closed, others are gone."""
 
 LOG_SECONDS = 10.0
 """Minimum seconds between log lines about wasted calls."""
@@ -82,6 +82,7 @@ class CallerConnection:
     wasted: int = 0
     served_at: float | None = None  # last time a call was served or outlived EARLY_SECONDS
     closed: bool = False
+    inode: int | None = None  # of its socket; None: not scanned yet
     calls: dict[GuardedCall, None] = field(default_factory=dict)  # running calls, oldest first
 
     def is_trusted(self, now: float) -> bool:
@@ -105,12 +106,12 @@ class ConnectionGuard:
 
     def __init__(
         self,
-        close: Callable[[Collection[Peer], Collection[Peer]], int] = close_connections,
+        end_connections: Callable[[Mapping[Peer, int | None], Collection[Peer]], Mapping[Peer, int]] = end_connections,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.wasted_calls = 0
         self.closed_connections = 0
-        self._close_connections = close
+        self._end_connections = end_connections
         self._clock = clock
         self._connections: OrderedDict[str, CallerConnection] = OrderedDict()  # by gRPC's peer name, latest last
         self._addresses = TokenBuckets(ADDRESS_RATE, ADDRESS_BURST, MAX_ADDRESSES, MAX_DEBT, clock)
@@ -118,7 +119,7 @@ class ConnectionGuard:
         self._open_addresses = TokenBuckets(ADDRESS_RATE, ADDRESS_BURST, MAX_ADDRESSES, MAX_DEBT, clock)
         self._closing: dict[Peer, None] = {}
         self._muting: dict[Peer, None] = {}
-        self._muted: OrderedDict[Peer, float] = OrderedDict()  # time of muting, oldest first
+        self._muted: OrderedDict[Peer, tuple[float, int]] = OrderedDict()  # time of muting and inode, oldest first
         self._wanted = asyncio.Event()  # set when there are connections to close or mute
         self._sweep: asyncio.Task[None] | None = None
         self._counted_from, self._logged_at = clock(), -math.inf
@@ -233,17 +234,34 @@ class ConnectionGuard:
                 await asyncio.wait_for(self._wanted.wait(), LOOK_SECONDS)
             self._wanted.clear()
             now = self._clock()
-            self._muted |= dict.fromkeys(self._muting, now)
-            while self._muted and (
-                len(self._muted) > MAX_MUTED or now - next(iter(self._muted.values())) >= MUTED_SECONDS
-            ):
-                self._closing[self._muted.popitem(last=False)[0]] = None
-            closing, muting = frozenset(self._closing), self._muting.keys() - self._closing.keys()
+            closing: dict[Peer, int | None] = dict(self._closing)
+            muting = [peer for peer in self._muting if peer not in closing]
             self._closing.clear()
             self._muting.clear()
-            if closing or muting:
-                await asyncio.to_thread(self._close_connections, closing, muting)
+            while self._muted:
+                peer, (since, inode) = next(iter(self._muted.items()))
+                if len(self._muted) + len(muting) <= MAX_MUTED and now - since < MUTED_SECONDS:
+                    break
+                del self._muted[peer]
+                closing.setdefault(peer, inode)
+            known = list(self._connections.items())
+            sockets = await asyncio.to_thread(self._end_connections, closing, muting)
+            self._muted |= {peer: (now, sockets[peer]) for peer in muting if peer in sockets}
+            self._forget_gone(known, sockets)
             await asyncio.sleep(SWEEP_SECONDS)
+
+    def _forget_gone(self, known: Sequence[tuple[str, CallerConnection]], sockets: Mapping[Peer, int]) -> None:
+        """Forget the connections that are gone, given those known before the scan of the open `sockets`: another
+        caller's connection may come from the same port, and deserves neither their trust nor their debt."""
+        for name, connection in known:
+            inode = sockets.get(connection.peer)
+            if inode is not None and connection.inode in (None, inode):
+                connection.inode = inode
+            elif not connection.calls and self._connections.get(name) is connection:
+                del self._connections[name]
+        for peer, (_, inode) in list(self._muted.items()):
+            if sockets.get(peer) != inode:
+                del self._muted[peer]
 
 
 def _network(address: Address) -> int:

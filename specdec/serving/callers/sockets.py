@@ -1,9 +1,10 @@
-"""Closes connections by their peer's address, or mutes them: the kernel drops what arrives. gRPC has no API for this,
-but the sockets are this process's own.
+"""Closes connections by their peer's address, or mutes them: the kernel drops the data that arrives. gRPC has no API
+for this, but the sockets are this process's own.
 
 Shutting a socket down is enough: gRPC sees the end of the connection, as if the peer had closed it, and frees
-everything. A muted connection stays open at both ends and costs nothing: its peer waits for answers, as after a network
-failure.
+everything. A muted connection stays open and costs nothing: its peer waits for answers, as after a network failure.
+Resets pass, and so do the first packets of a new connection. They end a muted connection whose peer is gone, so that
+the next caller that gets its port can connect.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import re
 import socket
 import stat
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 DESCRIPTORS = "/proc/self/fd"
-"""Linux's list of a process's descriptors; without it no connection is closed."""
+"""Linux's list of a process's descriptors; without it no connection is found."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -31,8 +33,16 @@ _discarded = bytearray(1 << 19)
 """Number and buffer of reads of half a MiB: Linux's default receive buffer holds at most 6 MiB."""
 
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
-DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
-"""A classic BPF program of one instruction: return 0, the number of bytes to keep of a packet."""
+DROP_DATA = b"".join(
+    struct.pack("HBBI", *instruction)
+    for instruction in (
+        (0x30, 0, 0, 13),  # load the byte of a TCP header that has the flags
+        (0x45, 0, 1, 0x06),  # go on if it has RST or SYN, else skip one
+        (0x06, 0, 0, 0xFFFFFFFF),  # return the number of bytes to keep: all
+        (0x06, 0, 0, 0),  # none
+    )
+)
+"""A classic BPF program, run by the kernel for each packet of a socket."""
 
 _PEER = re.compile(r"ipv[46]:(?:\[|%5B)?([^\[\]]+?)(?:\]|%5D)?:(\d+)")
 
@@ -49,46 +59,65 @@ def parse_peer(name: str) -> Peer | None:
         return None
 
 
-def close_connections(closed: Collection[Peer], muted: Collection[Peer] = ()) -> int:
-    """Close or mute these peers' connections to ports on which this process listens; return their number.
+def end_connections(closed: Mapping[Peer, int | None], muted: Collection[Peer] = ()) -> dict[Peer, int]:
+    """Close or mute these peers' connections to ports on which this process listens; return all such connections, as
+    the inode of their socket by peer. A peer's value in `closed` is the inode that it must have, None for any.
 
-    The peer's address and port alone are not enough: a connection of ours to a pod may have the same remote end.
+    A peer alone is not enough. A connection of ours to a pod may have the same remote end, and a peer's port may by now
+    belong to somebody else's connection.
     """
     try:
         descriptors = [int(name) for name in os.listdir(DESCRIPTORS)]
     except OSError:
-        return 0
-    listening, found = set[int](), dict[int, socket.socket]()
+        return {}
+    listening, found, ours = set[int](), list[_Connection](), set[int]()
     for descriptor in descriptors:
         # A listed descriptor may have been closed since, and a duplicate of ours have its number.
-        connection = None if descriptor in found else _duplicate(descriptor)
-        if connection is None:
+        duplicate = None if descriptor in ours else _duplicate(descriptor)
+        if duplicate is None:
             continue
-        wanted = False
         try:
-            if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                listening.add(connection.getsockname()[1])
-            else:
-                host, port = connection.getpeername()[:2]
-                wanted = (peer := (_plain(host), port)) in closed or peer in muted
+            port = duplicate.getsockname()[1]
+            if duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                listening.add(port)
+                duplicate.close()
+                continue
+            host, peer_port = duplicate.getpeername()[:2]
+            connection = _Connection((_plain(host), peer_port), port, os.fstat(duplicate.fileno()).st_ino)
         except (OSError, ValueError):  # not connected
+            duplicate.close()
             continue
-        finally:
-            if wanted:
-                found[connection.fileno()] = connection
-            else:
-                connection.close()
+        found.append(connection)
+        if connection.peer in closed or connection.peer in muted:
+            connection.socket = duplicate
+            ours.add(duplicate.fileno())
+        else:
+            duplicate.close()
     # Only now are all listening ports known: descriptors come in any order.
-    done = 0
-    for connection in found.values():
-        with connection, contextlib.suppress(OSError):
-            if connection.getsockname()[1] in listening:
-                host, port = connection.getpeername()[:2]
-                if (_plain(host), port) in closed or not _mute(connection):
-                    _close(connection)
-                done += 1
-                _discard(connection)
-    return done
+    accepted = {connection.peer: connection.inode for connection in found if connection.port in listening}
+    for connection in found:
+        if connection.socket is None:
+            continue
+        with connection.socket as duplicate, contextlib.suppress(OSError):
+            if connection.port not in listening:
+                continue
+            inode = closed.get(connection.peer, 0)  # 0: no socket has it
+            if inode is None or inode == connection.inode:
+                _close(duplicate)
+                _discard(duplicate)
+            elif connection.peer in muted:
+                if not _mute(duplicate):
+                    _close(duplicate)
+                _discard(duplicate)
+    return accepted
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    peer: Peer
+    port: int  # local
+    inode: int
+    socket: socket.socket | None = None  # a duplicate, if the connection is to be closed or muted
 
 
 def _close(connection: socket.socket) -> None:
@@ -98,11 +127,11 @@ def _close(connection: socket.socket) -> None:
 
 
 def _mute(connection: socket.socket) -> bool:
-    """Make the kernel drop what the peer sends from now on; return False if it cannot."""
-    program = ctypes.create_string_buffer(DROP_ALL)
+    """Make the kernel drop the data that the peer sends from now on; return False if it cannot."""
+    program = ctypes.create_string_buffer(DROP_DATA)
     try:
         connection.setsockopt(
-            socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", len(DROP_ALL) // 8, ctypes.addressof(program))
+            socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", len(DROP_DATA) // 8, ctypes.addressof(program))
         )
     except OSError:
         return False
