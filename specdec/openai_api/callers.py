@@ -1,7 +1,8 @@
 """Callers: identifies them by headers alone, and limits their requests.
 
 Only orchestrators know the keys. An orchestrator's verdict on a key is cached for a while, so that a request with a
-wrong key costs no call and nothing that tenants share. A key revoked meanwhile is refused by the call itself.
+wrong key costs no call and nothing that tenants share. A key revoked meanwhile is refused by the call itself, so
+callers with an accepted key never wait for it to be checked again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import hashlib
 import ipaddress
 import math
+import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,10 +25,11 @@ from specdec.openai_api.errors import ApiError, too_many
 from specdec.serving.callers.token_bucket import TokenBuckets
 
 ACCEPTED_SECONDS = 60.0
-"""Lifetime in seconds of the verdict that a key is accepted, and of whether keys are required."""
+"""Seconds after which an accepted key, and whether keys are required, is checked again. Until then the old verdict
+stands."""
 
 REFUSED_SECONDS = 5.0
-"""The same for a refused key: its tenant may be new."""
+"""Lifetime in seconds of a refusal: the key's tenant may be new."""
 
 MAX_ACCEPTED = 16384
 MAX_REFUSED = 4096
@@ -86,9 +89,8 @@ class Keys:
     async def refusal(self, authorization: str, network: str) -> ApiError | None:
         """Return the orchestrators' refusal of a key, None if they accept it; ApiError if none can check it."""
         key, now = hashlib.sha256(authorization.encode()).digest(), time.monotonic()
-        if now < self._accepted.get(key, 0.0):
-            return None
-        error, until = self._refused.get(key, (None, 0.0))
+        accepted = self._accepted.get(key)
+        error, until = (None, accepted) if accepted is not None else self._refused.get(key, (None, 0.0))
         if now < until:
             return error
         if key not in self._checks:
@@ -99,6 +101,8 @@ class Keys:
                     raise too_many("too many API keys are waiting to be checked", wait or 1.0)
             self._checks[key] = check = asyncio.create_task(self._ask(key, authorization, network))
             check.add_done_callback(_seen)
+        if accepted is not None or (error is not None and not authorization):
+            return error
         # Cancelling a request does not cancel the check: others may wait for it.
         return await asyncio.shield(self._checks[key])
 
@@ -184,6 +188,7 @@ class Callers:
             scope[EVICTABLE] = True
             self._delayed += 1
             try:
-                await asyncio.sleep(min(MAX_DELAY_SECONDS, math.ceil(wait)))
+                # Jitter: delayed callers must not return together.
+                await asyncio.sleep(min(MAX_DELAY_SECONDS, math.ceil(wait)) * random.uniform(0.5, 1.0))
             finally:
                 self._delayed -= 1

@@ -39,24 +39,21 @@ class Caller:
 class Gateway:
     """The gateway to orchestrators. Failures are raised as ApiError."""
 
-    def __init__(self, client: Lend, control_client: Lend) -> None:
+    def __init__(self, client: Lend, control_client: Lend, key_client: Lend) -> None:
         """`client` lends a client for the duration of a completion; `control_client` lends one for control calls, which
-        are not delayed by completions."""
+        are not delayed by completions; `key_client` lends one to check a key that may be refused."""
         self._client = client
         self._control_client = control_client
+        self._key_client = key_client
 
     async def models(self, caller: Caller) -> list[Model]:
         """Return the served models visible to the caller."""
-        try:
-            async with self._control_client() as client:
-                return await client.models(metadata=caller.metadata)
-        except SpecdecError as error:
-            raise from_specdec(error) from error
+        return await _models(self._control_client, caller)
 
     async def check_key(self, authorization: str) -> None:
         """Check a key with the cheapest call of an orchestrator; ApiError if it is unknown."""
         metadata: Metadata = (("authorization", authorization),) if authorization else ()
-        await self.models(Caller(new_request_id(), metadata))
+        await _models(self._key_client, Caller(new_request_id(), metadata))
 
     async def tool_format(self, request: ParsedRequest, caller: Caller) -> ToolFormat | None:
         """Return the tool format of the requested model; None if the request has no tools, or the model no format."""
@@ -115,6 +112,14 @@ class Gateway:
         ):
             async for chunk in stream:
                 yield number, chunk
+
+
+async def _models(lend: Lend, caller: Caller) -> list[Model]:
+    try:
+        async with lend() as client:
+            return await client.models(metadata=caller.metadata)
+    except SpecdecError as error:
+        raise from_specdec(error) from error
 
 
 @dataclass

@@ -65,8 +65,12 @@ class Orchestrators:
         return self._current.client()
 
     def control_client(self) -> AbstractAsyncContextManager[AsyncClient]:
-        """Lend a client to a control call: model lists and key checks."""
+        """Lend a client to a control call of an accepted caller."""
         return self._current.control_client()
+
+    def key_client(self) -> AbstractAsyncContextManager[AsyncClient]:
+        """Lend a client with a new connection to the check of a key."""
+        return self._current.key_client()
 
     async def serve(self) -> bool:
         """Return whether any orchestrator takes requests."""
@@ -117,6 +121,7 @@ class Channels:
     ) -> None:
         """`before`: the channels to replace. Known orchestrators are carried over, since they may come back."""
         options = (*PEER_OPTIONS, ROUND_ROBIN)
+        self._credentials = credentials
         if before is None:
             self._client = AsyncClient(targets, credentials=credentials)
             self._control_client = AsyncClient(targets, credentials=credentials, options=OWN_CONNECTIONS)
@@ -139,6 +144,13 @@ class Channels:
 
     def control_client(self) -> AbstractAsyncContextManager[AsyncClient]:
         return self._lent(self._control_client)
+
+    @asynccontextmanager
+    async def key_client(self) -> AsyncIterator[AsyncClient]:
+        # Orchestrators mute connections that only carry refused calls, once their address has made many of them. The
+        # first refusal on a connection is always answered.
+        async with self._control_client.renewed(self._credentials) as client:
+            yield client
 
     @asynccontextmanager
     async def _lent(self, client: AsyncClient) -> AsyncIterator[AsyncClient]:

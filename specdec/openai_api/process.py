@@ -53,7 +53,7 @@ async def serve(
         bound(settings.host, settings.metrics_port, option="--metrics-port").close()
     tls = None if settings.tls is None else ServerTls(settings.tls)
     orchestrators = Orchestrators(asking.targets, asking.tls)
-    gateway = Gateway(orchestrators.client, orchestrators.control_client)
+    gateway = Gateway(orchestrators.client, orchestrators.control_client, orchestrators.key_client)
     app = Counted(make_app(gateway, orchestrators.serve, most_requests=most_connections, origins=origins), ROUTES)
     server = HttpServer(
         app,

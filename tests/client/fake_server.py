@@ -75,7 +75,7 @@ class FakeServer(GenerationServiceServicer):
         self._script = iter(acts or script)
         self._listing = iter(listing)
         self.keys = keys
-        self.refusals = 0  # calls without a known key
+        self.refused_peers: list[str] = []  # by call without a known key
         self.calls: list[Call] = []
         self.listings: list[Call] = []
         self.called = asyncio.Event()
@@ -96,6 +96,10 @@ class FakeServer(GenerationServiceServicer):
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
+
+    @property
+    def refusals(self) -> int:
+        return len(self.refused_peers)
 
     async def stop(self) -> None:
         """Abort all calls, like a server at shutdown."""
@@ -158,7 +162,7 @@ class FakeServer(GenerationServiceServicer):
     async def _check_key(self, context: Any) -> None:
         known = None if self.keys is None else [f"Bearer {key}" for key in self.keys]
         if known is not None and dict(context.invocation_metadata()).get("authorization") not in known:
-            self.refusals += 1
+            self.refused_peers.append(context.peer())
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "authorization: unknown API key")
 
     async def _begin(self, request: pb.GenerateRequest, context: Any) -> Act:

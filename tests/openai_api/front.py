@@ -41,7 +41,7 @@ async def front(
         return serves
 
     async with AsyncClient(orchestrators, max_retries=1) as client:
-        gateway = Gateway(*2 * [lambda: nullcontext(client)])
+        gateway = Gateway(*3 * [lambda: nullcontext(client)])
         made = make_app(gateway, health, most_requests=most_connections, body_seconds=body_seconds, origins=origins)
         app = Counted(made, ROUTES)
         server = HttpServer(app, bound("127.0.0.1", 0), most_connections=most_connections)

@@ -203,6 +203,17 @@ async def test_a_new_key_is_taken_after_a_while(monkeypatch: pytest.MonkeyPatch)
                 await asyncio.sleep(0.02)
 
 
+async def test_accepted_keys_are_checked_again_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An orchestrator that does not answer the check delays nobody."""
+    monkeypatch.setattr(callers, "ACCEPTED_SECONDS", 0.0)
+    hold = Act(then="hold")
+    async with FakeServer(listing=[Act(), hold], keys=["key"]) as orchestrator, front(orchestrator.address) as http:
+        for _ in range(3):
+            assert status_of(await told(http.address, post(ASKED, headers=KEY + CLOSE))) == 200
+        await asyncio.wait_for(orchestrator.held.wait(), 30)
+        assert len(orchestrator.listings) == 2
+
+
 async def test_a_check_that_fails_is_no_refusal() -> None:
     """The next request retries it."""
     full = Act(then="abort", code=grpc.StatusCode.RESOURCE_EXHAUSTED)

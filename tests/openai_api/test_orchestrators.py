@@ -15,6 +15,7 @@ from grpc_health.v1.health import aio as health
 
 from specdec.client import AsyncClient, Unavailable
 from specdec.openai_api import orchestrators as module
+from specdec.openai_api.errors import ApiError
 from specdec.openai_api.gateway import Caller, Gateway
 from specdec.openai_api.orchestrators import Orchestrators
 from specdec.serving.tls import server_credentials
@@ -154,6 +155,19 @@ async def test_control_calls_do_not_wait_for_completions() -> None:
             client = await running.enter_async_context(orchestrators.client())
             for _ in range(most):
                 await anext(await running.enter_async_context(client.generate("hi")))
-            gateway = Gateway(orchestrators.client, orchestrators.control_client)
+            gateway = Gateway(orchestrators.client, orchestrators.control_client, orchestrators.key_client)
             async with asyncio.timeout(30):
                 assert await gateway.models(Caller("1"))
+
+
+async def test_each_check_of_a_key_has_a_connection_of_its_own() -> None:
+    """An orchestrator mutes connections with nothing but refused calls, and control calls must still be answered."""
+    async with FakeServer(keys=["key"]) as server:
+        orchestrators = Orchestrators([server.address])
+        gateway = Gateway(orchestrators.client, orchestrators.control_client, orchestrators.key_client)
+        for _ in range(3):
+            with pytest.raises(ApiError):
+                await gateway.check_key("Bearer wrong")
+        await gateway.check_key("Bearer key")
+        assert len(set(server.refused_peers)) == server.refusals == 3
+        await orchestrators.close()
