@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import structlog
 
+from specdec.decoding.speculation import Outlook
 from verifier_service.backend.result import REMOTE_DRAFT, VerifyResult
 from verifier_service.costs.token_budget import select_candidates
 from verifier_service.proposers.draft_model import DraftModelProposer
@@ -56,16 +57,14 @@ class AdaptiveSpeculation:
         self.proposers = proposers
         self._threads = threads
 
-    def outlook(self, session: VerifierSession, sessions: int) -> tuple[bool, float]:
-        """Return (whether candidates of a remote draft are wanted, the break-even probability) for a new session.
-
-        An estimate before the session's first step, for `sessions` sessions like it. No side effects; thread-safe.
-        """
+    def outlook(self, session: VerifierSession, sessions: int) -> Outlook:
+        """Return the outlook of a session before its first step, among `sessions` sessions like it. No side effects;
+        thread-safe."""
         # During prefill the session gets no draft that would take threads from it.
         if self._threads.yields or not self.eligibility.would_draft(session, sessions):
-            return False, self.eligibility.price
-        price = min(1.0, select_candidates([], self._threads.latency, sessions, 0).price)
-        return price < 1.0, price
+            return Outlook(False, self.eligibility.break_even)
+        break_even = min(1.0, select_candidates([], self._threads.latency, sessions, 0).break_even)
+        return Outlook(break_even < 1.0, break_even)
 
     def share_threads(self, running: Sequence[RunningSession]) -> None:
         """Decide whether prompts get the CPU cores of drafts: yes while most running sessions are in prefill, which
@@ -88,7 +87,7 @@ class AdaptiveSpeculation:
 
     def propose(self, phase: Phase, sessions: Sequence[VerifierSession]) -> ProposalStats:
         """Run the proposers of a phase for the coming step."""
-        step = ComingStep(sessions, self.eligibility, self._threads.latency, self.eligibility.price)
+        step = ComingStep(sessions, self.eligibility, self._threads.latency, self.eligibility.break_even)
         seconds, count = NO_PROPOSALS
         for proposer in self.proposers:
             if proposer.phase is phase:

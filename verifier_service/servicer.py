@@ -264,13 +264,13 @@ class VerifierServicer(
                 log.warning("candidates_refused", why=str(error))
 
     def opened(self, session: BackendSession) -> verifier_pb2.VerifyResponse:
-        wanted, probability = self._backend.drafting_outlook(session, self._sessions)
+        outlook = self._backend.outlook(session, self._sessions)
         opened = verifier_pb2.VerifyOpened(
             identity=self.identity,
             max_nodes=self._limits.max_nodes,
             capacity=self.capacity(),
-            drafting_wanted=wanted,
-            min_candidate_probability=probability,
+            drafting_wanted=outlook.drafting_wanted,
+            min_candidate_probability=outlook.break_even,
             max_candidates=session.policy.max_candidates,
             follows_grammar=session.request.grammar is not None,
             max_branches=1 if self._backend.chains_only else 0,
@@ -397,8 +397,8 @@ def response(result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyRespo
         cached_tokens=times.cached,
         preemptions=times.preemptions,
         steps=result.steps,
-        drafting_wanted=times.drafting_wanted,
-        min_candidate_probability=times.min_candidate_probability,
+        drafting_wanted=times.outlook.drafting_wanted,
+        min_candidate_probability=times.outlook.break_even,
         drafted_sessions=times.drafted,
         checksum=result.checksum,
         round_trip_us=int(1e6 * times.round_trip),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import structlog
 
+from specdec.decoding.speculation import Outlook
 from specdec.engine.engine import Engine, chains_only, longest_text, on_cpu, step_of
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.kv.slots import PADDING_SLOT
@@ -140,7 +141,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             request, policy, max_nodes, vocabulary, self._tuning, chains_only=self.chains_only, draft_gain=gain
         )
 
-    def drafting_outlook(self, session: VerifierSession, sessions: int) -> tuple[bool, float]:
+    def outlook(self, session: VerifierSession, sessions: int) -> Outlook:
         return self._speculation.outlook(session, sessions)
 
     # --- actions: called in the loop's thread -------------------------------------------------------
@@ -219,8 +220,10 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         self._threads.choose(drafting=any(drafted), now=now)
         if not any(drafted):
             return None
-        latency, price = self._threads.latency, self._speculation.eligibility.price
-        return self._delay.seconds(sessions, drafted, now, last_step=self._last_step, latency=latency, price=price)
+        latency, break_even = self._threads.latency, self._speculation.eligibility.break_even
+        return self._delay.seconds(
+            sessions, drafted, now, last_step=self._last_step, latency=latency, break_even=break_even
+        )
 
     def _run_step(
         self,

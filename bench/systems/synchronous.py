@@ -24,6 +24,7 @@ from draft_service.candidate_queue import CandidateQueue, Extension
 from draft_service.request import ExpansionPolicy
 from draft_service.session import RootMove
 from specdec.decoding.sampling import Rule
+from specdec.decoding.speculation import Outlook
 from specdec.decoding.tree import Node, Paths, TokenTree
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
@@ -166,4 +167,4 @@ class VerifierServicer(verifier_service.servicer.VerifierServicer):
 def _free_of_charge(result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:
     """Tell a draft that its candidates are wanted at any cost: otherwise it would pause, and this verifier would wait
     for it for ever."""
-    return response(result, replace(times, drafting_wanted=True, min_candidate_probability=0.0))
+    return response(result, replace(times, outlook=Outlook(drafting_wanted=True, break_even=0.0)))

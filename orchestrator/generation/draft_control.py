@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from specdec.serving.messages import outlook_from
 from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
 
-PRICE_SHARE = 0.03
-"""Ratio of the min path probability sent to a draft to the min candidate probability. The draft's own limit applies if
-it is higher. Nodes worth verifying a step later are less probable now than nodes verified now. (By `python -m bench
+BREAK_EVEN_SHARE = 0.03
+"""Ratio of the min path probability sent to a draft to the break-even probability. The draft's own limit applies if it
+is higher. Nodes worth verifying a step later are less probable now than nodes verified now. (By `python -m bench
 simulate`: a share of 1 left nothing to expand ahead, 0.3 was still too much, and 0.1 brought eight sessions of a pod 8
 % less.)"""
 
@@ -83,21 +84,21 @@ class DraftControl:
         policy.extend_interval_us = int(min(self._step_us, pause))
         policy.round_trip_us = commit.round_trip_us
         if not self._needed:
-            policy.paused = not commit.drafting_wanted
+            outlook = outlook_from(commit)
+            policy.paused = not outlook.drafting_wanted
             if not policy.paused:
-                policy.min_path_probability = min_probability(commit.min_candidate_probability)
+                policy.min_path_probability = min_probability(outlook.break_even)
         return policy
 
 
-def first_min_probability(worth: float) -> float:
-    """Return the min path probability for expanding nodes before the first commit; `worth`: the break-even probability
-    of a candidate."""
-    return max(FIRST_MIN_PROBABILITY, min_probability(worth))
+def first_min_probability(break_even: float) -> float:
+    """Return the min path probability for expanding nodes before the first commit."""
+    return max(FIRST_MIN_PROBABILITY, min_probability(break_even))
 
 
-def min_probability(worth: float) -> float:
-    """Return the min path probability for expanding nodes; `worth`: the break-even probability of a candidate."""
-    return PRICE_SHARE * worth
+def min_probability(break_even: float) -> float:
+    """Return the min path probability for expanding nodes, given the break-even probability of a candidate."""
+    return BREAK_EVEN_SHARE * break_even
 
 
 def _differ(new: float, told: float) -> bool:

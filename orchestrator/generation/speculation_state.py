@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from orchestrator.generation.draft_control import first_min_probability
 from orchestrator.requests.sample import Sample
-from specdec.decoding.speculation import CandidateSource, SpeculationOptions
-from specdec.serving.messages import lookahead_message
+from specdec.decoding.speculation import NO_DRAFT_PAYS, CandidateSource, Outlook, SpeculationOptions
+from specdec.serving.messages import lookahead_message, outlook_from
 from specdec.v2 import draft_pb2, verifier_pb2
 
 
@@ -18,30 +18,20 @@ class SpeculationState:
 
     drafted: bool  # there is a draft, or hope of one
     max_nodes: int = 1  # limit on live candidates of the session, granted by the verifier
-    drafting_wanted: bool = False  # a draft pays at the verifier's current load
-    min_candidate_probability: float = 1.0  # break-even probability at that load
+    outlook: Outlook = NO_DRAFT_PAYS
 
     def after_opened(self, opened: verifier_pb2.VerifyOpened) -> SpeculationState:
         """Return the state once a verifier has taken the text."""
-        return replace(
-            self,
-            max_nodes=max(1, opened.max_nodes),
-            drafting_wanted=opened.drafting_wanted,
-            min_candidate_probability=opened.min_candidate_probability,
-        )
+        return replace(self, max_nodes=max(1, opened.max_nodes), outlook=outlook_from(opened))
 
     def after_commit(self, commit: verifier_pb2.Commit) -> SpeculationState:
         """Return the state after a commit."""
-        return replace(
-            self,
-            drafting_wanted=commit.drafting_wanted,
-            min_candidate_probability=commit.min_candidate_probability,
-        )
+        return replace(self, outlook=outlook_from(commit))
 
     def worth_a_draft(self, sample: Sample) -> bool:
         """Return True if it pays to ask a draft. A verifier cannot judge that for a session it believes to have no
         draft: then one is tried."""
-        return self.drafting_wanted or sample.forces_drafting or not self.drafted
+        return self.outlook.drafting_wanted or sample.forces_drafting or not self.drafted
 
     def verify_policy(self, speculation: SpeculationOptions, patience_seconds: float) -> verifier_pb2.VerifyPolicy:
         """Return the policy of the verifier. It may wait for candidates of a draft only if there is one, or hope of
@@ -63,6 +53,6 @@ class SpeculationState:
             max_branches=sample.speculation.max_branches,
         )
         if not sample.forces_drafting:
-            policy.paused = not self.drafting_wanted
-            policy.min_path_probability = first_min_probability(self.min_candidate_probability)
+            policy.paused = not self.outlook.drafting_wanted
+            policy.min_path_probability = first_min_probability(self.outlook.break_even)
         return policy

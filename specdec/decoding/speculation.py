@@ -42,6 +42,17 @@ class SpeculationOptions:
         return CandidateSource.REMOTE in self.drafters
 
 
+@dataclass(frozen=True)
+class Outlook:
+    """A verifier's estimate of what candidates of a remote draft would bring a session at the current load."""
+
+    drafting_wanted: bool = False
+    break_even: float = 1.0  # path probability of a candidate that just pays for its row
+
+
+NO_DRAFT_PAYS = Outlook()
+
+
 def drafters_of(numbers: Iterable[int]) -> frozenset[CandidateSource]:
     """Return the drafters with these numbers; ValueError for an unknown number."""
     return frozenset(map(CandidateSource, numbers))

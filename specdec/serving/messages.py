@@ -9,6 +9,7 @@ from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import DEFAULT_CONTRAST, Contrast, Rule, Sampling
+from specdec.decoding.speculation import Outlook
 from specdec.decoding.tree import Paths
 from specdec.grammar.grammar import Grammar, Kind
 from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
@@ -59,6 +60,10 @@ def sampling_message(sampling: Sampling) -> model_pb2.Sampling:
         min_p=sampling.min_p,
         seed=sampling.seed,
     )
+
+
+def outlook_from(message: verifier_pb2.VerifyOpened | verifier_pb2.Commit) -> Outlook:
+    return Outlook(message.drafting_wanted, message.min_candidate_probability)
 
 
 def contrast_from(message: model_pb2.Contrast) -> Contrast:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from orchestrator.generation.draft_control import (
+    BREAK_EVEN_SHARE,
     FIRST_MIN_PROBABILITY,
     PAUSED_COMMIT_TOKENS,
-    PRICE_SHARE,
     DraftControl,
     first_min_probability,
 )
@@ -20,11 +20,11 @@ class Text:
     def __init__(self) -> None:
         self.base = 10
 
-    def commit(self, price: float, **fields: Any) -> verifier_pb2.Commit:
+    def commit(self, break_even: float, **fields: Any) -> verifier_pb2.Commit:
         self.base += 1
         committed = model_pb2.Committed(base=self.base - 1, tokens=[self.base])
         return verifier_pb2.Commit(
-            committed=committed, drafting_wanted=price < 1, min_candidate_probability=price, steps=1, **fields
+            committed=committed, drafting_wanted=break_even < 1, min_candidate_probability=break_even, steps=1, **fields
         )
 
 
@@ -35,13 +35,13 @@ def kinds(messages: list[draft_pb2.DraftRequest]) -> list[str | None]:
 def test_a_draft_expands_what_may_be_worth_its_row_a_step_later() -> None:
     draft_control, text = DraftControl(draft_pb2.DraftPolicy(), needed=False), Text()
     policy, committed = draft_control.messages(text.commit(0.5, step_us=1000))
-    assert abs(policy.policy.min_path_probability - PRICE_SHARE * 0.5) < 1e-6
+    assert abs(policy.policy.min_path_probability - BREAK_EVEN_SHARE * 0.5) < 1e-6
     assert (committed.committed.base, list(committed.committed.tokens)) == (10, [11])
     assert kinds(list(draft_control.messages(text.commit(0.52, step_us=1000)))) == ["committed"]  # hardly changed
 
 
 def test_before_the_first_commit_it_expands_only_what_is_probable() -> None:
-    assert {first_min_probability(price) for price in (0.0, 0.5, 1.0)} == {FIRST_MIN_PROBABILITY}
+    assert {first_min_probability(break_even) for break_even in (0.0, 0.5, 1.0)} == {FIRST_MIN_PROBABILITY}
 
 
 def test_it_pauses_while_nothing_pays_and_hears_of_many_tokens_together() -> None:

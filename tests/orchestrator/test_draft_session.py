@@ -22,13 +22,14 @@ from orchestrator.generation.speculation_state import SpeculationState
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pod, Pods
 from specdec.decoding.sampling import Rule
+from specdec.decoding.speculation import Outlook
 from specdec.serving.pods.breaker import FAILURES
 from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
 from tests.orchestrator.samples import context
 from tests.orchestrator.test_drafting import Sink
 
 NODES = 16
-STATE = SpeculationState(True, max_nodes=NODES, drafting_wanted=True, min_candidate_probability=0.5)
+STATE = SpeculationState(True, NODES, Outlook(drafting_wanted=True, break_even=0.5))
 
 
 class Stream:

@@ -7,7 +7,7 @@ import pytest
 from orchestrator.generation.draft_control import FIRST_MIN_PROBABILITY
 from orchestrator.generation.speculation_state import SpeculationState
 from specdec.decoding.sampling import Rule
-from specdec.decoding.speculation import ALL_DRAFTERS, OWN_DRAFTERS, SpeculationOptions, drafters_of
+from specdec.decoding.speculation import ALL_DRAFTERS, OWN_DRAFTERS, Outlook, SpeculationOptions, drafters_of
 from specdec.v2 import verifier_pb2
 from tests.orchestrator.samples import sample
 
@@ -21,8 +21,8 @@ def test_what_changes_makes_another_state() -> None:
     )
     committed = opened.after_commit(verifier_pb2.Commit(min_candidate_probability=0.5))
     assert begun == SpeculationState(drafted=True)
-    assert opened == SpeculationState(True, max_nodes=64, drafting_wanted=True, min_candidate_probability=0.25)
-    assert committed == SpeculationState(True, max_nodes=64, drafting_wanted=False, min_candidate_probability=0.5)
+    assert opened == SpeculationState(True, 64, Outlook(drafting_wanted=True, break_even=0.25))
+    assert committed == SpeculationState(True, 64, Outlook(drafting_wanted=False, break_even=0.5))
 
 
 def test_a_verifier_that_grants_nothing_grants_one() -> None:
@@ -40,7 +40,7 @@ def test_a_verifier_that_grants_nothing_grants_one() -> None:
     ],
 )
 def test_when_a_draft_is_worth_asking(drafted: bool, wanted: bool, fields: dict[str, object], worth: bool) -> None:
-    assert SpeculationState(drafted, drafting_wanted=wanted).worth_a_draft(sample(**fields)) is worth
+    assert SpeculationState(drafted, outlook=Outlook(wanted)).worth_a_draft(sample(**fields)) is worth
 
 
 def test_a_verifier_waits_for_a_draft_only_while_there_is_one() -> None:
@@ -51,7 +51,7 @@ def test_a_verifier_waits_for_a_draft_only_while_there_is_one() -> None:
 
 
 def test_a_draft_opens_with_what_pays_now() -> None:
-    state = SpeculationState(True, max_nodes=64, drafting_wanted=False, min_candidate_probability=0.5)
+    state = SpeculationState(True, 64, Outlook(drafting_wanted=False, break_even=0.5))
     policy = state.draft_policy(sample(speculation=SpeculationOptions(max_depth=3, max_branches=2)))
     assert (policy.max_nodes, policy.max_depth, policy.max_branches) == (64, 3, 2)
     assert policy.paused
@@ -60,6 +60,6 @@ def test_a_draft_opens_with_what_pays_now() -> None:
 
 @pytest.mark.parametrize("fields", [{"speculation": FORCED}, {"rule": Rule.CONTRASTIVE}])
 def test_a_draft_that_is_forced_opens_with_all_that_it_finds(fields: dict[str, object]) -> None:
-    policy = SpeculationState(True, drafting_wanted=False).draft_policy(sample(**fields))
+    policy = SpeculationState(True).draft_policy(sample(**fields))
     assert not policy.paused
     assert not policy.min_path_probability

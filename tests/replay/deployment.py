@@ -189,7 +189,8 @@ class Deployment:
             self._line(
                 f"step at={moment - 1000:.6f} mode={self._steps._speculation.mode.value.replace('_', '-')} "
                 f"rows={self._target.rows - rows} candidates={load.drafted - candidates} "
-                f"price={self._steps._speculation.eligibility.price:.5f} preempted={load.preemptions - preempted}"
+                f"break_even={self._steps._speculation.eligibility.break_even:.5f} "
+                f"preempted={load.preemptions - preempted}"
             )
         elif wait is None or wait > 0:
             self._clock.now += min(IDLE_SECONDS, IDLE_SECONDS if wait is None else wait) + 1e-9
@@ -236,7 +237,7 @@ class Deployment:
             "accepted": commit.accepted,
             "steps": commit.steps,
             "finish": commit.finish_reason,
-            "price": f"{commit.min_candidate_probability if commit.drafting_wanted else 1.0:.5f}",
+            "break_even": f"{commit.min_candidate_probability if commit.drafting_wanted else 1.0:.5f}",
             "drafted": commit.drafted_sessions,
             "waited": commit.waited_us,
             "queued": commit.queued_us,
@@ -310,15 +311,15 @@ class Deployment:
         text.verifier = self._verifier.parse(request, None)
         self._verifier.attach(text.verifier, text.verifier_mail, Timeline())
         opened = self._verifier.opened(text.verifier).opened
-        price = opened.min_candidate_probability if opened.drafting_wanted else 1.0
-        self._line(f"{text.number} opens price={price:.5f}")
+        break_even = opened.min_candidate_probability if opened.drafting_wanted else 1.0
+        self._line(f"{text.number} opens break_even={break_even:.5f}")
         self._read(text)
         if text.request.draft is not None:
             needed = text.request.rule == CONTRASTIVE
             growth = draft_pb2.DraftPolicy(**text.request.draft)
             if not needed:
                 growth.paused = not opened.drafting_wanted
-                growth.min_path_probability = first_min_probability(price)
+                growth.min_path_probability = first_min_probability(break_even)
             text.draft_control = DraftControl(growth, needed=needed)
             self._later(text.request.delay, lambda: self._open_draft(text, growth))
 

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from specdec.decoding.speculation import Outlook
 from specdec.decoding.tree import Paths
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
@@ -69,8 +70,8 @@ class Counting(SessionBackend):
             self.running.remove(session)
             self.ended.append(session)
 
-    def drafting_outlook(self, session: Count, sessions: int) -> tuple[bool, float]:
-        return True, 0.25
+    def outlook(self, session: Count, sessions: int) -> Outlook:
+        return Outlook(drafting_wanted=True, break_even=0.25)
 
     def memory(self) -> MemoryUse:
         return MemoryUse(1000, 10 * len(self.running), 0)

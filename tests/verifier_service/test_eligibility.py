@@ -38,11 +38,11 @@ def test_no_draft_is_used_while_no_candidate_pays() -> None:
     assert eligibility.uses_remote_draft(drafted)
     assert eligibility.lacks_remote_draft(drafted)
     for _ in range(100):
-        eligibility.observe_price(1.5, smoothing=0.2)
+        eligibility.observe_break_even(1.5, smoothing=0.2)
     assert not eligibility.uses_remote_draft(drafted)
     assert not eligibility.lacks_remote_draft(drafted)
     assert eligibility.uses_remote_draft(forced)
-    eligibility.observe_price(0.5, smoothing=0.2)
+    eligibility.observe_break_even(0.5, smoothing=0.2)
     assert eligibility.uses_remote_draft(drafted)
 
 

@@ -16,7 +16,9 @@ def wait(
     draft_timing: DraftTiming, base: int, now: float, *, expected: float = 1.0, leaf: float = 1.0, patience: float = 1.0
 ) -> float | None:
     """Return the delay for a lone session at the end of a step."""
-    wait_estimate = draft_timing.wait_estimate(base, now, expected=expected, leaf=leaf, price=0.0, patience=patience)
+    wait_estimate = draft_timing.wait_estimate(
+        base, now, expected=expected, leaf=leaf, break_even=0.0, patience=patience
+    )
     return delay_until([wait_estimate], now, now, STEP)
 
 
@@ -105,7 +107,7 @@ class TestOneSession:
         assert until is not None
         for later in (0.0, 0.001, 0.01):
             assert draft_timing.wait_estimate(
-                100, until + later, expected=1.0, leaf=1.0, price=0.0, patience=9.0
+                100, until + later, expected=1.0, leaf=1.0, break_even=0.0, patience=9.0
             ) == WaitEstimate(1.0)
 
     def test_late_messages_teach_that_a_draft_is_quick_again(self) -> None:
@@ -186,14 +188,14 @@ class TestManySessions:
         """The step waits for the quick draft's first message, and not again for the slow one."""
         quick, slow = learned(0.002), learned(0.050)
         estimates = [
-            p.wait_estimate(100, 100.0, expected=1.0, leaf=1.0, price=0.0, patience=1.0) for p in (quick, slow)
+            p.wait_estimate(100, 100.0, expected=1.0, leaf=1.0, break_even=0.0, patience=1.0) for p in (quick, slow)
         ]
         until = delay_until(estimates, 100.0, 100.0, STEP)
         assert until == pytest.approx(100.004, abs=0.002)
         quick.arrived(100, 100.002)
         estimates = [
-            quick.wait_estimate(100, 100.002, expected=3.0, leaf=0.1, price=0.0, patience=1.0),
-            slow.wait_estimate(100, 100.002, expected=1.0, leaf=1.0, price=0.0, patience=1.0),
+            quick.wait_estimate(100, 100.002, expected=3.0, leaf=0.1, break_even=0.0, patience=1.0),
+            slow.wait_estimate(100, 100.002, expected=1.0, leaf=1.0, break_even=0.0, patience=1.0),
         ]
         assert delay_until(estimates, 100.002, 100.0, STEP) is None
 
@@ -203,8 +205,8 @@ def test_a_row_must_be_worth_its_price() -> None:
     draft_timing = DraftTiming()
     draft_timing.committed(100, 100.0)
 
-    def gain(price: float) -> float:
-        return draft_timing.wait_estimate(100, 100.0, expected=1.0, leaf=1.0, price=price, patience=1.0).gain
+    def gain(break_even: float) -> float:
+        return draft_timing.wait_estimate(100, 100.0, expected=1.0, leaf=1.0, break_even=break_even, patience=1.0).gain
 
     free = gain(0.0)
     assert 0 < gain(0.35) < 0.6 * free  # initial acceptance estimate: 0.7

@@ -84,18 +84,18 @@ class TestCandidates:
             assert all(node.path_logprob() <= min(taken, default=0.0) + 1e-9 for node in left)
 
     @given(batches, any_cost, rows_before, limits)
-    def test_the_price_is_what_a_further_candidate_must_be_worth(
+    def test_the_break_even_probability_is_that_of_a_further_candidate(
         self, batch: Batch, latency: StepLatency, rows: int, most: int
     ) -> None:
         offers = [BestNodes.of(tree.by_path_logprob(), limit) for tree, limit in batch]
-        chosen, price, _ = select_candidates(offers, latency, rows, most)
+        chosen, break_even, _ = select_candidates(offers, latency, rows, most)
         left = [
             math.exp(node.path_logprob())
             for (tree, limit), nodes in zip(batch, chosen, strict=True)
             for node in tree.best(limit)[len(nodes) :]
         ]
         if sum(map(len, chosen)) < most:
-            assert all(path_logprob < price * (1 + 1e-9) for path_logprob in left)
+            assert all(path_logprob < break_even * (1 + 1e-9) for path_logprob in left)
 
     @given(batches, st.floats(0.0, 20.0), st.floats(0.0, 20.0), rows_before, limits)
     def test_dearer_rows_are_fewer(self, batch: Batch, one: float, other: float, rows: int, most: int) -> None:
@@ -173,7 +173,7 @@ class TestPrefillChunks:
 
     @given(remaining, any_cost, budgets)
     def test_everything_goes_when_nobody_decodes(self, prompts: list[int], latency: StepLatency, most: int) -> None:
-        """Up to `most`, at any price."""
+        """Up to `most`, at any cost."""
         assert prefill_chunks(prompts, 0, latency, 0, max(most, sum(prompts))) == prompts
         assert sum(prefill_chunks(prompts, 0, latency, 0, most)) == min(sum(prompts), max(most, len(prompts)))
 
@@ -274,18 +274,18 @@ class TestWindowCosts:
 
     @pytest.mark.parametrize(("gain", "index"), [(8.0, 0), (7.0, 0), (6.9, 1), (2.0, 1), (1.9, None)])
     def test_the_first_that_brings_what_it_costs(self, gain: float, index: int | None) -> None:
-        prices = WindowCosts(4.0, StepLatency((1, 2), [1.0, 2.0]), 4)
-        assert prices.affordable(self.sizes, gain) == (None if index is None else self.sizes[index])
+        costs = WindowCosts(4.0, StepLatency((1, 2), [1.0, 2.0]), 4)
+        assert costs.affordable(self.sizes, gain) == (None if index is None else self.sizes[index])
 
     def test_none_of_none(self) -> None:
         assert WindowCosts(4.0, FREE, 4).affordable((), 9.0) is None
 
     def test_rows_that_others_have_taken_count(self) -> None:
         """In a step twice as long, each row costs half."""
-        prices = WindowCosts(4.0, StepLatency((1, 2), [1.0, 2.0]), 4)
-        assert prices.affordable(self.sizes, 3.5) == self.sizes[1]
-        prices.add(4)
-        assert prices.affordable(self.sizes, 3.5) == self.sizes[0]
+        costs = WindowCosts(4.0, StepLatency((1, 2), [1.0, 2.0]), 4)
+        assert costs.affordable(self.sizes, 3.5) == self.sizes[1]
+        costs.add(4)
+        assert costs.affordable(self.sizes, 3.5) == self.sizes[0]
 
 
 def test_a_fixed_cost_is_what_it_says() -> None:

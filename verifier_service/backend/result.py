@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from specdec.decoding.logprobs import TokenLogprobs
+from specdec.decoding.speculation import NO_DRAFT_PAYS, Outlook
 
 
 class TokenSource(IntEnum):
@@ -71,7 +72,6 @@ class StepTimes:
     queued: float  # for memory, since its last commit
     cached: int = 0  # on the first commit: tokens found in the KV cache
     preemptions: int = 0  # of the session so far
-    drafting_wanted: bool = False  # a draft's candidates for this session are in use
-    min_candidate_probability: float = 0.0  # the break-even probability
+    outlook: Outlook = NO_DRAFT_PAYS
     drafted: int = 0  # sessions of the pod with a draft
     round_trip: float = 0.0  # to the session's draft and back; 0: unknown

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
+from specdec.decoding.speculation import Outlook
 from specdec.decoding.tree import Paths
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
@@ -87,7 +88,7 @@ class SessionBackend(Worker):
         """Forget a session in any state and free its memory. Idempotent; in the worker's thread."""
 
     @abstractmethod
-    def drafting_outlook(self, session: Any, sessions: int) -> tuple[bool, float]:
+    def outlook(self, session: Any, sessions: int) -> Outlook:
         """Return (whether candidates of a remote draft are wanted, the break-even probability) for a new session, the
         last of `sessions` like it. Thread-safe."""
 

@@ -5,7 +5,7 @@ the tokens they bring per second they add exceed the step's rate without them (L
 decoding for serving large language models using goodput"). In a step of n rows that brings E tokens, after S seconds of
 proposers, the next candidate pays if
 
-    q  >=  price  =  E * (T_v(n + 1) - T_v(n)) / (T_v(n) + S)
+    q  >=  break_even  =  E * (T_v(n + 1) - T_v(n)) / (T_v(n) + S)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Selection(NamedTuple):
 
     nodes: list[list[Node]]
     """The candidates of each session, best first; always a connected tree."""
-    price: float
+    break_even: float
     """The break-even probability: minimum probability of another candidate to pay. Where row costs are uncertain, it is
     the optimistic one, so that there are candidates to try."""
     exploring: float | None = None
@@ -54,32 +54,32 @@ def select_candidates(
     ranked = sorted((-logprob, index) for index, offer in enumerate(offers) for logprob in offer.logprobs)[:most]
     gains = [math.exp(-negative) for negative, _ in ranked]
     seconds = latency.span(rows, rows + len(gains) + 2)
-    expected, taken, price = float(rows), 0, rows * (seconds[1] - seconds[0]) / (seconds[0] + spent)
+    expected, taken, break_even = float(rows), 0, rows * (seconds[1] - seconds[0]) / (seconds[0] + spent)
     for gain in gains:
-        if gain < price:
+        if gain < break_even:
             break
         taken += 1
         expected += gain
-        price = expected * (seconds[taken + 1] - seconds[taken]) / (seconds[taken] + spent)
+        break_even = expected * (seconds[taken + 1] - seconds[taken]) / (seconds[taken] + spent)
     paying = taken
     if explore:
-        least = _optimistic_price(expected, latency, rows + paying, spent)
+        least = _optimistic_break_even(expected, latency, rows + paying, spent)
         if paying < len(gains) and latency.may_explore and least <= gains[paying]:
             taken = min(len(gains), latency.next_point(rows + paying) - rows)
         else:
             taken = min(paying, latency.uncertain_below(rows + paying, rows) - rows)
-        if price > EXPLORED_PROBABILITY:
-            price = min(price, max(least, EXPLORED_PROBABILITY))
+        if break_even > EXPLORED_PROBABILITY:
+            break_even = min(break_even, max(least, EXPLORED_PROBABILITY))
     counts = [0] * len(offers)
     for _, index in ranked[:taken]:
         counts[index] += 1
     chosen = [offer.nodes[:count] for offer, count in zip(offers, counts, strict=True)]
     if taken == paying:
-        return Selection(chosen, price)
-    return Selection(chosen, price, seconds[paying] * (rows + sum(gains[:taken])) / expected)
+        return Selection(chosen, break_even)
+    return Selection(chosen, break_even, seconds[paying] * (rows + sum(gains[:taken])) / expected)
 
 
-def _optimistic_price(expected: float, latency: StepLatency, rows: int, spent: float) -> float:
+def _optimistic_break_even(expected: float, latency: StepLatency, rows: int, spent: float) -> float:
     """Return a lower bound of the break-even probability between `rows` rows and the next measured point."""
     more, time = latency.next_point(rows), latency.of(rows)
     return expected * (latency.optimistic(rows, more) - time) / max(more - rows, 1) / (time + spent)
@@ -96,12 +96,12 @@ class WindowCosts:
     def __init__(self, tokens: float, latency: StepLatency, rows: int, *, may_explore: bool = False) -> None:
         self._tokens, self._latency, self._rows = tokens, latency, rows
         self._may_explore = may_explore
-        self._prices: dict[Lookahead, float] = {}  # cost by size: needed for every session of the step
+        self._costs: dict[Lookahead, float] = {}  # cost by size: needed for every session of the step
 
     def add(self, rows: int) -> None:
         """Add the rows of an opened window."""
         self._rows += rows
-        self._prices.clear()
+        self._costs.clear()
 
     def affordable(self, sizes: Sequence[Lookahead], gain: float) -> Lookahead | None:
         """Return the first size of window with a cost of at most `gain`, the tokens it brings a step; None if there is
@@ -119,8 +119,8 @@ class WindowCosts:
         return size
 
     def _of(self, size: Lookahead) -> float:
-        price = self._prices.get(size)
-        if price is None:
+        cost = self._costs.get(size)
+        if cost is None:
             with_it, without = self._latency.of(self._rows + size.rows), self._latency.of(self._rows)
-            price = self._prices[size] = self._tokens * (with_it / without - 1.0)
-        return price
+            cost = self._costs[size] = self._tokens * (with_it / without - 1.0)
+        return cost

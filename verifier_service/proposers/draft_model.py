@@ -72,15 +72,15 @@ class DraftModelProposer(Proposer):
     def propose(self, step: ComingStep) -> ProposalStats:
         decoding = step.decoding
         asked = [session for session in decoding if step.eligibility.uses_local_model(session)]
-        return self.guess(asked, len(decoding), step.latency, step.price) if asked else NO_PROPOSALS
+        return self.guess(asked, len(decoding), step.latency, step.break_even) if asked else NO_PROPOSALS
 
     def guess(
-        self, sessions: Sequence[VerifierSession], decoding: int, latency: StepLatency, price: float
+        self, sessions: Sequence[VerifierSession], decoding: int, latency: StepLatency, break_even: float
     ) -> ProposalStats:
         """Propose candidates to these sessions, while that is worth its time before the next step.
 
-        The step has `decoding` sessions; `latency`: of the target's steps; `price`: the break-even probability.
-        Sessions are skipped if their existing candidates promise more than a chain.
+        The step has `decoding` sessions; `latency`: of the target's steps. Sessions are skipped if their existing
+        candidates promise more than a chain.
         """
         begin = time.monotonic()
         chains: list[DraftChain] = []
@@ -92,7 +92,7 @@ class DraftModelProposer(Proposer):
                     if session.best_nodes.expected - 1.0 < self._expected_accepted(session)
                 ]
             )
-            self._go_on(chains, decoding, latency, price, begin)
+            self._go_on(chains, decoding, latency, break_even, begin)
         except Exception as error:
             self._fail(error)
         for chain in chains:
@@ -129,7 +129,7 @@ class DraftModelProposer(Proposer):
         return chains
 
     def _go_on(
-        self, chains: Sequence[DraftChain], decoding: int, latency: StepLatency, price: float, begin: float
+        self, chains: Sequence[DraftChain], decoding: int, latency: StepLatency, break_even: float, begin: float
     ) -> None:
         """Extend chains by one token a pass, while a pass adds more tokens a second than the step would have without
         it."""
@@ -138,8 +138,8 @@ class DraftModelProposer(Proposer):
         while longer:
             expected += sum(math.exp(chain.path_logprob) for chain in longer)
             rows += len(longer)
-            going = [chain for chain in longer if not chain.ended and self._gain(chain) > price]
-            gain = sum(self._gain(chain) - price for chain in going)
+            going = [chain for chain in longer if not chain.ended and self._gain(chain) > break_even]
+            gain = sum(self._gain(chain) - break_even for chain in going)
             rate = expected / (latency.of(rows) + time.monotonic() - begin)
             # The pass delays the whole step: it must add more tokens than the step brings in that time.
             if gain <= rate * self._latency.of(len(going)):

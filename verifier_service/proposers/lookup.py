@@ -16,7 +16,7 @@ class LookupProposer(Proposer):
 
     def propose(self, step: ComingStep) -> ProposalStats:
         for session in step.proposed_for():
-            session.propose_ngrams(step.price, self._cache.tokens_of(session.request.tenant))
+            session.propose_ngrams(step.break_even, self._cache.tokens_of(session.request.tenant))
         return NO_PROPOSALS
 
     def finished(self, session: VerifierSession) -> None:

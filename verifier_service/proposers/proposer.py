@@ -45,7 +45,7 @@ class ComingStep:
     sessions: Sequence[VerifierSession]  # the ready ones
     eligibility: Eligibility
     latency: StepLatency
-    price: float  # the break-even probability
+    break_even: float  # probability
 
     @property
     def decoding(self) -> list[VerifierSession]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from specdec.decoding.speculation import Outlook
 from specdec.serving.response_queue import ResponseQueue
 from verifier_service.backend.result import StepTimes, VerifyResult
 from verifier_service.scheduling.run_queue import RunQueue
@@ -101,8 +102,7 @@ class CommitPublisher:
             queued=entry.queued,
             cached=cached,
             preemptions=entry.preemptions,
-            drafting_wanted=entry.drafting_wanted,
-            min_candidate_probability=self._eligibility.price,
+            outlook=Outlook(entry.drafting_wanted, self._eligibility.break_even),
             drafted=self._drafted,
             round_trip=session.draft_timing.round_trip,
         )

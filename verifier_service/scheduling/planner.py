@@ -67,7 +67,7 @@ class Alone:
     places: list[int]  # of its sessions among the speculating ones
     roots: int
     nodes: list[list[Node]]
-    price: float
+    break_even: float
     rows: int = 0  # of lookahead windows
 
     @property
@@ -129,9 +129,9 @@ class Planner:
         if division is not None and division.measures:
             prompts = [entry for entry in prompts if entry.tenant in urgent.tenants]
         decoding, latency = len(plain) + len(speculating), self._threads.latency
-        chosen, windows, price = self._speculate(speculating, decoding, spent, division, may_explore=not prompts)
+        chosen, windows, break_even = self._speculate(speculating, decoding, spent, division, may_explore=not prompts)
         if decoding:
-            self._eligibility.observe_price(price, self._tuning.price_smoothing)
+            self._eligibility.observe_break_even(break_even, self._tuning.break_even_smoothing)
         for entry in (*plain, *prompts):
             entry.session.ngrams.close_window()
         pack: Callable[[], PackedBatch]
@@ -223,7 +223,7 @@ class Planner:
             # One experiment a step: with two, their costs could not be told apart.
             may_explore = may_explore and found.exploring is None
             opened = open_windows(sessions, found.nodes, decoding, free, latency, eligibility, may_explore=may_explore)
-            return found.nodes, opened, found.price
+            return found.nodes, opened, found.break_even
         offers = [session.candidates() for session in sessions]
         together = select_candidates(offers, latency, decoding, free, spent)
         chosen = together.nodes
@@ -231,7 +231,7 @@ class Planner:
         for tenant, places in _places(speculating).items():
             roots = len(division.tenants[tenant].decoders)
             found = select_candidates([offers[i] for i in places], latency, roots, free, spent)
-            own[tenant] = alone = Alone(places, roots, found.nodes, found.price)
+            own[tenant] = alone = Alone(places, roots, found.nodes, found.break_even)
             some = [sessions[i] for i in places]
             alone.rows = window_rows(some, alone.nodes, roots, free - alone.count, latency, eligibility)
         windowed = sum(alone.rows for alone in own.values())
@@ -244,7 +244,7 @@ class Planner:
         # The joint choice has the highest total goodput: keep it where no tenant pays for it.
         if division.is_fair(rows, got, wanted):
             free = min(free - sum(map(len, chosen)), windowed)
-            return chosen, open_windows(sessions, chosen, decoding, free, latency, eligibility), together.price
+            return chosen, open_windows(sessions, chosen, decoding, free, latency, eligibility), together.break_even
         allowed = division.candidates({tenant: extra for tenant, (extra, _) in wanted.items()})
         windows: list[LookaheadRows | None] = [None] * len(sessions)
         for tenant, alone in own.items():
@@ -258,7 +258,7 @@ class Planner:
             free -= count + sum(len(window.nodes) for window in opened if window is not None)
             for i, of_session, window in zip(alone.places, nodes, opened, strict=True):
                 chosen[i], windows[i] = of_session, window
-        return chosen, windows, min(alone.price for alone in own.values())
+        return chosen, windows, min(alone.break_even for alone in own.values())
 
     def _within_parts(
         self, chunks: Sequence[tuple[RunningSession, int]], division: Division, urgent: Collection[str], rows: int

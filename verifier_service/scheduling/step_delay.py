@@ -51,15 +51,15 @@ class StepDelay:
         *,
         last_step: float,
         latency: StepLatency,
-        price: float,
+        break_even: float,
     ) -> float | None:
         """Return the seconds to delay the step of these sessions; None: step now. `drafted`: which sessions use a
-        remote draft; `last_step`: end of the last step; `price`: the break-even probability."""
+        remote draft; `last_step`: end of the last step."""
         # A prompt fills the device anyway, and its first token would be late.
         if any(session.remaining_prompt for session in sessions):
             return None
         estimates = [
-            session.wait_estimate(now, price) if has_draft else WITHOUT_DRAFT
+            session.wait_estimate(now, break_even) if has_draft else WITHOUT_DRAFT
             for session, has_draft in zip(sessions, drafted, strict=True)
         ]
         of_tenants: defaultdict[str, list[WaitEstimate]] = defaultdict(list)

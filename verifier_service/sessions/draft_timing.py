@@ -65,11 +65,11 @@ class DraftTiming:
             self._acceptance += self._tuning.acceptance_smoothing * (right - self._acceptance)
 
     def wait_estimate(
-        self, base: int, now: float, *, expected: float, leaf: float, price: float, patience: float
+        self, base: int, now: float, *, expected: float, leaf: float, break_even: float, patience: float
     ) -> WaitEstimate:
         """Return the wait estimate of a session with a text of `base` tokens.
 
-        `expected`: tokens from a step now; `leaf`: path probability of the best leaf; `price`: the break-even
+        `expected`: tokens from a step now; `leaf`: path probability of the best leaf; `break_even`: the break-even
         probability, to be exceeded by the gain of a candidate below that leaf. Waiting ends at twice the usual time of
         a message, or `patience` seconds after the last commit.
         """
@@ -78,7 +78,7 @@ class DraftTiming:
         begun = self._commits[base]
         since, usual = (self._last[base], self._gap) if base in self._last else (begun, self._delay)
         until = min(since + 2 * usual, begun + patience)
-        gain = self._acceptance * leaf - price
+        gain = self._acceptance * leaf - break_even
         if self._given_up or now >= until or gain <= 0:
             return WaitEstimate(expected)
         self._awaited = until

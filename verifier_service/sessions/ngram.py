@@ -93,7 +93,7 @@ class SessionNgrams:
     def propose(
         self,
         tree: TokenTree,
-        price: float,
+        break_even: float,
         shared: Tokens | None,
         *,
         every: bool,
@@ -103,7 +103,7 @@ class SessionNgrams:
     ) -> bool:
         """Add candidates to the tree: n-gram lookups in the text and in `shared` texts, and n-grams of the window.
 
-        `price`: the break-even probability, used to drop improbable ones; `every`: add all n-grams of the window;
+        Those far below `break_even`, a path probability, are dropped. `every`: add all n-grams of the window;
         `sampled`: candidates need a distribution (REJECTION). Return False if no lookup was made: it was made for this
         length of the text before, or this step is skipped.
         """
@@ -114,22 +114,22 @@ class SessionNgrams:
             self._skipped += 1
             return False
         self._skipped = 0
-        worth = math.log(max(tuning.min_probability, price * tuning.price_share))
+        least = math.log(max(tuning.min_probability, break_even * tuning.break_even_share))
         text = self._text[: self._length]
         for tokens, match in continuations(text, text[-MAX_MATCH:], tuning.branches, tuning.depth) if lookups else ():
             # A continuation reaching the end of the text wraps around: the text is assumed to repeat itself.
-            self._insert_lookup(tree, np.resize(tokens, tuning.depth), match, worth, sampled)
+            self._insert_lookup(tree, np.resize(tokens, tuning.depth), match, least, sampled)
         if shared is not None and lookups:
             for tokens, match in continuations(shared, text[-MAX_MATCH:], tuning.branches, tuning.depth):
-                self._insert_lookup(tree, tokens, match, worth, sampled)
+                self._insert_lookup(tree, tokens, match, least, sampled)
         if self.pool is not None and windows:
             for ngram in self.pool.after(int(text[-1])):
-                logprobs = self.lookahead_confidence.logprobs(1, len(ngram), -math.inf if every else worth)
+                logprobs = self.lookahead_confidence.logprobs(1, len(ngram), -math.inf if every else least)
                 self._insert(tree, ngram[: len(logprobs)], logprobs, 1, LOOKAHEAD, sampled)
         return True
 
-    def _insert_lookup(self, tree: TokenTree, tokens: Tokens, match: int, worth: float, sampled: bool) -> None:
-        logprobs = self.lookup_confidence.logprobs(match, len(tokens), worth)
+    def _insert_lookup(self, tree: TokenTree, tokens: Tokens, match: int, least: float, sampled: bool) -> None:
+        logprobs = self.lookup_confidence.logprobs(match, len(tokens), least)
         self._insert(tree, tokens[: len(logprobs)].tolist(), logprobs, match, NGRAM, sampled)
 
     def _insert(

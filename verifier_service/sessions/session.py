@@ -226,13 +226,13 @@ class VerifierSession:
         rule = self.request.sampler.rule
         return self.policy.own and (rule is Rule.COUPLED or (rule is Rule.REJECTION and not self.policy.remote))
 
-    def propose_ngrams(self, price: float, shared: Tokens | None) -> None:
-        """Add n-gram proposals to the tree, once for each length of the text. `price`: the break-even probability;
-        `shared`: finished texts of the tenant."""
+    def propose_ngrams(self, break_even: float, shared: Tokens | None) -> None:
+        """Add n-gram proposals to the tree, once for each length of the text; `shared`: finished texts of the
+        tenant."""
         every = self.policy.lookahead is not None
         if self.ngrams.propose(
             self.tree,
-            price,
+            break_even,
             shared,
             every=every,
             sampled=self.samples_candidates,
@@ -281,8 +281,7 @@ class VerifierSession:
         """Return the candidates to choose from for the coming step."""
         return self.best_nodes if self.max_candidates else NO_NODES
 
-    def wait_estimate(self, now: float, price: float) -> WaitEstimate:
-        """Return the wait estimate of the session; `price`: the break-even probability."""
+    def wait_estimate(self, now: float, break_even: float) -> WaitEstimate:
         best = self.best_nodes
         if self.policy.patience <= 0:
             return WaitEstimate(best.expected)
@@ -291,7 +290,7 @@ class VerifierSession:
             now,
             expected=best.expected,
             leaf=best.leaf,
-            price=price,
+            break_even=break_even,
             patience=self.policy.patience,
         )
 

@@ -209,7 +209,7 @@ class NgramTuning:
     """Maximum continuations of a lookup, and maximum tokens in each."""
 
     min_probability: float = 0.02
-    price_share: float = 0.5
+    break_even_share: float = 0.5
     """Minimum path probability of a proposal in the tree, absolute and as a fraction of the break-even probability:
     below that it may still pay if rows get cheaper."""
 
@@ -279,7 +279,7 @@ class Tuning:
     ngrams: NgramTuning = field(default_factory=NgramTuning)
     draft_model: DraftModelTuning = field(default_factory=DraftModelTuning)
 
-    price_smoothing: float = 0.2
+    break_even_smoothing: float = 0.2
     """Weight of the latest step in the moving average of the break-even probability."""
 
     lifetime_smoothing: float = 0.1

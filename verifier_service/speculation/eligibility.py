@@ -26,18 +26,18 @@ class LocalModel(Protocol):
 
 
 class Eligibility:
-    """Decides which drafters a session may use, from the modes, `prefilling`, and `price`, the break-even probability
-    (moving average)."""
+    """Decides which drafters a session may use, from the modes, `prefilling`, and the moving average of the break-even
+    probability."""
 
     def __init__(self, controllers: Controllers, local_model: LocalModel | None) -> None:
         self.prefilling = False  # prompts use the CPU cores of drafts
-        self.price = 0.0
+        self.break_even = 0.0
         self._controllers = controllers
         self._local_model = local_model
 
-    def observe_price(self, price: float, smoothing: float) -> None:
+    def observe_break_even(self, break_even: float, smoothing: float) -> None:
         """Update the moving average with a step's break-even probability, with weight `smoothing`."""
-        self.price += smoothing * (min(price, 1.0) - self.price)
+        self.break_even += smoothing * (min(break_even, 1.0) - self.break_even)
 
     def uses_remote_draft(self, session: VerifierSession) -> bool:
         """Return True if the session's remote draft should propose candidates. CONTRASTIVE always needs them."""
@@ -45,7 +45,7 @@ class Eligibility:
             return False
         if _insists_on_draft(session):
             return True
-        if self.prefilling or self.price >= NOTHING_PAYS or not session.draft_gain.helps:
+        if self.prefilling or self.break_even >= NOTHING_PAYS or not session.draft_gain.helps:
             return False
         return self._controllers.of(session).mode is Mode.REMOTE_DRAFT
 
