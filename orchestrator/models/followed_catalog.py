@@ -7,14 +7,14 @@ previous revision gets none. A rollback restores the previous value.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 import structlog
 
 from orchestrator.models.catalog import Catalog
 from orchestrator.models.file import LoadedRevision, ModelsFile
 from orchestrator.models.revision import Revision
-from orchestrator.pods.peer_finder import PeerSettings
+from orchestrator.pods.peers import PeerSettings
+from specdec.serving.periodic import Periodic
 from specdec.serving.watched import Watched
 
 log = structlog.get_logger()
@@ -32,32 +32,25 @@ class FollowedCatalog(Catalog):
         self._file = file
         self._watched: Watched[tuple[LoadedRevision, ...]] = Watched(file)
         self._settings = settings
-        self._following: asyncio.Task[None] | None = None
+        self._is_taken = True  # the file as last read
+        self._following = Periodic(self._follow, RELOAD_SECONDS, "models_not_taken")
 
     async def start(self) -> None:
         """Start looking for verifiers, and watching the file for changes."""
         await self._take(self._watched.contents)
-        self._following = asyncio.create_task(self._follow())
+        self._following.start()
 
     async def close(self) -> None:
-        if self._following is not None:
-            self._following.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._following
+        await self._following.close()
         await super().close()
 
     async def _follow(self) -> None:
-        taken = True
-        while True:
-            await asyncio.sleep(RELOAD_SECONDS)
-            try:
-                if await asyncio.to_thread(self._watched.changed):
-                    taken = False
-                if not taken:
-                    await self._take(self._watched.contents)
-                    taken = True
-            except Exception:  # keep serving the previous revisions, and retry
-                log.exception("models_not_taken")
+        """Serve the revisions of a changed file. If that fails, the previous ones are served and it is tried again."""
+        if await asyncio.to_thread(self._watched.changed):
+            self._is_taken = False
+        if not self._is_taken:
+            await self._take(self._watched.contents)
+            self._is_taken = True
 
     async def _take(self, loaded: tuple[LoadedRevision, ...]) -> None:
         """Serve these revisions. A revision keeps its pods if its model is unchanged; with a new model it counts as a

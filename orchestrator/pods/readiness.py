@@ -22,6 +22,7 @@ from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pod
 from orchestrator.pods.unary import answer_of
 from orchestrator.requests.model import ServedModel
+from specdec.serving.periodic import Periodic
 from specdec.v2 import verifier_pb2, verifier_pb2_grpc
 
 log = structlog.get_logger()
@@ -49,14 +50,13 @@ class Readiness:
     ) -> None:
         self._peers = peers
         self._model = model
-        self._look_seconds = look_seconds
         self._clock = clock
         self._reached: Pod | None = None  # by the last poll
         self._lost_at: float | None = None  # time of the first poll without one
         self._fit: set[Pod] = set()  # serve our model, as of their last answer
         self._fingerprints: OrderedDict[str, None] = OrderedDict()  # of models recently seen at verifiers
         self._tried: dict[str, str] | None = None  # problem of each verifier, as last logged
-        self._watching: asyncio.Task[None] | None = None
+        self._watching = Periodic(self._look, look_seconds, "look_failed")
 
     @property
     def ready(self) -> bool:
@@ -84,20 +84,10 @@ class Readiness:
     async def start(self) -> None:
         """Poll once, then start polling in the background."""
         await self._look()
-        self._watching = asyncio.create_task(self._watch())
+        self._watching.start()
 
     async def close(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait([self._watching])
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(self._look_seconds)
-            try:
-                await self._look()
-            except Exception:  # a dead task would never find a verifier again
-                log.exception("look_failed")
+        await self._watching.close()
 
     async def _look(self) -> None:
         """Poll for a reachable verifier; log changes."""

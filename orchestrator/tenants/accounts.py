@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-
-import structlog
+from functools import partial
 
 from orchestrator.tenants.account import Account
 from orchestrator.tenants.file import Tenant, Tenants, TenantsFile
 from specdec.api_keys import hash_of
 from specdec.serving.errors import PermissionDeniedError, UnauthenticatedError
 from specdec.serving.interceptor import Metadata
+from specdec.serving.periodic import Periodic
 from specdec.serving.watched import Watched
-
-log = structlog.get_logger()
 
 HEADER = "authorization"
 SCHEME = "bearer "
@@ -35,20 +32,19 @@ class Accounts:
         self._watched: Watched[Tenants] | None = None if file is None else Watched(file)
         self._by_hash: dict[str, Account] = {}
         self._by_name: dict[str, Account] = {}
-        self._reloading: asyncio.Task[None] | None = None
+        self._reloading: Periodic | None = None
         if self._watched is not None:
             self._take(self._watched.contents)
 
     async def start(self) -> None:
         """Start watching the file for changes."""
         if self._watched is not None:
-            self._reloading = asyncio.create_task(self._reload(self._watched))
+            self._reloading = Periodic(partial(self._reload, self._watched), RELOAD_SECONDS, "tenants_not_taken")
+            self._reloading.start()
 
     async def close(self) -> None:
         if self._reloading is not None:
-            self._reloading.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reloading
+            await self._reloading.close()
 
     def of(self, metadata: Metadata) -> Account:
         """Return the account of a call by its metadata; UnauthenticatedError if its key is missing or unknown."""
@@ -73,13 +69,8 @@ class Accounts:
             raise PermissionDeniedError(f"tenant {tenant.name!r} is not an operator", "NOT_OPERATOR")
 
     async def _reload(self, watched: Watched[Tenants]) -> None:
-        while True:
-            await asyncio.sleep(RELOAD_SECONDS)
-            try:
-                if await asyncio.to_thread(watched.changed):
-                    self._take(watched.contents)
-            except Exception:  # a dead reload task would accept withdrawn keys for ever
-                log.exception("tenants_not_taken")
+        if await asyncio.to_thread(watched.changed):
+            self._take(watched.contents)
 
     def _take(self, tenants: Tenants) -> None:
         """Replace the tenants. Remaining tenants keep their accounts; running requests of removed tenants continue."""

@@ -15,6 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from specdec.openai_api.connections import MAX_HEADER_BYTES, Connections, HttpConnection
+from specdec.serving.periodic import Periodic
 from specdec.serving.watched import Watched
 from specdec.wire.tls_files import TlsError, TlsFiles
 
@@ -64,6 +65,7 @@ class HttpServer:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * unread_seconds))  # connections too
         self._listener = listener
         self._tls = tls
+        self._reloading: Periodic | None = None
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -86,7 +88,9 @@ class HttpServer:
     async def start(self) -> None:
         """Start listening; OSError if that fails."""
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
-        self._reloading = None if self._tls is None else asyncio.create_task(self._tls.keep_up_to_date())
+        if self._tls is not None:
+            self._reloading = Periodic(self._tls.reload, RELOAD_SECONDS, "certificates_not_taken")
+            self._reloading.start()
         up = asyncio.create_task(self._server.up.wait())
         await asyncio.wait({self._serving, up}, return_when=asyncio.FIRST_COMPLETED)
         if not up.done():
@@ -97,7 +101,7 @@ class HttpServer:
         """Stop accepting connections, let running requests finish until the deadline, and cancel the rest."""
         self._server.should_exit = True
         if self._reloading is not None:
-            self._reloading.cancel()
+            await self._reloading.close()
         await self._serving
 
 
@@ -146,13 +150,11 @@ class ServerTls:
             self.context.load_verify_locations(files.authorities)
             self.context.verify_mode = ssl.CERT_REQUIRED
 
-    async def keep_up_to_date(self) -> None:
-        """Check the files every RELOAD_SECONDS. Changes apply to new connections."""
-        while True:
-            await asyncio.sleep(RELOAD_SECONDS)
-            if self._watched.changed():
-                with contextlib.suppress(OSError):  # replaced again meanwhile
-                    self._load()
+    async def reload(self) -> None:
+        """Load the files again if they have changed, for new connections."""
+        if self._watched.changed():
+            with contextlib.suppress(OSError):  # replaced again meanwhile
+                self._load()
 
     def _load(self) -> None:
         assert self._own.certificate is not None

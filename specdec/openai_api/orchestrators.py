@@ -8,17 +8,15 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import grpc
-import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.client import AsyncClient
 from specdec.client.endpoint import ROUND_ROBIN
+from specdec.serving.periodic import Periodic
 from specdec.serving.process.server import PEER_OPTIONS
 from specdec.serving.watched import Watched
 from specdec.wire.address import may_be_several
 from specdec.wire.tls_files import TlsFiles, channel_credentials
-
-log = structlog.get_logger()
 
 KNOWN_SECONDS = 0.5
 """Seconds for which a health result is cached."""
@@ -59,6 +57,7 @@ class Orchestrators:
         self._known_until = float("-inf")
         self._serve = False
         self._asking = asyncio.Lock()
+        self._looking = Periodic(self._look, LOOK_SECONDS, "look_failed")
 
     def client(self) -> AbstractAsyncContextManager[AsyncClient]:
         """Lend a client to a completion."""
@@ -83,20 +82,17 @@ class Orchestrators:
                     self._answered = time.monotonic()
             return self._serve
 
-    async def keep_up_to_date(self) -> None:
-        """Recreate the channels when certificate files have changed, and while no orchestrator behind a DNS name
-        answers. Running requests finish on their old channels."""
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            try:
-                await self._look()
-            except Exception:  # the loop must survive, or nothing is renewed any more
-                log.exception("look_failed")
+    def start(self) -> None:
+        """Start to renew channels."""
+        self._looking.start()
 
     async def close(self) -> None:
+        await self._looking.close()
         await self._current.close()
 
     async def _look(self) -> None:
+        """Recreate the channels when certificate files have changed, and while no orchestrator behind a DNS name
+        answers. Running requests finish on their old channels."""
         await self.serve()
         changed = self._tls is not None and self._tls.changed()
         silent = self._several and time.monotonic() - self._answered > SILENT_SECONDS

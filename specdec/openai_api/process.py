@@ -68,7 +68,7 @@ async def serve(
         await server.start()
     except OSError as error:
         raise ListenError.of(settings.host, settings.port, error) from error
-    watching = asyncio.create_task(orchestrators.keep_up_to_date())
+    orchestrators.start()
     log_settings()
     gc.freeze()  # a full collection, caused by large bodies, would hold the event loop for 0.1 s
     announce(f"{settings.host}:{server.port}")
@@ -78,7 +78,6 @@ async def serve(
         asyncio.get_running_loop().remove_signal_handler(number)  # a second signal kills the process at once
     log.info("draining", seconds=settings.drain_seconds)
     await server.stop()
-    watching.cancel()
     if endpoint is not None:
         await endpoint.close()
     await orchestrators.close()

@@ -34,12 +34,10 @@ pytestmark = pytest.mark.timeout(60)
 @asynccontextmanager
 async def watching(orchestrators: Orchestrators) -> AsyncIterator[Orchestrators]:
     """Renew these orchestrators' connections until the context ends."""
-    task = asyncio.create_task(orchestrators.keep_up_to_date())
+    orchestrators.start()
     try:
         yield orchestrators
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
         await orchestrators.close()
 
 

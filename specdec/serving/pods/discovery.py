@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import structlog
 
+from specdec.serving.periodic import Periodic
 from specdec.wire.address import Address
 
 log = structlog.get_logger()
@@ -62,37 +63,30 @@ class Discovery:
         self._addresses = addresses
         self._pods = pods
         self._resolve = resolve or asyncio.get_running_loop().getaddrinfo
-        self._again_seconds = again_seconds
         self._known: dict[Address, Sequence[str]] = {}
-        self._watching: asyncio.Task[None] | None = None
+        self._watching = Periodic(self._look_again, again_seconds, "discovery_failed")
         self._looking = asyncio.Lock()
 
     async def start(self) -> None:
         """Resolve every name once, successfully or not; then keep resolving in the background."""
         await self._look_up()
-        self._watching = asyncio.create_task(self._watch())
+        self._watching.start()
 
     async def look(self, addresses: Sequence[Address]) -> None:
         """Switch to these addresses."""
         self._addresses = addresses
-        if self._watching is None:
-            await self.start()
-        else:
+        if self._watching.is_started:
             await self._look_up()
+        else:
+            await self.start()
 
     async def close(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait([self._watching])
+        await self._watching.close()
 
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(self._again_seconds)
-            try:
-                await self._look_up()
-                await self._pods.close_idle()
-            except Exception:  # for example while certificates are being replaced
-                log.exception("discovery_failed")
+    async def _look_again(self) -> None:
+        """Resolve the names again; this may fail, for example while certificates are being replaced."""
+        await self._look_up()
+        await self._pods.close_idle()
 
     async def _look_up(self) -> None:
         """Resolve all names and update the pods. A name that cannot be resolved now keeps its pods: the circuit
