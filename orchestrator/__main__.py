@@ -19,15 +19,13 @@ with needed_by("orchestrator", "orchestrator"):
     from orchestrator.models.file import LoadedRevision, ModelsFile, ModelsFileError, RevisionEntry, check_name
     from orchestrator.models.followed_catalog import FollowedCatalog
     from orchestrator.models.revision import Revision
-    from orchestrator.pods.peer_finder import PeerSettings
-    from orchestrator.pods.peers import Peers
+    from orchestrator.pods.peers import Peers, PeerSettings
     from orchestrator.pods.pods import Pods
     from orchestrator.requests.model import ServedModel
     from orchestrator.servicer import GenerationServicer
-    from orchestrator.siblings import Siblings
     from orchestrator.tenants.accounts import Accounts
     from orchestrator.tenants.file import TenantsFile, TenantsFileError
-    from orchestrator.workers import supervise
+    from orchestrator.workers import Siblings, supervise
     from specdec import ports
     from specdec.command_line import (
         address,

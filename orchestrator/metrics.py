@@ -9,7 +9,7 @@ from typing import get_args
 from prometheus_client.metrics_core import Metric
 
 from orchestrator.models.stats import FINISH_REASONS, OrchestratorStats
-from orchestrator.text.failover_events import FailoverReason
+from orchestrator.text.request_timeline import FailoverReason
 from specdec.serving.errors import STATUS, PeerLostError, PermissionDeniedError
 from specdec.serving.metrics.families import Families
 from specdec.v2 import generation_pb2

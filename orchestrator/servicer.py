@@ -23,13 +23,13 @@ from orchestrator.pods.readiness import VERIFIER
 from orchestrator.requests.parsing import MAX_SAMPLES, grammar_field, parse
 from orchestrator.requests.sample import Request
 from orchestrator.requests.tokenization import tokenize
-from orchestrator.siblings import Siblings
 from orchestrator.tenants.account import Account
 from orchestrator.tenants.accounts import Accounts
 from orchestrator.text.coalesce import Responses, coalesced
 from orchestrator.text.request_timeline import SampleTimeline, operation, record_parsed
 from orchestrator.trace import OrchestratorTraceServicer
 from orchestrator.views import pod_view, revision_view
+from orchestrator.workers import Siblings
 from specdec.serving.bounded_threads import BoundedThreads
 from specdec.serving.errors import InvalidRequestError, ServiceError
 from specdec.serving.identity import pod_info

@@ -12,7 +12,7 @@ import grpc
 from orchestrator.pods.errors import LostError
 from orchestrator.pods.pods import Pod
 from orchestrator.pods.unary import answer_of
-from orchestrator.siblings import Siblings
+from orchestrator.workers import Siblings
 from specdec.serving.errors import UnknownRequestError
 from specdec.serving.timeline import Timelines
 from specdec.serving.tracing.servicer import TraceServicer

@@ -3,8 +3,10 @@ requests.
 
 The supervisor starts its own program again as workers, which share the port by SO_REUSEPORT: the kernel gives every new
 connection to one of them. The supervisor takes no calls itself, and knows nothing of the workers' requests. Workers
-exit when their stdin closes, so that none outlives the supervisor, however it ends. They reach each other by sockets in
-a folder (`orchestrator.siblings`).
+exit when their stdin closes, so that none outlives the supervisor, however it ends.
+
+A connection may reach another worker than the one with the request. So each worker answers the others on a Unix socket,
+in a folder that only their user can enter.
 """
 
 from __future__ import annotations
@@ -18,16 +20,59 @@ from asyncio.subprocess import PIPE, Process
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+import grpc
 import structlog
 
 from specdec.exit_status import how_it_ended
+from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.process import logs
 from specdec.serving.process.listening import bound
 from specdec.serving.process.restarts import Restarts
 from specdec.serving.process.server import STOP_SIGNALS, ServerSettings, StartError, announce, stop_asked_for
+from specdec.serving.tracing.servicer import TraceServicer
 
 log = structlog.get_logger()
+
+
+class Siblings:
+    """Answers the other workers, and finds their sockets."""
+
+    def __init__(self, socket: Path) -> None:
+        """`socket` is this worker's own, next to those of the others."""
+        self._socket = socket
+        self._server = grpc.aio.server(interceptors=[CallInterceptor()])
+        self._channels: dict[Path, grpc.aio.Channel] = {}
+
+    async def start(self, recorded: TraceServicer) -> None:
+        """Start serving this worker's timelines to the others. On failure, log a warning: the others will not find its
+        requests."""
+        recorded.register(self._server)
+        try:
+            self._server.add_insecure_port(_address(self._socket))
+        except RuntimeError as error:
+            log.warning("siblings_not_answered", socket=str(self._socket), why=str(error))
+            return
+        await self._server.start()
+
+    def channels(self) -> list[grpc.aio.Channel]:
+        """Return a channel to every other worker seen so far."""
+        with contextlib.suppress(OSError):  # without the folder there are no others
+            for socket in self._socket.parent.iterdir():
+                if socket != self._socket and socket not in self._channels:
+                    self._channels[socket] = grpc.aio.insecure_channel(_address(socket))
+        return list(self._channels.values())
+
+    async def close(self) -> None:
+        await self._server.stop(None)
+        for channel in self._channels.values():
+            await channel.close()
+
+
+def _address(socket: Path) -> str:
+    return f"unix:{socket}"
+
 
 END_SECONDS = 5.0
 """Seconds for a worker to exit after its drain."""

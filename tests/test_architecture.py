@@ -190,7 +190,7 @@ def test_verification_and_drafting_know_nothing_of_each_other() -> None:
     verification, drafting = _reached(f"{home}.verification"), _reached(f"{home}.drafting")
     assert f"{home}.verifier_stream" in verification
     assert not [name for name in verification if name.startswith(f"{home}.draft")]
-    assert f"{home}.draft_stream" in drafting
+    assert f"{home}.draft_session" in drafting
     assert not [name for name in drafting if name.startswith(f"{home}.verif")]
     both = {f"{home}.verification", f"{home}.drafting"}
     assert [path.stem for path in (ROOT / "orchestrator").rglob("*.py") if both <= _imports(path)] == ["generation"]

@@ -1,16 +1,140 @@
-"""One session at a draft: forwards the target's decisions, and gives the draft up if its candidates are of no use."""
+"""One session at a draft: its stream, the flow control of its candidates, and when it is given up.
+
+A draft sends candidates a few times a step, and stops at the number its verifier has granted. A draft without end would
+keep the verifier from its steps and the orchestrator from its other streams: a token bucket, filled by commits, limits
+its messages.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import AsyncIterator
+from types import TracebackType
 
-from orchestrator.generation.candidate_flow import CandidateFlow
-from orchestrator.generation.draft_control import DraftControl
-from orchestrator.generation.draft_stream import DraftStream
+from orchestrator.generation.peer_stream import PeerStream
 from orchestrator.generation.sample_context import SampleContext
-from orchestrator.generation.speculation_state import SpeculationState
+from orchestrator.generation.speculation_policy import DraftControl, SpeculationState
 from orchestrator.pods.errors import LostError
-from specdec.v2 import model_pb2, verifier_pb2
+from orchestrator.pods.fitness import check_fit
+from orchestrator.pods.pods import Pod
+from specdec.serving.messages import rule_message, sampling_message
+from specdec.serving.mux.stream import MAX_BYTES
+from specdec.serving.validation import MAX_NODES_A_MESSAGE
+from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2
+
+
+class DraftStream(PeerStream):
+    """The stream of a session at a draft."""
+
+    peer = "draft"
+
+    def __init__(self, pod: Pod, context: SampleContext) -> None:
+        super().__init__(pod, context)
+        self.at_work = False  # it has sent candidates
+        self._outgoing: asyncio.Queue[draft_pb2.DraftRequest] = asyncio.Queue()
+        self._feeding: asyncio.Task[None] | None = None
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._feeding is not None:
+                self._feeding.cancel()
+                await asyncio.wait([self._feeding])  # a plain await could not tell its cancellation from ours
+        finally:
+            await super().__aexit__(kind, error, trace)
+
+    async def open(self, policy: draft_pb2.DraftPolicy) -> None:
+        """Open the session with the text as it is now; UnfitError if the pod has another protocol or tokenizer."""
+        sample = self._context.sample
+        message = draft_pb2.DraftOpen(
+            prompt_tokens=sample.prompt,
+            generated_tokens=self._context.text.generated,
+            sampling=sampling_message(sample.sampling),
+            rule=rule_message(sample.rule),
+            contrast=sample.contrast,
+            max_tokens=sample.max_tokens,
+            end_tokens=sorted(sample.end_tokens),
+            min_tokens=sample.min_tokens,
+            grammar=sample.grammar,
+            policy=policy,
+            vocabulary_size=self._context.model.vocabulary,
+            tenant=sample.tenant,
+            tenant_weight=sample.weight,
+        )
+        stub = draft_pb2_grpc.DraftServiceStub(self.pod.channel)
+        opened: draft_pb2.DraftOpened = await self._begin(stub.Draft, draft_pb2.DraftRequest(open=message))
+        check_fit(opened.identity, self._context.model, self.peer)
+        self._context.granted.by_draft(opened)
+        self.opened = True
+        self._feeding = asyncio.create_task(self._feed())
+
+    async def candidates(self) -> AsyncIterator[model_pb2.Extend]:
+        """Yield messages of candidates until the session ends."""
+        while True:
+            response = await self._read()
+            match response.WhichOneof("message"):
+                case "extend":
+                    self.at_work = True
+                    self.pod.candidates_at = time.monotonic()
+                    yield response.extend
+                case "heartbeat" if response.heartbeat.HasField("capacity"):
+                    self._count_heartbeat()
+                    self.pod.load.report(response.heartbeat.capacity)
+                case _:
+                    self._count_heartbeat()
+
+    def send(self, message: draft_pb2.DraftRequest) -> None:
+        """Queue a message: a draft that does not read must not block the caller."""
+        self._outgoing.put_nowait(message)
+
+    async def _feed(self) -> None:
+        while True:
+            await self._write(await self._outgoing.get())
+
+
+MESSAGES_A_COMMIT = 16
+"""Messages added to the bucket by each commit: four times the number asked of a draft. One more is added for every four
+candidates the draft may have, since distributions of the whole vocabulary (CONTRASTIVE) are sent without waiting for
+each other."""
+
+
+MAX_EXTEND_BYTES = MAX_BYTES - 64
+"""Largest message in bytes. It goes to the verifier inside another, slightly longer message."""
+
+NODES_FOR_ONE = 64
+BYTES_FOR_ONE = 1 << 20
+"""A message costs 1, plus 1 for every 64 candidates (ancestors included) and 1 for every MiB. The one with the most
+candidates (`MAX_NODES_A_MESSAGE`) costs 17, and so does the longest. No distribution of ours has as many bytes."""
+
+
+class CandidateFlow:
+    """The number of messages the draft of one session may still send. `max_nodes`: limit on its live candidates. In the
+    worst case it sends each in a message of its own, and each again with its distribution."""
+
+    def __init__(self, max_nodes: int) -> None:
+        self._refill = MESSAGES_A_COMMIT + max_nodes // 4
+        self._most = 2 * max_nodes + self._refill
+        self._left = self._most
+
+    def committed(self) -> None:
+        """Refill the bucket: the text has grown, so there are new candidates to send."""
+        self._left = min(self._most, self._left + self._refill)
+
+    def violation(self, extend: model_pb2.Extend) -> str:
+        """Count a message; return what is wrong with it, empty if nothing is."""
+        # There is one distribution more than candidates: the committed prefix's.
+        nodes, size = max(len(extend.tokens), len(extend.parents), len(extend.distributions) - 1), extend.ByteSize()
+        self._left -= 1 + nodes // NODES_FOR_ONE + size // BYTES_FOR_ONE
+        if self._left < 0:
+            return f"it sends too many messages, must send at most {self._most} at once and {self._refill} per commit"
+        if nodes > MAX_NODES_A_MESSAGE:
+            return f"it sends {nodes} candidates in a message, at most {MAX_NODES_A_MESSAGE} are allowed"
+        if size > MAX_EXTEND_BYTES:
+            return f"it sends a message of {size} bytes, at most {MAX_EXTEND_BYTES} are allowed"
+        return ""
+
 
 USELESS_AFTER_STEPS = 128
 """Steps that wanted candidates and accepted none, after which a draft is given up: it lags, or guesses at random. If a

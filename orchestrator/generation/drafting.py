@@ -15,14 +15,13 @@ from typing import Protocol, Self
 
 import structlog
 
-from orchestrator.generation.draft_session import DraftSession, FloodError, LaggingError, UselessError
-from orchestrator.generation.draft_stream import DraftStream
+from orchestrator.generation.draft_session import DraftSession, DraftStream, FloodError, LaggingError, UselessError
 from orchestrator.generation.sample_context import SampleContext
-from orchestrator.generation.speculation_state import SpeculationState
+from orchestrator.generation.speculation_policy import SpeculationState
 from orchestrator.pods.backoff import Backoff
 from orchestrator.pods.errors import ForeignPodError, LostError, UnfitError
 from orchestrator.pods.pods import Pod, Pods
-from orchestrator.text.failover_events import FailoverReason
+from orchestrator.text.request_timeline import FailoverReason
 from specdec.serving.errors import (
     InvalidRequestError,
     ModelFailureError,
@@ -70,7 +69,7 @@ class Drafting:
         self._pods = peers.drafts if remote else None
         self._backoff = Backoff(peers.failover_seconds, longest=MAX_ROUND_PAUSE_SECONDS)
         self._working: asyncio.Task[None] | None = None
-        self._state = SpeculationState(drafted=self._pods is not None and bool(self._pods.willing))
+        self._state = SpeculationState.initial(context)
         self._wanted = asyncio.Event()  # set while it pays to ask a draft
         self._session: DraftSession | None = None
         self._useless_until: dict[Pod, float] = {}  # monotonic times; for this text only
@@ -90,11 +89,6 @@ class Drafting:
         of drafted steps to the verifier."""
         late = self.undrafted_tokens and self._context.sample.insists_on_draft
         return self._why_undrafted or ("late" if late else "")
-
-    @property
-    def policy(self) -> verifier_pb2.VerifyPolicy:
-        """The policy the verifier should have now: a new message."""
-        return self._state.verify_policy(self._context.sample.speculation, self._context.peers.patience_seconds)
 
     async def __aenter__(self) -> Self:
         if self._pods is not None:
@@ -160,7 +154,7 @@ class Drafting:
 
     async def _set_drafted(self, drafted: bool) -> None:
         self._state = replace(self._state, drafted=drafted)
-        await self._sink.set_policy(self.policy)
+        await self._sink.set_policy(self._state.verify_policy(self._context))
 
     async def _work(self, pods: Pods) -> None:
         """Run one draft after another, each started only when it may pay: even a paused session costs its opening and a

@@ -1,7 +1,7 @@
 """The run of one sample: commits come in, the draft receives them, the client gets the text.
 
-Only `Generation` knows both sides: `Verification` has the session at a verifier, `Drafting` the session at a draft, and
-neither knows of the other. `SampleTranscript` turns commits into responses.
+`Verification` has the session at a verifier, `Drafting` the session at a draft and, as its sink for candidates, the
+verification. `SampleTranscript` turns commits into responses.
 """
 
 from __future__ import annotations
@@ -11,24 +11,19 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 
 from orchestrator.generation.drafting import Drafting
-from orchestrator.generation.granted import GrantedLimits
-from orchestrator.generation.sample_context import SampleContext
+from orchestrator.generation.sample_context import GrantedLimits, SampleContext
 from orchestrator.generation.verification import Verification
 from orchestrator.models.revision import Revision
 from orchestrator.pods.peers import Peers
-from orchestrator.requests.resolved import resolved
-from orchestrator.requests.sample import Sample
-from orchestrator.text.committed_text import CommittedText
-from orchestrator.text.failover_events import FailoverEvents
-from orchestrator.text.request_timeline import SampleTimeline
+from orchestrator.requests.sample import CommittedText, Sample, resolved
+from orchestrator.text.request_timeline import FailoverEvents, SampleTimeline
 from orchestrator.text.transcript import SampleTranscript
 from specdec.decoding.sampling import Rule
-from specdec.serving.errors import ServiceError
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
 
 
 class Generation:
-    """Runs one sample. As the `CandidateSink` of its drafting, it passes candidates and policies to verification."""
+    """Runs one sample."""
 
     def __init__(
         self,
@@ -59,8 +54,8 @@ class Generation:
             fallback_seconds=stats.fallback_seconds,
         )
         self._transcript = SampleTranscript(sample, revision.model, timeline.began)
-        self._drafting = Drafting(self._context, sink=self)
-        self._verification = Verification(self._context, self._drafting.policy)
+        self._verification = Verification(self._context)
+        self._drafting = Drafting(self._context, sink=self._verification)
 
     async def run(self) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Yield the responses of this sample; the last one carries `finish`. A consumer that asks for the next response
@@ -105,19 +100,6 @@ class Generation:
         except (asyncio.CancelledError, GeneratorExit):
             self._verification.cancelled()
             raise
-
-    # --- what drafting has for the verifier (`CandidateSink`) ---------------------------------------
-
-    async def extend(self, extend: model_pb2.Extend) -> None:
-        await self._verification.extend(extend)
-
-    async def set_policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
-        await self._verification.set_policy(policy)
-
-    def abort(self, error: ServiceError) -> None:
-        self._verification.abort(error)
-
-    # --- the end ------------------------------------------------------------------------------------
 
     def _sign(self, finish: generation_pb2.Finish) -> None:
         """Enter into `finish` the numerics of the text, and the events of its sessions."""

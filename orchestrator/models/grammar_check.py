@@ -19,8 +19,7 @@ import structlog
 from orchestrator.pods.errors import LostError
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import SAME_DEATH_SECONDS, Pod, PodDeath
-from orchestrator.requests.sample import Sample
-from orchestrator.text.committed_text import CommittedText
+from orchestrator.requests.sample import CommittedText, Sample
 from specdec.grammar.grammar import Grammar
 from specdec.serving.errors import InternalError, InvalidRequestError, OverloadedError
 from specdec.serving.grammar_trials import PATIENCE, SECONDS, GrammarTrials, Key, key_of

@@ -12,8 +12,7 @@ import structlog
 from orchestrator.models.file import SEPARATOR, LoadedRevision, RevisionEntry
 from orchestrator.models.grammar_check import GrammarCheck
 from orchestrator.models.stats import OrchestratorStats
-from orchestrator.pods.peer_finder import PeerFinder, PeerSettings
-from orchestrator.pods.peers import Peers
+from orchestrator.pods.peers import PeerFinder, Peers, PeerSettings
 from orchestrator.pods.readiness import Readiness
 from orchestrator.requests.model import ServedModel
 from specdec.serving.bounded_threads import BoundedThreads

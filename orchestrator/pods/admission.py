@@ -1,4 +1,4 @@
-"""Admission control: decides whether a session may be opened at a possibly full verifier.
+"""Admission control: how full a pod is, and whether a session may be opened at a possibly full verifier.
 
 Without it, a flood would be sent to the verifier to be refused there, and refusals would be slow when they matter most.
 A verifier reports its room for sessions: requests beyond it are refused without asking. While the room is unknown, one
@@ -7,22 +7,142 @@ the wait one after another.
 
 Sessions being opened count against the room, but only for tenants with openings in flight: if there is any room, a
 tenant's first opening goes ahead, however many openings other tenants have. A tenant with cancelled openings waits for
-the places these still hold (`cancelled_openings.py`).
+the places these still hold (`CancelledOpenings`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from bisect import bisect_right, insort
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from orchestrator.pods.cancelled_openings import CancelledOpenings
-from orchestrator.pods.capacity import PodCapacity
 from specdec.serving.errors import GrammarPendingError, OverloadedError, TenantLimitError, TooLateError
 from specdec.serving.pods.breaker import Breaker
 from specdec.v2 import model_pb2
+
+STALE_SECONDS = 2.5
+"""Lifetime of a report in seconds. A pod reports its capacity about once a second on each of its sessions, so an older
+report is out of date."""
+
+
+CROWD_SECONDS = 5.0
+"""Seconds within which the sessions of a dead pod end one after another."""
+
+
+class PodCapacity:
+    """The capacity of one pod."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.ours = 0  # open sessions of this process
+        self.coming = 0  # sessions this process is about to open
+        self.opening = 0  # those of `coming` that have passed admission
+        self._told: model_pb2.PodCapacity | None = None
+        self._told_until = 0.0
+        self._most, self._most_at = 0, 0.0  # peak of `ours` at the end of a session, and its time
+        self._others = 0  # sessions of other processes, as far as known
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Count a session of this process while the context lasts."""
+        self.ours += 1
+        try:
+            yield
+        finally:
+            now = self._clock()
+            if self.ours >= self._most or now > self._most_at + CROWD_SECONDS:
+                self._most, self._most_at = self.ours, now
+            self.ours -= 1
+
+    @property
+    def crowd(self) -> int:
+        """Sessions of this process, including those that have just ended; at least one."""
+        return max(1, self.ours, self._most if self._clock() < self._most_at + CROWD_SECONDS else 0)
+
+    def report(self, reported: model_pb2.PodCapacity, seconds: float = STALE_SECONDS) -> None:
+        """Take a report of the pod, valid for `seconds` unless another one comes."""
+        self._told, self._told_until = reported, self._clock() + seconds
+        self._others = max(0, reported.sessions - self.ours - self.opening)
+
+    @property
+    def reported(self) -> model_pb2.PodCapacity | None:
+        """The pod's last report while it is valid, else None."""
+        return self._told if self._clock() < self._told_until else None
+
+    @property
+    def sessions(self) -> int:
+        """Sessions at the pod, of this process and others, including those about to be opened."""
+        return self.ours + self.coming + (self._others if self.reported else 0)
+
+
+CANCELLED_SECONDS = 1.0
+"""Seconds from the start of an opening for which its place stays taken, if the request is cancelled within that
+time."""
+
+MAX_CANCELLED = 16
+"""Places of a tenant with cancelled openings, in flight or kept, while other tenants have sessions. At some 4 ms of
+processor time each, 16 a second cost a fifteenth of a core."""
+
+PRESENT_SECONDS = 10.0
+"""Seconds after its last opening for which a tenant counts as present."""
+
+
+class CancelledOpenings:
+    """The places of cancelled openings at one verifier, by tenant."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._kept: dict[str, list[float]] = {}  # by tenant: when each place becomes free, sorted
+        self._sessions: Counter[str] = Counter()
+        self._seen: OrderedDict[str, float] = OrderedDict()  # a tenant's last opening, latest last
+
+    def opening(self, tenant: str) -> None:
+        """Note that a tenant opens a session."""
+        now = self._clock()
+        self._seen[tenant] = now
+        self._seen.move_to_end(tenant)
+        while (first := next(iter(self._seen))) != tenant and self._seen[first] < now - PRESENT_SECONDS:
+            del self._seen[first]
+
+    def add(self, tenant: str, since: float) -> None:
+        """Note a cancelled request; its opening began at `since`."""
+        free = since + CANCELLED_SECONDS
+        if free > (now := self._clock()):
+            insort(self._kept.setdefault(tenant, []), free)  # cancellations come in another order than openings
+            for other in [other for other, kept in self._kept.items() if kept[-1] <= now]:
+                del self._kept[other]
+
+    def begun(self, tenant: str) -> None:
+        self._sessions[tenant] += 1
+
+    def ended(self, tenant: str) -> None:
+        self._sessions[tenant] -= 1
+        if not self._sessions[tenant]:
+            del self._sessions[tenant]
+
+    def wait(self, tenant: str, openings: int) -> float:
+        """Return the seconds until a tenant with this number of openings in flight has a place; 0: it has one."""
+        kept, now = self._kept.get(tenant), self._clock()
+        if kept:
+            del kept[: bisect_right(kept, now)]
+        if not kept:
+            self._kept.pop(tenant, None)
+            return 0.0
+        if openings + len(kept) < MAX_CANCELLED or not self._others(tenant, now):
+            return 0.0
+        # `kept` is sorted: once the place at this index is free, openings and kept places are below MAX_CANCELLED. If
+        # openings alone exceed it, even the last place is not enough, and the caller has to ask again.
+        return max(0.001, kept[min(len(kept) - 1, openings + len(kept) - MAX_CANCELLED)] - now)
+
+    def _others(self, tenant: str, now: float) -> bool:
+        """Return True if other tenants are present."""
+        return any(other != tenant for other in self._sessions) or any(
+            other != tenant and at >= now - PRESENT_SECONDS for other, at in self._seen.items()
+        )
+
 
 MAX_OPENINGS = 64
 """Openings in flight at a verifier. Its answers wait for no step, so more would only move the queue from here to there.

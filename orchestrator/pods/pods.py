@@ -13,8 +13,7 @@ from typing import NamedTuple
 import grpc
 import structlog
 
-from orchestrator.pods.admission import Admission
-from orchestrator.pods.capacity import PodCapacity
+from orchestrator.pods.admission import Admission, PodCapacity
 from specdec.serving.pods.breaker import Breaker
 from specdec.serving.pods.connections import connect
 from specdec.serving.pods.replicas import Replicas

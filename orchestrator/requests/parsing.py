@@ -10,9 +10,8 @@ from typing import Any
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.prompt import prompt_tokens, time_of
 from orchestrator.requests.reasoning import Reasoning, reasoning_after, reasoning_from
-from orchestrator.requests.resolved import digest
-from orchestrator.requests.sample import Request, Sample
-from orchestrator.requests.tool_grammar import tool_grammar
+from orchestrator.requests.sample import Request, Sample, digest
+from orchestrator.requests.tools import tool_grammar
 from orchestrator.tenants.file import Tenant
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Rule, Sampling

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from orchestrator.requests.reasoning import Reasoning
+import numpy as np
+
+from orchestrator.requests.reasoning import Reasoning, reasoning_message
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import SpeculationOptions
-from specdec.v2 import model_pb2
+from specdec.v2 import generation_pb2, model_pb2
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,22 @@ class Sample:
         return self.needs_draft or self.speculation.forced
 
 
+class CommittedText:
+    """The final tokens of one sample so far. Only `Verification` appends to them; sessions are opened with them, and
+    trees and caches of draft and verifier can be rebuilt from them."""
+
+    def __init__(self, sample: Sample) -> None:
+        self._generated = list(sample.generated)
+
+    @property
+    def generated(self) -> Sequence[int]:
+        """The tokens after the prompt."""
+        return self._generated
+
+    def add(self, tokens: Sequence[int]) -> None:
+        self._generated += tokens
+
+
 @dataclass(frozen=True)
 class Request:
     """A valid request: its seed, and its samples."""
@@ -68,3 +88,32 @@ class Request:
     def given_tokens(self) -> int:
         """Tokens for a verifier to prefill before it chooses the first one."""
         return self.prompt_tokens + len(self.samples[0].generated)
+
+
+def digest(tokens: Sequence[int]) -> str:
+    """Return the SHA-256, in hex, over tokens of four bytes each (little-endian)."""
+    return hashlib.sha256(np.asarray(tokens, "<u4").tobytes()).hexdigest()
+
+
+def resolved(sample: Sample, model: str) -> generation_pb2.ResolvedRequest:
+    """Return the resolved request of a sample. `model` names its revision; empty if there is no other."""
+    sampling = sample.sampling
+    message = generation_pb2.ResolvedRequest(
+        model=model,
+        sampling=generation_pb2.SamplingParameters(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+        ),
+        max_tokens=sample.max_tokens,
+        end_tokens=sorted(sample.end_tokens),
+        prompt_digest=digest(sample.prompt),
+        reasoning=reasoning_message(sample.reasoning),
+    )
+    if sample.time is not None:
+        message.time.FromDatetime(sample.time)
+    return message

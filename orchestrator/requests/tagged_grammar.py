@@ -1,4 +1,4 @@
-"""The grammar of tool calls with arguments between tags, and the schemas it can enforce.
+"""The grammar of tool calls with arguments between tags, as Lark for llguidance, and the schemas it can enforce.
 
 Strings stand there verbatim, out of reach of JSON's own grammar: only their length or a list of values can be enforced,
 and a schema with further constraints is refused.
@@ -9,12 +9,38 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.requests.lark_source import Marks, json_rule
+from specdec.grammar.compiler import STYLE
 from specdec.grammar.grammar import lark_string
 from specdec.wire.tool_arguments import is_text, property_schemas, resolved, types_of
 from specdec.wire.tool_formats import TaggedCall
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Fixed texts of a tool format, with special tokens spelt by their ids."""
+
+    tokens: Mapping[str, int]
+
+    def spelt(self, text: str) -> str:
+        """Return a text as part of a rule; an empty text becomes nothing."""
+        stripped = text.strip()
+        if stripped in self.tokens:
+            begin, _, end = text.partition(stripped)
+            return " ".join(
+                part for part in (self.spelt(begin), f"<[{self.tokens[stripped]}]>", self.spelt(end)) if part
+            )
+        return lark_string(text) if text else ""
+
+
+def json_rule(name: str, schema: Mapping[str, Any]) -> str:
+    """Return a rule for JSON of a schema, on one line unless the schema's own `x-guidance` sets other white space."""
+    own = schema.get("x-guidance")
+    style = {**STYLE, **(own if isinstance(own, dict) else {})}
+    return f"{name}: %json " + json.dumps({**schema, "x-guidance": style})
+
 
 DEFINITIONS = ("$defs", "definitions")
 

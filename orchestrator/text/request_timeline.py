@@ -1,16 +1,22 @@
-"""The timeline of a request: its parameters, and the events of each sample."""
+"""The timeline of a request: its parameters, the events of each sample, and changes of the pods under its text."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
+
+import structlog
 
 from orchestrator.requests.sample import Request, Sample
 from orchestrator.text.transcript import SampleTranscript
 from specdec.serving.messages import finish_name
 from specdec.serving.timeline import Timeline, Value
 from specdec.v2 import generation_pb2
+
+log = structlog.get_logger()
 
 
 def operation(request: generation_pb2.GenerateRequest) -> str:
@@ -82,3 +88,27 @@ class SampleTimeline:
                 offered=statistics.offered,
                 accepted=statistics.accepted,
             )
+
+
+FailoverReason = Literal[
+    "verifier_lost", "numerics_changed", "draft_lost", "draft_useless", "draft_back", "draft_paused", "draft_resumed"
+]
+
+EXPECTED: frozenset[FailoverReason] = frozenset({"draft_back", "draft_paused", "draft_resumed"})
+"""Events logged as info; all others are logged as warnings."""
+
+
+class FailoverEvents:
+    """The failover events of one sample. `of_all` counts those of all samples."""
+
+    def __init__(self, timeline: SampleTimeline, of_all: Counter[str] | None = None) -> None:
+        self.counts: Counter[str] = Counter()
+        self._of_all: Counter[str] = Counter() if of_all is None else of_all
+        self._timeline = timeline
+
+    def record(self, reason: FailoverReason, pod: object, why: str = "") -> None:
+        self.counts[reason] += 1
+        self._of_all[reason] += 1
+        self._timeline.failover(reason, str(pod))
+        tell = log.info if reason in EXPECTED else log.warning
+        tell("failover", reason=reason, pod=str(pod), why=why)

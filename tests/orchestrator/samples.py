@@ -5,15 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from orchestrator.generation.granted import GrantedLimits
-from orchestrator.generation.sample_context import SampleContext
+from orchestrator.generation.sample_context import GrantedLimits, SampleContext
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
 from orchestrator.requests.model import ServedModel
-from orchestrator.requests.sample import Sample
-from orchestrator.text.committed_text import CommittedText
-from orchestrator.text.failover_events import FailoverEvents
-from orchestrator.text.request_timeline import SampleTimeline
+from orchestrator.requests.sample import CommittedText, Sample
+from orchestrator.text.request_timeline import FailoverEvents, SampleTimeline
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import SpeculationOptions
 from specdec.serving.timeline import Timeline

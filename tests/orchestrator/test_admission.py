@@ -6,8 +6,14 @@ import asyncio
 
 import pytest
 
-from orchestrator.pods.admission import MAX_OPENINGS, REFUSED_SECONDS, Admission, LeftAloneError
-from orchestrator.pods.capacity import STALE_SECONDS, PodCapacity
+from orchestrator.pods.admission import (
+    MAX_OPENINGS,
+    REFUSED_SECONDS,
+    STALE_SECONDS,
+    Admission,
+    LeftAloneError,
+    PodCapacity,
+)
 from specdec.serving.errors import OverloadedError, PeerLostError
 from specdec.serving.pods.breaker import Breaker
 from specdec.v2 import model_pb2

@@ -8,9 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.pods.admission import MAX_WAITING, Admission
-from orchestrator.pods.cancelled_openings import CANCELLED_SECONDS, MAX_CANCELLED, PRESENT_SECONDS, CancelledOpenings
-from orchestrator.pods.capacity import PodCapacity
+from orchestrator.pods.admission import (
+    CANCELLED_SECONDS,
+    MAX_CANCELLED,
+    MAX_WAITING,
+    PRESENT_SECONDS,
+    Admission,
+    CancelledOpenings,
+    PodCapacity,
+)
 from specdec.serving.errors import TenantLimitError
 from specdec.serving.pods.breaker import Breaker
 from specdec.v2 import model_pb2

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.generation.candidate_flow import MESSAGES_A_COMMIT, CandidateFlow
+from orchestrator.generation.draft_session import MESSAGES_A_COMMIT, CandidateFlow
 from specdec.serving.validation import MAX_NODES_A_MESSAGE
 from specdec.v2 import model_pb2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.generation.draft_control import (
+from orchestrator.generation.speculation_policy import (
     BREAK_EVEN_SHARE,
     FIRST_MIN_PROBABILITY,
     PAUSED_COMMIT_TOKENS,

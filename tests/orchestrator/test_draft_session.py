@@ -8,17 +8,17 @@ from typing import Any, cast
 
 import pytest
 
-from orchestrator.generation.candidate_flow import MESSAGES_A_COMMIT
 from orchestrator.generation.draft_session import (
+    MESSAGES_A_COMMIT,
     USELESS_AFTER_STEPS,
     DraftSession,
+    DraftStream,
     FloodError,
     LaggingError,
     UselessError,
 )
-from orchestrator.generation.draft_stream import DraftStream
 from orchestrator.generation.drafting import Drafting
-from orchestrator.generation.speculation_state import SpeculationState
+from orchestrator.generation.speculation_policy import SpeculationState
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pod, Pods
 from specdec.decoding.sampling import Rule

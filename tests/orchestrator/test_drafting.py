@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from orchestrator.generation.drafting import Drafting
+from orchestrator.generation.speculation_policy import SpeculationState
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
 from specdec.decoding.sampling import Rule
@@ -42,10 +43,11 @@ class Sink:
     ("drafters", "reason"), [(ALL_DRAFTERS, "no_draft"), (OWN_DRAFTERS, "off"), (NO_DRAFTERS, "off")]
 )
 async def test_without_drafts_only_others_may_propose(drafters: frozenset[CandidateSource], reason: str) -> None:
-    async with Drafting(context(speculation=SpeculationOptions(drafters)), Sink()) as drafting:
+    text = context(speculation=SpeculationOptions(drafters))
+    assert model_pb2.DRAFTER_REMOTE not in SpeculationState.initial(text).verify_policy(text).drafters
+    async with Drafting(text, Sink()) as drafting:
         drafting.on_opened(verifier_pb2.VerifyOpened(max_nodes=8))
         assert drafting.undrafted_reason == reason
-        assert model_pb2.DRAFTER_REMOTE not in drafting.policy.drafters
 
 
 async def test_contrast_without_drafts_is_ended_by_every_verifier_that_opens_it() -> None:
@@ -62,8 +64,9 @@ async def test_contrast_without_drafts_is_ended_by_every_verifier_that_opens_it(
 
 async def test_a_draft_is_hoped_for_where_one_may_be_asked() -> None:
     peers = Peers(Pods(), Pods(["127.0.0.1:1"]))
-    async with Drafting(context(peers), Sink()) as drafting:
-        assert model_pb2.DRAFTER_REMOTE in drafting.policy.drafters
+    text = context(peers)
+    assert model_pb2.DRAFTER_REMOTE in SpeculationState.initial(text).verify_policy(text).drafters
+    async with Drafting(text, Sink()) as drafting:
         assert not drafting.undrafted_reason
     await peers.close()
 
@@ -174,7 +177,7 @@ async def test_a_lost_draft_is_replaced_when_one_is_wanted() -> None:
             draft.leave.set()
             await until(lambda: text.events.counts["draft_lost"])
             await until(lambda: drafting._session is None)
-            assert model_pb2.DRAFTER_REMOTE in drafting.policy.drafters  # as before the first draft
+            assert drafting._state.drafted  # as before the first draft
             assert draft.opened == 1
             drafting.on_commit(verifier_pb2.Commit(drafting_wanted=True, steps=1))
             await until(lambda: draft.opened == 2)

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.parsing import parse
-from orchestrator.requests.resolved import resolved
-from orchestrator.requests.sample import Sample
+from orchestrator.requests.sample import Sample, resolved
 from specdec.decoding.sampling import Sampling
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.serving.errors import InvalidRequestError

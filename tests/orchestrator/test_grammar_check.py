@@ -124,7 +124,7 @@ async def end_of(
         given = watched(check, Peers(pods, **peers))
         given.text.add(list(tokens))
         with pytest.raises(ServiceError) as ended:
-            async for _ in Verification(given, verifier_pb2.VerifyPolicy()).messages():
+            async for _ in Verification(given).messages():
                 pass
         await pods.close()
     return ended.value
@@ -219,7 +219,7 @@ async def test_a_pod_that_goes_without_a_word_has_died(last_words: ServiceError 
         pods = Pods([address], connect=grpc.aio.insecure_channel)
         peers = Peers(pods, failover_seconds=0.5)
         with pytest.raises(ServiceError):
-            async for _ in Verification(context(peers), verifier_pb2.VerifyPolicy()).messages():
+            async for _ in Verification(context(peers)).messages():
                 pass
         (asked,) = pods
         await pods.close()

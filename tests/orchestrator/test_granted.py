@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.generation.granted import GrantedLimits
+from orchestrator.generation.sample_context import GrantedLimits
 from specdec.decoding.speculation import SpeculationOptions
 from specdec.v2 import draft_pb2, generation_pb2, verifier_pb2
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
+from orchestrator.pods.admission import STALE_SECONDS, PodCapacity
 from orchestrator.pods.backoff import Backoff
-from orchestrator.pods.capacity import STALE_SECONDS, PodCapacity
 from orchestrator.pods.pods import UNFIT_SECONDS, Pod, Pods
 from specdec.v2 import model_pb2
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.generation.draft_control import FIRST_MIN_PROBABILITY
-from orchestrator.generation.speculation_state import SpeculationState
+from orchestrator.generation.speculation_policy import FIRST_MIN_PROBABILITY, SpeculationState
 from specdec.decoding.sampling import Rule
 from specdec.decoding.speculation import ALL_DRAFTERS, OWN_DRAFTERS, Outlook, SpeculationOptions, drafters_of
 from specdec.v2 import verifier_pb2
-from tests.orchestrator.samples import sample
+from tests.orchestrator.samples import context, sample
 
 FORCED = SpeculationOptions(forced=True)
 
@@ -45,7 +44,7 @@ def test_when_a_draft_is_worth_asking(drafted: bool, wanted: bool, fields: dict[
 
 def test_a_verifier_waits_for_a_draft_only_while_there_is_one() -> None:
     for drafted, drafters in ((True, ALL_DRAFTERS), (False, OWN_DRAFTERS)):
-        policy = SpeculationState(drafted).verify_policy(SpeculationOptions(max_candidates=9), 0.05)
+        policy = SpeculationState(drafted).verify_policy(context(speculation=SpeculationOptions(max_candidates=9)))
         assert set(drafters_of(policy.drafters)) == drafters
         assert (policy.forced, policy.max_candidates, policy.patience_us) == (False, 9, 50_000)
 

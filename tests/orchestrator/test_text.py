@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from orchestrator.text.detokenizer import Detokenizer, TextStream
+from orchestrator.text.sample_text import Detokenizer, TextStream
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 from specdec.text.tokenizer import Tokenizer

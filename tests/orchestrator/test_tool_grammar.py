@@ -12,8 +12,7 @@ import jsonschema
 import pytest
 
 from orchestrator.requests.model import ServedModel
-from orchestrator.requests.tool_grammar import tool_grammar
-from orchestrator.requests.tools import tool_violations
+from orchestrator.requests.tools import tool_grammar, tool_violations
 from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar, Kind

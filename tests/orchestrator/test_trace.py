@@ -12,8 +12,8 @@ import pytest
 
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
-from orchestrator.siblings import Siblings
 from orchestrator.trace import MAX_AGE_US, OrchestratorTraceServicer
+from orchestrator.workers import Siblings
 from specdec.serving.propagation import bind_metadata
 from specdec.serving.timeline import Timelines
 from specdec.serving.tracing.servicer import TraceServicer

@@ -92,7 +92,7 @@ async def test_a_verifier_that_cannot_be_opened_is_told_once_and_when_the_reason
     verifier = Refusing("loading", "loading", "ending", "ending")
     async with serving(verifier) as address:
         pods = Pods([address], connect=grpc.aio.insecure_channel)
-        verification = Verification(context(Peers(pods)), verifier_pb2.VerifyPolicy())
+        verification = Verification(context(Peers(pods)))
         with captured_logs() as logs:
             reading = asyncio.create_task(anext(verification.messages()))
             await until(lambda: verifier.asked >= 6)
@@ -118,7 +118,7 @@ async def test_a_verifier_of_something_else_is_asked_once_for_all_texts(fields: 
         with captured_logs() as logs:
             for _ in range(3):
                 with pytest.raises(ProtocolError):
-                    await anext(Verification(context(Peers(pods)), verifier_pb2.VerifyPolicy()).messages())
+                    await anext(Verification(context(Peers(pods))).messages())
         await pods.close()
     assert verifier.asked == 1
     assert [(line["event"], line["reason"]) for line in logs] == [("pod_unfit", reason)]
@@ -129,7 +129,7 @@ async def test_a_text_without_a_token_may_begin_at_other_weights() -> None:
     verifier = Changing(identity(), identity(model_fingerprint="b", numerics_fingerprint="m"))
     async with serving(verifier) as address:
         pods = Pods([address], connect=grpc.aio.insecure_channel)
-        verification = Verification(context(Peers(pods)), verifier_pb2.VerifyPolicy())
+        verification = Verification(context(Peers(pods)))
         messages = verification.messages()
         for revision in "ab":
             opened = await anext(messages)
@@ -168,15 +168,13 @@ async def test_a_new_text_waits_for_its_grammar_and_others_do_not() -> None:
     verifier = Compiling(identity())
     async with serving(verifier) as address:
         pods = Pods([address], connect=grpc.aio.insecure_channel)
-        messages = Verification(context(Peers(pods)), verifier_pb2.VerifyPolicy()).messages()
+        messages = Verification(context(Peers(pods))).messages()
         assert isinstance(await anext(messages), verifier_pb2.VerifyOpened)
         assert verifier.pending == 0
         await messages.aclose()
         verifier.pending = 2
         with pytest.raises(GrammarPendingError):
-            await anext(
-                Verification(context(Peers(pods, failover_seconds=0.0)), verifier_pb2.VerifyPolicy()).messages()
-            )
+            await anext(Verification(context(Peers(pods, failover_seconds=0.0))).messages())
         (pod,) = pods
         assert pod.admission.refusal("") is None
         await pods.close()
@@ -195,7 +193,7 @@ async def test_a_text_that_has_begun_waits_for_a_verifier_with_the_memory(begun:
                 given.text.add([3])
             begin = time.monotonic()
             with pytest.raises(PromptTooLongError):
-                await anext(Verification(given, verifier_pb2.VerifyPolicy()).messages())
+                await anext(Verification(given).messages())
             assert (time.monotonic() - begin >= 4.0) is begun
             await pods.close()
 
@@ -211,7 +209,7 @@ async def test_an_answer_to_an_opening_is_small() -> None:
 
     async with serving(Staying(identity(model="x" * (1 << 15)))) as address:
         pods = Pods([address], connect=grpc.aio.insecure_channel)
-        verification = Verification(context(Peers(pods, failover_seconds=0.0)), verifier_pb2.VerifyPolicy())
+        verification = Verification(context(Peers(pods, failover_seconds=0.0)))
         with captured_logs() as logs, pytest.raises(PeerLostError):
             await anext(verification.messages())
         await pods.close()
@@ -240,7 +238,7 @@ async def test_a_text_with_tokens_keeps_its_weights() -> None:
     async with serving(verifier) as address:
         pods = Pods([address], connect=grpc.aio.insecure_channel)
         text = context(Peers(pods))
-        messages = Verification(text, verifier_pb2.VerifyPolicy()).messages()
+        messages = Verification(text).messages()
         await anext(messages)
         text.text.add([5])
         verifier.read.set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from orchestrator.pods.cancelled_openings import CANCELLED_SECONDS, MAX_CANCELLED
+from orchestrator.pods.admission import CANCELLED_SECONDS, MAX_CANCELLED
 from tests.services.conftest import Directories
 from tests.stack import Stack, request_of, stack, until
 

@@ -15,7 +15,7 @@ import pytest
 
 from orchestrator.models.catalog import Catalog
 from orchestrator.servicer import GenerationServicer
-from orchestrator.text.failover_events import EXPECTED
+from orchestrator.text.request_timeline import EXPECTED
 from specdec.client.errors import from_rpc
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.query import RequestSampler

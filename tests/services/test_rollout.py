@@ -19,8 +19,7 @@ import yaml
 from orchestrator.models.file import ModelsFile
 from orchestrator.models.followed_catalog import FollowedCatalog
 from orchestrator.models.revision import Revision
-from orchestrator.pods.peer_finder import PeerSettings
-from orchestrator.pods.peers import Peers
+from orchestrator.pods.peers import Peers, PeerSettings
 from orchestrator.pods.pods import Pods
 from orchestrator.servicer import GenerationServicer
 from specdec.client import AsyncClient, InvalidRequest, NotFound
