@@ -17,8 +17,8 @@ import structlog
 
 from draft_service.candidate_queue import Extension
 from draft_service.drafter import Drafter, ExpansionError
+from draft_service.metrics import DraftStats
 from draft_service.session import DrafterSession
-from draft_service.stats import DraftStats
 from specdec.serving.engine_worker import EngineWorker
 from specdec.serving.response_queue import ResponseQueue
 

@@ -1,22 +1,145 @@
-"""A language model as a drafter: one forward pass expands the most probable nodes of all sessions."""
+"""A language model as a drafter: one forward pass expands the most probable nodes of all sessions.
+
+Each session owns KV slots: of its committed text, as far as computed, and of its computed nodes. When a commit follows
+the tree, the nodes' slots become the text's without a copy.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
 
 from draft_service.children import Computed, chosen, give
 from draft_service.drafter import Drafter, ExpansionError
-from draft_service.model_session import ModelSession
 from draft_service.pass_times import PassTimes
 from draft_service.session import DrafterSession, RootMove
+from specdec.decoding.candidates import AskedRow
 from specdec.decoding.sampling import Rule
+from specdec.decoding.tree import Node
 from specdec.engine.batch import Packer
 from specdec.engine.engine import Engine, draft_pass_of
-from specdec.engine.kv.slots import KVPool
+from specdec.engine.kv.slots import KVPool, Slots
 from specdec.engine.probe import EngineProbe
-from specdec.serving.max_min import Pool
+from specdec.serving.fair_turns import Pool
+
+
+class SessionSlots:
+    """The slots of one session, enough for its text and its maximum number of nodes. `text[i]` is the slot of the token
+    at position i; `nodes` maps every computed node to its slot."""
+
+    def __init__(self, slots: Slots) -> None:
+        self.all = slots
+        self.nodes: dict[Node, int] = {}
+        self.computed = 0  # text tokens
+        self._text = np.empty(len(slots), dtype=np.int64)
+        self._free = slots[::-1].tolist()  # popped in ascending order: contiguous texts are read without a copy
+
+    @property
+    def text(self) -> Slots:
+        """A view, not a copy: every pass reads the slots of the whole text."""
+        return self._text[: self.computed]
+
+    def add_text(self, count: int) -> Slots:
+        """Take slots for the next `count` tokens of the text and return them."""
+        begin, self.computed = self.computed, self.computed + count
+        self._text[begin : self.computed] = [self._free.pop() for _ in range(count)]
+        return self._text[begin : self.computed]
+
+    def add_node(self, node: Node) -> int:
+        """Take a slot for a node and return it."""
+        slot: int = self._free.pop()
+        self.nodes[node] = slot
+        return slot
+
+    def remove(self, text: int, nodes: Sequence[Node]) -> None:
+        """Free the slots of the last `text` tokens and of these nodes, after a failed pass."""
+        if text:
+            self._free += self.text[-text:].tolist()
+            self.computed -= text
+        self._free += [self.nodes.pop(node) for node in nodes if node in self.nodes]
+
+    def follow_root(self, followed: Sequence[Node], alive: Collection[Node]) -> None:
+        """Move slots of `followed` nodes to the text, up to the first uncomputed one; free the slots of nodes not
+        `alive`."""
+        for node in followed:
+            if node not in self.nodes:
+                break
+            self._text[self.computed] = self.nodes.pop(node)
+            self.computed += 1
+        self._free += [self.nodes.pop(node) for node in [node for node in self.nodes if node not in alive]]
+
+
+class ModelSession:
+    """A session as the language model sees it. A pass computes either its pending text or its nodes: the root has no
+    children until the whole text is computed."""
+
+    def __init__(self, session: DrafterSession, slots: Slots) -> None:
+        self.session = session
+        self.slots = SessionSlots(slots)
+        self._planned: list[Node] = []  # nodes that get logits in the planned pass
+        self._wanted: list[int] = []  # their rows' indices among the logits
+        self._planned_text = 0  # text tokens computed by the planned pass
+
+    @property
+    def pending_text(self) -> int:
+        """Committed tokens still to be computed before the session can propose anything."""
+        return self.session.tree.base - self.slots.computed
+
+    def commit(self, move: RootMove) -> None:
+        """Follow a commit."""
+        self.slots.follow_root(move.followed, move.alive)
+
+    # --- a forward pass -----------------------------------------------------------------------------
+
+    def plan_text(self, packer: Packer, budget: int) -> int:
+        """Plan to compute pending text, at the start or after a correction, as one chain of at most `budget` rows.
+        Return the number of rows."""
+        start = self.slots.computed
+        text = self.session.tree.committed[start : start + budget]
+        self._planned_text = len(text)
+        rows = packer.add_rows(text, start, self.slots.add_text(len(text)))
+        packer.add_path(self.slots.text, rows)
+        if not self.pending_text:
+            self._planned.append(self.session.take_best())
+            self._wanted.append(packer.want(rows[-1]))
+        return len(text)
+
+    def plan_nodes(self, packer: Packer, most: int, break_even: float) -> int:
+        """Plan to compute the best node, which must exist, and the next ones whose path logprob reaches `break_even`:
+        at most `most` in all. Return their number."""
+        session, slots, planned = self.session, self.slots, self._planned
+        branches: list[list[int]] = []
+        rows: list[int] = []
+        while len(planned) < most and (not planned or -math.inf < session.best_logprob() >= break_even):
+            node = session.take_best()
+            planned.append(node)
+            rows.append(packer.add_row(node.token, node.position, slots.add_node(node)))
+            branches.append([slots.nodes[ancestor] for ancestor in node.path()])
+        packer.add_leaves(slots.text, branches, rows)
+        self._wanted = [packer.want(row) for row in rows]
+        return len(planned)
+
+    def undo_plan(self) -> None:
+        """Undo the plan of a failed pass: free its slots and put its nodes back on the frontier."""
+        root = self.session.tree.root
+        self.slots.remove(self._planned_text, [node for node in self._planned if node is not root])
+        for node in self._planned:
+            self.session.put_back(node)
+        self.forget_plan()
+
+    def computed(self) -> list[Computed]:
+        """Return the nodes of the planned pass with their rows of logits."""
+        session, planned = self.session, zip(self._planned, self._wanted, strict=True)
+        rows = [(node, AskedRow(row, session.query(node), session.vocabulary)) for node, row in planned]
+        return [Computed(session, node, row) for node, row in rows]
+
+    def forget_plan(self) -> None:
+        """Clear the plan, for the next pass."""
+        self._planned, self._wanted, self._planned_text = [], [], 0
+
 
 PAUSED_LAG_TOKENS = 512
 """Limit on a paused draft's pending committed tokens. Below it a text costs other sessions nothing, and a resumed draft

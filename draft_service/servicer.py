@@ -15,8 +15,7 @@ from draft_service.metrics import metrics
 from draft_service.request import DrafterSessionRequest, ExpansionPolicy
 from draft_service.session import DrafterSession
 from specdec.decoding.calibration import Calibrations
-from specdec.decoding.sampling import Rule
-from specdec.decoding.sampling_limits import sampling_violations
+from specdec.decoding.sampling import Rule, sampling_violations
 from specdec.engine.fast_paths import fast_paths_off
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import GrammarError

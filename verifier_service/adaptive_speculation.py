@@ -16,13 +16,12 @@ from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Phase, ProposalStats, Proposer
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
 from verifier_service.scheduling.planner import StepPlan
-from verifier_service.sessions.draft_gain import TenantGains
+from verifier_service.sessions.draft_timing import TenantGains
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
-from verifier_service.settings.tuning import DraftGainTuning
-from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
-from verifier_service.speculation.controllers import Controllers
+from verifier_service.speculation.controller import BatchProfile, Controllers, Mode, SpeculationController
 from verifier_service.speculation.eligibility import Eligibility, is_exempt
+from verifier_service.tuning import DraftGainTuning
 
 log = structlog.get_logger()
 

@@ -13,7 +13,7 @@ import structlog
 from prometheus_client.metrics_core import Metric
 
 from specdec.decoding.proposal import distribution_sizes
-from specdec.decoding.sampling_limits import sampling_violations
+from specdec.decoding.sampling import sampling_violations
 from specdec.decoding.speculation import drafters_of
 from specdec.engine.fast_paths import fast_paths_off
 from specdec.engine.kv.blocks import BLOCK

@@ -30,26 +30,23 @@ from verifier_service.adaptive_speculation import AdaptiveSpeculation, Batch
 from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.backend.session_backend import MakeCommit, MemoryUse, SessionBackend
 from verifier_service.backend.stats import VerifierStats
+from verifier_service.commits import CommitPublisher, StepSeconds
 from verifier_service.costs.step_latency import StepLatency, best_prefill_rows
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.proposers.forced import ForcedTokens
-from verifier_service.proposers.lookup import LookupProposer
+from verifier_service.proposers.ngrams import LookupProposer, observe_windows
 from verifier_service.proposers.proposer import Phase, ProposalStats, Proposer
-from verifier_service.proposers.windows import observe_windows
-from verifier_service.publishing.commits import CommitPublisher, StepSeconds
 from verifier_service.scheduling.cpu_threads import thread_policy
 from verifier_service.scheduling.planner import Planner, StepPlan
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.scheduling.step_delay import StepDelay
 from verifier_service.scheduling.step_shares import Division
-from verifier_service.sessions.draft_gain import DraftGain
+from verifier_service.sessions.draft_timing import DraftGain
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
-from verifier_service.settings.tuning import DEFAULTS, Tuning
-from verifier_service.speculation.controller import SpeculationController
-from verifier_service.speculation.controllers import Controllers
-from verifier_service.verification.verified_step import VerifiedStep
-from verifier_service.verification.verify_trees import warm_up
+from verifier_service.speculation.controller import Controllers, SpeculationController
+from verifier_service.tree_verification import VerifiedStep, warm_up
+from verifier_service.tuning import DEFAULTS, Tuning
 
 log = structlog.get_logger()
 

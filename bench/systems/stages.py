@@ -18,10 +18,10 @@ from typing import Any
 
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
+from verifier_service import tree_verification
 from verifier_service.scheduling import planner
 from verifier_service.scheduling.planner import StepPlan
 from verifier_service.step_loop import StepLoop
-from verifier_service.verification import verified_step
 
 WRITTEN_EVERY = 0.1
 """Seconds between two writes of the file."""
@@ -92,8 +92,8 @@ def of_verifier(loop: StepLoop) -> Stages:
         (planner, "select_candidates", "choose candidates"),
         (loop._planner, "prepare", "plan the next (beside)"),
         (loop, "_forward", "choose tokens"),
-        (verified_step, "verify_trees", "verify"),
-        (verified_step.VerifiedStep, "apply", "commit"),
+        (tree_verification, "verify_trees", "verify"),
+        (tree_verification.VerifiedStep, "apply", "commit"),
         (loop._publisher, "publish", "publish"),
     ):
         stages.time(owner, name, stage)

@@ -14,8 +14,7 @@ from orchestrator.requests.sample import Request, Sample, digest
 from orchestrator.requests.tools import tool_grammar
 from orchestrator.tenants.file import Tenant
 from specdec.decoding.noise import sample_seed
-from specdec.decoding.sampling import Rule, Sampling
-from specdec.decoding.sampling_limits import sampling_violations
+from specdec.decoding.sampling import Rule, Sampling, sampling_violations
 from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, CandidateSource, SpeculationOptions, drafters_of
 from specdec.serving.echo import echo
 from specdec.serving.errors import (

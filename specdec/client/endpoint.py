@@ -9,8 +9,7 @@ from typing import Generic, TypeVar
 
 import grpc
 
-from specdec.client.retries import Retries
-from specdec.client.rotation import Rotation
+from specdec.client.retries import Retries, Rotation
 from specdec.wire.address import parse_addresses
 from specdec.wire.request_id import REQUEST_ID, is_request_id, new_request_id
 

@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.decoding import contrastive, rejection
-from specdec.decoding.gumbel_max import winners
-from specdec.decoding.noise import token_words
+from specdec.decoding.noise import token_words, winners
 from specdec.decoding.processing import MAX_ABS_LOGIT, Logits, adjusted, temperatures, tempered
 from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Rule

@@ -1,10 +1,21 @@
-"""The n-gram pool of lookahead decoding (Fu et al. 2024, "Break the sequential dependency of LLM inference using
-lookahead decoding"): the target's own guesses at how a token continues."""
+"""N-grams of a text: lookup of earlier occurrences, and the pool of lookahead decoding.
+
+Lookup finds what followed earlier occurrences of a text's last tokens. The more tokens two places agree on, the more
+likely they continue alike (Saxena 2023, "Prompt lookup decoding"; Oliaro et al. 2024, "SuffixDecoding"). There is no
+index: comparing all tokens of a text with one takes microseconds, and few places are left after the first comparison.
+
+The pool holds the target's own guesses at how a token continues (Fu et al. 2024, "Break the sequential dependency of
+LLM inference using lookahead decoding").
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 MAX_KEYS = 2048
 """First tokens with n-grams in the pool; the least recently used one is evicted first."""
@@ -31,3 +42,47 @@ class NgramPool:
     def after(self, token: int) -> list[tuple[int, ...]]:
         """Return the known continuations of a token, latest first."""
         return list(reversed(self._after.get(token, ())))
+
+
+Tokens = NDArray[np.int32]
+
+MAX_MATCH = 16
+"""Most tokens over which two places are compared."""
+
+RECENT = 32
+"""Most places considered per match length, the last ones first."""
+
+
+class Continuation(NamedTuple):
+    """The tokens following another place, and the number of tokens before them on which the two places agree."""
+
+    tokens: Tokens
+    match: int
+
+
+def continuations(written: Tokens, end: Tokens, most: int, depth: int) -> list[Continuation]:
+    """Return up to `most` continuations, of up to `depth` tokens, found in `written` after the last tokens of `end`.
+
+    Their first tokens differ. The longest match comes first, the latest first among equals. `end` may be the end of
+    `written` itself. Negative numbers in `written` separate texts.
+    """
+    places = np.flatnonzero(written[:-1] == end[-1])
+    by_match = [places]
+    for match in range(2, min(len(end), MAX_MATCH) + 1):
+        places = places[places >= match - 1]
+        places = places[written[places - (match - 1)] == end[-match]]
+        if not len(places):
+            break
+        by_match.append(places)
+    found: dict[int, Continuation] = {}
+    for match in range(len(by_match), 0, -1):
+        for place in by_match[match - 1][: -RECENT - 1 : -1].tolist():
+            tokens = written[place + 1 : place + 1 + depth]
+            if tokens[0] < 0 or int(tokens[0]) in found:
+                continue
+            if tokens.min() < 0:
+                tokens = tokens[: int((tokens < 0).argmax())]
+            found[int(tokens[0])] = Continuation(tokens, match)
+            if len(found) == most:
+                return list(found.values())
+    return list(found.values())

@@ -10,7 +10,7 @@ Each position has three random numbers, one for each purpose. They are functions
 draft draws the same candidates; tokens still depend on what was offered. At temperature 0 this rule equals COUPLED, and
 COUPLED is used.
 
-`verifier_service/verification/verify_trees.py` applies a rule along the token trees of a step; together with this file
+`verifier_service/tree_verification.py` applies a rule along the token trees of a step; together with this file
 it is the whole of speculative sampling.
 """
 

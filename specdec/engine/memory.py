@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from specdec.engine.cgroups import MEMBERSHIP, MOUNT, Cgroup, cgroups
+from specdec.engine.cpu_count import MEMBERSHIP, MOUNT, Cgroup, cgroups
 from specdec.engine.unsupported import UnsupportedModelError
 
 SHARE = 0.5

@@ -28,8 +28,8 @@ from specdec.engine.memory import give_freed_memory_back
 from specdec.grammar.grammar import MAX_PROBLEM_CHARACTERS, Grammar, GrammarError, Kind, lark_string
 from specdec.grammar.text_grammar import TextGrammar
 from specdec.grammar.weight import growth_bytes, lexer_states
-from specdec.text.added_tokens import add
 from specdec.text.token_bytes import TokenBytes
+from specdec.text.tokenizer import add
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,8 @@ from __future__ import annotations
 import gc
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Generic, TypeVar
 
 import structlog
@@ -24,10 +25,38 @@ from specdec.engine.memory import give_freed_memory_back
 from specdec.engine.model_file import in_one_line
 from specdec.engine.shortage import is_shortage
 from specdec.serving.errors import EngineLostError, ModelFailureError, ShortOfMemoryError
-from specdec.serving.step_retry import StepRetry
 from specdec.serving.worker import Worker
 
 log = structlog.get_logger()
+
+
+Session = TypeVar("Session")
+
+
+class StepRetry(Generic[Session]):
+    """The sessions of one loop that are on trial. Belongs to the loop's thread."""
+
+    def __init__(self) -> None:
+        self._failures: Counter[Session] = Counter()  # consecutive failures by session on trial, in order
+
+    def next(self, ready: Collection[Session]) -> Session | None:
+        """Return the session to step alone next; None if none is on trial."""
+        return next((session for session in self._failures if session in ready), None)
+
+    def failed(self, sessions: Sequence[Session]) -> Session | None:
+        """Record a failed step. Return the session to be ended, which has now failed alone after an earlier failure;
+        None if there is none."""
+        self._failures.update(sessions)
+        (session, *others) = sessions
+        if others or self._failures[session] < 2:
+            return None
+        self.forget(session)
+        return session
+
+    def forget(self, session: Session) -> None:
+        """Take a session off trial: its step succeeded, or it is gone."""
+        self._failures.pop(session, None)
+
 
 CHECK_SECONDS = 1.0
 """Seconds between checks of whether a failed engine computes again."""
@@ -41,8 +70,6 @@ failure ends the process."""
 
 SHORTAGE_SECONDS = 10.0
 """Seconds without memory for any forward pass after which the process ends: restarted, it needs less."""
-
-Session = TypeVar("Session")
 
 
 class EngineWorker(Worker, Generic[Session]):

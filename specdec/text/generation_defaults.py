@@ -7,8 +7,7 @@ from typing import Self
 
 import numpy as np
 
-from specdec.decoding.sampling import Sampling
-from specdec.decoding.sampling_limits import sampling_violations
+from specdec.decoding.sampling import Sampling, sampling_violations
 from specdec.engine.model_directory import MAX_CONTEXT, MAX_VOCABULARY, ModelDirectory, ModelDirectoryError
 from specdec.engine.model_file import Fields
 

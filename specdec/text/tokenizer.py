@@ -15,15 +15,22 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from specdec.engine.added_tokens import AddedToken
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.model_file import Fields, in_one_line
-from specdec.text.added_tokens import add
 from specdec.text.chat_template import RESERVED, templates_of
 from specdec.text.special_tokens import special_tokens
 from specdec.text.token_bytes import Characters, TokenBytes
+
+
+def add(tokenizer: tokenizers.Tokenizer, tokens: Sequence[AddedToken]) -> None:
+    """Add tokens to a tokenizer; an existing one gets these flags."""
+    if tokens:
+        tokenizer.add_tokens([tokenizers.AddedToken(**asdict(token)) for token in tokens])
+
 
 TOKENIZER = "tokenizer.json"
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from draft_service.__main__ import main as draft
 from orchestrator.__main__ import main as orchestrator
 from specdec import cli
-from specdec.cli.running import lines
+from specdec.cli.up import lines
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.onnx.export import export
 from specdec.engine.placement import Placement

@@ -25,7 +25,7 @@ from specdec.client import (
     ServerError,
     Unavailable,
     build_request,
-    rotation,
+    retries,
 )
 from tests.client.both import ThreadedClient
 from tests.client.fake_server import CHUNK, DIGEST, MODEL, REVISION, TEXT, TOKENS, Act, FakeServer, rich
@@ -237,7 +237,7 @@ async def test_calls_take_turns(connect: Any) -> None:
 
 
 async def test_a_server_that_fails_is_left_alone(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotation, "_MIN_REST", 60.0)
+    monkeypatch.setattr(retries, "_MIN_REST", 60.0)
     always = itertools.repeat(BREAK)
     async with FakeServer(script=always) as bad, FakeServer() as good, connect(bad, good, max_retries=0) as client:
         for _ in range(8):

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from specdec.client import Cancelled, Unavailable
 from specdec.client.errors import InvalidRequest
-from specdec.client.retries import Retries
-from specdec.client.rotation import Rotation
+from specdec.client.retries import Retries, Rotation
 from tests.client.fake_server import rich
 
 RETRIES = 5

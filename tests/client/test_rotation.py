@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.client.rotation import Rotation
+from specdec.client.retries import Rotation
 
 
 class Clock:

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from specdec.decoding.gumbel_max import winners
 from specdec.decoding.gumbel_pruning import BOUND_ERROR, ROOM, bounds, possible_winners
-from specdec.decoding.noise import stream, token_words, word_gumbel
+from specdec.decoding.noise import stream, token_words, winners, word_gumbel
 from tests.decoding.test_noise import unmix
 
 MASK = 2**64 - 1

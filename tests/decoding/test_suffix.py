@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.decoding.suffix import MAX_MATCH, RECENT, Continuation, continuations
+from specdec.decoding.ngrams import MAX_MATCH, RECENT, Continuation, continuations
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 

@@ -11,7 +11,7 @@ from specdec.engine.engines.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import Kind, Placement
 from specdec.engine.preflight.check import Wanted, check
-from specdec.engine.preflight.compiler import INSTALLS, check_compiler
+from specdec.engine.preflight.device import INSTALLS, check_compiler
 from specdec.engine.unsupported import UnsupportedModelError
 from tests.models import make
 

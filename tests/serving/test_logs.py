@@ -19,8 +19,15 @@ import pytest
 import structlog
 
 from specdec.serving.process import logs
-from specdec.serving.process.log_limits import BURST, LINES_A_SECOND, MAX_VALUE_CHARACTERS, LimitRate, cut_values
-from specdec.serving.process.log_stream import MAX_LINE_BYTES, LossyStream
+from specdec.serving.process.logs import (
+    BURST,
+    LINES_A_SECOND,
+    MAX_LINE_BYTES,
+    MAX_VALUE_CHARACTERS,
+    LimitRate,
+    LossyStream,
+    cut_values,
+)
 
 
 @contextmanager
@@ -187,7 +194,7 @@ def test_a_caller_that_has_left_is_no_fault(configured: Path) -> None:
 def test_one_file_takes_both_stdout_and_stderr(tmp_path: Path, mode: str) -> None:
     """As with `specdec verifier ... > verifier.log 2>&1`."""
     script = (
-        "import sys; from specdec.serving.process.log_stream import guard_stderr; guard_stderr();"
+        "import sys; from specdec.serving.process.logs import guard_stderr; guard_stderr();"
         "print('first', file=sys.stderr); print('ready', flush=True); print('last', file=sys.stderr)"
     )
     with (tmp_path / "log").open(mode) as log:

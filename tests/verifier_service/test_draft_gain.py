@@ -9,12 +9,10 @@ import pytest
 from specdec.decoding.speculation import CandidateSource
 from tests.verifier_service.fakes import Client, Decided, TextEngine, run, step_loop
 from verifier_service.backend.request import Policy
-from verifier_service.sessions import draft_gain
-from verifier_service.sessions.draft_gain import DraftGain, TenantGains
-from verifier_service.settings.tuning import DEFAULTS
-from verifier_service.speculation import controllers
-from verifier_service.speculation.controller import BatchProfile, Mode
-from verifier_service.speculation.controllers import Controllers
+from verifier_service.sessions import draft_timing
+from verifier_service.sessions.draft_timing import DraftGain, TenantGains
+from verifier_service.speculation.controller import MAX_GROUPS, BatchProfile, Controllers, Mode
+from verifier_service.tuning import DEFAULTS
 
 TUNING = DEFAULTS.draft_gain
 REMOTE = frozenset({CandidateSource.REMOTE})
@@ -62,7 +60,7 @@ def test_a_new_text_expects_what_its_tenants_texts_had() -> None:
     assert steps_until_rest(DraftGain(gains.of("useless"))) in (4, 5)
     assert steps_until_rest(DraftGain(gains.of("helped"))) > 30
     assert gains.of("unknown") is None
-    for number in range(draft_gain.MAX_TENANTS):
+    for number in range(draft_timing.MAX_TENANTS):
         gains.observe(str(number), 1)
     assert gains.of("useless") is None
 
@@ -125,7 +123,7 @@ def test_what_is_known_of_tenants_is_bounded() -> None:
     known = Controllers()
     first = Client(loop, [3, 4], tenant="first").session
     ((controller, _),) = known.select([first])
-    for number in range(controllers.MAX_GROUPS):
+    for number in range(MAX_GROUPS):
         assert known.of(first) is controller
         known.select([Client(loop, [3, 4], tenant=str(number)).session])
     assert known.of(first) is not controller

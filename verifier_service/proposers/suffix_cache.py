@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specdec.decoding.suffix import Tokens
+from specdec.decoding.ngrams import Tokens
 
 MAX_TENANTS = 64
 """Maximum tenants with kept texts; the least recently active one is forgotten first."""

@@ -26,7 +26,7 @@ from specdec.decoding.tree import Node
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.kv.slots import Slots
 from verifier_service.costs.token_budget import select_candidates
-from verifier_service.proposers.windows import open_windows, window_rows
+from verifier_service.proposers.ngrams import open_windows, window_rows
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
 from verifier_service.scheduling.foreseen_step import ForeseenStep
 from verifier_service.scheduling.prefill import PrefillSlowdown, prefill_chunks
@@ -36,8 +36,8 @@ from verifier_service.scheduling.step_shares import Division, StepShares
 from verifier_service.sessions.ngram import LookaheadRows
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.step_rows import ScheduledRows
-from verifier_service.settings.tuning import Tuning
 from verifier_service.speculation.eligibility import Eligibility
+from verifier_service.tuning import Tuning
 
 log = structlog.get_logger()
 

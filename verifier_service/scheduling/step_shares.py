@@ -28,7 +28,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specdec.serving.max_min import Pool
+from specdec.serving.fair_turns import Pool
 from verifier_service.backend.result import VerifyResult
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.sessions.running_session import RunningSession

@@ -1,9 +1,9 @@
 """A session's n-grams: candidates found without a draft model, by n-gram lookup and lookahead windows.
 
-Both add to the token tree beside the draft's candidates. N-gram lookup (`suffix.py`) proposes what followed an earlier
-occurrence of the text's last tokens, and costs only the rows that verify it. A lookahead window (`lookahead.py`) costs
-rows in every step for its n-grams. P(a proposal is right) depends on how many preceding tokens agree with its source,
-and is learned from verify results.
+Both add to the token tree beside the draft's candidates. N-gram lookup (`continuations`) proposes what followed an
+earlier occurrence of the text's last tokens, and costs only the rows that verify it. A lookahead window
+(`lookahead.py`) costs rows in every step for its n-grams. P(a proposal is right) depends on how many preceding tokens
+agree with its source, and is learned from verify results.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec.decoding.lookahead import Lookahead, Window
-from specdec.decoding.ngrams import NgramPool
+from specdec.decoding.ngrams import MAX_MATCH, NgramPool, Tokens, continuations
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Rule
-from specdec.decoding.suffix import MAX_MATCH, Tokens, continuations
 from specdec.decoding.tree import Node, Paths, TokenTree
 from verifier_service.backend.result import LOOKAHEAD, NGRAM
-from verifier_service.settings.tuning import DEFAULTS, NgramTuning
+from verifier_service.tuning import DEFAULTS, NgramTuning
 
 MAX_OWN_NODES = 128
 """Approximate limit on proposers' nodes in a session's token tree, besides those granted to its draft."""

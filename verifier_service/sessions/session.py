@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import numpy as np
 
 from specdec.decoding.lookahead import Lookahead
+from specdec.decoding.ngrams import Tokens
 from specdec.decoding.query import PenaltyState
 from specdec.decoding.sampling import Rule
-from specdec.decoding.suffix import Tokens
 from specdec.decoding.token_mask import TokenMask
 from specdec.decoding.tree import NO_NODES, BestNodes, Node, Paths, TokenTree
 from specdec.engine.batch import Packer
@@ -28,11 +28,10 @@ from verifier_service.backend.result import (
     STOP,
     VerifyResult,
 )
-from verifier_service.sessions.draft_gain import DraftGain
-from verifier_service.sessions.draft_timing import DraftTiming, WaitEstimate
+from verifier_service.sessions.draft_timing import DraftGain, DraftTiming, WaitEstimate
 from verifier_service.sessions.ngram import MAX_OWN_NODES, LookaheadRows, SessionNgrams
 from verifier_service.sessions.step_rows import ScheduledRows, plan_tree
-from verifier_service.settings.tuning import DEFAULTS, Tuning
+from verifier_service.tuning import DEFAULTS, Tuning
 
 
 class VerifierSession:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from verifier_service.sessions.session import VerifierSession
-from verifier_service.speculation.controller import BatchProfile, Mode
-from verifier_service.speculation.controllers import Controllers
+from verifier_service.speculation.controller import BatchProfile, Controllers, Mode
 
 NOTHING_PAYS = 1.0 - 1e-7
 """Break-even probability at or above which no candidate pays: as a moving average it approaches 1 without reaching

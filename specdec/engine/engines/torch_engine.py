@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.engine.batch import PackedBatch, Packer
-from specdec.engine.gpu.upload import upload
+from specdec.engine.gpu.staging import upload
 from specdec.engine.hf.attention_backend import AttentionBackend
 from specdec.engine.hf.attention_hook import PackedAttention
 from specdec.engine.hf.batch_invariance import make_exact, tile, untile

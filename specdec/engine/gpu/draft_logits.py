@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS, Shortlists
 from specdec.decoding.processing import Logits
-from specdec.engine.gpu.upload import upload
+from specdec.engine.gpu.staging import upload
 
 
 class GpuDraftLogits:

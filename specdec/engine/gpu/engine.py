@@ -27,8 +27,7 @@ from specdec.engine.gpu.graphs import MAX_ROWS, Graphs
 from specdec.engine.gpu.layout import SplitKvBatch, SplitKvPacker, tile_rows_for
 from specdec.engine.gpu.linear import cuts, split_k
 from specdec.engine.gpu.sampler import GpuLogits
-from specdec.engine.gpu.staging import SplitKvTensors
-from specdec.engine.gpu.upload import upload
+from specdec.engine.gpu.staging import SplitKvTensors, upload
 from specdec.engine.hf import llama_like
 from specdec.engine.hf.batch_invariance import make_exact, tile, untile
 from specdec.engine.hf.fingerprint import device_kind

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec.decoding.processing import LIMIT
 from specdec.decoding.query import PenaltyState, SamplingQuery
-from specdec.engine.gpu.upload import upload
+from specdec.engine.gpu.staging import upload
 
 
 def adjusted(logits: Tensor, queries: Sequence[SamplingQuery]) -> Tensor:

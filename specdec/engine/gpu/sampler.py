@@ -23,7 +23,7 @@ from specdec.decoding.logprobs import TokenLogprobs, logprobs
 from specdec.decoding.processing import Logits
 from specdec.decoding.query import SamplingQuery
 from specdec.engine.gpu.shortlist import UNDECIDED, Narrowing, narrowing
-from specdec.engine.gpu.upload import upload
+from specdec.engine.gpu.staging import upload
 
 
 class GpuLogits:

@@ -15,14 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.decoding.choice import Tokens, streams_of
-from specdec.decoding.gumbel_max import winners
-from specdec.decoding.noise import token_words, word_gumbel
+from specdec.decoding.noise import token_words, winners, word_gumbel
 from specdec.decoding.processing import MAX_ABS_LOGIT
 from specdec.decoding.query import SamplingQuery
 from specdec.decoding.sampling import Rule
 from specdec.decoding.truncation import leading, truncates
 from specdec.engine.gpu import logits_processing, noise
-from specdec.engine.gpu.upload import upload
+from specdec.engine.gpu.staging import upload
 
 UNDECIDED = -1
 """Placeholder for a token: the whole row is needed."""

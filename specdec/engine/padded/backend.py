@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.engine.batch import PackedBatch
-from specdec.engine.gpu.upload import upload
+from specdec.engine.gpu.staging import upload
 from specdec.engine.hf.pretrained import LayerAttention
 from specdec.engine.kv.slots import Slots
 from specdec.engine.padded.attention import AttentionGroup, PaddedAttention

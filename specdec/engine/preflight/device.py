@@ -1,5 +1,5 @@
-"""Checks that a device is known and present, that the packages for a kind of engine are installed, and that one process
-serves the whole model.
+"""Checks that a device is present, that packages and compilers for a kind of engine are installed, and that one
+process serves the whole model.
 
 torch is not imported for it: its version file states its build, and the CUDA driver the number of devices.
 """
@@ -11,14 +11,36 @@ import importlib.util
 import os
 import re
 import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
 from specdec.engine.model_directory import GRAPH, ModelDirectory, ModelDirectoryError
 from specdec.engine.placement import Placement
-from specdec.engine.preflight.compiler import check_compiler
 from specdec.engine.preflight.vllm_version import check_vllm
 from specdec.engine.unsupported import UnsupportedModelError
+
+INSTALLS = "TORCH_INDUCTOR_INSTALL_GXX"
+"""Environment variable that allows torch to install a compiler if it finds none."""
+
+
+def check_compiler(placement: Placement) -> None:
+    """Raise UnsupportedModelError if a model is to be compiled and cannot be here."""
+    if not placement.compiled:
+        return
+    if placement.kind != "vllm":
+        raise UnsupportedModelError(
+            f"--compile is for --engine vllm, not for {placement.kind}: leave out --compile, or use --engine vllm"
+        )
+    if placement.device != "cpu":
+        raise UnsupportedModelError(f"--compile is for the CPU, not for device {placement.device}: leave out --compile")
+    compiler = os.environ.get("CXX") or "g++"  # torch's search order
+    if shutil.which(compiler) is None and not os.environ.get(INSTALLS):
+        raise UnsupportedModelError(
+            f"--compile: there is no C++ compiler {compiler} here: install g++, set CXX to another one, or leave out "
+            "--compile"
+        )
+
 
 PACKAGES = {
     "torch": ("torch", "transformers", "numba"),

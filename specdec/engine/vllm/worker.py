@@ -29,7 +29,7 @@ from specdec.decoding.logprobs import TokenLogprobs
 from specdec.decoding.query import SamplingQuery
 from specdec.decoding.step_logits import HostLogits, StepLogits
 from specdec.engine.gpu.sampler import GpuLogits
-from specdec.engine.gpu.upload import upload
+from specdec.engine.gpu.staging import upload
 from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.kv.slots import Slots
 from specdec.engine.vllm.fit import rope_factors, why_unfit

@@ -1,20 +1,172 @@
 """Structured logs on stderr: JSON lines, or readable ones on a terminal.
 
-Logging never raises, never blocks and has a bounded volume, so that no log line can fail a request (`log_stream`,
-`log_limits`). Library logs take the same path, as the event `library`.
+Logging never raises, never blocks and has a bounded volume, so that no log line can fail a request. A line that cannot
+be written now, because of a full disk, a closed pipe or a stalled reader, is dropped and counted. The length of values
+and the rate of each event are limited, so the volume depends on the number of event kinds of a service, not on the
+number of requests. Library logs take the same path, as the event `library`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
-from typing import Any
+import os
+import select
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TextIO
 
 import grpc
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
-from specdec.serving.process.log_limits import LimitRate, cut_values
-from specdec.serving.process.log_stream import LossyStream, guard_stderr
+log = structlog.get_logger()
+
+
+MAX_VALUE_CHARACTERS = 2000
+MAX_TRACEBACK_CHARACTERS = 8000
+
+BURST = 100
+"""Burst of one event in lines."""
+
+LINES_A_SECOND = 10.0
+"""Long-run rate of one event in lines per second."""
+
+
+def cut_values(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+    """Truncate long values; a traceback keeps its end, which names the error."""
+    for key, value in event.items():
+        text = value if isinstance(value, str) else str(value) if isinstance(value, list | dict | tuple) else ""
+        if key == "exception" and len(text) > MAX_TRACEBACK_CHARACTERS:
+            event[key] = f"... {text[-MAX_TRACEBACK_CHARACTERS:]}"
+        elif key != "exception" and len(text) > MAX_VALUE_CHARACTERS:
+            event[key] = f"{text[:MAX_VALUE_CHARACTERS]} ... ({len(text)} characters)"
+    return event
+
+
+@dataclass
+class _Allowance:
+    """The token bucket of one event."""
+
+    lines: float = BURST
+    filled_at: float = 0.0
+    suppressed: int = 0
+
+
+class LimitRate:
+    """Drops lines of an event above its rate; the next line of it has their number as `suppressed`.
+
+    Critical lines always pass: a process logs one when it ends.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._allowances: dict[str, _Allowance] = {}
+        self._lock = threading.RLock()  # reentrant: garbage collection may log while it is held
+
+    def __call__(self, _: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        if method == "critical":
+            return event
+        now = self._clock()
+        with self._lock:
+            allowance = self._allowances.setdefault(str(event.get("event")), _Allowance(filled_at=now))
+            allowance.lines = min(BURST, allowance.lines + LINES_A_SECOND * (now - allowance.filled_at))
+            allowance.filled_at = now
+            if allowance.lines < 1:
+                allowance.suppressed += 1
+                raise structlog.DropEvent
+            allowance.lines -= 1
+            if allowance.suppressed:
+                event["suppressed"], allowance.suppressed = allowance.suppressed, 0
+        return event
+
+
+MAX_LINE_BYTES = 1 << 16
+"""Maximum bytes of a line; longer ones are cut. Log values are bounded before, so a longer line is a bug here, which
+must not fill a disk."""
+
+
+class LossyStream(io.TextIOBase):
+    """A stream that writes text to a file descriptor unbuffered; `lost` counts the writes that failed."""
+
+    def __init__(self, fd: int) -> None:
+        self.lost = 0
+        self._fd = fd
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
+        self._lock = threading.RLock()
+        self._torn = False  # the last write stopped in the middle of a line
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return "utf-8"
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def isatty(self) -> bool:
+        return os.isatty(self._fd)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        data = text.encode("utf-8", "backslashreplace")
+        if len(data) > MAX_LINE_BYTES:
+            data = data[:MAX_LINE_BYTES] + b"...\n"
+        with self._lock:
+            if not self._written(b"\n" + data if self._torn else data):
+                self.lost += 1
+        return len(text)
+
+    def _written(self, data: bytes) -> bool:
+        """Write all data, in pieces of PIPE_BUF bytes, which a pipe reported writable takes without blocking; return
+        False on failure."""
+        view = memoryview(data)
+        while view:
+            try:
+                if not self._poll.poll(0):
+                    return False
+                view = view[os.write(self._fd, view[: select.PIPE_BUF]) :]
+            except OSError:
+                return False
+            self._torn = bool(view)
+        return True
+
+
+def guard_stderr() -> LossyStream:
+    """Replace `sys.stderr` by a `LossyStream`, for all writers in this process."""
+    if not isinstance(sys.stderr, LossyStream):
+        sys.stderr = LossyStream(_descriptor(sys.stderr))
+    return sys.stderr
+
+
+def _descriptor(stream: TextIO | None) -> int:
+    """Return a non-blocking descriptor for a stream's target, leaving the target blocking for other writers.
+
+    A regular file never blocks and is not reopened: if stdout is the same file, both must share one write position.
+    """
+    fd = 2
+    if stream is not None:
+        with contextlib.suppress(OSError, ValueError):  # closed, or not a file
+            stream.flush()
+            fd = stream.fileno()
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)
+    except OSError:  # a socket, or another user's terminal
+        pass
+    try:
+        return os.dup(fd)
+    except OSError:  # closed: the next file opened must not get number 2
+        devnull_fd = os.open(os.devnull, os.O_WRONLY)
+        return devnull_fd if devnull_fd == 2 else os.dup2(devnull_fd, 2)
+
 
 CHATTY = ("torchao", "torch.utils._pytree")
 """Loggers of libraries that transformers imports if installed. Their warnings concern features unused here, such as
@@ -79,7 +231,6 @@ class _ToStructlog(logging.Handler):
     """A handler that passes records of the standard library's logging to structlog."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        log = structlog.get_logger()
         if record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError):
             # gRPC logs this when a status or message meets a caller that has just left: not an error.
             log.debug("caller_left", message=_message(record))

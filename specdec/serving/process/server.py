@@ -23,9 +23,8 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client.metrics_core import Metric
 
 from specdec.extras import NEEDED, needed_by
-from specdec.serving.callers.certificate import Name
+from specdec.serving.callers.certificate import CertificateNames, Name
 from specdec.serving.callers.guard import ConnectionGuard
-from specdec.serving.certificate_names import CertificateNames
 from specdec.serving.interceptor import CallInterceptor, Gate
 from specdec.serving.metrics.endpoint import MetricsEndpoint
 from specdec.serving.metrics.families import Families
@@ -33,7 +32,7 @@ from specdec.serving.mux.servicer import MuxServicer
 from specdec.serving.process import logs
 from specdec.serving.process.health import HealthServicer, report_health
 from specdec.serving.process.listening import ListenError, bound
-from specdec.serving.process.log_stream import guard_stderr
+from specdec.serving.process.logs import guard_stderr
 from specdec.serving.timeline import Timelines
 from specdec.serving.tls import server_credentials
 from specdec.serving.tracing.servicer import TraceServicer

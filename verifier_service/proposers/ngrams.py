@@ -1,4 +1,4 @@
-"""Lookahead windows of a step: their rows in the batch, and the target's choices there."""
+"""Proposers without a model: n-gram lookup in the text, and lookahead windows in the step's batch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,28 @@ from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.tree import Node
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.costs.token_budget import WindowCosts
+from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, ProposalStats, Proposer
+from verifier_service.proposers.suffix_cache import SuffixCache
 from verifier_service.sessions.ngram import LookaheadRows
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.speculation.eligibility import Eligibility
-from verifier_service.verification.tree_verification import TreeVerification
+from verifier_service.tree_verification import TreeVerification
+
+
+class LookupProposer(Proposer):
+    """N-gram lookup for all sessions. A session keeps its own text (`ngram.py`); this object keeps `cached_tokens`
+    tokens of each tenant's finished texts."""
+
+    def __init__(self, cached_tokens: int) -> None:
+        self._cache = SuffixCache(cached_tokens)
+
+    def propose(self, step: ComingStep) -> ProposalStats:
+        for session in step.proposed_for():
+            session.propose_ngrams(step.break_even, self._cache.tokens_of(session.request.tenant))
+        return NO_PROPOSALS
+
+    def finished(self, session: VerifierSession) -> None:
+        self._cache.add(session.request.tenant, session.tree.committed)
 
 
 def open_windows(

@@ -1,1 +1,0 @@
-"""Publishing: the commits of the step loop, and their send times."""

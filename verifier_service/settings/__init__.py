@@ -1,1 +1,0 @@
-"""Fitted constants of a verifier, with reasons."""

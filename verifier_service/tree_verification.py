@@ -1,0 +1,271 @@
+"""Tree verification: from the logits of a step to the tokens committed for every session.
+
+Start at the root, take the target's own choice, move to the child with that token, and stop where there is none. All
+sessions advance together, one level at a time, so that one vectorised call makes all their choices (`verify_trees`).
+`TreeVerification` holds one session's part, `VerifiedStep` the outcome of a whole step.
+
+With `specdec/decoding/choice.py` and `specdec/decoding/rejection.py`, where a row's token is chosen under each
+acceptance rule, this is the whole of speculative decoding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import Protocol
+
+import numpy as np
+
+from specdec.decoding.choice import choose
+from specdec.decoding.proposal import Proposal
+from specdec.decoding.query import RequestSampler, SamplingQuery
+from specdec.decoding.sampling import Sampling
+from specdec.decoding.step_logits import StepLogits
+from specdec.decoding.token_mask import TokenMask
+from specdec.decoding.tree import Node
+from specdec.engine.batch import PackedBatch
+from specdec.engine.engine import Step
+from specdec.grammar.grammar import GrammarError
+from specdec.serving.errors import GrammarFailureError
+from verifier_service.backend.result import BONUS, CORRECTION, PLAIN, REMOTE_DRAFT, VerifyResult
+from verifier_service.sessions.running_session import RunningSession
+from verifier_service.sessions.session import VerifierSession
+from verifier_service.sessions.step_rows import ScheduledRows, TreeRows
+
+
+class VerifiedStep:
+    """A forward pass over the rows of a step, and its verified trees. The constructor commits nothing and raises any
+    error; `apply` commits. An engine that computes asynchronously calls `beside` meanwhile."""
+
+    def __init__(
+        self,
+        entries: Sequence[tuple[RunningSession, ScheduledRows]],
+        pack: Callable[[], PackedBatch],
+        forward: Step,
+        beside: Callable[[], None] = lambda: None,
+    ) -> None:
+        start = time.monotonic()
+        pairs = [(e, TreeVerification(e.session, rows)) for e, rows in entries if rows.root_row is not None]
+        self.verifications = [verification for _, verification in pairs]
+
+        def asked() -> Mapping[int, SamplingQuery]:
+            queries = dict(chain.from_iterable([v.queries() for v in self.verifications]))
+            beside()
+            return queries
+
+        self.logits = forward(pack(), asked)
+        self.forward_seconds = time.monotonic() - start
+        verify_trees(self.verifications, self.logits)
+        self._prefilled = [(entry, rows.count) for entry, rows in entries if rows.root_row is None]
+        self._sound = [(entry, verification) for entry, verification in pairs if verification.error is None]
+        self.failed = [(entry, verification.error) for entry, verification in pairs if verification.error is not None]
+        # Slots (from, to) to copy: accepted candidates of side branches.
+        self.kv_copies = [copy for _, verification in self._sound for copy in verification.kv_copies]
+        self._add_logprobs()
+
+    def _add_logprobs(self) -> None:
+        """Add the log-probabilities of committed tokens to the results of requests for them."""
+        asking = [
+            verification for _, verification in self._sound if verification.session.request.top_logprobs is not None
+        ]
+        if not asking:
+            return
+        rows = [row for verification in asking for row in verification.rows]
+        tokens = np.asarray([token for verification in asking for token in verification.result.tokens])
+        tops = [verification.session.request.top_logprobs or 0 for verification in asking for _ in verification.rows]
+        found = iter(self.logits.logprobs(rows, tokens, tops))
+        for verification in asking:
+            verification.result.logprobs = list(islice(found, len(verification.rows)))
+
+    def apply(self, now: float) -> list[tuple[RunningSession, VerifyResult]]:
+        """Commit and return accepted tokens; `failed` sessions get nothing."""
+        for entry, count in self._prefilled:
+            entry.session.computed += count
+        results = [(entry, verification.apply(now)) for entry, verification in self._sound]
+        for entry, _ in self._sound:  # not of unfinished prompts: their logits are still unchecked
+            entry.session.cache_prefix()
+        return results
+
+
+class TreeVerification:
+    """The verification of a session's token tree in one step; a `TreeWalker` for `verify_trees`."""
+
+    __slots__ = ("_asked", "_node", "_path", "error", "kv_copies", "planned", "result", "row", "rows", "session")
+
+    def __init__(self, session: VerifierSession, planned: ScheduledRows) -> None:
+        assert planned.root_row is not None  # a chunk of prompt chooses no token
+        self.session = session
+        self.planned = planned
+        offered = 0 if planned.tree is None else len(planned.tree.results)
+        self.result = VerifyResult(session.tree.base, offered)
+        self.kv_copies: list[tuple[int, int]] = []  # slots (from, to) to copy
+        self.rows: list[int] = []  # rows that chose a token, as indices among the results
+        self.error: Exception | None = None
+        self.row = planned.root_row
+        self._node = session.tree.root
+        self._path: list[int] = []
+        self._asked: dict[int, SamplingQuery] = {}  # queries made in advance, by row
+
+    def query(self) -> SamplingQuery:
+        asked = self._asked.get(self.row)
+        return self._query(self._node, self._path, self.session.allowed(self._path)) if asked is None else asked
+
+    def queries(self) -> Iterator[tuple[int, SamplingQuery]]:
+        """Yield (row index among the results, sampling query) for every row the step may reach: the root's, all
+        candidates', and those of the window not among them. A row is left out if its grammar cannot give a mask in
+        advance: it is queried when reached."""
+        tree = self.planned.tree
+        nodes, paths = {self.row: self._node}, {id(self._node): self._path}
+        if tree is not None:
+            for node in tree.candidates:  # parents come before their children
+                nodes[tree.results[id(node)]] = node
+                paths[id(node)] = [*paths[id(node.parent)], node.token]
+        for row, node in nodes.items():
+            path = paths[id(node)]
+            try:
+                allowed = self.session.allowed(path)
+            except GrammarError:
+                continue
+            self._asked[row] = query = self._query(node, path, allowed)
+            yield row, query
+        yield from ((row, query) for row, query in self.lookahead_queries() if row not in nodes)
+
+    @property
+    def lookahead_count(self) -> int:
+        """The number of the window's sampling queries."""
+        return 0 if self.planned.tree is None else len(self.planned.tree.lookahead_results)
+
+    def lookahead_queries(self) -> Iterator[tuple[int, SamplingQuery]]:
+        """Yield the window's sampling queries, each after its row's index among the results."""
+        tree = self.planned.tree
+        if tree is not None and tree.lookahead is not None:
+            queries = self.session.ngrams.queries(tree.lookahead, self.session.penalty_state)
+            yield from zip(tree.lookahead_results, queries, strict=True)
+
+    def take(self, token: int) -> bool:
+        position = self._node.position + 1
+        tree = self.planned.tree
+        child = None if tree is None else self._tested(tree, token)
+        self.rows.append(self.row)
+        result = self.result
+        result.tokens.append(token)
+        result.sources.append(self._source(child))
+        result.finish = self.session.finish(token, position)
+        if tree is None or child is None:
+            return False
+        result.accepted += 1
+        written, own = tree.slots[id(child)], int(self.session.slots[position])
+        if written != own:
+            self.kv_copies.append((written, own))
+        self._path.append(token)
+        self._node, self.row = child, tree.results[id(child)]
+        return not result.finish
+
+    def fail(self, error: Exception) -> None:
+        if not (self.result.tokens and isinstance(error, GrammarFailureError)):
+            self.error = error
+            return
+        # Keep the tokens chosen so far, the last one as a bonus token: the next step begins with it as its root and
+        # fails there.
+        self.result.accepted -= 1
+        self.result.sources[-1] = BONUS
+
+    def apply(self, now: float) -> VerifyResult:
+        """Apply the result to the session and return it."""
+        if self.planned.undrafted:
+            self.result.undrafted = len(self.result.tokens)
+        self.session.apply(self.result, self.planned.count, now)
+        return self.result
+
+    def _tested(self, tree: TreeRows, token: int) -> Node | None:
+        """Return the chosen candidate if it was in this step, and update the n-grams' confidence with this place."""
+        for candidate in self._node.children.values():
+            if candidate.origin != REMOTE_DRAFT and id(candidate) in tree.results:
+                self.session.ngrams.learn(candidate, candidate.token == token)
+        child = self._node.children.get(token)
+        return child if child is not None and id(child) in tree.results else None
+
+    def _query(self, node: Node, path: list[int], allowed: TokenMask | None) -> SamplingQuery:
+        """Return the sampling query below a node. A sampled child is tested even if it is not in this step: if
+        accepted, the candidates below it stay alive."""
+        proposal = None if node.distribution is None else Proposal(next(iter(node.children), None), node.distribution)
+        return SamplingQuery(
+            self.session.request.sampler,
+            node.position + 1,
+            self.session.penalty_state,
+            path,
+            proposal,
+            allowed,
+        )
+
+    def _source(self, child: Node | None) -> int:
+        if child is not None:
+            return child.origin
+        tree = self.planned.tree
+        if tree is None or not tree.results:
+            return PLAIN
+        offered = any(id(other) in tree.results for other in self._node.children.values())
+        return CORRECTION if offered else BONUS
+
+
+ANY = SamplingQuery(RequestSampler(Sampling(temperature=0.0)), 0)
+"""The query for a row's likeliest token."""
+
+
+class NotFiniteError(FloatingPointError):
+    """The logits of a row are not finite."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's logits are not finite")
+
+
+class TreeWalker(Protocol):
+    """A session's position in its tree during verification, at first the root."""
+
+    row: int
+    """Index of the current node's logits among the results."""
+
+    def query(self) -> SamplingQuery:
+        """Return the sampling query below the current node; GrammarError if the grammar is too complex for one."""
+
+    def take(self, token: int) -> bool:
+        """Commit the chosen token and move to its child; return False if verification ends here."""
+
+    def fail(self, error: Exception) -> None:
+        """End verification with an error: non-finite logits, or a grammar too complex to give a mask."""
+
+
+def verify_trees(walkers: Sequence[TreeWalker], rows: StepLogits) -> None:
+    """Verify the trees of all walkers, each until it ends or fails."""
+    while True:
+        queries: list[SamplingQuery] = []
+        asking: list[TreeWalker] = []
+        for walker in walkers:
+            try:
+                queries.append(walker.query())
+            except GrammarError as error:
+                _, (finite,) = rows.choose([walker.row], [ANY])  # non-finite: its memory must be wiped
+                walker.fail(GrammarFailureError(str(error)) if finite else NotFiniteError())
+            else:
+                asking.append(walker)
+        if not asking:
+            return
+        walkers = asking
+        tokens, sound = rows.choose([walker.row for walker in walkers], queries)
+        remaining: list[TreeWalker] = []
+        for walker, token, finite in zip(walkers, tokens.tolist(), sound.tolist(), strict=True):
+            if not finite:
+                walker.fail(NotFiniteError())
+            elif walker.take(token):
+                remaining.append(walker)
+        walkers = remaining
+
+
+def warm_up(vocabulary: int) -> None:
+    """Draw a token, so that no request waits for code compiled on first use or loaded from the cache folder."""
+    from specdec.decoding import gumbel_pruning  # Numba takes a second to import, wasted on a refused start
+    from specdec.engine.cpu.code_cache import kept
+
+    kept("collect", gumbel_pruning.__file__, gumbel_pruning.collect)
+    choose(np.zeros((1, vocabulary), dtype=np.float32), [SamplingQuery(RequestSampler(Sampling(temperature=1.0)), 0)])

@@ -1,1 +1,0 @@
-"""Verification: follows the target's choices down the token trees, and accepts candidates."""
