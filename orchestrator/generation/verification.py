@@ -174,6 +174,7 @@ class Verification:
         self._not_opened: dict[Pod, str] = {}  # why a verifier does not take the text, as last logged
         self._asked: tuple[Pod, float] | None = None  # the last verifier asked, and when
         self._begun = False  # a verifier has accepted the request and committed tokens
+        self._refused = False  # a verifier has called the request invalid
         self._preemptions: list[int] = []  # by session at a verifier
         self.identity = model_pb2.ModelIdentity()  # of the last one
         self.revision = context.sample.revision  # of the model; empty until the text is begun
@@ -314,10 +315,15 @@ class Verification:
     def _note_failed(self, pod: Pod, error: ServiceError) -> None:
         """Note that a verifier's model has failed on this text, or that it rejects a text begun by another one: other
         verifiers may take it. If none has begun the text, the request may really be invalid: raise the error to the
-        caller."""
+        caller, once a second opening has confirmed it. The first may have been changed in transit, with its
+        checksum."""
         if isinstance(error, InvalidRequestError) and not self._begun:
             if not isinstance(error, PromptTooLongError):
-                raise error
+                if self._refused:
+                    raise error
+                self._refused = True
+                log.info("request_refused", pod=str(pod), why=str(error))
+                return
             told = [("prompt" if field == "prompt_tokens" else field, why) for field, why in error.violations]
             self._choice.unfit(pod, PromptTooLongError(told))  # another one may have more memory
             return

@@ -19,7 +19,14 @@ from orchestrator.generation.verification import Verification
 from orchestrator.pods.errors import LostError
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
-from specdec.serving.errors import GrammarPendingError, PeerLostError, PromptTooLongError, ProtocolError, to_status
+from specdec.serving.errors import (
+    GrammarPendingError,
+    InvalidRequestError,
+    PeerLostError,
+    PromptTooLongError,
+    ProtocolError,
+    to_status,
+)
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.captured_logs import captured_logs
 from tests.orchestrator.samples import MODEL, context
@@ -177,6 +184,33 @@ async def test_a_new_text_waits_for_its_grammar_and_others_do_not() -> None:
             await anext(Verification(context(Peers(pods, failover_seconds=0.0))).messages())
         (pod,) = pods
         assert pod.admission.refusal("") is None
+        await pods.close()
+
+
+class Damaged(Changing):
+    """A verifier whose first openings are invalid as they arrive."""
+
+    invalid = 1
+
+    async def Verify(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+        if self.invalid:
+            self.invalid -= 1
+            await context.abort_with_status(to_status(InvalidRequestError([("grammar", "is not JSON")])))
+        await super().Verify(requests, context)
+
+
+async def test_a_request_is_invalid_only_if_a_second_opening_says_so() -> None:
+    """A flipped bit may change an opening and hide its checksum."""
+    verifier = Damaged(identity())
+    async with serving(verifier) as address:
+        pods = Pods([address], connect=grpc.aio.insecure_channel)
+        messages = Verification(context(Peers(pods))).messages()
+        assert isinstance(await anext(messages), verifier_pb2.VerifyOpened)
+        await messages.aclose()
+        verifier.invalid = 2
+        with pytest.raises(InvalidRequestError, match="is not JSON"):
+            await anext(Verification(context(Peers(pods))).messages())
+        assert verifier.invalid == 0
         await pods.close()
 
 
