@@ -101,19 +101,30 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         *,
         tokens: Sequence[int] | None = None,
         messages: Sequence[Message] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         template_arguments: Mapping[str, Any] | None = None,
         model: str | None = None,
         add_special: bool | None = None,
         pieces: bool = False,
         timeout: float | EllipsisType | None = ...,
+        metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> Tokenized:
         """Return the tokens of a prompt, as for `generate`, without generating.
 
         `add_special=False` omits tokens the model expects around plain text (a BOS token, for example). `pieces`
         requests the text and bytes of each token.
         """
-        request = build_tokenize_request(prompt, tokens, messages, template_arguments, model, add_special, pieces)
-        return read_tokenized(await self._ask(lambda stub: stub.Tokenize, request, timeout))
+        request = build_tokenize_request(
+            model,
+            add_special,
+            pieces,
+            prompt=prompt,
+            tokens=tokens,
+            messages=messages,
+            tools=tools,
+            template_arguments=template_arguments,
+        )
+        return read_tokenized(await self._ask(lambda stub: stub.Tokenize, request, timeout, self._with(metadata)))
 
     async def close(self) -> None:
         """Cancel all calls and close all connections."""

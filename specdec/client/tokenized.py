@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from specdec.client.completion import Piece
-from specdec.client.options import Message
 from specdec.client.request import build_request
 from specdec.v2 import generation_pb2 as pb
 
@@ -27,16 +25,11 @@ class Tokenized:
 
 
 def build_tokenize_request(
-    prompt: str | None,
-    tokens: Sequence[int] | None,
-    messages: Sequence[Message] | None,
-    template_arguments: Mapping[str, Any] | None,
-    model: str | None,
-    add_special: bool | None,
-    pieces: bool,
+    model: str | None, add_special: bool | None, pieces: bool, **prompt: Any
 ) -> pb.TokenizeRequest:
-    """Return the message; ValueError or TypeError for a value that does not fit into it."""
-    asked = build_request(prompt, tokens=tokens, messages=messages, template_arguments=template_arguments, model=model)
+    """Return the message; ValueError or TypeError for a value that does not fit into it. `prompt` are the options of
+    `build_request` for it."""
+    asked = build_request(**prompt, model=model)
     request = pb.TokenizeRequest(model=asked.model, add_special=add_special, pieces=pieces)
     match asked.WhichOneof("prompt"):
         case "text":

@@ -15,6 +15,12 @@ with needed_by("openai", "openai"):
     from specdec.openai_api.http_server import KEEP_ALIVE_SECONDS, MAX_CONNECTIONS
     from specdec.openai_api.origins import origin
     from specdec.openai_api.process import Asking, serve
+    from specdec.openai_api.responses.store import (
+        MAX_STORED_BYTES,
+        STORED_SECONDS,
+        ResponseStore,
+        ResponseStoreError,
+    )
     from specdec.serving.process.server import ServerSettings, run_program
     from specdec.wire.address import Address
     from specdec.wire.tls_files import TlsError, TlsFiles
@@ -51,6 +57,20 @@ def main(
             help="Allowed CORS origin, such as https://chat.example.com; * for any. May be repeated. Default: none.",
         ),
     ] = None,
+    response_store: Annotated[
+        str,
+        typer.Option(
+            metavar="off|memory|FILE",
+            help="Where to store responses of /v1/responses, to be continued by id: nowhere, in memory, or in a "
+            "SQLite file, which servers of one machine may share.",
+        ),
+    ] = "memory",
+    response_store_mib: Annotated[
+        int, typer.Option(min=1, help="Maximum MiB of stored responses; beyond it the oldest are evicted.")
+    ] = MAX_STORED_BYTES >> 20,
+    response_store_hours: Annotated[
+        float, typer.Option(min=0.001, help="Hours for which a response is stored.")
+    ] = STORED_SECONDS / 3600,
     tls_cert: Annotated[
         Path | None,
         typer.Option(
@@ -88,7 +108,8 @@ def main(
         bool, typer.Option(help="Stop when stdin closes, so that a child process does not outlive its parent.")
     ] = False,
 ) -> None:
-    """Serve OpenAI's HTTP API (/v1/completions, /v1/chat/completions, /v1/models) in front of orchestrators.
+    """Serve OpenAI's and Anthropic's HTTP APIs in front of orchestrators: /v1/completions, /v1/chat/completions,
+    /v1/responses, /v1/messages, /v1/models.
 
     API keys are passed to the orchestrators, which check them.
     """
@@ -109,6 +130,13 @@ def main(
         theirs.read()
     except TlsError as error:
         raise typer.BadParameter(str(error)) from None
+    store: ResponseStore | None = None
+    if response_store != "off":
+        file = None if response_store == "memory" else Path(response_store)
+        try:
+            store = ResponseStore(file, most_bytes=response_store_mib << 20, seconds=3600 * response_store_hours)
+        except ResponseStoreError as error:
+            raise typer.BadParameter(str(error), param_hint="--response-store") from None
     asking = Asking([parsed.target for parsed in addresses], theirs if any(theirs.all) else None)
     serving = serve(
         settings,
@@ -116,6 +144,7 @@ def main(
         most_connections=max_connections,
         keep_alive_seconds=keep_alive_seconds,
         origins=allow_origin or (),
+        store=store,
     )
     run_program(serving, "openai")
 

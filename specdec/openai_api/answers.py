@@ -7,7 +7,7 @@ speculation statistics.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
@@ -148,7 +148,7 @@ class Choice:
             own |= {"seed": seed, "resolved": resolved}
         if chunk.finish is not None:
             self._finish = chunk.finish
-            own |= _statistics(chunk.finish)
+            own |= statistics(chunk.finish)
         return own
 
     def _logprobs_of(self, found: Iterable[Logprobs]) -> Json:
@@ -166,12 +166,17 @@ class Calls:
 
     def split(self, chunk: Chunk) -> tuple[str, list[Json]]:
         """Return a chunk's text without tool calls, and the calls completed by it."""
-        found = list(self._reader.push(chunk.text))
+        found = list(self.items(chunk))
+        return "".join(item for item in found if isinstance(item, str)), [i for i in found if not isinstance(i, str)]
+
+    def items(self, chunk: Chunk) -> Iterator[str | Json]:
+        """Yield a chunk's text, and the calls completed by it, in their order."""
+        yield from map(self._item, self._reader.push(chunk.text))
         if chunk.finish is not None:
-            found += self._reader.finish()
-        text = "".join(item for item in found if isinstance(item, str))
-        calls = [self._made(item) for item in found if isinstance(item, ToolCall)]
-        return text, calls
+            yield from map(self._item, self._reader.finish())
+
+    def _item(self, found: str | ToolCall) -> str | Json:
+        return found if isinstance(found, str) else self._made(found)
 
     def _made(self, call: ToolCall) -> Json:
         """Return a call in OpenAI's format. Ids have nine letters or digits, as Mistral's templates require."""
@@ -202,7 +207,7 @@ def fingerprint(finishes: Iterable[Finish]) -> str:
     return f"fp_{hashlib.sha256(' '.join(numerics).encode()).hexdigest()[:16]}"
 
 
-def _statistics(finish: Finish) -> Json:
+def statistics(finish: Finish) -> Json:
     """Return this project's own statistics of a finished sample."""
     return {
         **asdict(finish.speculation),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import structlog
@@ -18,20 +19,29 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specdec.openai_api.anthropic.answer import error_body
 from specdec.openai_api.bodies import BODY_SECONDS, Bodies, Unread
 from specdec.openai_api.callers import Callers, network_of
+from specdec.openai_api.endpoints import Messages, Responses
 from specdec.openai_api.errors import ApiError, overloaded, too_many
 from specdec.openai_api.event_stream import MISTAKE, EventStream
 from specdec.openai_api.gateway import Caller, Gateway
 from specdec.openai_api.parsing import Parser
 from specdec.openai_api.presence import CallerLeftError, while_present
+from specdec.openai_api.requests import parse
+from specdec.openai_api.responses.store import ResponseStore
 from specdec.serving.errors import OverloadedError, TenantLimitError
 from specdec.wire.request_id import REQUEST_ID, is_request_id, new_request_id
 
 log = structlog.get_logger()
 
 COMPLETIONS, CHAT, MODELS, HEALTH = "/v1/completions", "/v1/chat/completions", "/v1/models", "/health"
-ROUTES = (COMPLETIONS, CHAT, MODELS, HEALTH)
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+COUNT = f"{MESSAGES}/count_tokens"
+ROUTES = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, COUNT, MODELS, HEALTH)
+
+KEY_HEADERS = ("x-api-key", "api-key")
+"""Headers in which other clients send the API key, Anthropic's and Azure's."""
 
 CARRIED = ("authorization", "traceparent", "tracestate")
 """Headers forwarded to orchestrators: the API key and the trace context."""
@@ -50,17 +60,28 @@ def make_app(
     most_requests: int,
     body_seconds: float = BODY_SECONDS,
     origins: Sequence[str] = (),
+    store: ResponseStore | None = None,
 ) -> ASGIApp:
     """Return the ASGI application. `serves` returns whether an orchestrator takes requests now; `most_requests` limits
-    the requests in progress; pages of `origins` may send requests from browsers."""
+    the requests in progress; pages of `origins` may send requests from browsers. Without `store`, no responses are
+    stored."""
     started = int(time.time())
     bodies = Bodies(body_seconds)
     parser = Parser()
     admission = Middleware(_Admission, callers=Callers(gateway.check_key, most_requests))
 
+    async def read(request: Request) -> bytes:
+        return await bodies.read(request, request.scope[CALLER])
+
+    def caller(request: Request) -> tuple[Caller, str]:
+        return _caller(request), request.scope[CALLER]
+
+    responses = Responses(gateway, parser, store, read, caller)
+    messages = Messages(gateway, parser, read, caller)
+
     async def generate(request: Request, *, chat: bool) -> Response | EventStream:
-        body = await bodies.read(request, request.scope[CALLER])
-        parsed = await parser.parse(body, chat=chat, caller=request.scope[CALLER])
+        body = await read(request)
+        parsed = await parser.parse(len(body), partial(parse, body, chat=chat), request.scope[CALLER])
         if parsed.stream:
             return EventStream(await while_present(request.receive, gateway.events(parsed, _caller(request))))
         answer = await while_present(request.receive, gateway.answer(parsed, _caller(request)))
@@ -111,6 +132,13 @@ def make_app(
         routes=[
             Route(COMPLETIONS, completions, methods=["POST"], middleware=[admission]),
             Route(CHAT, chat_completions, methods=["POST"], middleware=[admission]),
+            Route(RESPONSES, responses.create, methods=["POST"], middleware=[admission]),
+            Route(f"{RESPONSES}/{{response}}", responses.retrieve, methods=["GET"], middleware=[admission]),
+            Route(f"{RESPONSES}/{{response}}", responses.delete, methods=["DELETE"], middleware=[admission]),
+            Route(f"{RESPONSES}/{{response}}/input_items", responses.input_items, middleware=[admission]),
+            Route(f"{RESPONSES}/{{response}}/cancel", responses.cancel, methods=["POST"], middleware=[admission]),
+            Route(MESSAGES, messages.create, methods=["POST"], middleware=[admission]),
+            Route(COUNT, messages.count_tokens, methods=["POST"], middleware=[admission]),
             Route(MODELS, models, middleware=[admission]),
             Route(f"{MODELS}/{{model:path}}", models, middleware=[admission]),
             Route(HEALTH, health),
@@ -171,30 +199,37 @@ class _Outermost:
                 log.warning("cut_off", path=scope["path"])
                 if not begun:
                     error = overloaded("the server is shutting down: use another one")
-                    await _answered(error)(scope, body.receive, naming)
+                    await _answered(Request(scope), error)(scope, body.receive, naming)
             except Exception:  # already answered, if that was still possible
                 log.exception("request_failed", path=scope["path"])
 
 
 def _caller(request: Request) -> Caller:
     """Return the caller. Header values that gRPC metadata cannot carry are dropped: they are no valid key or trace."""
-    headers = ((name, request.headers[name]) for name in CARRIED if name in request.headers)
+    headers = [(name, request.headers[name]) for name in CARRIED if name in request.headers]
+    keys = [request.headers[name] for name in KEY_HEADERS if name in request.headers]
+    if keys and "authorization" not in request.headers:
+        headers.append(("authorization", f"Bearer {keys[0]}"))
     plain = tuple((name, value) for name, value in headers if value.isascii() and value.isprintable())
     return Caller(request.scope[REQUEST_ID], plain)
 
 
-def _answered(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body, error.status, error.headers)
+def _answered(request: Request, error: ApiError) -> JSONResponse:
+    """Return the answer to a failed request, in the format of its API."""
+    body = error.body
+    if request.url.path.startswith(MESSAGES):
+        body = error_body(error, request.scope[REQUEST_ID])
+    return JSONResponse(body, error.status, error.headers)
 
 
-async def _answer_error(_: Request, error: ApiError) -> JSONResponse:
-    return _answered(error)
+async def _answer_error(request: Request, error: ApiError) -> JSONResponse:
+    return _answered(request, error)
 
 
-async def _answer_overloaded(_: Request, error: OverloadedError) -> JSONResponse:
+async def _answer_overloaded(request: Request, error: OverloadedError) -> JSONResponse:
     if isinstance(error, TenantLimitError):
-        return _answered(too_many("too many of your requests are waiting to be parsed"))
-    return _answered(overloaded(str(error)))
+        return _answered(request, too_many("too many of your requests are waiting to be parsed"))
+    return _answered(request, overloaded(str(error)))
 
 
 async def _answer_http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -203,13 +238,14 @@ async def _answer_http_error(request: Request, error: HTTPException) -> JSONResp
         404: f"{request.url.path}: there is no such endpoint",
         405: f"{request.method} is not allowed for this endpoint",
     }
-    message = what.get(error.status_code, error.detail)
-    return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)
+    answer = _answered(request, ApiError(error.status_code, what.get(error.status_code, error.detail)))
+    answer.headers.update(error.headers or {})
+    return answer
 
 
-async def _answer_mistake(_: Request, __: Exception) -> JSONResponse:
+async def _answer_mistake(request: Request, __: Exception) -> JSONResponse:
     """Answer an unexpected exception; Starlette re-raises it, and it is logged."""
-    return _answered(MISTAKE)
+    return _answered(request, MISTAKE)
 
 
 async def _answer_nobody(_: Request, __: Exception) -> Nobody:

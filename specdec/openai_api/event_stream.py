@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -30,13 +30,33 @@ FAILED = "specdec.failed"
 MISTAKE = ApiError(500, "internal error, see the log of the server", "server_error", code="internal")
 
 
+def event_of(content: Mapping[str, Any]) -> bytes:
+    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n".encode()
+
+
+def typed_event_of(content: Mapping[str, Any]) -> bytes:
+    """Return an event that is named by its type."""
+    return f"event: {content['type']}\n".encode() + event_of(content)
+
+
 class EventStream:
-    """An answer of events, ending with `[DONE]`. An error after the start is an event before `[DONE]`."""
+    """An answer of events. An error after the start makes the events of `failed`."""
 
     status_code = 200
 
-    def __init__(self, events: AsyncGenerator[Mapping[str, Any], None]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[Mapping[str, Any], None],
+        *,
+        encode: Callable[[Mapping[str, Any]], bytes] = event_of,
+        failed: Callable[[ApiError], Iterable[Mapping[str, Any]]] = lambda error: [error.body],
+        end: bytes = DONE,
+    ) -> None:
+        """`encode`: makes the bytes of an event; `end`: bytes after the last one."""
         self._events = events
+        self._encode = encode
+        self._failed = failed
+        self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
@@ -47,15 +67,12 @@ class EventStream:
     async def _send(self, scope: Scope, send: Send) -> None:
         try:
             async for event in self._events:
-                await send({"type": "http.response.body", "body": event_of(event), "more_body": True})
+                await send({"type": "http.response.body", "body": self._encode(event), "more_body": True})
         except Exception as error:
             failure = error if isinstance(error, ApiError) else MISTAKE
             if failure is MISTAKE:
                 log.exception("request_failed", path=scope["path"])
             scope[FAILED] = failure.status
-            await send({"type": "http.response.body", "body": event_of(failure.body), "more_body": True})
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
-
-
-def event_of(content: Mapping[str, Any]) -> bytes:
-    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n".encode()
+            for event in self._failed(failure):
+                await send({"type": "http.response.body", "body": self._encode(event), "more_body": True})
+        await send({"type": "http.response.body", "body": self._end, "more_body": False})

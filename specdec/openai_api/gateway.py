@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from specdec.client import AsyncClient, Chunk, Model, SpecdecError
 from specdec.client.endpoint import Metadata
 from specdec.openai_api.answers import Calls, Choice, Frame, fingerprint, usage_of
 from specdec.openai_api.errors import from_specdec, unsupported
 from specdec.openai_api.json_text import Json
+from specdec.openai_api.parts import Part, parts_of
 from specdec.openai_api.requests import ParsedRequest
 from specdec.serving.interleaved import interleaved
 from specdec.wire.request_id import REQUEST_ID_CHARACTERS, new_request_id
@@ -23,6 +25,9 @@ PROMPTS_AT_ONCE = 8
 """Maximum concurrent prompts of one request: each counts toward the tenant's limits."""
 
 Lend = Callable[[], AbstractAsyncContextManager[AsyncClient]]
+
+Names = Mapping[str, str]
+"""Names of options and gRPC fields, to the caller's names."""
 
 Chunks = AsyncGenerator[tuple[int, Chunk], None]
 """Chunks with their prompt's number."""
@@ -87,6 +92,28 @@ class Gateway:
             raise
         return _events(_Answer(request, caller, tool_format), first, chunks)
 
+    async def parts(self, request: ParsedRequest, caller: Caller) -> AsyncGenerator[Part, None]:
+        """Generate the one sample of the one prompt; return its parts. Errors before the first chunk are raised
+        here."""
+        tool_format = await self.tool_format(request, caller)
+        calls = None if tool_format is None else Calls(tool_format, new_request_id(), request.schemas)
+        chunks = self._chunks(request, caller)
+        try:
+            first = await anext(chunks)
+        except BaseException:
+            await chunks.aclose()
+            raise
+        return parts_of(_of_one_prompt(first, chunks), calls, reasoning=request.reasoning)
+
+    async def count_tokens(self, model: str, prompt: Mapping[str, Any], names: Names, caller: Caller) -> int:
+        """Return the number of tokens of a conversation, given as options of the client; `names`: the caller's for
+        them."""
+        try:
+            async with self._client() as client:
+                return (await client.tokenize(**prompt, model=model, metadata=caller.metadata)).count
+        except SpecdecError as error:
+            raise from_specdec(error, names) from error
+
     async def _chunks(self, request: ParsedRequest, caller: Caller) -> Chunks:
         """Yield the chunks of all prompts in order of arrival."""
         places = asyncio.Semaphore(PROMPTS_AT_ONCE)
@@ -112,6 +139,13 @@ class Gateway:
         ):
             async for chunk in stream:
                 yield number, chunk
+
+
+async def _of_one_prompt(first: tuple[int, Chunk], rest: Chunks) -> AsyncGenerator[Chunk, None]:
+    async with aclosing(rest):
+        yield first[1]
+        async for _, chunk in rest:
+            yield chunk
 
 
 async def _models(lend: Lend, caller: Caller) -> list[Model]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Protocol
+from collections.abc import Callable
+from typing import TypeVar
 
-from specdec.openai_api.requests import ParsedRequest, parse
 from specdec.serving.bounded_threads import BoundedThreads
+
+Parsed = TypeVar("Parsed")
 
 SHORT_BODY = 4 << 10
 """Maximum bytes of a body parsed inline, within a few milliseconds."""
@@ -23,25 +24,16 @@ WAIT_SECONDS = 10.0
 """Maximum wait for a thread in seconds."""
 
 
-class Parse(Protocol):
-    """A function that parses a body."""
-
-    def __call__(self, body: bytes, *, chat: bool) -> ParsedRequest: ...
-
-
 class Parser:
     """Parses bodies, all but short ones in threads, so that streams continue meanwhile."""
 
-    def __init__(self, parse: Parse = parse) -> None:
-        self._parse = parse
+    def __init__(self) -> None:
         self._bodies = BoundedThreads("bodies", 1, MAX_WAITING)
         self._long_bodies = BoundedThreads("long bodies", 1, MAX_LONG_WAITING)
 
-    async def parse(self, body: bytes, *, chat: bool, caller: str) -> ParsedRequest:
-        """Return the parsed request; ApiError if it is invalid or unsupported, OverloadedError if too many bodies
-        wait."""
-        work = partial(self._parse, body, chat=chat)
-        if len(body) <= SHORT_BODY:
+    async def parse(self, size: int, work: Callable[[], Parsed], caller: str) -> Parsed:
+        """Return what `work` makes of a body of `size` bytes; OverloadedError if too many bodies wait."""
+        if size <= SHORT_BODY:
             return work()
-        threads = self._bodies if len(body) < LONG_BODY else self._long_bodies
+        threads = self._bodies if size < LONG_BODY else self._long_bodies
         return await threads.run(work, caller, WAIT_SECONDS)

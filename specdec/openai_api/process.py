@@ -14,6 +14,7 @@ from specdec.openai_api.gateway import Gateway
 from specdec.openai_api.http_server import HttpServer, ServerTls
 from specdec.openai_api.metrics import Counted
 from specdec.openai_api.orchestrators import Orchestrators
+from specdec.openai_api.responses.store import ResponseStore
 from specdec.serving.process import logs
 from specdec.serving.process.listening import ListenError, bound
 from specdec.serving.process.server import (
@@ -44,6 +45,7 @@ async def serve(
     most_connections: int,
     keep_alive_seconds: int,
     origins: Sequence[str] = (),
+    store: ResponseStore | None = None,
 ) -> None:
     """Run the server until SIGINT, SIGTERM or, if configured, the end of stdin. Prints the line `ready HOST:PORT`."""
     logs.configure("openai", settings.log_level)
@@ -54,7 +56,8 @@ async def serve(
     tls = None if settings.tls is None else ServerTls(settings.tls)
     orchestrators = Orchestrators(asking.targets, asking.tls)
     gateway = Gateway(orchestrators.client, orchestrators.control_client, orchestrators.key_client)
-    app = Counted(make_app(gateway, orchestrators.serve, most_requests=most_connections, origins=origins), ROUTES)
+    routes = make_app(gateway, orchestrators.serve, most_requests=most_connections, origins=origins, store=store)
+    app = Counted(routes, ROUTES)
     server = HttpServer(
         app,
         listener,
@@ -81,4 +84,6 @@ async def serve(
     if endpoint is not None:
         await endpoint.close()
     await orchestrators.close()
+    if store is not None:
+        store.close()
     log.info("stopped")

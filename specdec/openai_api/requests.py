@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specdec.client import build_request
@@ -171,6 +171,10 @@ class ParsedRequest:
     reasoning: bool = True
     """True if the answer includes the reasoning."""
 
+    def renamed(self, names: Mapping[str, str]) -> ParsedRequest:
+        """Return the request with further names of the caller's for options and gRPC fields."""
+        return replace(self, names={**self.names, **names})
+
     @property
     def samples(self) -> int:
         """Samples per prompt."""
@@ -195,7 +199,12 @@ class ParsedRequest:
 
 def parse(body: bytes, *, chat: bool) -> ParsedRequest:
     """Parse the body of a chat or completion request; ApiError if it is invalid or unsupported."""
-    given = {name: value for name, value in _object(body).items() if value is not None}
+    return parse_fields(fields_of(body), chat=chat)
+
+
+def parse_fields(fields: Mapping[str, Any], *, chat: bool) -> ParsedRequest:
+    """Parse the fields of a chat or completion request; ApiError if they are invalid or unsupported."""
+    given = {name: value for name, value in fields.items() if value is not None}
     _check_names(given, chat=chat)
     for name in given.keys() - LONG:
         _check_entries(name, given[name])
@@ -242,7 +251,8 @@ def _check_entries(name: str, value: object) -> None:
             open_values += found.values() if isinstance(found, dict) else found
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def fields_of(body: bytes) -> dict[str, Any]:
+    """Return the fields of a body; ApiError if it is not a JSON object."""
     try:
         found = json.loads(body.decode("utf-8-sig"), parse_constant=_no_number)  # `structure.py` counts UTF-8 only
     except (ValueError, RecursionError) as error:  # covers JSONDecodeError and UnicodeDecodeError

@@ -14,6 +14,7 @@ from specdec.openai_api.bodies import BODY_SECONDS
 from specdec.openai_api.gateway import Gateway
 from specdec.openai_api.http_server import HttpServer
 from specdec.openai_api.metrics import Counted
+from specdec.openai_api.responses.store import ResponseStore
 from specdec.serving.process.listening import bound
 
 
@@ -34,6 +35,7 @@ async def front(
     most_connections: int = 100,
     body_seconds: float = BODY_SECONDS,
     origins: Sequence[str] = (),
+    store: ResponseStore | None = None,
 ) -> AsyncIterator[Front]:
     """Yield the server, with a client that does not retry."""
 
@@ -42,7 +44,9 @@ async def front(
 
     async with AsyncClient(orchestrators, max_retries=1) as client:
         gateway = Gateway(*3 * [lambda: nullcontext(client)])
-        made = make_app(gateway, health, most_requests=most_connections, body_seconds=body_seconds, origins=origins)
+        made = make_app(
+            gateway, health, most_requests=most_connections, body_seconds=body_seconds, origins=origins, store=store
+        )
         app = Counted(made, ROUTES)
         server = HttpServer(app, bound("127.0.0.1", 0), most_connections=most_connections)
         await server.start()

@@ -9,17 +9,11 @@ import threading
 import pytest
 
 from specdec.openai_api.parsing import LONG_BODY, MAX_LONG_WAITING, SHORT_BODY, Parser
-from specdec.openai_api.requests import ParsedRequest, parse
 from specdec.serving.errors import OverloadedError, TenantLimitError
 from tests.client.fake_server import FakeServer
 from tests.openai_api.front import front
 from tests.openai_api.test_http_server import post, told
 from tests.stack import until
-
-
-def body_of(size: int) -> bytes:
-    asked = json.dumps({"model": "m", "prompt": "def"}).encode()
-    return asked + b" " * (size - len(asked))
 
 
 class Parses:
@@ -29,41 +23,41 @@ class Parses:
         self.threads: list[threading.Thread] = []
         self.go_on = threading.Event()
 
-    def __call__(self, body: bytes, *, chat: bool) -> ParsedRequest:
+    def __call__(self) -> str:
         self.threads.append(threading.current_thread())
         assert self.go_on.wait(30)
-        return parse(body, chat=chat)
+        return "m"
 
 
 @pytest.mark.parametrize(("size", "here"), [(SHORT_BODY, True), (SHORT_BODY + 1, False), (LONG_BODY, False)])
 async def test_only_short_bodies_are_parsed_on_the_event_loop(size: int, here: bool) -> None:
     parses = Parses()
     parses.go_on.set()
-    assert (await Parser(parses).parse(body_of(size), chat=False, caller="a")).model == "m"
+    assert await Parser().parse(size, parses, "a") == "m"
     assert (parses.threads == [threading.current_thread()]) is here
 
 
 async def test_a_caller_takes_half_of_the_places_at_most() -> None:
     """Other callers get the rest, and a shorter body does not wait behind long ones."""
     parses = Parses()
-    parser = Parser(parses)
-    first = asyncio.ensure_future(parser.parse(body_of(LONG_BODY), chat=False, caller="a"))
+    parser = Parser()
+    first = asyncio.ensure_future(parser.parse(LONG_BODY, parses, "a"))
     await until(lambda: len(parses.threads) == 1)
     running = [
-        asyncio.ensure_future(parser.parse(body_of(LONG_BODY), chat=False, caller=caller))
+        asyncio.ensure_future(parser.parse(LONG_BODY, parses, caller))
         for caller in ["a"] * (MAX_LONG_WAITING // 2) + ["b"] * (MAX_LONG_WAITING // 2)
     ]
     await asyncio.sleep(0)  # all are waiting
     with pytest.raises(OverloadedError):
-        await parser.parse(body_of(LONG_BODY), chat=False, caller="c")
+        await parser.parse(LONG_BODY, parses, "c")
     running.pop().cancel()
     await asyncio.sleep(0)
     with pytest.raises(TenantLimitError):
-        await parser.parse(body_of(LONG_BODY), chat=False, caller="a")
-    shorter = asyncio.ensure_future(parser.parse(body_of(LONG_BODY - 1), chat=False, caller="a"))
+        await parser.parse(LONG_BODY, parses, "a")
+    shorter = asyncio.ensure_future(parser.parse(LONG_BODY - 1, parses, "a"))
     await until(lambda: len(parses.threads) == 2)
     parses.go_on.set()
-    assert {each.model for each in await asyncio.gather(first, shorter, *running)} == {"m"}
+    assert set(await asyncio.gather(first, shorter, *running)) == {"m"}
 
 
 async def test_a_body_of_many_messages_is_refused_before_they_are_built() -> None:

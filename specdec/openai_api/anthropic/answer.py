@@ -1,0 +1,146 @@
+"""Answers of the Messages API: a message of blocks, complete or as typed events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from specdec.client import Finish
+from specdec.openai_api.answers import statistics
+from specdec.openai_api.anthropic.request import MessagesRequest
+from specdec.openai_api.errors import ApiError
+from specdec.openai_api.json_text import Json
+from specdec.openai_api.parts import CallPart, EndPart, Part, ReasoningPart, TextPart
+
+ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""HTTP statuses to the names of errors; others are of the server itself."""
+
+
+def error_body(error: ApiError, request_id: str) -> Json:
+    """Return an error in the format of this API."""
+    kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": error.body["error"]["message"]},
+        "request_id": request_id,
+    }
+
+
+class MessageAnswer:
+    """A message in the making. Each part of its sample makes events; the message has all blocks at the end."""
+
+    def __init__(self, request: MessagesRequest, request_id: str) -> None:
+        self._request = request
+        self._request_id = request_id
+        self._open: Json | None = None  # the block being written
+        self._text: list[str] = []  # of it
+        self.message: Json = {
+            "id": f"msg_{request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": request.chat.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(0, 0, 0),
+        }
+
+    @property
+    def blocks(self) -> list[Json]:
+        blocks: list[Json] = self.message["content"]
+        return blocks
+
+    def begin(self) -> Iterator[Json]:
+        """Yield the event before the first part. The tokens of the prompt are known at the end only."""
+        yield {"type": "message_start", "message": self.message}
+
+    def add(self, part: Part) -> Iterator[Json]:
+        """Yield the events of a part of the sample."""
+        match part:
+            case ReasoningPart():
+                yield from self._write("thinking", part.text)
+            case TextPart():
+                yield from self._write("text", part.text)
+            case CallPart():
+                yield from self._close()
+                yield from self._call(part)
+            case EndPart():
+                yield from self._close()
+                yield from self._end(part)
+
+    def failed(self, error: ApiError) -> Iterator[Json]:
+        """Yield the event of a failure in mid-stream."""
+        yield error_body(error, self._request_id)
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        """Return an event about the last block."""
+        return {"type": kind, "index": len(self.blocks) - 1, **fields}
+
+    def _write(self, kind: str, text: str) -> Iterator[Json]:
+        """Write text to a block: the open one, or a new one."""
+        if not text:
+            return
+        if self._open is None or self._open["type"] != kind:
+            yield from self._close()
+            self._open, self._text = {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {}), []
+            self.blocks.append(self._open)
+            yield self._event("content_block_start", content_block=self._open)
+        self._text.append(text)
+        yield self._event("content_block_delta", delta={"type": f"{kind}_delta", kind: text})
+
+    def _close(self) -> Iterator[Json]:
+        """End the open block, if there is one."""
+        if self._open is not None:
+            self._open[self._open["type"]] = "".join(self._text)
+            self._open = None
+            yield self._event("content_block_stop")
+
+    def _call(self, call: CallPart) -> Iterator[Json]:
+        block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+        self.blocks.append(block)
+        yield self._event("content_block_start", content_block=block)
+        yield self._event("content_block_delta", delta={"type": "input_json_delta", "partial_json": call.arguments})
+        block["input"] = json.loads(call.arguments)
+        yield self._event("content_block_stop")
+
+    def _end(self, part: EndPart) -> Iterator[Json]:
+        finish = part.finish
+        sequence = finish.stop or None
+        reason = "max_tokens" if part.cut_off else "stop_sequence" if sequence else "end_turn"
+        if reason == "end_turn" and any(block["type"] == "tool_use" for block in self.blocks):
+            reason = "tool_use"
+        own: Json = {"ignored": list(self._request.ignored)} if self._request.ignored else {}
+        self.message |= {"stop_reason": reason, "stop_sequence": sequence, "usage": _usage_of(finish)}
+        self.message["specdec"] = statistics(finish) | own
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        yield {
+            "type": "message_delta",
+            "delta": delta,
+            "usage": self.message["usage"],
+            "specdec": self.message["specdec"],
+        }
+        yield {"type": "message_stop"}
+
+
+def _usage_of(finish: Finish) -> Json:
+    return _usage(finish.prompt_tokens, finish.completion_tokens, finish.cached_tokens)
+
+
+def _usage(prompt: int, completion: int, cached: int) -> Json:
+    """Return the counts of tokens; those of the prompt exclude cached ones."""
+    return {
+        "input_tokens": prompt - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": completion,
+    }

@@ -1,0 +1,74 @@
+"""Parts of a sample: its reasoning, its text and its tool calls, in their order, for APIs whose answers have blocks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from specdec.client import Chunk, Finish, Logprobs
+from specdec.openai_api.answers import REASONS, Calls
+
+
+@dataclass(frozen=True)
+class ReasoningPart:
+    """A piece of the reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """A piece of the text, with the logprobs of its tokens if requested."""
+
+    text: str
+    logprobs: tuple[Logprobs, ...] = ()
+
+
+@dataclass(frozen=True)
+class CallPart:
+    """A complete tool call."""
+
+    id: str
+    name: str
+    arguments: str  # JSON
+
+
+@dataclass(frozen=True)
+class EndPart:
+    """The end of the sample."""
+
+    finish: Finish
+
+    @property
+    def cut_off(self) -> bool:
+        """True if the sample ended at a limit on its length."""
+        return REASONS.get(self.finish.reason) == "length"
+
+
+Part = ReasoningPart | TextPart | CallPart | EndPart
+
+
+async def parts_of(
+    chunks: AsyncGenerator[Chunk, None], calls: Calls | None, *, reasoning: bool
+) -> AsyncGenerator[Part, None]:
+    """Yield the parts of a sample. `calls`: reads its tool calls, None if it may have none; `reasoning`: include the
+    reasoning."""
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            for part in _parts(chunk, calls, reasoning=reasoning):
+                yield part
+
+
+def _parts(chunk: Chunk, calls: Calls | None, *, reasoning: bool) -> Iterator[Part]:
+    if chunk.reasoning and reasoning:
+        yield ReasoningPart(chunk.reasoning)
+    logprobs = tuple(chunk.logprobs[chunk.reasoning_tokens :])
+    for item in [chunk.text] if calls is None else calls.items(chunk):
+        if not isinstance(item, str):
+            yield CallPart(item["id"], item["function"]["name"], item["function"]["arguments"])
+        elif item or logprobs:
+            yield TextPart(item, logprobs)
+            logprobs = ()
+    if chunk.finish is not None:
+        yield EndPart(chunk.finish)

@@ -1,0 +1,178 @@
+"""Answers of the Responses API: a response of items, complete or as typed events."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from specdec.client import Finish, Logprobs
+from specdec.openai_api.answers import statistics
+from specdec.openai_api.errors import ApiError
+from specdec.openai_api.json_text import Json
+from specdec.openai_api.logprobs import chat_logprobs
+from specdec.openai_api.parts import CallPart, EndPart, Part, ReasoningPart, TextPart
+from specdec.openai_api.responses.request import CUSTOM_INPUT, ResponsesRequest
+
+ECHOED: Json = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "safety_identifier": None,
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "top_p": None,
+    "truncation": "disabled",
+    "user": None,
+}
+"""Fields of a response that repeat the request, and their values without one."""
+
+
+class ResponseAnswer:
+    """A response in the making. Each part of its sample makes events; the response has all of them at the end."""
+
+    def __init__(self, request: ResponsesRequest, response_id: str, *, stored: bool) -> None:
+        self._request = request
+        self._id = response_id
+        self._sent = 0  # events
+        self._item: Json | None = None  # being written
+        self._text: list[str] = []  # of it
+        self.response: Json = {
+            "id": response_id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "model": request.chat.model,
+            "output": [],
+            "usage": None,
+            "background": False,
+            "service_tier": "default",
+            "reasoning": {"effort": None, "summary": None},
+            "store": stored,
+            **{name: request.fields.get(name, value) for name, value in ECHOED.items()},
+        }
+        self.response["text"] = ECHOED["text"] | self.response["text"]
+
+    @property
+    def output(self) -> list[Json]:
+        """The items so far."""
+        output: list[Json] = self.response["output"]
+        return output
+
+    def begin(self) -> Iterator[Json]:
+        """Yield the events before the first part."""
+        yield self._event("response.created", response=dict(self.response))
+        yield self._event("response.in_progress", response=dict(self.response))
+
+    def add(self, part: Part) -> Iterator[Json]:
+        """Yield the events of a part of the sample."""
+        match part:
+            case ReasoningPart():
+                yield from self._write("reasoning", part.text)
+            case TextPart():
+                yield from self._write("message", part.text, part.logprobs)
+            case CallPart():
+                yield from self._close("completed")
+                yield from self._call(part)
+            case EndPart():
+                status = "incomplete" if part.cut_off else "completed"
+                if not self.output:  # a text of no tokens is a message, too
+                    yield from self._write("message", "")
+                yield from self._close(status)
+                self._end(status, part.finish)
+                yield self._event(f"response.{status}", response=self.response)
+
+    def failed(self, error: ApiError) -> Iterator[Json]:
+        """Yield the events of a failure in mid-stream."""
+        self.response |= {"status": "failed", "error": {"code": error.code or error.type, "message": error.message}}
+        yield self._event("error", code=error.code, message=error.message, param=error.param)
+        yield self._event("response.failed", response=self.response)
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        self._sent += 1
+        return {"type": kind, "sequence_number": self._sent - 1, **fields}
+
+    def _of_item(self, kind: str, **fields: Any) -> Json:
+        """Return an event about the last item."""
+        return self._event(kind, item_id=self.output[-1]["id"], output_index=len(self.output) - 1, **fields)
+
+    def _open(self, item: Json) -> Json:
+        """Append an item; return the event."""
+        self.output.append(item)
+        return self._event("response.output_item.added", output_index=len(self.output) - 1, item=dict(item))
+
+    def _name(self, prefix: str) -> str:
+        """Return an id for the next item."""
+        return f"{prefix}_{self._id.partition('_')[2]}_{len(self.output)}"
+
+    def _write(self, kind: str, text: str, logprobs: Iterable[Logprobs] = ()) -> Iterator[Json]:
+        """Write text to a message or a reasoning item: the open one, or a new one."""
+        if self._item is None or self._item["type"] != kind:
+            yield from self._close("completed")
+            of_message: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
+            name = self._name("msg" if kind == "message" else "rs")
+            self._item = {"id": name, "type": kind, "status": "in_progress", **of_message, "content": []}
+            yield self._open(self._item)
+            part: Json = {"type": "output_text" if kind == "message" else "reasoning_text", "text": ""}
+            part |= {"annotations": [], "logprobs": []} if kind == "message" else {}
+            self._item["content"], self._text = [part], []
+            yield self._of_item("response.content_part.added", content_index=0, part=dict(part))
+        told: list[Json] = chat_logprobs(logprobs)["content"] if self._request.includes_logprobs else []
+        self._text.append(text)
+        if kind == "message":
+            self._item["content"][0]["logprobs"] += told
+            yield self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=told)
+        else:
+            yield self._of_item("response.reasoning_text.delta", content_index=0, delta=text)
+
+    def _close(self, status: str) -> Iterator[Json]:
+        """End the open item, if there is one."""
+        if self._item is None:
+            return
+        item, self._item = self._item, None
+        item["status"], part = status, item["content"][0]
+        part["text"] = "".join(self._text)
+        if item["type"] == "message":
+            text = {"text": part["text"], "logprobs": part["logprobs"]}
+            yield self._of_item("response.output_text.done", content_index=0, **text)
+        else:
+            yield self._of_item("response.reasoning_text.done", content_index=0, text=part["text"])
+        yield self._of_item("response.content_part.done", content_index=0, part=part)
+        yield self._event("response.output_item.done", output_index=len(self.output) - 1, item=item)
+
+    def _call(self, call: CallPart) -> Iterator[Json]:
+        if call.name in self._request.custom_tools:
+            prefix, kind, field, value = "ctc", "custom_tool_call", "input", json.loads(call.arguments)[CUSTOM_INPUT]
+        else:
+            prefix, kind, field, value = "fc", "function_call", "arguments", call.arguments
+        item = {"id": self._name(prefix), "type": kind, "call_id": call.id, "name": call.name}
+        yield self._open({**item, "status": "in_progress", field: ""})
+        self.output[-1] = item = {**item, "status": "completed", field: value}
+        yield self._of_item(f"response.{kind}_{field}.delta", delta=value)
+        name = {} if kind == "custom_tool_call" else {"name": call.name}
+        yield self._of_item(f"response.{kind}_{field}.done", **{field: value}, **name)
+        yield self._event("response.output_item.done", output_index=len(self.output) - 1, item=item)
+
+    def _end(self, status: str, finish: Finish) -> None:
+        self.response |= {
+            "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "usage": {
+                "input_tokens": finish.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": finish.cached_tokens},
+                "output_tokens": finish.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": finish.reasoning_tokens},
+                "total_tokens": finish.prompt_tokens + finish.completion_tokens,
+            },
+            "specdec": statistics(finish),
+        }

@@ -1,0 +1,205 @@
+"""The Messages API through Anthropic's own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+from google.protobuf import json_format
+from google.rpc import code_pb2
+
+from specdec.openai_api.anthropic.request import parse_count, parse_messages
+from specdec.openai_api.errors import ApiError
+from tests.client.fake_server import TEXT, Act, FakeServer, rich
+from tests.faults.cluster import Models
+from tests.openai_api.front import front
+from tests.openai_api.test_reasoning import OPENED, reasoning_pair
+from tests.openai_api.test_tools import WEATHER
+from tests.stack import stack
+
+TOOL: Any = {"name": "weather", "description": "Tells it.", "input_schema": WEATHER}
+FUNCTION: dict[str, Any] = {"name": "weather", "description": "Tells it.", "parameters": WEATHER}
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+@asynccontextmanager
+async def client_of(*orchestrators: str, key: str = "key") -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with (
+        front(*orchestrators) as http,
+        anthropic.AsyncAnthropic(base_url=f"http://{http.address}", api_key=key, max_retries=0) as client,
+    ):
+        yield client
+
+
+async def test_a_text() -> None:
+    async with FakeServer(keys=["key"]) as orchestrator, client_of(orchestrator.address) as client:
+        asked: dict[str, Any] = {"model": "fake", "max_tokens": 9, "messages": HI, "system": "be brief"}
+        asked["extra_body"] = {"top_k": 3}
+        asked["stop_sequences"] = ["."]
+        found = await client.messages.create(**asked)
+        async with client.messages.stream(**asked) as stream:
+            text = "".join([piece async for piece in stream.text_stream])
+            last = await stream.get_final_message()
+    assert (found.type, found.role, found.model, found.stop_reason) == ("message", "assistant", "fake", "max_tokens")
+    assert [block.text for block in found.content if block.type == "text"] == [TEXT]
+    assert text == TEXT
+    assert [block.text for block in last.content if block.type == "text"] == [TEXT]
+    assert (last.stop_reason, last.usage.output_tokens) == (found.stop_reason, found.usage.output_tokens)
+    usage = found.usage
+    assert (usage.input_tokens, usage.cache_read_input_tokens, last.usage.input_tokens) == (1, 1, 1)
+    request = orchestrator.calls[0].request
+    assert [(turn.role, turn.content) for turn in request.chat.messages] == [("system", "be brief"), ("user", "hi")]
+    assert (request.max_tokens, request.sampling.top_k, list(request.stop)) == (9, 3, ["."])
+
+
+async def test_errors_have_the_format_of_this_api() -> None:
+    lost = Act(tokens=6, then="abort", status=rich(code_pb2.INVALID_ARGUMENT).status)
+    async with FakeServer(lost, keys=["key"]) as orchestrator:
+        async with client_of(orchestrator.address) as client:
+            with pytest.raises(anthropic.APIStatusError, match="refused"):
+                async with client.messages.stream(model="fake", max_tokens=9, messages=HI) as stream:
+                    await stream.get_final_message()
+            with pytest.raises(anthropic.BadRequestError, match="messages: must be") as caught:
+                await client.messages.create(model="fake", max_tokens=9, messages=[])
+            body: Any = caught.value.body
+            assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+            with pytest.raises(anthropic.NotFoundError):
+                await client.messages.batches.list()
+        async with client_of(orchestrator.address, key="wrong") as client:
+            with pytest.raises(anthropic.AuthenticationError, match="unknown API key"):
+                await client.messages.create(model="fake", max_tokens=9, messages=HI)
+
+
+def messages_of(messages: Any, **others: Any) -> Any:
+    """Return the messages of a chat that those of a request make."""
+    chat = parse_messages({"model": "m", "max_tokens": 9, "messages": messages, **others}).chat.message(0).chat
+    told = json_format.MessageToDict(chat, preserving_proto_field_name=True)["messages"]
+    return [{name: value for name, value in turn.items() if value} for turn in told]
+
+
+def test_blocks_become_messages() -> None:
+    text = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    assert messages_of(
+        [
+            {"role": "user", "content": "how warm?"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "s"},
+                    text,
+                    {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "b"}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "a", "content": [text, text]},
+                    {"type": "tool_result", "tool_use_id": "b", "is_error": True},
+                    {"type": "text", "text": "well?"},
+                ],
+            },
+        ],
+        system=[text, text],
+    ) == [
+        {"role": "system", "content": "x\nx"},
+        {"role": "user", "content": "how warm?"},
+        {
+            "role": "assistant",
+            "content": "x",
+            "reasoning": "hm",
+            "tool_calls": [{"id": "a", "name": "weather", "arguments": '{"city": "b"}'}],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "xx"},
+        {"role": "tool", "tool_call_id": "b"},
+        {"role": "user", "content": "well?"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": "9"}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [*HI, {"role": "assistant", "content": "so"}]}, "messages[1]"),
+        ({"messages": [{"role": "tool", "content": "so"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0].name"),
+        ({"system": 5}, "system"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"nonsense": 1}, "nonsense"),
+        ({"output_config": {"effort": "low"}}, "output_config.effort"),
+        ({"stop_sequences": 5}, "stop_sequences"),
+        ({"thinking": {"type": "sometimes"}}, "thinking"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": "any", "tools": [TOOL]}, "tool_choice"),
+        ({"n": 2}, "n"),
+    ],
+)
+def test_refusals(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_messages({"model": "m", "max_tokens": 9, "messages": HI, **fields})
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert caught.value.message.startswith(param)
+
+
+@pytest.mark.parametrize("fields", [{"model": None}, {"max_tokens": 9}, {"messages": []}, {"tools": 5}])
+def test_refusals_of_a_count(fields: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_count({"model": "m", "messages": HI, **fields})
+    assert caught.value.param in fields
+
+
+async def test_tools_are_called_as_in_a_chat(models: Models, tmp_path: Path) -> None:
+    target, draft = reasoning_pair(models, tmp_path)
+    async with stack(target, draft) as services, front(services.address) as http, client_of(services.address) as client:
+        asked: dict[str, Any] = {"model": services.model.name, "max_tokens": 120, "messages": HI}
+        asked |= {"tools": [TOOL], "extra_body": {"seed": 5}}
+        asked["tool_choice"] = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
+        found = await client.messages.create(**asked)
+        (call,) = [block for block in found.content if block.type == "tool_use"]
+        assert found.stop_reason == "tool_use"
+        async with client.messages.stream(**asked) as stream:
+            (same,) = [block for block in (await stream.get_final_message()).content if block.type == "tool_use"]
+        assert (same.name, same.input) == (call.name, call.input)
+        chat: Any = await http.client.chat.completions.create(
+            model=services.model.name,
+            messages=HI,
+            tools=[
+                {"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": WEATHER}}
+            ],
+            tool_choice={"type": "function", "function": {"name": "weather"}},
+            parallel_tool_calls=False,
+            seed=5,
+            temperature=1.0,
+            max_tokens=120,
+        )
+        assert json.loads(chat.choices[0].message.tool_calls[0].function.arguments) == call.input
+        counted = await client.messages.count_tokens(model=services.model.name, messages=HI, tools=[TOOL])
+        assert counted.input_tokens == found.usage.input_tokens + (found.usage.cache_read_input_tokens or 0)
+        turns: Any = [
+            *HI,
+            {"role": "assistant", "content": [block.model_dump() for block in found.content]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "21"}]},
+        ]
+        answer = await client.messages.create(**asked | {"messages": turns, "tool_choice": {"type": "none"}})
+        assert answer.stop_reason in ("end_turn", "max_tokens")
+
+
+async def test_reasoning_is_a_block_unless_it_is_disabled(models: Models, tmp_path: Path) -> None:
+    async with stack(*reasoning_pair(models, tmp_path)) as services, client_of(services.address) as client:
+        asked: dict[str, Any] = {"model": services.model.name, "max_tokens": 40, "messages": HI}
+        asked["extra_body"] = {"seed": 2, **OPENED}
+        found = await client.messages.create(**asked, thinking={"type": "enabled", "budget_tokens": 1024})
+        assert found.content[0].type == "thinking"
+        assert found.model_extra is not None
+        assert found.model_extra["specdec"]["ignored"] == ["thinking.budget_tokens"]
+        async with client.messages.stream(**asked) as stream:
+            assert (await stream.get_final_message()).content == found.content
+        silent = await client.messages.create(**asked, thinking={"type": "disabled"})
+        assert not [block for block in silent.content if block.type == "thinking"]

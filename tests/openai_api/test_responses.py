@@ -1,0 +1,372 @@
+"""The Responses API through OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from google.protobuf import json_format
+from google.rpc import code_pb2, error_details_pb2
+
+from specdec.openai_api.errors import ApiError
+from specdec.openai_api.responses.request import Reader
+from specdec.openai_api.responses.store import ResponseStore
+from tests.client.fake_server import TEXT, Act, FakeServer, rich
+from tests.faults.cluster import Models
+from tests.openai_api.front import Front, front
+from tests.openai_api.test_reasoning import OPENED, reasoning_pair
+from tests.openai_api.test_tools import WEATHER
+from tests.reasoning import CLOSE, OPEN
+from tests.stack import stack
+
+TOOL: dict[str, Any] = {"type": "function", "name": "weather", "description": "Tells it.", "parameters": WEATHER}
+CUSTOM: dict[str, Any] = {"type": "custom", "name": "patch", "description": "Changes it."}
+
+
+@contextmanager
+def stored(**options: Any) -> Iterator[ResponseStore]:
+    store = ResponseStore(**options)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+@asynccontextmanager
+async def fake(*acts: Act) -> AsyncIterator[tuple[FakeServer, Front]]:
+    with stored() as store:
+        async with FakeServer(*acts) as orchestrator, front(orchestrator.address, store=store) as http:
+            yield orchestrator, http
+
+
+async def test_a_text() -> None:
+    async with fake() as (orchestrator, http):
+        found = await http.client.responses.create(
+            model="fake", input="hi", instructions="be brief", max_output_tokens=9, temperature=0.5, top_p=0.9
+        )
+    assert (found.object, found.model, found.output_text) == ("response", "fake", TEXT)
+    assert (found.status, found.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
+    assert (found.instructions, found.max_output_tokens, found.temperature) == ("be brief", 9, 0.5)
+    assert found.usage is not None
+    assert (found.usage.input_tokens, found.usage.input_tokens_details.cached_tokens) == (2, 1)
+    assert found.usage.total_tokens == 2 + found.usage.output_tokens
+    request = orchestrator.calls[0].request
+    assert [(turn.role, turn.content) for turn in request.chat.messages] == [("system", "be brief"), ("user", "hi")]
+    assert (request.max_tokens, request.sampling.temperature) == (9, 0.5)
+
+
+async def test_a_text_as_events() -> None:
+    async with fake() as (_, http):
+        asked: dict[str, Any] = {"model": "fake", "input": "hi", "top_logprobs": 1}
+        asked["include"] = ["message.output_text.logprobs"]
+        events = [event async for event in await http.client.responses.create(**asked, stream=True)]
+        whole = await http.client.responses.create(**asked)
+    kinds = [event.type for event in events]
+    deltas = kinds.count("response.output_text.delta")
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        *["response.output_text.delta"] * deltas,
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    assert deltas > 1
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    pieces: list[Any] = events[4 : 4 + deltas]
+    assert "".join(piece.delta for piece in pieces) == TEXT
+    last: Any = events[-1]
+    assert last.response.output_text == TEXT
+    content: Any = whole.output[0].content[0]
+    logprobs = [logprob.model_dump() for piece in pieces for logprob in piece.logprobs]
+    assert logprobs == [logprob.model_dump() for logprob in content.logprobs]
+    assert last.response.output[0].content == [content]
+    assert all(len(logprob.top_logprobs) == 2 for logprob in content.logprobs)  # the fake's
+
+
+async def test_a_failure_in_mid_stream() -> None:
+    async with fake(Act(tokens=6, then="abort", status=rich(code_pb2.INVALID_ARGUMENT).status)) as (_, http):
+        stream = await http.client.responses.create(model="fake", input="hi", stream=True)
+        events: list[Any] = [event async for event in stream]
+    error, failed = events[-2:]
+    assert (error.type, error.message) == ("error", "refused")
+    assert (failed.type, failed.response.status, failed.response.error.message) == (
+        "response.failed",
+        "failed",
+        "refused",
+    )
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+def messages_of(items: Any, **others: Any) -> Any:
+    """Return the messages of a chat that an input makes."""
+    chat = Reader({"model": "m", "input": items, **others}).request().chat.message(0).chat
+    told = json_format.MessageToDict(chat, preserving_proto_field_name=True)["messages"]
+    return [{name: value for name, value in turn.items() if value} for turn in told]
+
+
+def test_items_become_messages() -> None:
+    call = {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"}
+    text = {"type": "input_text", "text": "x"}
+    assert messages_of(
+        [
+            {"role": "developer", "content": [text, text]},
+            {"type": "message", "role": "user", "content": "how warm?", "id": "1", "status": "completed"},
+            {"type": "reasoning", "id": "2", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+            call,
+            {**call, "call_id": "b"},
+            {"type": "function_call_output", "call_id": "a", "output": "21"},
+            {"type": "function_call_output", "call_id": "b", "output": [text]},
+            {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "+1"},
+            {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "warm", "annotations": []}]},
+        ]
+    ) == [
+        {"role": "system", "content": "xx"},
+        {"role": "user", "content": "how warm?"},
+        {
+            "role": "assistant",
+            "reasoning": "hm",
+            "tool_calls": [{"id": each, "name": "weather", "arguments": "{}"} for each in "ab"],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "21"},
+        {"role": "tool", "tool_call_id": "b", "content": "x"},
+        {"role": "assistant", "tool_calls": [{"id": "c", "name": "patch", "arguments": '{"input": "+1"}'}]},
+        {"role": "tool", "tool_call_id": "c", "content": "done"},
+        {"role": "assistant", "content": "warm"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": "a"}, {"type": "item_reference", "id": "x"}]}, "input[1].type"),
+        ({"input": [{"role": 5, "content": "a"}]}, "input[0].role"),
+        ({"input": [{"type": "function_call_output", "call_id": "a"}]}, "input[0].output"),
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"instructions": 5}, "instructions"),
+        ({"max_output_tokens": "9"}, "max_output_tokens"),
+        ({"max_tokens": 9}, "max_tokens"),
+        ({"model": None}, "model"),
+        ({"nonsense": 1}, "nonsense"),
+        ({"previous_response_id": 5}, "previous_response_id"),
+        ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"store": "yes"}, "store"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.json_schema"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{**CUSTOM, "format": {"type": "grammar"}}]}, "tools[0].format"),
+        ({"tools": [{**TOOL, "nonsense": 1}]}, "tools[0].nonsense"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"truncation": "maybe"}, "truncation"),
+    ],
+)
+def test_refusals(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        Reader({"model": "m", "input": "hi", **fields}).request()
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert caught.value.message.startswith(param)
+
+
+def test_values_that_ask_for_the_default_are_accepted() -> None:
+    Reader(
+        {
+            "model": "m",
+            "input": "hi",
+            "background": False,
+            "client_metadata": {"a": "b"},
+            "include": ["reasoning.encrypted_content"],
+            "metadata": {"a": "b"},
+            "prompt_cache_key": "k",
+            "reasoning": {"effort": None, "summary": "auto"},
+            "service_tier": "auto",
+            "stream_options": {"include_obfuscation": False},
+            "text": {"format": {"type": "text"}, "verbosity": "medium"},
+            "tool_choice": "auto",
+            "tools": [],
+            "truncation": "disabled",
+            "user": "u",
+        }
+    ).request()
+
+
+async def test_a_response_is_continued_by_its_id() -> None:
+    async with fake() as (orchestrator, http):
+        responses: Any = http.client.responses
+        first = await responses.create(model="fake", input="one", instructions="be brief")
+        second = await responses.create(model="fake", input="two", previous_response_id=first.id)
+        assert (second.previous_response_id, second.store) == (first.id, True)
+        stream = await responses.create(model="fake", input="three", previous_response_id=second.id, stream=True)
+        last: Any = [event async for event in stream][-1]
+        turns = [(turn.role, turn.content) for turn in orchestrator.calls[-1].request.chat.messages]
+        told = [("user", "one"), ("assistant", TEXT), ("user", "two"), ("assistant", TEXT), ("user", "three")]
+        assert turns == told  # instructions are those of the request alone
+        assert await responses.retrieve(last.response.id) == last.response
+        items = [item async for item in await responses.input_items.list(second.id, order="asc")]
+        assert [item.content[0].text for item in items] == ["two"]
+        await responses.delete(first.id)
+        for gone in (first.id, second.id):
+            with pytest.raises(openai.NotFoundError, match="is not stored here"):
+                await responses.create(model="fake", input="x", previous_response_id=gone)
+
+
+async def test_what_is_not_stored_cannot_be_continued() -> None:
+    async with fake() as (_, http):
+        found: Any = await http.client.responses.create(model="fake", input="one", store=False)
+        assert not found.store
+        with pytest.raises(openai.NotFoundError):
+            await http.client.responses.retrieve(found.id)
+    async with FakeServer() as orchestrator, front(orchestrator.address) as http:
+        create: Any = http.client.responses.create
+        assert not (await create(model="fake", input="one")).store
+        for wrong in ({"store": True}, {"previous_response_id": "resp_x"}):
+            with pytest.raises(openai.BadRequestError, match="stores no responses"):
+                await create(model="fake", input="one", **wrong)
+
+
+async def test_a_caller_sees_only_its_own() -> None:
+    with stored() as store:
+        async with FakeServer(keys=["key", "other"]) as orchestrator, front(orchestrator.address, store=store) as http:
+            found = await http.client.responses.create(model="fake", input="one")
+            other = http.client.with_options(api_key="other")
+            for ask in (other.responses.retrieve, other.responses.delete):
+                with pytest.raises(openai.NotFoundError):
+                    await ask(found.id)
+            assert (await http.client.responses.retrieve(found.id)).id == found.id
+
+
+async def test_the_oldest_items_are_dropped_if_allowed() -> None:
+    info = error_details_pb2.ErrorInfo(reason="PROMPT_TOO_LONG", domain="specdec")
+    too_long = rich(code_pb2.INVALID_ARGUMENT, info)
+    items: Any = [{"role": role, "content": role} for role in ("user", "assistant") * 4] + [
+        {"role": "user", "content": "q"}
+    ]
+    async with fake(too_long, too_long, Act()) as (orchestrator, http):
+        await http.client.responses.create(model="fake", input=items, instructions="i", truncation="auto")
+    told = [[turn.role[0] for turn in call.request.chat.messages] for call in orchestrator.calls]
+    assert ["".join(roles) for roles in told] == ["suauauauau", "suauauau", "suauau"]
+    async with fake(too_long) as (_, http):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await http.client.responses.create(model="fake", input=items)
+    assert caught.value.code == "context_length_exceeded"
+
+
+async def test_tools_are_called_as_in_a_chat(models: Models, tmp_path: Path) -> None:
+    target, draft = reasoning_pair(models, tmp_path)
+    async with stack(target, draft) as services, front(services.address) as http:
+        fixed: dict[str, Any] = {"seed": 5, "temperature": 1.0, "parallel_tool_calls": False, "max_tokens": 120}
+        own = {name: value for name, value in fixed.items() if name not in ("seed", "max_tokens")}
+        asked: dict[str, Any] = {"model": services.model.name, "input": "how warm is it?", "max_output_tokens": 120}
+        asked |= {
+            "tool_choice": {"type": "function", "name": "weather"},
+            "tools": [TOOL],
+            "extra_body": {"seed": 5},
+            **own,
+        }
+        found = await http.client.responses.create(**asked)
+        (call,) = [item for item in found.output if item.type == "function_call"]
+        create: Any = http.client.chat.completions.create
+        chat = await create(
+            model=services.model.name,
+            messages=[{"role": "user", "content": "how warm is it?"}],
+            tools=[{"type": "function", "function": {key: value for key, value in TOOL.items() if key != "type"}}],
+            tool_choice={"type": "function", "function": {"name": "weather"}},
+            **fixed,
+        )
+        (same,) = chat.choices[0].message.tool_calls
+        assert (call.name, call.arguments) == (same.function.name, same.function.arguments)
+        assert found.status == "completed"
+        streamed = [event async for event in await http.client.responses.create(**asked, stream=True)]
+        (done,) = [event for event in streamed if event.type == "response.function_call_arguments.done"]
+        assert done.arguments == call.arguments
+        (quote,) = services.model.tokenizer.encode('"', special=False)  # ends the input soon
+        custom = asked | {"tools": [CUSTOM], "tool_choice": {"type": "custom", "name": "patch"}}
+        custom["extra_body"] = {"seed": 5, "logit_bias": {str(OPEN): -100, str(quote): 20}}
+        (item,) = [i for i in (await http.client.responses.create(**custom)).output if i.type == "custom_tool_call"]
+        assert item.name == "patch"
+        assert isinstance(item.input, str)
+        kinds = [event.type async for event in await http.client.responses.create(**custom, stream=True)]
+        assert "response.custom_tool_call_input.done" in kinds
+
+
+async def test_reasoning_is_an_item_of_its_own(models: Models, tmp_path: Path) -> None:
+    async with stack(*reasoning_pair(models, tmp_path)) as services, front(services.address) as http:
+        asked: dict[str, Any] = {"model": services.model.name, "input": "how warm is it?", "max_output_tokens": 40}
+        asked |= {"temperature": 1.0, "extra_body": {"seed": 2, "logit_bias": {str(CLOSE): 4}, **OPENED}}
+        found = await http.client.responses.create(**asked)
+        reasoning, message = found.output
+        assert reasoning.type == "reasoning"
+        assert message.type == "message"
+        assert reasoning.content
+        assert found.usage is not None
+        assert found.usage.output_tokens_details.reasoning_tokens > 0
+        events: list[Any] = [event async for event in await http.client.responses.create(**asked, stream=True)]
+        thought = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
+        said = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        assert (thought, said) == (reasoning.content[0].text, found.output_text)
+        again: Any = [item.model_dump(exclude_none=True) for item in found.output]
+        turns = [{"role": "user", "content": "how warm is it?"}, *again, {"role": "user", "content": "and now?"}]
+        assert (await http.client.responses.create(**asked | {"input": turns})).output
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def response(number: int, previous: str | None = None, size: int = 100) -> dict[str, Any]:
+    return {"id": f"resp_{number}", "previous_response_id": previous, "output": ["x" * size]}
+
+
+async def test_stored_responses_are_bounded() -> None:
+    """One caller's are not evicted for another's, which has more."""
+    with stored(most_bytes=2000, clock=Clock()) as store:
+        await store.put("small", [], response(0))
+        for number in range(1, 100):
+            await store.put("large", [], response(number))
+        assert (await store.get("small", "resp_0")).response == response(0)
+        assert (await store.get("large", "resp_99")).response == response(99)
+        with pytest.raises(ApiError):
+            await store.get("large", "resp_1")
+        await store.put("large", [], response(100, size=3000))  # too long to be stored
+        with pytest.raises(ApiError):
+            await store.get("large", "resp_100")
+
+
+async def test_stored_responses_expire() -> None:
+    clock = Clock()
+    with stored(seconds=100.0, clock=clock) as store:
+        await store.put("a", [], response(1))
+        assert (await store.get("a", "resp_1")).items == []
+        clock.now += 100
+        with pytest.raises(ApiError):
+            await store.get("a", "resp_1")
+
+
+async def test_servers_share_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "responses.db"
+    with stored(file=file) as one, stored(file=file) as other:
+        await one.put("a", [{"type": "message", "text": "\ud800"}], response(1))
+        await other.put("a", [{"role": "user"}], response(2, "resp_1"))
+        items, size = await one.conversation("a", "resp_2")
+        assert items == [{"type": "message", "text": "\ud800"}, "x" * 100, {"role": "user"}, "x" * 100]
+        assert size > len(json.dumps(items)) // 2
