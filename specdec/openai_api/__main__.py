@@ -57,6 +57,9 @@ def main(
             help="Allowed CORS origin, such as https://chat.example.com; * for any. May be repeated. Default: none.",
         ),
     ] = None,
+    strict_fields: Annotated[
+        bool, typer.Option(help="Refuse unknown fields. By default they are ignored, and the answer names them.")
+    ] = False,
     response_store: Annotated[
         str,
         typer.Option(
@@ -145,6 +148,7 @@ def main(
         keep_alive_seconds=keep_alive_seconds,
         origins=allow_origin or (),
         store=store,
+        strict=strict_fields,
     )
     run_program(serving, "openai")
 

@@ -31,12 +31,19 @@ class Frame:
     id: str
     created: int  # seconds since 1970
     model: str
+    ignored: Sequence[str] = ()  # fields of the request
 
     def whole(self, choices: Sequence[Choice]) -> bytes:
         """Return the complete answer as JSON; all choices must have ended."""
         kind = "chat.completion" if self.chat else "text_completion"
         told = self._framed(kind, usage=usage_of(choices), system_fingerprint=fingerprint(c.finish for c in choices))
+        told |= self.told_ignored
         return json_object(told, {"choices": json_list(choice.whole() for choice in choices)}).encode()
+
+    @property
+    def told_ignored(self) -> Json:
+        """The names of ignored fields, for an answer or the first event of a stream."""
+        return {"specdec": {"ignored": list(self.ignored)}} if self.ignored else {}
 
     def piece(self, choices: Sequence[Json], **others: Any) -> Json:
         """Return one event of a stream."""

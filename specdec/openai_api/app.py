@@ -24,7 +24,7 @@ from specdec.openai_api.bodies import BODY_SECONDS, Bodies, Unread
 from specdec.openai_api.callers import Callers, network_of
 from specdec.openai_api.endpoints import Messages, Responses
 from specdec.openai_api.errors import ApiError, overloaded, too_many
-from specdec.openai_api.event_stream import MISTAKE, EventStream
+from specdec.openai_api.event_stream import IGNORED_HEADER, MISTAKE, EventStream, ignored_header
 from specdec.openai_api.gateway import Caller, Gateway
 from specdec.openai_api.parsing import Parser
 from specdec.openai_api.presence import CallerLeftError, while_present
@@ -49,7 +49,7 @@ CARRIED = ("authorization", "traceparent", "tracestate")
 CALLER = "specdec.caller"
 """ASGI scope key for an admitted request's caller."""
 
-TOLD = (REQUEST_ID, "retry-after")
+TOLD = (REQUEST_ID, "retry-after", IGNORED_HEADER)
 """Response headers exposed to pages in browsers."""
 
 
@@ -61,10 +61,11 @@ def make_app(
     body_seconds: float = BODY_SECONDS,
     origins: Sequence[str] = (),
     store: ResponseStore | None = None,
+    strict: bool = False,
 ) -> ASGIApp:
     """Return the ASGI application. `serves` returns whether an orchestrator takes requests now; `most_requests` limits
     the requests in progress; pages of `origins` may send requests from browsers. Without `store`, no responses are
-    stored."""
+    stored. With `strict`, unknown fields are refused."""
     started = int(time.time())
     bodies = Bodies(body_seconds)
     parser = Parser()
@@ -76,16 +77,18 @@ def make_app(
     def caller(request: Request) -> tuple[Caller, str]:
         return _caller(request), request.scope[CALLER]
 
-    responses = Responses(gateway, parser, store, read, caller)
-    messages = Messages(gateway, parser, read, caller)
+    responses = Responses(gateway, parser, store, read, caller, strict=strict)
+    messages = Messages(gateway, parser, read, caller, strict=strict)
 
     async def generate(request: Request, *, chat: bool) -> Response | EventStream:
         body = await read(request)
-        parsed = await parser.parse(len(body), partial(parse, body, chat=chat), request.scope[CALLER])
+        parsed = await parser.parse(len(body), partial(parse, body, chat=chat, strict=strict), request.scope[CALLER])
+        told = ignored_header(parsed.ignored)
         if parsed.stream:
-            return EventStream(await while_present(request.receive, gateway.events(parsed, _caller(request))))
+            events = await while_present(request.receive, gateway.events(parsed, _caller(request)))
+            return EventStream(events, headers=told)
         answer = await while_present(request.receive, gateway.answer(parsed, _caller(request)))
-        return Response(answer, media_type="application/json")
+        return Response(answer, headers=told, media_type="application/json")
 
     async def completions(request: Request) -> Response | EventStream:
         return await generate(request, chat=False)

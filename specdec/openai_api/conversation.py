@@ -10,6 +10,9 @@ from specdec.openai_api.errors import refused, unsupported
 OF_TURN = ("name", "tool_call_id", "tool_calls")
 """Message fields besides role, content and reasoning."""
 
+MEANT = ("audio", "function_call", "prefix")
+"""Message fields that would change the prompt, and are not supported. Others are ignored, and named in the answer."""
+
 REASONING = ("reasoning", "reasoning_content")
 
 ROLES = {"developer": "system"}
@@ -21,8 +24,9 @@ MAX_CALLS = 4096
 """Maximum entries of a conversation: small ones cost far more time than their bytes."""
 
 
-def conversation(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the client's options for a conversation: messages, tools and template arguments."""
+def conversation(given: Mapping[str, Any], ignored: list[str]) -> dict[str, Any]:
+    """Return the client's options for a conversation: messages, tools and template arguments. The names of ignored
+    fields are appended to `ignored`."""
     arguments = given.get("chat_template_kwargs", {})
     if not isinstance(arguments, dict):
         raise refused("chat_template_kwargs", "must be an object")
@@ -31,7 +35,9 @@ def conversation(given: Mapping[str, Any]) -> dict[str, Any]:
         raise refused("messages", "must be a list of at least one message")
     _check_number("messages", "messages", len(messages), MAX_MESSAGES)
     _check_number("messages", "tool_calls", sum(map(_calls, messages)), MAX_CALLS)
-    turns = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    turns = [_message(message, f"messages[{index}]", ignored) for index, message in enumerate(messages)]
+    if (effort := given.get("reasoning_effort")) is not None:  # as in vLLM, for templates that have this variable
+        arguments = {"reasoning_effort": effort, **arguments}
     return {"messages": turns, "template_arguments": arguments or None, **dict(_tools(given))}
 
 
@@ -55,15 +61,17 @@ def _calls(message: object) -> int:
     return len(calls) if isinstance(calls, list) else 0
 
 
-def _message(message: object, name: str) -> dict[str, Any]:
+def _message(message: object, name: str, ignored: list[str]) -> dict[str, Any]:
     """Return a message of the conversation. Text parts are joined; other kinds of parts are refused. An assistant's
     content may be empty."""
     if not isinstance(message, dict):
         raise refused(name, "must be an object")
     role, content = message.get("role"), message.get("content")
     for key, value in message.items():
-        if key not in {"role", "content", "refusal", *OF_TURN, *REASONING} and value not in (None, [], ""):
+        if key in MEANT and value not in (None, [], "", False):
             raise unsupported(f"{name}.{key}")
+        if key not in {"role", "content", "refusal", *MEANT, *OF_TURN, *REASONING}:
+            ignored.append(f"{name}.{key}")
     if not isinstance(role, str):
         raise refused(f"{name}.role", "must be text")
     if role == "function":
@@ -72,7 +80,7 @@ def _message(message: object, name: str) -> dict[str, Any]:
     if refusal is not None and not isinstance(refusal, str):
         raise refused(f"{name}.refusal", "must be text")
     if isinstance(content, list):
-        content = "".join(_part(part, f"{name}.content[{index}]") for index, part in enumerate(content))
+        content = "".join(_part(part, f"{name}.content[{index}]", ignored) for index, part in enumerate(content))
     if role == "assistant" and (content is None or content == ""):  # it only called tools, only reasoned, or declined
         content = refusal or ""
     elif refusal:
@@ -91,12 +99,10 @@ def _reasoning(message: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any
     yield from (("reasoning", text) for text in given[:1])
 
 
-def _part(part: object, name: str) -> str:
+def _part(part: object, name: str, ignored: list[str]) -> str:
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         raise refused(name, 'must be {"type": "text", "text": ...}: models are text-only here')
-    for key, value in part.items():
-        if key not in ("type", "text") and value is not None:
-            raise unsupported(f"{name}.{key}")
+    ignored += [f"{name}.{key}" for key, value in part.items() if key not in ("type", "text") and value is not None]
     return str(part["text"])
 
 

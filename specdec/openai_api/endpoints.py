@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from specdec.openai_api.anthropic.answer import MessageAnswer
-from specdec.openai_api.anthropic.request import NAMES, parse_count, parse_messages
+from specdec.openai_api.anthropic.request import NAMES, MessagesRequest, parse_count, parse_messages
 from specdec.openai_api.errors import ApiError, refused, unsupported
-from specdec.openai_api.event_stream import EventStream, typed_event_of
+from specdec.openai_api.event_stream import EventStream, ignored_header, typed_event_of
 from specdec.openai_api.gateway import Caller, Gateway
 from specdec.openai_api.json_text import Json, encoded
 from specdec.openai_api.parsing import Parser
@@ -41,9 +42,12 @@ class Responses:
         store: ResponseStore | None,
         read: Callable[[Request], Awaitable[bytes]],
         caller: Callable[[Request], tuple[Caller, str]],
+        *,
+        strict: bool = False,
     ) -> None:
         """`store`: None if nothing is stored; `read` returns a request's body, `caller` its caller for orchestrators
-        and the name under which its share is counted."""
+        and the name under which its share is counted. With `strict`, unknown fields are refused."""
+        self._strict = strict
         self._gateway = gateway
         self._parser = parser
         self._store = store
@@ -53,17 +57,18 @@ class Responses:
     async def create(self, http: Request) -> Response | EventStream:
         body = await self._read(http)
         caller, owner = self._caller(http)
-        reader = await self._parser.parse(len(body), lambda: Reader(fields_of(body)), owner)
+        reader = await self._parser.parse(len(body), lambda: Reader(fields_of(body), strict=self._strict), owner)
         stores = self._stores(reader)
         earlier, size = await self._earlier(owner, reader.previous)
         begun = self._begun(reader, earlier, len(body) + size, caller, owner)
         request, parts = await while_present(http.receive, begun)
         answer = ResponseAnswer(request, f"resp_{new_request_id()}", stored=stores)
         events = self._events(answer, request, parts, owner if stores else None)
+        told = ignored_header(reader.ignored)
         if request.chat.stream:
-            return EventStream(events, encode=typed_event_of, failed=answer.failed, end=b"")
+            return EventStream(events, encode=typed_event_of, failed=answer.failed, end=b"", headers=told)
         await while_present(http.receive, _exhausted(events))
-        return Response(encoded(answer.response), media_type="application/json")
+        return Response(encoded(answer.response), headers=told, media_type="application/json")
 
     async def retrieve(self, http: Request) -> JSONResponse:
         if http.query_params.get("stream", "false") != "false":
@@ -131,6 +136,7 @@ class Responses:
         cut: int | None = 0
         while True:
             request = await self._parser.parse(size, partial(reader.request, earlier, cut or 0), owner)
+            request = replace(request, chat=await self._gateway.named(request.chat, caller))
             try:
                 return request, await self._gateway.parts(request.chat, caller)
             except ApiError as error:
@@ -169,9 +175,12 @@ class Messages:
         parser: Parser,
         read: Callable[[Request], Awaitable[bytes]],
         caller: Callable[[Request], tuple[Caller, str]],
+        *,
+        strict: bool = False,
     ) -> None:
         """`read` returns a request's body, `caller` its caller for orchestrators and the name under which its share is
-        counted."""
+        counted. With `strict`, unknown fields are refused."""
+        self._strict = strict
         self._gateway = gateway
         self._parser = parser
         self._read = read
@@ -180,14 +189,17 @@ class Messages:
     async def create(self, http: Request) -> Response | EventStream:
         body = await self._read(http)
         caller, owner = self._caller(http)
-        request = await self._parser.parse(len(body), lambda: parse_messages(fields_of(body)), owner)
+        work = partial(_parsed_messages, body, strict=self._strict)
+        request = await self._parser.parse(len(body), work, owner)
+        request = replace(request, chat=await self._gateway.named(request.chat, caller))
         parts = await while_present(http.receive, self._gateway.parts(request.chat, caller))
         answer = MessageAnswer(request, new_request_id())
         events = _message_events(answer, parts)
+        told = ignored_header(request.ignored)
         if request.chat.stream:
-            return EventStream(events, encode=typed_event_of, failed=answer.failed, end=b"")
+            return EventStream(events, encode=typed_event_of, failed=answer.failed, end=b"", headers=told)
         await while_present(http.receive, _exhausted(events))
-        return Response(encoded(answer.message), media_type="application/json")
+        return Response(encoded(answer.message), headers=told, media_type="application/json")
 
     async def count_tokens(self, http: Request) -> JSONResponse:
         body = await self._read(http)
@@ -195,6 +207,10 @@ class Messages:
         model, prompt = await self._parser.parse(len(body), lambda: parse_count(fields_of(body)), owner)
         counted = self._gateway.count_tokens(model, prompt, {**PROMPT_FIELDS, **NAMES}, caller)
         return JSONResponse({"input_tokens": await while_present(http.receive, counted)})
+
+
+def _parsed_messages(body: bytes, *, strict: bool) -> MessagesRequest:
+    return parse_messages(fields_of(body), strict=strict)
 
 
 async def _message_events(answer: MessageAnswer, parts: Parts) -> AsyncGenerator[Json, None]:

@@ -84,6 +84,8 @@ def from_specdec(error: SpecdecError, names: Mapping[str, str] = MappingProxyTyp
             if found:
                 message = "; ".join(f"{field}: {problem}" for field, problem in found)
             code = "context_length_exceeded" if error.reason == "PROMPT_TOO_LONG" else "invalid_value"
+            if error.reason == "PROMPT_TOO_LONG":  # phrases by which litellm and LangChain recognise it
+                message += " (exceeds the available context size: context_length_exceeded)"
             return ApiError(400, message, param=found[0][0] if found else None, code=code)
         case NotFound():
             return ApiError(404, message, param="model", code="model_not_found")

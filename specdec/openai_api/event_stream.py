@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -27,6 +28,9 @@ HEADERS = (
 FAILED = "specdec.failed"
 """ASGI scope key for the status of a failed stream, had it failed before its first event."""
 
+IGNORED_HEADER = "specdec-ignored"
+"""Header of an answer with the names of ignored fields."""
+
 MISTAKE = ApiError(500, "internal error, see the log of the server", "server_error", code="internal")
 
 
@@ -37,6 +41,11 @@ def event_of(content: Mapping[str, Any]) -> bytes:
 def typed_event_of(content: Mapping[str, Any]) -> bytes:
     """Return an event that is named by its type."""
     return f"event: {content['type']}\n".encode() + event_of(content)
+
+
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """Return the header that names ignored fields, in ASCII."""
+    return {IGNORED_HEADER: ", ".join(json.dumps(name)[1:-1] for name in names)} if names else {}
 
 
 class EventStream:
@@ -51,8 +60,10 @@ class EventStream:
         encode: Callable[[Mapping[str, Any]], bytes] = event_of,
         failed: Callable[[ApiError], Iterable[Mapping[str, Any]]] = lambda error: [error.body],
         end: bytes = DONE,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`encode`: makes the bytes of an event; `end`: bytes after the last one."""
+        """`encode`: makes the bytes of an event; `end`: bytes after the last one; `headers`: further ones."""
+        self._headers = [*HEADERS, *((name.encode(), value.encode()) for name, value in headers.items())]
         self._events = events
         self._encode = encode
         self._failed = failed
@@ -60,7 +71,7 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
-            await send({"type": "http.response.start", "status": self.status_code, "headers": [*HEADERS]})
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self._headers})
             with contextlib.suppress(CallerLeftError):
                 await while_present(receive, self._send(scope, send))
 

@@ -6,14 +6,14 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from specdec.client import AsyncClient, Chunk, Model, SpecdecError
 from specdec.client.endpoint import Metadata
 from specdec.openai_api.answers import Calls, Choice, Frame, fingerprint, usage_of
-from specdec.openai_api.errors import from_specdec, unsupported
+from specdec.openai_api.errors import from_specdec, refused, unsupported
 from specdec.openai_api.json_text import Json
 from specdec.openai_api.parts import Part, parts_of
 from specdec.openai_api.requests import ParsedRequest
@@ -60,6 +60,16 @@ class Gateway:
         metadata: Metadata = (("authorization", authorization),) if authorization else ()
         await _models(self._key_client, Caller(new_request_id(), metadata))
 
+    async def named(self, request: ParsedRequest, caller: Caller) -> ParsedRequest:
+        """Return the request with the name of the only served model if it names none."""
+        if request.model:
+            return request
+        served = await self.models(caller)
+        if len(served) != 1:
+            problem = f"is missing, and {len(served)} models are served: GET /v1/models lists them"
+            raise refused("model", problem)
+        return replace(request, model=served[0].name)
+
     async def tool_format(self, request: ParsedRequest, caller: Caller) -> ToolFormat | None:
         """Return the tool format of the requested model; None if the request has no tools, or the model no format."""
         if not request.calls_tools:
@@ -71,6 +81,7 @@ class Gateway:
 
     async def answer(self, request: ParsedRequest, caller: Caller) -> bytes:
         """Generate all samples of all prompts; return the complete answer as JSON."""
+        request = await self.named(request, caller)
         tool_format = await self.tool_format(request, caller)
         answer: _Answer | None = None
         async with aclosing(self._chunks(request, caller)) as chunks:
@@ -83,6 +94,7 @@ class Gateway:
     async def events(self, request: ParsedRequest, caller: Caller) -> AsyncGenerator[Json, None]:
         """Generate all samples of all prompts; return the events of their stream. Errors before the first chunk are
         raised here."""
+        request = await self.named(request, caller)
         tool_format = await self.tool_format(request, caller)
         chunks = self._chunks(request, caller)
         try:
@@ -172,7 +184,8 @@ class _Answer:
     def __post_init__(self) -> None:
         request = self.request
         kind = "chatcmpl" if request.chat else "cmpl"
-        self.frame = Frame(request.chat, f"{kind}-{self.caller.request_id}", int(time.time()), request.model)
+        begun, answer_id = int(time.time()), f"{kind}-{self.caller.request_id}"
+        self.frame = Frame(request.chat, answer_id, begun, request.model, request.ignored)
         self.choices = [
             Choice(
                 index,
@@ -204,15 +217,18 @@ async def _events(answer: _Answer, first: tuple[int, Chunk], rest: Chunks) -> As
     """Yield the events of a stream after its first chunk has arrived."""
     request, frame = answer.request, answer.frame
     usage: Json = {"usage": None} if request.usage_in_stream else {}
+    told = frame.told_ignored
     async with aclosing(rest):
         if request.chat:
-            yield frame.piece([choice.opening() for choice in answer.choices], **usage)
+            yield frame.piece([choice.opening() for choice in answer.choices], **usage, **told)
+            told = {}
         found: tuple[int, Chunk] | None = first
         while found is not None:
             number, chunk = found
             piece = answer.choice(number, chunk).piece(chunk, answer.seed(number, chunk))
             ended: Json = {} if chunk.finish is None else {"system_fingerprint": fingerprint([chunk.finish])}
-            yield frame.piece([piece], **usage, **ended)
+            yield frame.piece([piece], **usage, **ended, **told)
+            told = {}
             found = await anext(rest, None)
     if request.usage_in_stream:
         yield frame.piece([], usage=usage_of(answer.choices))

@@ -46,6 +46,7 @@ async def serve(
     keep_alive_seconds: int,
     origins: Sequence[str] = (),
     store: ResponseStore | None = None,
+    strict: bool = False,
 ) -> None:
     """Run the server until SIGINT, SIGTERM or, if configured, the end of stdin. Prints the line `ready HOST:PORT`."""
     logs.configure("openai", settings.log_level)
@@ -56,7 +57,9 @@ async def serve(
     tls = None if settings.tls is None else ServerTls(settings.tls)
     orchestrators = Orchestrators(asking.targets, asking.tls)
     gateway = Gateway(orchestrators.client, orchestrators.control_client, orchestrators.key_client)
-    routes = make_app(gateway, orchestrators.serve, most_requests=most_connections, origins=origins, store=store)
+    routes = make_app(
+        gateway, orchestrators.serve, most_requests=most_connections, origins=origins, store=store, strict=strict
+    )
     app = Counted(routes, ROUTES)
     server = HttpServer(
         app,

@@ -1,8 +1,7 @@
 """Request bodies in OpenAI's format, parsed into gRPC messages, one per prompt.
 
-No field is ignored silently: it is honoured, has no effect on tokens (`WITHOUT_EFFECT`), or is refused by name unless
-its value asks for the default behaviour (`REFUSED_UNLESS`). Values and limits are validated by the orchestrator; here
-only the number of values is limited, since messages are built from them.
+No field is ignored silently (`fields.py`). Values and limits are validated by the orchestrator; here only the number of
+values is limited, since messages are built from them.
 """
 
 from __future__ import annotations
@@ -16,68 +15,21 @@ from typing import Any
 from specdec.client import build_request
 from specdec.openai_api.conversation import conversation, tool_schemas
 from specdec.openai_api.errors import ApiError, refused, unknown, unsupported
+from specdec.openai_api.fields import (
+    MAX_IGNORED,
+    OF_CHAT,
+    OF_COMPLETIONS,
+    READ,
+    RENAMED,
+    SAME,
+    UNSUPPORTED,
+    WITHOUT_EFFECT,
+    alike,
+)
 from specdec.v2.generation_pb2 import GenerateRequest
-
-SAME = frozenset(
-    {
-        "frequency_penalty",
-        "max_tokens",
-        "min_p",
-        "min_tokens",
-        "model",
-        "n",
-        "presence_penalty",
-        "priority",
-        "repetition_penalty",
-        "stop",
-        "temperature",
-        "top_p",
-    }
-)
-"""Fields equal to client options in name and meaning. Fields outside of OpenAI's API have vLLM's names."""
-
-RENAMED = {"ignore_eos": "ignore_end_token", "max_completion_tokens": "max_tokens", "stop_token_ids": "stop_tokens"}
-"""Fields equal to client options of another name."""
-
-READ = frozenset(
-    {
-        "chat_template_kwargs",
-        "include_reasoning",
-        "logit_bias",
-        "logprobs",
-        "messages",
-        "parallel_tool_calls",
-        "prompt",
-        "response_format",
-        "seed",
-        "specdec",
-        "stream",
-        "stream_options",
-        "structured_outputs",
-        "tool_choice",
-        "tools",
-        "top_k",
-        "top_logprobs",
-    }
-)
-"""Fields parsed individually below."""
 
 GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
 """Fields of `structured_outputs` to client options."""
-
-OF_CHAT = frozenset(
-    {
-        "chat_template_kwargs",
-        "include_reasoning",
-        "max_completion_tokens",
-        "messages",
-        "parallel_tool_calls",
-        "tool_choice",
-        "tools",
-        "top_logprobs",
-    }
-)
-OF_COMPLETIONS = frozenset({"prompt"})
 
 LONG = frozenset({"messages", "prompt", "response_format", "specdec", "structured_outputs", "tools"})
 """Fields exempt from MAX_ENTRIES; the whole body has its own limits (`structure.py`)."""
@@ -101,36 +53,6 @@ OWN = frozenset(
     }
 )
 """Client options allowed in the field `specdec`, without counterparts in other servers."""
-
-WITHOUT_EFFECT = frozenset(
-    {
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "user",
-    }
-)
-"""Fields about OpenAI's own accounts and caches."""
-
-REFUSED_UNLESS: Mapping[str, tuple[object, ...]] = {
-    "audio": (),
-    "best_of": (),  # except a value equal to `n`
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": ("",),
-    "verbosity": (),
-    "web_search_options": (),
-}
-"""Unsupported fields, to their accepted values: those asking for the default behaviour."""
 
 COMPLETION_TOKENS = 16
 """OpenAI's default for max_tokens of a completion. A chat may fill the context."""
@@ -170,6 +92,8 @@ class ParsedRequest:
     """The functions' argument schemas by name."""
     reasoning: bool = True
     """True if the answer includes the reasoning."""
+    ignored: tuple[str, ...] = ()
+    """Names of unknown fields, for the answer."""
 
     def renamed(self, names: Mapping[str, str]) -> ParsedRequest:
         """Return the request with further names of the caller's for options and gRPC fields."""
@@ -197,15 +121,16 @@ class ParsedRequest:
         return message
 
 
-def parse(body: bytes, *, chat: bool) -> ParsedRequest:
-    """Parse the body of a chat or completion request; ApiError if it is invalid or unsupported."""
-    return parse_fields(fields_of(body), chat=chat)
+def parse(body: bytes, *, chat: bool, strict: bool = False) -> ParsedRequest:
+    """Parse the body of a chat or completion request; ApiError if it is invalid or unsupported. With `strict`, unknown
+    fields are refused."""
+    return parse_fields(fields_of(body), chat=chat, strict=strict)
 
 
-def parse_fields(fields: Mapping[str, Any], *, chat: bool) -> ParsedRequest:
+def parse_fields(fields: Mapping[str, Any], *, chat: bool, strict: bool = False) -> ParsedRequest:
     """Parse the fields of a chat or completion request; ApiError if they are invalid or unsupported."""
     given = {name: value for name, value in fields.items() if value is not None}
-    _check_names(given, chat=chat)
+    ignored = _check_names(given, chat=chat)
     for name in given.keys() - LONG:
         _check_entries(name, given[name])
     if isinstance(own := given.get("specdec"), dict):  # the whole vocabulary may be banned
@@ -222,13 +147,13 @@ def parse_fields(fields: Mapping[str, Any], *, chat: bool) -> ParsedRequest:
         options |= dict(read(given))
     options |= dict(_logprobs(given, chat=chat))
     options |= _own(given)
-    if not given.get("model"):
-        raise refused("model", "is missing: GET /v1/models lists the models")
     names = _names(given, chat=chat)
-    prompts = [conversation(given)] if chat else _prompts(given)
+    prompts = [conversation(given, ignored)] if chat else _prompts(given)
+    if ignored and strict:
+        raise unknown(ignored[0])
     return ParsedRequest(
         chat=chat,
-        model=given["model"],
+        model=given.get("model", ""),
         prompts=[_built(prompt, names) for prompt in prompts],
         options=_built(options | {"fallback_temperature": TEMPERATURE}, names),
         names=names,
@@ -236,6 +161,7 @@ def parse_fields(fields: Mapping[str, Any], *, chat: bool) -> ParsedRequest:
         usage_in_stream=_usage_in_stream(given),
         reasoning=_flag(given, "include_reasoning", default=True),
         schemas=tool_schemas(given) if chat else {},
+        ignored=tuple(ignored[:MAX_IGNORED]),
     )
 
 
@@ -266,24 +192,26 @@ def _no_number(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _check_names(given: Mapping[str, Any], *, chat: bool) -> None:
-    """Refuse unsupported and unknown fields."""
-    known = (SAME | READ | RENAMED.keys()) - (OF_COMPLETIONS if chat else OF_CHAT)
+def _check_names(given: Mapping[str, Any], *, chat: bool) -> list[str]:
+    """Refuse unsupported fields; return the names of unknown ones."""
+    other = OF_COMPLETIONS if chat else OF_CHAT
+    ignored = []
     for name, value in given.items():
-        if name == "best_of" and _alike(value, given.get("n", 1)):
+        if name == "best_of" and alike(value, given.get("n", 1)):
             continue
-        if name in REFUSED_UNLESS:
-            if not any(_alike(value, allowed) for allowed in REFUSED_UNLESS[name]):
-                raise unsupported(name)
-        elif name not in known | WITHOUT_EFFECT:
-            raise unknown(name)
-    if "max_tokens" in given and "max_completion_tokens" in given:
-        raise refused("max_tokens", "is given together with max_completion_tokens, its new name")
-
-
-def _alike(value: object, other: object) -> bool:
-    """Return whether two values are equal in JSON, where true is not 1."""
-    return type(value) is type(other) and value == other
+        if name in other:
+            raise unsupported(name, f"is a field of {'completions' if chat else 'chats'}")
+        if name in UNSUPPORTED:
+            field = UNSUPPORTED[name]
+            if not any(alike(value, accepted) for accepted in field.accepted):
+                raise unsupported(name, "is not supported" + (field.instead and f": {field.instead}"))
+        elif name not in SAME | READ | RENAMED.keys() | WITHOUT_EFFECT:
+            ignored.append(name)
+    for name, option in RENAMED.items():
+        for alias in [each for each in given if each != name and RENAMED.get(each, each) == option]:
+            if name in given and not alike(given[name], given[alias]):
+                raise refused(alias, f"is given together with another {name}, which means the same")
+    return ignored
 
 
 def _names(given: Mapping[str, Any], *, chat: bool) -> dict[str, str]:
@@ -323,12 +251,14 @@ def _flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool
 
 
 def _seed(given: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield the seed. OpenAI's are signed 64-bit numbers, ours unsigned: -1 becomes the largest."""
+    """Yield the seed. OpenAI's are signed 64-bit numbers, ours unsigned. As in vLLM and llama.cpp, -1 asks for a random
+    one."""
     if "seed" in given:
         seed = given["seed"]
         if type(seed) is not int or not -(1 << 63) <= seed < 1 << 64:
             raise refused("seed", "must be a whole number from -2^63 to 2^64 - 1")
-        yield "seed", seed % (1 << 64)
+        if seed != -1:
+            yield "seed", seed % (1 << 64)
 
 
 def _top_k(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -7,11 +7,20 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from specdec.openai_api.requests import OWN, READ, REFUSED_UNLESS, RENAMED, SAME, WITHOUT_EFFECT
+from specdec.openai_api.fields import READ, RENAMED, SAME, UNSUPPORTED, WITHOUT_EFFECT
+from specdec.openai_api.requests import OWN
 from tests.hostile.mutation import FLOATS, SIGNED_NUMBERS, STRINGS
 
-FIELDS = sorted({"\ud800"} | SAME | RENAMED.keys() | READ | REFUSED_UNLESS.keys() | WITHOUT_EFFECT | {"other", ""})
-ROUTES = ("/v1/completions", "/v1/chat/completions")
+FIELDS = sorted(
+    {"\ud800", "input", "instructions", "text", "reasoning", "include", "truncation", "system", "thinking"}
+    | SAME
+    | RENAMED.keys()
+    | READ
+    | UNSUPPORTED.keys()
+    | WITHOUT_EFFECT
+    | {"other", ""}
+)
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
 PATHS = (*ROUTES, "/v1/models", "/v1/models/x", "/health", "/", "/v1", "/v1/models/%00%ff%2e%2e", "/" + "x" * 3000, "*")
 METHODS = ("POST", "GET", "PUT", "DELETE", "HEAD", "OPTIONS", "TRACE", "PATCH", "CONNECT", "x" * 500)
 

@@ -131,8 +131,8 @@ def test_blocks_become_messages() -> None:
         ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0].name"),
         ({"system": 5}, "system"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
-        ({"nonsense": 1}, "nonsense"),
-        ({"output_config": {"effort": "low"}}, "output_config.effort"),
+        ({"output_config": {"tone": "low"}}, "output_config.tone"),
+        ({"stop": "."}, "stop"),
         ({"stop_sequences": 5}, "stop_sequences"),
         ({"thinking": {"type": "sometimes"}}, "thinking"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
@@ -148,7 +148,7 @@ def test_refusals(fields: dict[str, Any], param: str) -> None:
     assert caught.value.message.startswith(param)
 
 
-@pytest.mark.parametrize("fields", [{"model": None}, {"max_tokens": 9}, {"messages": []}, {"tools": 5}])
+@pytest.mark.parametrize("fields", [{"model": 5}, {"max_tokens": 9}, {"messages": []}, {"tools": 5}])
 def test_refusals_of_a_count(fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as caught:
         parse_count({"model": "m", "messages": HI, **fields})

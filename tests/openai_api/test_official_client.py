@@ -104,7 +104,7 @@ async def test_every_parameter_arrives() -> None:
             presence_penalty=-0.5,
             logit_bias={"5": 2, "6": -100},
             stop=["a", "b"],
-            seed=-1,
+            seed=-2,
             n=2,
             logprobs=True,
             top_logprobs=3,
@@ -139,7 +139,7 @@ async def test_every_parameter_arrives() -> None:
     assert (sampling.frequency_penalty, sampling.presence_penalty) == (0.5, -0.5)
     assert dict(sampling.logit_bias) == {5: 2.0, 6: -100.0}
     assert list(sampling.banned_tokens) == [8]
-    assert sampling.seed == 2**64 - 1
+    assert sampling.seed == 2**64 - 2
 
 
 async def test_what_is_silent_is_as_openai_has_it() -> None:

@@ -160,10 +160,10 @@ def test_items_become_messages() -> None:
         ({"instructions": 5}, "instructions"),
         ({"max_output_tokens": "9"}, "max_output_tokens"),
         ({"max_tokens": 9}, "max_tokens"),
-        ({"model": None}, "model"),
-        ({"nonsense": 1}, "nonsense"),
+        ({"messages": []}, "messages"),
+        ({"n": 1}, "n"),
         ({"previous_response_id": 5}, "previous_response_id"),
-        ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ({"reasoning": {"tone": "low"}}, "reasoning.tone"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"store": "yes"}, "store"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.json_schema"),
@@ -182,6 +182,13 @@ def test_refusals(fields: dict[str, Any], param: str) -> None:
         Reader({"model": "m", "input": "hi", **fields}).request()
     assert (caught.value.status, caught.value.param) == (400, param)
     assert caught.value.message.startswith(param)
+
+
+def test_unknown_fields_are_ignored_and_named() -> None:
+    fields = {"input": [{"role": "user", "content": "a", "id": "1"}], "nonsense": 1}
+    assert list(Reader(fields).request().ignored) == ["nonsense"]
+    with pytest.raises(ApiError, match="nonsense: unknown parameter"):
+        Reader(fields, strict=True)
 
 
 def test_values_that_ask_for_the_default_are_accepted() -> None:

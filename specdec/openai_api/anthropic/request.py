@@ -14,6 +14,9 @@ from typing import Any
 
 from specdec.openai_api.conversation import conversation
 from specdec.openai_api.errors import ApiError, refused, unknown, unsupported
+from specdec.openai_api.fields import MAX_IGNORED, RENAMED, UNSUPPORTED
+from specdec.openai_api.fields import READ as CHAT_READ
+from specdec.openai_api.fields import SAME as CHAT_SAME
 from specdec.openai_api.json_text import Json
 from specdec.openai_api.requests import ParsedRequest, parse_fields
 
@@ -59,9 +62,13 @@ NAMES = {
     "stop": "stop_sequences",
     "json_schema": "output_config.format",
     "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
     "parallel_tool_calls": "tool_choice",
 }
 """Names of fields of a chat, to their names here."""
+
+CHAT_FIELDS = CHAT_SAME | CHAT_READ | RENAMED.keys()
+"""Fields of chats: those with no counterpart here are refused."""
 
 THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 """Ways to think. When a model does is decided by its template; its thoughts are left out if they are disabled."""
@@ -77,13 +84,16 @@ class MessagesRequest:
     """A parsed request."""
 
     chat: ParsedRequest
-    ignored: tuple[str, ...]  # fields without effect, for the answer
+    ignored: tuple[str, ...]  # names of fields without effect, for the answer
 
 
-def parse_messages(fields: Mapping[str, Any]) -> MessagesRequest:
-    """Parse the fields of a body; ApiError if they are invalid or unsupported."""
+def parse_messages(fields: Mapping[str, Any], *, strict: bool = False) -> MessagesRequest:
+    """Parse the fields of a body; ApiError if they are invalid or unsupported. With `strict`, unknown fields are
+    refused."""
     given = {name: value for name, value in fields.items() if value is not None}
-    _check_names(given, SAME | READ)
+    ignored = _check_names(given, SAME | READ)
+    if ignored and strict:
+        raise unknown(ignored[0])
     if "max_tokens" not in given:
         raise refused("max_tokens", "is missing")
     messages, places = _chat_messages(given)
@@ -92,38 +102,40 @@ def parse_messages(fields: Mapping[str, Any]) -> MessagesRequest:
         raise unsupported(places[-1], problem)
     chat = {name: value for name, value in given.items() if name in SAME}
     chat |= {"messages": messages, "stop": given.get("stop_sequences"), **_thinking(given), **_tools(given)}
-    chat |= {"response_format": _format(given)}
+    chat |= {"response_format": _format(given), "reasoning_effort": given.get("output_config", {}).get("effort")}
     try:
         parsed = parse_fields(chat, chat=True)
     except ApiError as error:
         raise _renamed(error, places) from None
-    ignored = ("thinking.budget_tokens",) if "budget_tokens" in given.get("thinking", {}) else ()
-    return MessagesRequest(parsed.renamed(NAMES), ignored)
+    ignored += ["thinking.budget_tokens"] if "budget_tokens" in given.get("thinking", {}) else []
+    return MessagesRequest(parsed.renamed(NAMES), (*ignored[:MAX_IGNORED], *parsed.ignored))
 
 
 def parse_count(fields: Mapping[str, Any]) -> tuple[str, Json]:
     """Return model and conversation, as options of the client, of a request for a count of tokens."""
     given = {name: value for name, value in fields.items() if value is not None}
     _check_names(given, COUNTED)
-    if not isinstance(model := given.get("model"), str) or not model:
-        raise refused("model", "is missing: GET /v1/models lists the models")
+    if not isinstance(model := given.get("model", ""), str):
+        raise refused("model", "must be text")
     messages, places = _chat_messages(given)
     _thinking(given)
     _format(given)
     try:
-        options = conversation({"messages": messages, "tools": _tools(given).get("tools", [])})
+        options = conversation({"messages": messages, "tools": _tools(given).get("tools", [])}, [])
     except ApiError as error:
         raise _renamed(error, places) from None
     return model, options
 
 
-def _check_names(given: Mapping[str, Any], known: frozenset[str]) -> None:
+def _check_names(given: Mapping[str, Any], known: frozenset[str]) -> list[str]:
+    """Refuse unsupported fields; return the names of unknown ones."""
     for name, value in given.items():
         if name in REFUSED_UNLESS:
             if not any(type(value) is type(allowed) and value == allowed for allowed in REFUSED_UNLESS[name]):
                 raise unsupported(name)
-        elif name not in known | IGNORED:
-            raise unknown(name)
+        elif name in (UNSUPPORTED.keys() | CHAT_FIELDS) - known:
+            raise unsupported(name)
+    return [name for name in given if name not in known | IGNORED | REFUSED_UNLESS.keys()]
 
 
 def _renamed(error: ApiError, places: Sequence[str]) -> ApiError:
@@ -272,9 +284,7 @@ def _format(given: Mapping[str, Any]) -> Json | None:
     config = given.get("output_config", {})
     if not isinstance(config, dict):
         raise refused("output_config", "must be an object")
-    for field, value in config.items():
-        if field == "effort" and value is not None:
-            raise unsupported("output_config.effort")
+    for field in config:
         if field not in ("format", "effort"):
             raise unknown(f"output_config.{field}")
     wanted = config.get("format")

@@ -174,5 +174,5 @@ class ResponseAnswer:
                 "output_tokens_details": {"reasoning_tokens": finish.reasoning_tokens},
                 "total_tokens": finish.prompt_tokens + finish.completion_tokens,
             },
-            "specdec": statistics(finish),
+            "specdec": statistics(finish) | ({"ignored": list(self._request.ignored)} if self._request.ignored else {}),
         }

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specdec.openai_api.errors import ApiError, refused, unknown, unsupported
+from specdec.openai_api.fields import MAX_IGNORED, UNSUPPORTED, WITHOUT_EFFECT
 from specdec.openai_api.json_text import Json
-from specdec.openai_api.requests import WITHOUT_EFFECT, ParsedRequest, parse_fields
+from specdec.openai_api.requests import ParsedRequest, parse_fields
 
 SAME = frozenset(
     {
@@ -78,6 +79,16 @@ REFUSED_UNLESS: Mapping[str, tuple[object, ...]] = {
 """Unsupported fields, to their accepted values: those asking for the default behaviour."""
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+OF_ANOTHER_API = {
+    "max_tokens": "is max_output_tokens here",
+    "max_completion_tokens": "is max_output_tokens here",
+    "messages": "is input here",
+    "n": "is not supported: a response has one answer",
+    "prompt_cache_breakpoint": "is not supported",
+    "response_format": "is text.format here",
+}
+"""Fields of chats that have another name here, or none."""
+
 INCLUDED = (LOGPROBS, ENCRYPTED)
 """Accepted values of `include`. Reasoning items carry their text, so an encrypted copy would add nothing."""
 
@@ -90,6 +101,7 @@ NAMES = {
     "json_schema": "text.format",
     "response_format": "text.format",
     "logprobs": "top_logprobs",
+    "reasoning_effort": "reasoning.effort",
     "tool_name": "tool_choice",
     "tool_required": "tool_choice",
 }
@@ -111,6 +123,7 @@ class ResponsesRequest:
     items: Sequence[Json]
     """The input items of this request, without those of earlier responses."""
     custom_tools: frozenset[str]  # their names
+    ignored: Sequence[str]  # names of unknown fields, for the answer
 
     @property
     def includes_logprobs(self) -> bool:
@@ -120,10 +133,13 @@ class ResponsesRequest:
 class Reader:
     """Reads a body, and makes a request of it once the items before it are known."""
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        """ApiError for a field that is unknown or not supported."""
+    def __init__(self, fields: Mapping[str, Any], *, strict: bool = False) -> None:
+        """ApiError for a field that is not supported, with `strict` for an unknown one, too."""
         self.fields = {name: value for name, value in fields.items() if value is not None}
-        _check_names(self.fields)
+        self.ignored = _check_names(self.fields)
+        """Names of unknown fields, for the answer."""
+        if self.ignored and strict:
+            raise unknown(self.ignored[0])
         self.items = _input_items(self.fields.get("input"))
         self.stores = _flag(self.fields, "store")
         """Whether to store the response; None: as the server is set up."""
@@ -153,14 +169,14 @@ class Reader:
         chat |= {"messages": turns.messages, "max_completion_tokens": given.get("max_output_tokens")}
         chat |= {"tools": [tool for tool, _ in tools] or None, "tool_choice": _tool_choice(given.get("tool_choice"))}
         chat |= {"response_format": _format(given.get("text", {})), **dict(_logprobs(given))}
-        _check_reasoning(given.get("reasoning", {}))
+        chat["reasoning_effort"] = _effort(given.get("reasoning", {}))
         _check_stream_options(given)
         try:
             parsed = parse_fields(chat, chat=True)
         except ApiError as error:
             raise _renamed(error, turns.places) from None
         custom = frozenset(tool["function"]["name"] for tool, is_custom in tools if is_custom)
-        return ResponsesRequest(parsed.renamed(NAMES), given, self.items, custom)
+        return ResponsesRequest(parsed.renamed(NAMES), given, self.items, custom, (*self.ignored, *parsed.ignored))
 
 
 def _doubled(most: int) -> Iterator[int]:
@@ -173,13 +189,15 @@ def _doubled(most: int) -> Iterator[int]:
         yield number
 
 
-def _check_names(given: Mapping[str, Any]) -> None:
+def _check_names(given: Mapping[str, Any]) -> list[str]:
+    """Refuse unsupported fields; return the names of unknown ones."""
     for name, value in given.items():
         if name in REFUSED_UNLESS:
             if not any(type(value) is type(allowed) and value == allowed for allowed in REFUSED_UNLESS[name]):
                 raise unsupported(name)
-        elif name not in SAME | READ | IGNORED:
-            raise unknown(name)
+        elif name not in SAME | READ | IGNORED and (name in UNSUPPORTED or name in OF_ANOTHER_API):
+            raise unsupported(name, OF_ANOTHER_API.get(name, "is not supported"))
+    return [name for name in given if name not in SAME | READ | IGNORED | REFUSED_UNLESS.keys()][:MAX_IGNORED]
 
 
 def _flag(given: Mapping[str, Any], name: str) -> bool | None:
@@ -362,16 +380,16 @@ def _logprobs(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         raise refused("top_logprobs", f"needs {LOGPROBS} in include")
 
 
-def _check_reasoning(given: object) -> None:
+def _effort(given: object) -> Any:
+    """Return the `reasoning_effort` of a chat."""
     if not isinstance(given, dict):
         raise refused("reasoning", "must be an object")
     for name, value in given.items():
-        if name == "effort" and value is not None:
-            raise unsupported("reasoning.effort", "is not supported: templates take chat_template_kwargs")
         if name in ("summary", "generate_summary") and value not in (None, "auto"):
             raise unsupported(f"reasoning.{name}", "is not supported: the reasoning itself is in the answer")
         if name not in ("effort", "summary", "generate_summary"):
             raise unknown(f"reasoning.{name}")
+    return given.get("effort")
 
 
 def _check_stream_options(given: Mapping[str, Any]) -> None:

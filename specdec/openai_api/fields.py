@@ -1,0 +1,175 @@
+"""Every field of OpenAI's, vLLM's and llama.cpp's requests, and what becomes of it.
+
+A field is honoured (`SAME`, `RENAMED`, `READ`), has no effect on tokens (`WITHOUT_EFFECT`), or is accepted at the
+values that ask for what happens anyway and refused otherwise (`UNSUPPORTED`). Fields in no table are ignored, and the
+answer names them; with `--strict-fields` they are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+SAME = frozenset(
+    {
+        "frequency_penalty",
+        "max_tokens",
+        "min_p",
+        "min_tokens",
+        "model",
+        "n",
+        "presence_penalty",
+        "priority",
+        "repetition_penalty",
+        "stop",
+        "temperature",
+        "top_p",
+    }
+)
+"""Fields equal to client options in name and meaning. Fields outside of OpenAI's API have vLLM's names."""
+
+RENAMED = {
+    "ignore_eos": "ignore_end_token",
+    "max_completion_tokens": "max_tokens",
+    "n_predict": "max_tokens",  # llama.cpp's
+    "repeat_penalty": "repetition_penalty",  # llama.cpp's
+    "stop_token_ids": "stop_tokens",
+}
+"""Fields equal to client options of another name."""
+
+READ = frozenset(
+    {
+        "chat_template_kwargs",
+        "include_reasoning",
+        "logit_bias",
+        "logprobs",
+        "messages",
+        "parallel_tool_calls",
+        "prompt",
+        "reasoning_effort",
+        "response_format",
+        "seed",
+        "specdec",
+        "stream",
+        "stream_options",
+        "structured_outputs",
+        "tool_choice",
+        "tools",
+        "top_k",
+        "top_logprobs",
+    }
+)
+"""Fields read individually in `requests.py`."""
+
+OF_CHAT = frozenset(
+    {
+        "chat_template_kwargs",
+        "include_reasoning",
+        "messages",
+        "parallel_tool_calls",
+        "reasoning_effort",
+        "tool_choice",
+        "tools",
+        "top_logprobs",
+    }
+)
+OF_COMPLETIONS = frozenset({"prompt"})
+
+WITHOUT_EFFECT = frozenset(
+    {
+        # about OpenAI's own accounts and caches
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "user",
+        # about other servers' caches, logs and slots
+        "cache_prompt",
+        "id_slot",
+        "n_cache_reuse",
+        "n_keep",
+        "request_id",
+        "session_id",
+        "t_max_predict_ms",
+        "verbose",
+    }
+)
+"""Fields without effect on tokens."""
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """A field that is not supported."""
+
+    accepted: tuple[object, ...] = ()  # values that ask for what happens anyway
+    instead: str = ""  # what to use
+
+
+_GUIDED = Unsupported(instead="use structured_outputs")
+_ZERO = Unsupported((0,))
+_OFF = Unsupported((False,))
+
+UNSUPPORTED: Mapping[str, Unsupported] = {
+    # OpenAI's
+    "audio": Unsupported(),
+    "best_of": Unsupported(),  # except a value equal to `n`
+    "echo": _OFF,
+    "function_call": Unsupported(("none",), "use tool_choice"),
+    "functions": Unsupported(([],), "use tools"),
+    "modalities": Unsupported((["text"],)),
+    "moderation": Unsupported(),
+    "prediction": Unsupported(),
+    "service_tier": Unsupported(("auto", "default")),
+    "store": Unsupported((False,), "use /v1/responses"),
+    "suffix": Unsupported(("",)),
+    "verbosity": Unsupported(("medium",)),
+    "web_search_options": Unsupported(),
+    # vLLM's
+    "add_generation_prompt": Unsupported((True,)),
+    "allowed_token_ids": Unsupported(([],), "use structured_outputs, or specdec.banned_tokens"),
+    "bad_words": Unsupported(([],), "use specdec.banned_tokens"),
+    "bad_words_token_ids": Unsupported(([],), "use specdec.banned_tokens"),
+    "cache_salt": Unsupported(instead="prefixes are shared within a tenant only"),
+    "continue_final_message": _OFF,
+    "documents": Unsupported(([],)),
+    "guided_choice": _GUIDED,
+    "guided_decoding_backend": _GUIDED,
+    "guided_grammar": _GUIDED,
+    "guided_json": _GUIDED,
+    "guided_regex": _GUIDED,
+    "guided_whitespace_pattern": _GUIDED,
+    "include_stop_str_in_output": _OFF,
+    "length_penalty": Unsupported((1.0,)),
+    "logits_processors": Unsupported(([],)),
+    "prompt_logprobs": _ZERO,
+    "return_token_ids": _OFF,
+    "return_tokens_as_token_ids": _OFF,
+    "skip_special_tokens": Unsupported((True,)),
+    "spaces_between_special_tokens": Unsupported((True,)),
+    "thinking_token_budget": Unsupported(),
+    "truncate_prompt_tokens": Unsupported(),
+    "use_beam_search": _OFF,
+    # llama.cpp's
+    "dry_multiplier": _ZERO,
+    "dynatemp_range": _ZERO,
+    "grammar": Unsupported(instead="use structured_outputs.grammar"),
+    "json_schema": Unsupported(instead="use response_format"),
+    "lora": Unsupported(([],)),
+    "mirostat": _ZERO,
+    "n_probs": Unsupported((0,), "use logprobs"),
+    "samplers": Unsupported(),
+    "top_n_sigma": Unsupported((-1, 0)),
+    "typical_p": Unsupported((1.0,)),
+    "xtc_probability": _ZERO,
+}
+"""Unsupported fields."""
+
+MAX_IGNORED = 32
+"""Number of ignored fields named in an answer."""
+
+
+def alike(value: object, other: object) -> bool:
+    """Return whether two values are equal in JSON, where true is not 1 and 1 is 1.0."""
+    kinds = {type(value), type(other)}
+    return value == other and (len(kinds) == 1 or kinds == {int, float})
