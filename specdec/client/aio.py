@@ -19,7 +19,13 @@ from specdec.client.options import GenerateOptions, Message, takes_options
 from specdec.client.request import build_request
 from specdec.client.tokenized import Tokenized, build_tokenize_request, read_tokenized
 from specdec.client.transcript import Transcript
-from specdec.v2.generation_pb2 import CompleteRequest, GenerateRequest, GenerateResponse, ListModelsRequest
+from specdec.v2.generation_pb2 import (
+    CompleteRequest,
+    GenerateRequest,
+    GenerateResponse,
+    ListModelsRequest,
+    TokenizeRequest,
+)
 from specdec.v2.generation_pb2_grpc import GenerationServiceStub
 
 if TYPE_CHECKING:
@@ -124,6 +130,16 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
             tools=tools,
             template_arguments=template_arguments,
         )
+        return await self.send_tokenize(request, timeout=timeout, metadata=metadata)
+
+    async def send_tokenize(
+        self,
+        request: TokenizeRequest,
+        *,
+        timeout: float | EllipsisType | None = ...,
+        metadata: Sequence[tuple[str, str | bytes]] = (),
+    ) -> Tokenized:
+        """As `tokenize`, for a message of the gRPC API."""
         return read_tokenized(await self._ask(lambda stub: stub.Tokenize, request, timeout, self._with(metadata)))
 
     async def close(self) -> None:

@@ -133,8 +133,7 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
         elif name == "template_arguments":
             _put_arguments(request.chat, value)
         elif name == "tools":
-            if given.get("tool_choice") != "none":
-                put_tools(request.chat, value)
+            put_tools(pb.ChatPrompt() if given.get("tool_choice") == "none" else request.chat, value)
         elif name == "tool_choice":
             put_tool_choice(request.chat, value)
         elif name == "parallel_tool_calls":

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from specdec.client import Chunk, Finish, Logprobs
-from specdec.openai_api.json_text import Json, json_list, json_object
+from specdec.openai_api.json_text import Json, as_bytes, json_list, json_object
 from specdec.openai_api.logprobs import EncodedLogprobs, TextOffset, chat_logprobs, completion_logprobs
 from specdec.wire.tool_calls import ToolCall, ToolCallReader
 from specdec.wire.tool_formats import ToolFormat
@@ -38,7 +38,7 @@ class Frame:
         kind = "chat.completion" if self.chat else "text_completion"
         told = self._framed(kind, usage=usage_of(choices), system_fingerprint=fingerprint(c.finish for c in choices))
         told |= self.told_ignored
-        return json_object(told, {"choices": json_list(choice.whole() for choice in choices)}).encode()
+        return as_bytes(json_object(told, {"choices": json_list(choice.whole() for choice in choices)}))
 
     @property
     def told_ignored(self) -> Json:

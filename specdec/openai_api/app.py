@@ -71,17 +71,14 @@ def make_app(
     parser = Parser()
     admission = Middleware(_Admission, callers=Callers(gateway.check_key, most_requests))
 
-    async def read(request: Request) -> bytes:
-        return await bodies.read(request, request.scope[CALLER])
-
     def caller(request: Request) -> tuple[Caller, str]:
         return _caller(request), request.scope[CALLER]
 
-    responses = Responses(gateway, parser, store, read, caller, strict=strict)
-    messages = Messages(gateway, parser, read, caller, strict=strict)
+    responses = Responses(gateway, parser, bodies, caller, store, strict=strict)
+    messages = Messages(gateway, parser, bodies, caller, strict=strict)
 
     async def generate(request: Request, *, chat: bool) -> Response | EventStream:
-        body = await read(request)
+        body = await bodies.read(request, request.scope[CALLER])
         parsed = await parser.parse(len(body), partial(parse, body, chat=chat, strict=strict), request.scope[CALLER])
         told = ignored_header(parsed.ignored)
         if parsed.stream:
@@ -187,6 +184,8 @@ class _Outermost:
                 await body.skip_if_small()
                 begun, closes = True, body.left
                 MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                if scope["path"].startswith(MESSAGES):
+                    MutableHeaders(scope=message)["request-id"] = request_id  # Anthropic's name
                 if closes:  # the rest of the body would precede the next request
                     MutableHeaders(scope=message)["connection"] = "close"
             elif closes and not message.get("more_body"):

@@ -88,6 +88,18 @@ class Bodies:
         return ApiError(408, f"the body arrives at less than {MIN_BODY_RATE >> 10} KiB/s", code="body_late")
 
     @contextmanager
+    def reserved(self, caller: str, size: int) -> Iterator[None]:
+        """Reserve bytes for what belongs to a body; ApiError if there is no room."""
+        self.take(caller, size)
+        try:
+            yield
+        finally:
+            self._free += size
+            self._held[caller] -= size
+            if not self._held[caller]:
+                del self._held[caller]
+
+    @contextmanager
     def _reception(self, caller: str) -> Iterator[_Reception]:
         if self._receiving[caller] >= MAX_RECEIVING:
             raise too_many(f"{MAX_RECEIVING} bodies of your requests are being received, the limit is reached")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specdec.openai_api.errors import refused, unsupported
+from specdec.openai_api.fields import MAX_NAME_CHARACTERS
 
 OF_TURN = ("name", "tool_call_id", "tool_calls")
 """Message fields besides role, content and reasoning."""
@@ -68,10 +69,11 @@ def _message(message: object, name: str, ignored: list[str]) -> dict[str, Any]:
         raise refused(name, "must be an object")
     role, content = message.get("role"), message.get("content")
     for key, value in message.items():
-        if key in MEANT and value not in (None, [], "", False):
+        if key in {"role", "content", "refusal", *OF_TURN, *REASONING} or value in (None, [], "", False):
+            continue
+        if key in MEANT:
             raise unsupported(f"{name}.{key}")
-        if key not in {"role", "content", "refusal", *MEANT, *OF_TURN, *REASONING}:
-            ignored.append(f"{name}.{key}")
+        ignored.append(f"{name}.{key}"[:MAX_NAME_CHARACTERS])
     if not isinstance(role, str):
         raise refused(f"{name}.role", "must be text")
     if role == "function":
@@ -102,7 +104,8 @@ def _reasoning(message: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any
 def _part(part: object, name: str, ignored: list[str]) -> str:
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         raise refused(name, 'must be {"type": "text", "text": ...}: models are text-only here')
-    ignored += [f"{name}.{key}" for key, value in part.items() if key not in ("type", "text") and value is not None]
+    others = [key for key, value in part.items() if key not in ("type", "text") and value is not None]
+    ignored += [f"{name}.{key}"[:MAX_NAME_CHARACTERS] for key in others]
     return str(part["text"])
 
 

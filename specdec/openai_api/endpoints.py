@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import re
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import chain as chain_of
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from specdec.openai_api.anthropic.answer import MessageAnswer
 from specdec.openai_api.anthropic.request import NAMES, MessagesRequest, parse_count, parse_messages
+from specdec.openai_api.bodies import MAX_BODY_BYTES, Bodies
 from specdec.openai_api.errors import ApiError, refused, unsupported
 from specdec.openai_api.event_stream import EventStream, ignored_header, typed_event_of
 from specdec.openai_api.gateway import Caller, Gateway
-from specdec.openai_api.json_text import Json, encoded
+from specdec.openai_api.json_text import Json, as_bytes, encoded
 from specdec.openai_api.parsing import Parser
-from specdec.openai_api.parts import EndPart, Part
+from specdec.openai_api.parts import Part
 from specdec.openai_api.presence import while_present
 from specdec.openai_api.requests import PROMPT_FIELDS, fields_of
 from specdec.openai_api.responses.answer import ResponseAnswer
 from specdec.openai_api.responses.request import Reader, ResponsesRequest
-from specdec.openai_api.responses.store import ResponseStore, not_found
+from specdec.openai_api.responses.store import ResponseStore, StoredResponse, not_found
+from specdec.v2.generation_pb2 import TokenizeRequest
 from specdec.wire.request_id import new_request_id
 
 Parts = AsyncGenerator[Part, None]
 
 MAX_LISTED = 100
 """Maximum input items in one list."""
+
+MAX_REFERENCES = 256
+"""Maximum references to items of stored responses in one request."""
+
+_ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc)_([0-9a-f]{1,64})_\d{1,6}")
+"""Ids of output items, with the hexadecimal part of their response's."""
 
 
 class Responses:
@@ -39,41 +48,44 @@ class Responses:
         self,
         gateway: Gateway,
         parser: Parser,
-        store: ResponseStore | None,
-        read: Callable[[Request], Awaitable[bytes]],
+        bodies: Bodies,
         caller: Callable[[Request], tuple[Caller, str]],
+        store: ResponseStore | None,
         *,
         strict: bool = False,
     ) -> None:
-        """`store`: None if nothing is stored; `read` returns a request's body, `caller` its caller for orchestrators
-        and the name under which its share is counted. With `strict`, unknown fields are refused."""
+        """`caller` returns a request's caller for orchestrators, and the name under which its share is counted;
+        `store`: None if nothing is stored. With `strict`, unknown fields are refused."""
         self._strict = strict
         self._gateway = gateway
         self._parser = parser
-        self._store = store
-        self._read = read
+        self._bodies = bodies
         self._caller = caller
+        self._store = store
 
     async def create(self, http: Request) -> Response | EventStream:
-        body = await self._read(http)
         caller, owner = self._caller(http)
-        reader = await self._parser.parse(len(body), lambda: Reader(fields_of(body), strict=self._strict), owner)
+        body = await self._bodies.read(http, owner)
+        reader = await self._parser.parse(len(body), partial(_reader, body, strict=self._strict), owner)
         stores = self._stores(reader)
-        earlier, size = await self._earlier(owner, reader.previous)
-        begun = self._begun(reader, earlier, len(body) + size, caller, owner)
-        request, parts = await while_present(http.receive, begun)
+        chain, size = await self._chain(owner, reader.previous)
+        await self._resolve(reader, owner)
+        with self._bodies.reserved(owner, size):
+            earlier = [] if self._store is None else await self._store.conversation(owner, chain)
+            begun = self._begun(reader, earlier, len(body) + size, caller, owner)
+            request, parts = await while_present(http.receive, begun)
         answer = ResponseAnswer(request, f"resp_{new_request_id()}", stored=stores)
         events = self._events(answer, request, parts, owner if stores else None)
-        told = ignored_header(reader.ignored)
+        told = ignored_header(request.ignored)
         if request.chat.stream:
             return EventStream(events, encode=typed_event_of, failed=answer.failed, end=b"", headers=told)
         await while_present(http.receive, _exhausted(events))
-        return Response(encoded(answer.response), headers=told, media_type="application/json")
+        return Response(as_bytes(encoded(answer.response)), headers=told, media_type="application/json")
 
-    async def retrieve(self, http: Request) -> JSONResponse:
+    async def retrieve(self, http: Request) -> Response:
         if http.query_params.get("stream", "false") != "false":
             raise unsupported("stream", "is not supported for a response that is complete")
-        return JSONResponse((await self._stored(http)).response)
+        return Response((await self._stored(http)).response, media_type="application/json")
 
     async def delete(self, http: Request) -> JSONResponse:
         found, owner = http.path_params["response"], self._caller(http)[1]
@@ -82,14 +94,14 @@ class Responses:
         await self._store.delete(owner, found)
         return JSONResponse({"id": found, "object": "response", "deleted": True})
 
-    async def input_items(self, http: Request) -> JSONResponse:
-        stored = await self._stored(http)
-        asked = http.query_params
+    async def input_items(self, http: Request) -> Response:
+        found, asked = await self._stored(http), http.query_params
         items = [
-            {"type": "message", "id": f"in_{stored.response['id']}_{index}"} | item
-            for index, item in enumerate(stored.items)
+            _listed(item, f"in_{http.path_params['response']}_{number}") for number, item in enumerate(found.items)
         ]
-        if asked.get("order", "desc") == "desc":
+        if (order := asked.get("order", "desc")) not in ("asc", "desc"):
+            raise refused("order", "must be asc or desc")
+        if order == "desc":
             items.reverse()
         ids = [item["id"] for item in items]
         if (after := asked.get("after")) is not None:
@@ -97,52 +109,83 @@ class Responses:
                 raise refused("after", "is no item of this response")
             items = items[ids.index(after) + 1 :]
         limit = asked.get("limit", "20")
-        if not limit.isdecimal() or not 1 <= int(limit) <= MAX_LISTED:
+        if len(limit) > 3 or not limit.isdecimal() or not 1 <= int(limit) <= MAX_LISTED:
             raise refused("limit", f"must be a number from 1 to {MAX_LISTED}")
         shown = items[: int(limit)]
         first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-        return JSONResponse(
-            {"object": "list", "data": shown, "first_id": first, "last_id": last, "has_more": len(shown) < len(items)}
-        )
+        told = {
+            "object": "list",
+            "data": shown,
+            "first_id": first,
+            "last_id": last,
+            "has_more": len(shown) < len(items),
+        }
+        return Response(as_bytes(encoded(told)), media_type="application/json")
 
-    async def cancel(self, http: Request) -> JSONResponse:
+    async def cancel(self, http: Request) -> Response:
         await self._stored(http)
         raise unsupported("background", "is not supported, so there is nothing to cancel: close the connection instead")
 
-    async def _stored(self, http: Request) -> Any:
+    async def _stored(self, http: Request) -> StoredResponse:
         found, owner = http.path_params["response"], self._caller(http)[1]
         if self._store is None:
             raise not_found(found)
         return await self._store.get(owner, found)
 
-    async def _earlier(self, owner: str, previous: str) -> tuple[list[Json], int]:
-        """Return the items that a request continues, and their bytes."""
+    async def _chain(self, owner: str, previous: str) -> tuple[list[str], int]:
+        """Return the ids of the responses that a request continues, and their bytes."""
         if not previous:
             return [], 0
         if self._store is None:
             raise unsupported("previous_response_id", "is not supported: this server stores no responses")
         try:
-            return await self._store.conversation(owner, previous)
+            chain, size = await self._store.chain(owner, previous)
         except ApiError as error:
-            raise ApiError(
-                error.status, error.message, param="previous_response_id", code="previous_response_not_found"
-            ) from None
+            if error.code != "response_not_found":
+                raise
+            field = "previous_response_id"
+            raise ApiError(400, error.message, param=field, code="previous_response_not_found") from None
+        if size > MAX_BODY_BYTES:
+            problem = f"continues {size} bytes, must be at most {MAX_BODY_BYTES}"
+            raise ApiError(400, f"previous_response_id: {problem}", param="previous_response_id", code="body_too_long")
+        return chain, size
+
+    async def _resolve(self, reader: Reader, owner: str) -> None:
+        """Replace references to items of stored responses by the items."""
+        places = [index for index, item in enumerate(reader.items) if item.get("type") == "item_reference"]
+        if len(places) > MAX_REFERENCES:
+            raise refused("input", f"has {len(places)} references, must have at most {MAX_REFERENCES}")
+        outputs: dict[str, list[Json]] = {}
+        for index in places:
+            item_id = reader.items[index].get("id")
+            found = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
+            item: Json | None = None
+            if found is not None and self._store is not None:
+                response_id = f"resp_{found[1]}"
+                if response_id not in outputs:
+                    outputs[response_id] = await self._store.output(owner, response_id)
+                item = next((item for item in outputs[response_id] if item["id"] == item_id), None)
+            if item is None:
+                problem = f"input[{index}].id: {str(item_id)[:100]!r} is no item that is stored here"
+                raise ApiError(404, problem, param=f"input[{index}].id", code="item_not_found")
+            reader.items[index] = item
 
     async def _begun(
         self, reader: Reader, earlier: list[Json], size: int, caller: Caller, owner: str
     ) -> tuple[ResponsesRequest, Parts]:
-        """Start to generate; drop the oldest items as long as the prompt is too long, if the request allows it."""
-        cuts = reader.cuts(earlier)
-        cut: int | None = 0
-        while True:
-            request = await self._parser.parse(size, partial(reader.request, earlier, cut or 0), owner)
+        """Start to generate. As long as the prompt is too long, drop the oldest items if the request allows it."""
+        refusal: ApiError | None = None
+        for cut in chain_of((0,), reader.cuts(earlier)):
+            request = await self._parser.parse(size, partial(reader.request, earlier, cut), owner)
             request = replace(request, chat=await self._gateway.named(request.chat, caller))
             try:
                 return request, await self._gateway.parts(request.chat, caller)
             except ApiError as error:
-                cut = next(cuts, None) if error.code == "context_length_exceeded" else None
-                if cut is None:
+                if error.code != "context_length_exceeded":
                     raise
+                refusal = error
+        assert refusal is not None
+        raise refusal
 
     def _stores(self, reader: Reader) -> bool:
         """Return whether to store the response: by default if this server stores any."""
@@ -159,11 +202,12 @@ class Responses:
             for event in answer.begin():
                 yield event
             async for part in parts:
-                events = list(answer.add(part))
-                if isinstance(part, EndPart) and owner is not None and self._store is not None:
-                    await self._store.put(owner, request.items, answer.response)
-                for event in events:
+                for event in answer.add(part):
                     yield event
+        stored = False
+        if owner is not None and self._store is not None:
+            stored = await self._store.put(owner, request.items, answer.response)
+        yield answer.end(stored=stored)
 
 
 class Messages:
@@ -173,44 +217,61 @@ class Messages:
         self,
         gateway: Gateway,
         parser: Parser,
-        read: Callable[[Request], Awaitable[bytes]],
+        bodies: Bodies,
         caller: Callable[[Request], tuple[Caller, str]],
         *,
         strict: bool = False,
     ) -> None:
-        """`read` returns a request's body, `caller` its caller for orchestrators and the name under which its share is
-        counted. With `strict`, unknown fields are refused."""
+        """`caller` returns a request's caller for orchestrators, and the name under which its share is counted. With
+        `strict`, unknown fields are refused."""
         self._strict = strict
         self._gateway = gateway
         self._parser = parser
-        self._read = read
+        self._bodies = bodies
         self._caller = caller
 
     async def create(self, http: Request) -> Response | EventStream:
-        body = await self._read(http)
         caller, owner = self._caller(http)
+        body = await self._bodies.read(http, owner)
         work = partial(_parsed_messages, body, strict=self._strict)
         request = await self._parser.parse(len(body), work, owner)
         request = replace(request, chat=await self._gateway.named(request.chat, caller))
         parts = await while_present(http.receive, self._gateway.parts(request.chat, caller))
-        answer = MessageAnswer(request, new_request_id())
+        answer = MessageAnswer(request, caller.request_id)
         events = _message_events(answer, parts)
         told = ignored_header(request.ignored)
         if request.chat.stream:
             return EventStream(events, encode=typed_event_of, failed=answer.failed, end=b"", headers=told)
         await while_present(http.receive, _exhausted(events))
-        return Response(encoded(answer.message), headers=told, media_type="application/json")
+        return Response(as_bytes(encoded(answer.message)), headers=told, media_type="application/json")
 
     async def count_tokens(self, http: Request) -> JSONResponse:
-        body = await self._read(http)
         caller, owner = self._caller(http)
-        model, prompt = await self._parser.parse(len(body), lambda: parse_count(fields_of(body)), owner)
-        counted = self._gateway.count_tokens(model, prompt, {**PROMPT_FIELDS, **NAMES}, caller)
+        body = await self._bodies.read(http, owner)
+        request = await self._parser.parse(len(body), partial(_parsed_count, body, strict=self._strict), owner)
+        counted = self._gateway.count_tokens(request, {**PROMPT_FIELDS, **NAMES}, caller)
         return JSONResponse({"input_tokens": await while_present(http.receive, counted)})
+
+
+def _reader(body: bytes, *, strict: bool) -> Reader:
+    return Reader(fields_of(body), strict=strict)
 
 
 def _parsed_messages(body: bytes, *, strict: bool) -> MessagesRequest:
     return parse_messages(fields_of(body), strict=strict)
+
+
+def _parsed_count(body: bytes, *, strict: bool) -> TokenizeRequest:
+    return parse_count(fields_of(body), strict=strict)
+
+
+def _listed(item: Json, item_id: str) -> Json:
+    """Return an input item as in a list of them: with an id of this server, and content in parts."""
+    told: Json = {"type": "message"} | item | {"id": item_id}
+    if isinstance(content := told.get("content"), str):
+        kind = "output_text" if told.get("role") == "assistant" else "input_text"
+        told["content"] = [{"type": kind, "text": content}]
+    return told
 
 
 async def _message_events(answer: MessageAnswer, parts: Parts) -> AsyncGenerator[Json, None]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +26,9 @@ MAX_MESSAGE_CHARACTERS = 1024
 
 _GROUP = re.compile(r"^(sampling|speculation|contrast|chat)\.")
 """gRPC message prefixes of fields that are top-level here."""
+
+_MESSAGE = re.compile(r"messages\[(\d{1,9})\]")
+_NAME = re.compile(r"^\w+")
 
 
 @dataclass(eq=False)
@@ -62,6 +65,19 @@ def unsupported(param: str, problem: str = "is not supported") -> ApiError:
 def unknown(param: str, problem: str = "unknown parameter") -> ApiError:
     """Return the error for an unknown field."""
     return ApiError(400, f"{param}: {problem}", param=param, code="unknown_parameter")
+
+
+def renamed(error: ApiError, places: Sequence[str], names: Mapping[str, str]) -> ApiError:
+    """Return an error about a chat in the words of another API: `places` are its names of the messages, `names` those
+    of other fields."""
+
+    def told(text: str) -> str:
+        found = _MESSAGE.match(text)
+        if found is not None and int(found[1]) < len(places):
+            return places[int(found[1])] + text[found.end() :]
+        return _NAME.sub(lambda name: names.get(name[0], name[0]), text, count=1)
+
+    return replace(error, message=told(error.message), param=None if error.param is None else told(error.param))
 
 
 def overloaded(message: str) -> ApiError:

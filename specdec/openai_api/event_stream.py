@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from contextlib import aclosing
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import quote
 
 import structlog
 from starlette.types import Receive, Scope, Send
@@ -29,7 +30,8 @@ FAILED = "specdec.failed"
 """ASGI scope key for the status of a failed stream, had it failed before its first event."""
 
 IGNORED_HEADER = "specdec-ignored"
-"""Header of an answer with the names of ignored fields."""
+MAX_HEADER_CHARACTERS = 1024
+"""Header of an answer with the names of ignored fields, and its maximum length."""
 
 MISTAKE = ApiError(500, "internal error, see the log of the server", "server_error", code="internal")
 
@@ -44,8 +46,9 @@ def typed_event_of(content: Mapping[str, Any]) -> bytes:
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """Return the header that names ignored fields, in ASCII."""
-    return {IGNORED_HEADER: ", ".join(json.dumps(name)[1:-1] for name in names)} if names else {}
+    """Return the header that names ignored fields, percent-encoded and as far as they fit."""
+    told = ", ".join(quote(name, safe="[].", errors="replace") for name in names)[:MAX_HEADER_CHARACTERS]
+    return {IGNORED_HEADER: told.rstrip(", ")} if told else {}
 
 
 class EventStream:

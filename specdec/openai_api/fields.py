@@ -1,4 +1,4 @@
-"""Every field of OpenAI's, vLLM's and llama.cpp's requests, and what becomes of it.
+"""The fields of OpenAI's, vLLM's and llama.cpp's requests, and what becomes of each.
 
 A field is honoured (`SAME`, `RENAMED`, `READ`), has no effect on tokens (`WITHOUT_EFFECT`), or is accepted at the
 values that ask for what happens anyway and refused otherwise (`UNSUPPORTED`). Fields in no table are ignored, and the
@@ -7,8 +7,12 @@ answer names them; with `--strict-fields` they are refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from specdec.openai_api.errors import unsupported
 
 SAME = frozenset(
     {
@@ -91,7 +95,6 @@ WITHOUT_EFFECT = frozenset(
         "n_keep",
         "request_id",
         "session_id",
-        "t_max_predict_ms",
         "verbose",
     }
 )
@@ -127,10 +130,12 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "web_search_options": Unsupported(),
     # vLLM's
     "add_generation_prompt": Unsupported((True,)),
+    "add_special_tokens": Unsupported(),
     "allowed_token_ids": Unsupported(([],), "use structured_outputs, or specdec.banned_tokens"),
     "bad_words": Unsupported(([],), "use specdec.banned_tokens"),
     "bad_words_token_ids": Unsupported(([],), "use specdec.banned_tokens"),
     "cache_salt": Unsupported(instead="prefixes are shared within a tenant only"),
+    "chat_template": Unsupported(instead="the model's own is used"),
     "continue_final_message": _OFF,
     "documents": Unsupported(([],)),
     "guided_choice": _GUIDED,
@@ -142,6 +147,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "include_stop_str_in_output": _OFF,
     "length_penalty": Unsupported((1.0,)),
     "logits_processors": Unsupported(([],)),
+    "prompt_embeds": Unsupported(),
     "prompt_logprobs": _ZERO,
     "return_token_ids": _OFF,
     "return_tokens_as_token_ids": _OFF,
@@ -159,6 +165,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "mirostat": _ZERO,
     "n_probs": Unsupported((0,), "use logprobs"),
     "samplers": Unsupported(),
+    "t_max_predict_ms": _ZERO,
     "top_n_sigma": Unsupported((-1, 0)),
     "typical_p": Unsupported((1.0,)),
     "xtc_probability": _ZERO,
@@ -166,7 +173,35 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
 """Unsupported fields."""
 
 MAX_IGNORED = 32
-"""Number of ignored fields named in an answer."""
+MAX_NAME_CHARACTERS = 64
+"""Number of ignored fields named in an answer, and the length of each name."""
+
+
+def check_names(
+    given: Mapping[str, Any],
+    known: Collection[str],
+    *,
+    hints: Mapping[str, str],
+    without_effect: Collection[str] = WITHOUT_EFFECT,
+    others: Mapping[str, Unsupported] = MappingProxyType({}),
+) -> list[str]:
+    """Refuse unsupported fields; return the names of unknown ones.
+
+    `known` fields are read by the caller. `hints` are problems of fields that belong to another API; `others` are
+    unsupported fields besides `UNSUPPORTED`.
+    """
+    ignored: list[str] = []
+    for name, value in given.items():
+        if name in known or name in without_effect:
+            continue
+        if name in hints:
+            raise unsupported(name, hints[name])
+        field = others.get(name) or UNSUPPORTED.get(name)
+        if field is None:
+            ignored.append(name[:MAX_NAME_CHARACTERS])
+        elif not any(alike(value, accepted) for accepted in field.accepted):
+            raise unsupported(name, "is not supported" + (field.instead and f": {field.instead}"))
+    return ignored
 
 
 def alike(value: object, other: object) -> bool:

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from specdec.client import AsyncClient, Chunk, Model, SpecdecError
 from specdec.client.endpoint import Metadata
@@ -18,6 +17,7 @@ from specdec.openai_api.json_text import Json
 from specdec.openai_api.parts import Part, parts_of
 from specdec.openai_api.requests import ParsedRequest
 from specdec.serving.interleaved import interleaved
+from specdec.v2.generation_pb2 import TokenizeRequest
 from specdec.wire.request_id import REQUEST_ID_CHARACTERS, new_request_id
 from specdec.wire.tool_formats import FORMATS, ToolFormat
 
@@ -117,12 +117,11 @@ class Gateway:
             raise
         return parts_of(_of_one_prompt(first, chunks), calls, reasoning=request.reasoning)
 
-    async def count_tokens(self, model: str, prompt: Mapping[str, Any], names: Names, caller: Caller) -> int:
-        """Return the number of tokens of a conversation, given as options of the client; `names`: the caller's for
-        them."""
+    async def count_tokens(self, request: TokenizeRequest, names: Names, caller: Caller) -> int:
+        """Return the number of tokens of a prompt; `names`: the caller's for its fields."""
         try:
             async with self._client() as client:
-                return (await client.tokenize(**prompt, model=model, metadata=caller.metadata)).count
+                return (await client.send_tokenize(request, metadata=caller.metadata)).count
         except SpecdecError as error:
             raise from_specdec(error, names) from error
 

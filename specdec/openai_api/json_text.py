@@ -22,3 +22,8 @@ def json_object(fields: Mapping[str, object], others: Mapping[str, str]) -> str:
 def json_list(parts: Iterable[str]) -> str:
     """Return a JSON list of encoded parts."""
     return f"[{','.join(parts)}]"
+
+
+def as_bytes(text: str) -> bytes:
+    """Return the bytes of a JSON text. Lone surrogates, which requests and models may write, become question marks."""
+    return text.encode(errors="replace")

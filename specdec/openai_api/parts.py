@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -53,22 +53,19 @@ async def parts_of(
     chunks: AsyncGenerator[Chunk, None], calls: Calls | None, *, reasoning: bool
 ) -> AsyncGenerator[Part, None]:
     """Yield the parts of a sample. `calls`: reads its tool calls, None if it may have none; `reasoning`: include the
-    reasoning."""
+    reasoning. The logprobs of text that may still become a call are held back with it."""
+    logprobs: list[Logprobs] = []
     async with aclosing(chunks):
         async for chunk in chunks:
-            for part in _parts(chunk, calls, reasoning=reasoning):
-                yield part
-
-
-def _parts(chunk: Chunk, calls: Calls | None, *, reasoning: bool) -> Iterator[Part]:
-    if chunk.reasoning and reasoning:
-        yield ReasoningPart(chunk.reasoning)
-    logprobs = tuple(chunk.logprobs[chunk.reasoning_tokens :])
-    for item in [chunk.text] if calls is None else calls.items(chunk):
-        if not isinstance(item, str):
-            yield CallPart(item["id"], item["function"]["name"], item["function"]["arguments"])
-        elif item or logprobs:
-            yield TextPart(item, logprobs)
-            logprobs = ()
-    if chunk.finish is not None:
-        yield EndPart(chunk.finish)
+            if chunk.reasoning and reasoning:
+                yield ReasoningPart(chunk.reasoning)
+            logprobs += chunk.logprobs[chunk.reasoning_tokens :]
+            for item in [chunk.text] if calls is None else calls.items(chunk):
+                if not isinstance(item, str):
+                    yield CallPart(item["id"], item["function"]["name"], item["function"]["arguments"])
+                    logprobs = []
+                elif item or (logprobs and calls is None):
+                    yield TextPart(item, tuple(logprobs))
+                    logprobs = []
+            if chunk.finish is not None:
+                yield EndPart(chunk.finish)

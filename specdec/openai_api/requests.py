@@ -7,6 +7,7 @@ values is limited, since messages are built from them.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,9 +23,8 @@ from specdec.openai_api.fields import (
     READ,
     RENAMED,
     SAME,
-    UNSUPPORTED,
-    WITHOUT_EFFECT,
     alike,
+    check_names,
 )
 from specdec.v2.generation_pb2 import GenerateRequest
 
@@ -179,13 +179,20 @@ def _check_entries(name: str, value: object) -> None:
 
 def fields_of(body: bytes) -> dict[str, Any]:
     """Return the fields of a body; ApiError if it is not a JSON object."""
-    try:
-        found = json.loads(body.decode("utf-8-sig"), parse_constant=_no_number)  # `structure.py` counts UTF-8 only
+    try:  # `structure.py` counts UTF-8 only
+        found = json.loads(body.decode("utf-8-sig"), parse_constant=_no_number, parse_float=_finite)
     except (ValueError, RecursionError) as error:  # covers JSONDecodeError and UnicodeDecodeError
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(found, dict):
         raise ApiError(400, "the body is not a JSON object", code="invalid_json")
     return found
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):  # an answer may repeat it, and JSON has no infinity
+        raise ValueError(f"{text[:20]} is too large a number")
+    return number
 
 
 def _no_number(name: str) -> None:
@@ -195,18 +202,10 @@ def _no_number(name: str) -> None:
 def _check_names(given: Mapping[str, Any], *, chat: bool) -> list[str]:
     """Refuse unsupported fields; return the names of unknown ones."""
     other = OF_COMPLETIONS if chat else OF_CHAT
-    ignored = []
-    for name, value in given.items():
-        if name == "best_of" and alike(value, given.get("n", 1)):
-            continue
-        if name in other:
-            raise unsupported(name, f"is a field of {'completions' if chat else 'chats'}")
-        if name in UNSUPPORTED:
-            field = UNSUPPORTED[name]
-            if not any(alike(value, accepted) for accepted in field.accepted):
-                raise unsupported(name, "is not supported" + (field.instead and f": {field.instead}"))
-        elif name not in SAME | READ | RENAMED.keys() | WITHOUT_EFFECT:
-            ignored.append(name)
+    hints = dict.fromkeys(other, f"is a field of {'completions' if chat else 'chats'}")
+    defaults = {"best_of": given.get("n", 1), "add_special_tokens": not chat}
+    given = {name: value for name, value in given.items() if not alike(value, defaults.get(name))}
+    ignored = check_names(given, (SAME | READ | RENAMED.keys()) - other, hints=hints)
     for name, option in RENAMED.items():
         for alias in [each for each in given if each != name and RENAMED.get(each, each) == option]:
             if name in given and not alike(given[name], given[alias]):

@@ -128,10 +128,11 @@ def test_blocks_become_messages() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         ({"messages": [*HI, {"role": "assistant", "content": "so"}]}, "messages[1]"),
         ({"messages": [{"role": "tool", "content": "so"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0].name"),
+        ({"tool_choice": {"type": []}, "tools": [TOOL]}, "tool_choice"),
+        ({"tools": [{"name": ["x"]}], "tool_choice": {"type": "none"}}, "tools"),
         ({"system": 5}, "system"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
-        ({"output_config": {"tone": "low"}}, "output_config.tone"),
+        ({"output_config": 5}, "output_config"),
         ({"stop": "."}, "stop"),
         ({"stop_sequences": 5}, "stop_sequences"),
         ({"thinking": {"type": "sometimes"}}, "thinking"),
@@ -148,11 +149,27 @@ def test_refusals(fields: dict[str, Any], param: str) -> None:
     assert caught.value.message.startswith(param)
 
 
-@pytest.mark.parametrize("fields", [{"model": 5}, {"max_tokens": 9}, {"messages": []}, {"tools": 5}])
+@pytest.mark.parametrize("fields", [{"model": 5}, {"messages": []}, {"tools": 5}, {"tools": [{"name": 5}]}])
 def test_refusals_of_a_count(fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as caught:
         parse_count({"model": "m", "messages": HI, **fields})
     assert caught.value.param in fields
+
+
+def test_what_is_ignored_is_named() -> None:
+    blocks = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "a"}]
+    result = [{"type": "tool_result", "tool_use_id": "a", "is_error": True, "content": "b"}]
+    messages = [*HI, {"role": "assistant", "content": blocks}, {"role": "user", "content": result}]
+    fields = {"model": "m", "max_tokens": 9, "messages": messages, "context_management": {}}
+    fields["thinking"] = {"budget_tokens": 9}
+    assert parse_messages(fields).ignored == (
+        "context_management",
+        "messages[1].content[0]",
+        "messages[2].content[0].is_error",
+        "thinking.budget_tokens",
+    )
+    with pytest.raises(ApiError, match="context_management: unknown parameter"):
+        parse_messages(fields, strict=True)
 
 
 async def test_tools_are_called_as_in_a_chat(models: Models, tmp_path: Path) -> None:

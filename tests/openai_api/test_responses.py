@@ -13,12 +13,15 @@ import pytest
 from google.protobuf import json_format
 from google.rpc import code_pb2, error_details_pb2
 
+from specdec.openai_api import endpoints
 from specdec.openai_api.errors import ApiError
 from specdec.openai_api.responses.request import Reader
 from specdec.openai_api.responses.store import ResponseStore
+from tests.captured_logs import captured_logs
 from tests.client.fake_server import TEXT, Act, FakeServer, rich
 from tests.faults.cluster import Models
 from tests.openai_api.front import Front, front
+from tests.openai_api.test_http_server import post, told
 from tests.openai_api.test_reasoning import OPENED, reasoning_pair
 from tests.openai_api.test_tools import WEATHER
 from tests.reasoning import CLOSE, OPEN
@@ -163,11 +166,15 @@ def test_items_become_messages() -> None:
         ({"messages": []}, "messages"),
         ({"n": 1}, "n"),
         ({"previous_response_id": 5}, "previous_response_id"),
-        ({"reasoning": {"tone": "low"}}, "reasoning.tone"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"reasoning": "low"}, "reasoning"),
         ({"store": "yes"}, "store"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.json_schema"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": 5}, "text"),
+        ({"include": [{}]}, "include"),
+        ({"tool_choice": []}, "tool_choice"),
+        ({"tools": [{**CUSTOM, "name": 5}], "tool_choice": "none"}, "tools"),
+        ({"temperature": "messages[9]"}, "temperature"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
@@ -185,8 +192,9 @@ def test_refusals(fields: dict[str, Any], param: str) -> None:
 
 
 def test_unknown_fields_are_ignored_and_named() -> None:
-    fields = {"input": [{"role": "user", "content": "a", "id": "1"}], "nonsense": 1}
-    assert list(Reader(fields).request().ignored) == ["nonsense"]
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}]}
+    fields = {"input": [thought, {"role": "user", "content": "a"}], "nonsense": 1, "reasoning": {"tone": 1}}
+    assert list(Reader(fields).request().ignored) == ["nonsense", "reasoning.tone", "input[0]"]
     with pytest.raises(ApiError, match="nonsense: unknown parameter"):
         Reader(fields, strict=True)
 
@@ -201,7 +209,8 @@ def test_values_that_ask_for_the_default_are_accepted() -> None:
             "include": ["reasoning.encrypted_content"],
             "metadata": {"a": "b"},
             "prompt_cache_key": "k",
-            "reasoning": {"effort": None, "summary": "auto"},
+            "reasoning": {"effort": None, "summary": "detailed"},
+            "skip_special_tokens": True,
             "service_tier": "auto",
             "stream_options": {"include_obfuscation": False},
             "text": {"format": {"type": "text"}, "verbosity": "medium"},
@@ -229,7 +238,7 @@ async def test_a_response_is_continued_by_its_id() -> None:
         assert [item.content[0].text for item in items] == ["two"]
         await responses.delete(first.id)
         for gone in (first.id, second.id):
-            with pytest.raises(openai.NotFoundError, match="is not stored here"):
+            with pytest.raises(openai.BadRequestError, match="is not stored here"):
                 await responses.create(model="fake", input="x", previous_response_id=gone)
 
 
@@ -245,6 +254,54 @@ async def test_what_is_not_stored_cannot_be_continued() -> None:
         for wrong in ({"store": True}, {"previous_response_id": "resp_x"}):
             with pytest.raises(openai.BadRequestError, match="stores no responses"):
                 await create(model="fake", input="one", **wrong)
+
+
+async def test_items_are_referred_to_by_their_ids() -> None:
+    async with fake() as (orchestrator, http):
+        create: Any = http.client.responses.create
+        first = await create(model="fake", input="one")
+        items: Any = [{"role": "user", "content": "one"}, {"type": "item_reference", "id": first.output[0].id}]
+        await create(model="fake", input=[*items, {"role": "user", "content": "two"}])
+        turns = [(turn.role, turn.content) for turn in orchestrator.calls[-1].request.chat.messages]
+        assert turns == [("user", "one"), ("assistant", TEXT), ("user", "two")]
+        for item, problem in (
+            ("msg_0_0", "not stored here"),
+            (first.output[0].id + "9", "no item that is stored here"),
+        ):
+            with pytest.raises(openai.NotFoundError, match=problem):
+                await create(model="fake", input=[{"type": "item_reference", "id": item}])
+
+
+async def test_odd_texts_come_back_as_question_marks() -> None:
+    """Lone surrogates in a request, which an answer repeats."""
+    body = b'{"model": "fake", "input": "a", "user": "\\ud800", "\\ud800": 1, " x ": 2}'
+    async with fake() as (_, http):
+        for path in (b"/v1/responses", b"/v1/chat/completions"):
+            chat = body.replace(b'"input": "a"', b'"messages": [{"role": "user", "content": "a"}]')
+            odd = body if path == b"/v1/responses" else chat
+            request = post(odd, headers=b"connection: close\r\n").replace(b"/v1/completions", path)
+            answer = await told(http.address, request)
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            assert b"specdec-ignored: %3F, %20x%20" in answer
+
+
+async def test_long_conversations_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "MAX_BODY_BYTES", 2000)
+    async with fake() as (_, http):
+        create: Any = http.client.responses.create
+        first = await create(model="fake", input="x" * 1500)
+        with pytest.raises(openai.BadRequestError, match="must be at most 2000"):
+            await create(model="fake", input="y", previous_response_id=first.id)
+
+
+async def test_a_store_that_fails_costs_no_response(tmp_path: Path) -> None:
+    file = tmp_path / "responses.db"
+    with stored(file=file) as store, captured_logs() as logs:
+        store._database.execute("DROP TABLE responses")
+        async with FakeServer() as orchestrator, front(orchestrator.address, store=store) as http:
+            found: Any = await http.client.responses.create(model="fake", input="one")
+        assert (found.output_text, found.store) == (TEXT, False)
+    assert "response_not_stored" in [line["event"] for line in logs]
 
 
 async def test_a_caller_sees_only_its_own() -> None:
@@ -350,11 +407,11 @@ async def test_stored_responses_are_bounded() -> None:
         await store.put("small", [], response(0))
         for number in range(1, 100):
             await store.put("large", [], response(number))
-        assert (await store.get("small", "resp_0")).response == response(0)
-        assert (await store.get("large", "resp_99")).response == response(99)
+        assert json.loads((await store.get("small", "resp_0")).response) == response(0)
+        assert json.loads((await store.get("large", "resp_99")).response) == response(99)
         with pytest.raises(ApiError):
             await store.get("large", "resp_1")
-        await store.put("large", [], response(100, size=3000))  # too long to be stored
+        assert not await store.put("large", [], response(100, size=3000))  # too long to be stored
         with pytest.raises(ApiError):
             await store.get("large", "resp_100")
 
@@ -374,6 +431,8 @@ async def test_servers_share_a_file(tmp_path: Path) -> None:
     with stored(file=file) as one, stored(file=file) as other:
         await one.put("a", [{"type": "message", "text": "\ud800"}], response(1))
         await other.put("a", [{"role": "user"}], response(2, "resp_1"))
-        items, size = await one.conversation("a", "resp_2")
+        chain, size = await one.chain("a", "resp_2")
+        assert chain == ["resp_1", "resp_2"]
+        items = await one.conversation("a", chain)
         assert items == [{"type": "message", "text": "\ud800"}, "x" * 100, {"role": "user"}, "x" * 100]
         assert size > len(json.dumps(items)) // 2

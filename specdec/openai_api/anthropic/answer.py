@@ -26,6 +26,10 @@ ERRORS = {
 """HTTP statuses to the names of errors; others are of the server itself."""
 
 
+SIGNATURE = "specdec"
+"""The signature of thoughts: clients drop those without one. It proves nothing."""
+
+
 def error_body(error: ApiError, request_id: str) -> Json:
     """Return an error in the format of this API."""
     kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
@@ -100,17 +104,22 @@ class MessageAnswer:
 
     def _close(self) -> Iterator[Json]:
         """End the open block, if there is one."""
-        if self._open is not None:
-            self._open[self._open["type"]] = "".join(self._text)
-            self._open = None
-            yield self._event("content_block_stop")
+        if self._open is None:
+            return
+        block, self._open = self._open, None
+        block[block["type"]] = "".join(self._text)
+        if block["type"] == "thinking":
+            block["signature"] = SIGNATURE
+            yield self._event("content_block_delta", delta={"type": "signature_delta", "signature": SIGNATURE})
+        yield self._event("content_block_stop")
 
     def _call(self, call: CallPart) -> Iterator[Json]:
         block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
         self.blocks.append(block)
         yield self._event("content_block_start", content_block=block)
         yield self._event("content_block_delta", delta={"type": "input_json_delta", "partial_json": call.arguments})
-        block["input"] = json.loads(call.arguments)
+        given = json.loads(call.arguments)
+        block["input"] = given if isinstance(given, dict) else {}
         yield self._event("content_block_stop")
 
     def _end(self, part: EndPart) -> Iterator[Json]:

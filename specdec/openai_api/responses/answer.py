@@ -13,7 +13,7 @@ from specdec.openai_api.errors import ApiError
 from specdec.openai_api.json_text import Json
 from specdec.openai_api.logprobs import chat_logprobs
 from specdec.openai_api.parts import CallPart, EndPart, Part, ReasoningPart, TextPart
-from specdec.openai_api.responses.request import CUSTOM_INPUT, ResponsesRequest
+from specdec.openai_api.responses.request import CUSTOM_INPUT, ResponsesRequest, carried
 
 ECHOED: Json = {
     "instructions": None,
@@ -56,7 +56,7 @@ class ResponseAnswer:
             "usage": None,
             "background": False,
             "service_tier": "default",
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": None, "summary": None} | request.fields.get("reasoning", {}),
             "store": stored,
             **{name: request.fields.get(name, value) for name, value in ECHOED.items()},
         }
@@ -89,10 +89,17 @@ class ResponseAnswer:
                     yield from self._write("message", "")
                 yield from self._close(status)
                 self._end(status, part.finish)
-                yield self._event(f"response.{status}", response=self.response)
+
+    def end(self, *, stored: bool) -> Json:
+        """Return the last event."""
+        self.response["store"] = stored
+        return self._event(f"response.{self.response['status']}", response=self.response)
 
     def failed(self, error: ApiError) -> Iterator[Json]:
         """Yield the events of a failure in mid-stream."""
+        if self._item is not None:
+            self._item["content"][0]["text"] = "".join(self._text)
+            self._item["status"] = "incomplete"
         self.response |= {"status": "failed", "error": {"code": error.code or error.type, "message": error.message}}
         yield self._event("error", code=error.code, message=error.message, param=error.param)
         yield self._event("response.failed", response=self.response)
@@ -146,12 +153,14 @@ class ResponseAnswer:
             yield self._of_item("response.output_text.done", content_index=0, **text)
         else:
             yield self._of_item("response.reasoning_text.done", content_index=0, text=part["text"])
+            if self._request.includes_encrypted:
+                item["encrypted_content"] = carried(part["text"])
         yield self._of_item("response.content_part.done", content_index=0, part=part)
         yield self._event("response.output_item.done", output_index=len(self.output) - 1, item=item)
 
     def _call(self, call: CallPart) -> Iterator[Json]:
         if call.name in self._request.custom_tools:
-            prefix, kind, field, value = "ctc", "custom_tool_call", "input", json.loads(call.arguments)[CUSTOM_INPUT]
+            prefix, kind, field, value = "ctc", "custom_tool_call", "input", _custom_input(call.arguments)
         else:
             prefix, kind, field, value = "fc", "function_call", "arguments", call.arguments
         item = {"id": self._name(prefix), "type": kind, "call_id": call.id, "name": call.name}
@@ -169,10 +178,17 @@ class ResponseAnswer:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "usage": {
                 "input_tokens": finish.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": finish.cached_tokens},
+                "input_tokens_details": {"cached_tokens": finish.cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": finish.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": finish.reasoning_tokens},
                 "total_tokens": finish.prompt_tokens + finish.completion_tokens,
             },
             "specdec": statistics(finish) | ({"ignored": list(self._request.ignored)} if self._request.ignored else {}),
         }
+
+
+def _custom_input(arguments: str) -> str:
+    """Return the input of a custom tool: the one argument of its function, if the model has kept to that."""
+    found = json.loads(arguments)
+    value = found.get(CUSTOM_INPUT) if isinstance(found, dict) else None
+    return value if isinstance(value, str) else arguments

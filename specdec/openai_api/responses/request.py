@@ -1,18 +1,20 @@
 """Requests of the Responses API, parsed as a chat with the same fields.
 
-No field is ignored silently, as in `specdec/openai_api/requests.py`: the sampling fields of a chat are the same here,
-the others are read below or refused by name.
+The sampling fields of a chat are the same here, the others are read below. As for chats, unknown ones are ignored and
+named, and unsupported ones refused (`specdec/openai_api/fields.py`).
 """
 
 from __future__ import annotations
 
-import re
+import base64
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from specdec.openai_api.errors import ApiError, refused, unknown, unsupported
-from specdec.openai_api.fields import MAX_IGNORED, UNSUPPORTED, WITHOUT_EFFECT
+from specdec.openai_api.errors import ApiError, refused, renamed, unknown, unsupported
+from specdec.openai_api.fields import MAX_NAME_CHARACTERS, RENAMED, WITHOUT_EFFECT, Unsupported, check_names
+from specdec.openai_api.fields import READ as CHAT_READ
+from specdec.openai_api.fields import SAME as CHAT_SAME
 from specdec.openai_api.json_text import Json
 from specdec.openai_api.requests import ParsedRequest, parse_fields
 
@@ -21,6 +23,7 @@ SAME = frozenset(
         "chat_template_kwargs",
         "frequency_penalty",
         "ignore_eos",
+        "include_reasoning",
         "logit_bias",
         "min_p",
         "min_tokens",
@@ -61,36 +64,37 @@ READ = frozenset(
 )
 """Fields read below."""
 
-IGNORED = WITHOUT_EFFECT | {"client_metadata"}
-"""Fields about OpenAI's own accounts and caches."""
+OWN_WITHOUT_EFFECT = WITHOUT_EFFECT | {"client_metadata"}
+"""Fields without effect on tokens."""
 
-REFUSED_UNLESS: Mapping[str, tuple[object, ...]] = {
-    "access_programs": (),
-    "background": (False,),
-    "background_options": (),
-    "context_management": (),
-    "conversation": (),
-    "image": (),
-    "max_tool_calls": (),  # of hosted tools
-    "moderation": (),
-    "prompt": (),
-    "service_tier": ("auto", "default"),
+OWN_UNSUPPORTED: Mapping[str, Unsupported] = {
+    "access_programs": Unsupported(),
+    "background": Unsupported((False,)),
+    "background_options": Unsupported(),
+    "context_management": Unsupported(),
+    "conversation": Unsupported(instead="use previous_response_id"),
+    "image": Unsupported(),
+    "max_tool_calls": Unsupported(),  # of hosted tools
+    "prompt": Unsupported(),
 }
-"""Unsupported fields, to their accepted values: those asking for the default behaviour."""
+"""Unsupported fields besides those of chats."""
 
-LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
-OF_ANOTHER_API = {
+HINTS: Mapping[str, str] = {
+    **dict.fromkeys(CHAT_SAME | CHAT_READ | RENAMED.keys(), "is a field of chats"),
     "max_tokens": "is max_output_tokens here",
     "max_completion_tokens": "is max_output_tokens here",
     "messages": "is input here",
-    "n": "is not supported: a response has one answer",
-    "prompt_cache_breakpoint": "is not supported",
+    "reasoning_effort": "is reasoning.effort here",
     "response_format": "is text.format here",
 }
 """Fields of chats that have another name here, or none."""
 
+LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 INCLUDED = (LOGPROBS, ENCRYPTED)
-"""Accepted values of `include`. Reasoning items carry their text, so an encrypted copy would add nothing."""
+"""Accepted values of `include`."""
+
+CARRIER = "specdec:"
+"""Start of `encrypted_content`, which carries the text of a reasoning for clients that send nothing else back."""
 
 NAMES = {
     "max_tokens": "max_output_tokens",
@@ -107,11 +111,17 @@ NAMES = {
 }
 """Names of fields of a chat, to their names here."""
 
+TRUNCATIONS = ["auto", "disabled"]
+
+NESTED: Mapping[str, tuple[str, ...]] = {
+    "reasoning": ("effort", "summary", "generate_summary"),  # summaries: the reasoning itself is in the answer
+    "stream_options": ("include_obfuscation", "include_usage"),
+    "text": ("format", "verbosity"),
+}
+"""Fields that are objects, and the names in them that are read, or ask for what happens anyway."""
+
 CUSTOM_INPUT = "input"
 """The one argument of a custom tool's function: its input as text."""
-
-_MESSAGE = re.compile(r"messages\[(\d+)\]")
-_FIELD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True)
@@ -129,6 +139,10 @@ class ResponsesRequest:
     def includes_logprobs(self) -> bool:
         return LOGPROBS in self.fields.get("include", ())
 
+    @property
+    def includes_encrypted(self) -> bool:
+        return ENCRYPTED in self.fields.get("include", ())
+
 
 class Reader:
     """Reads a body, and makes a request of it once the items before it are known."""
@@ -136,10 +150,12 @@ class Reader:
     def __init__(self, fields: Mapping[str, Any], *, strict: bool = False) -> None:
         """ApiError for a field that is not supported, with `strict` for an unknown one, too."""
         self.fields = {name: value for name, value in fields.items() if value is not None}
-        self.ignored = _check_names(self.fields)
+        self.ignored = check_names(
+            self.fields, SAME | READ, hints=HINTS, without_effect=OWN_WITHOUT_EFFECT, others=OWN_UNSUPPORTED
+        )
         """Names of unknown fields, for the answer."""
-        if self.ignored and strict:
-            raise unknown(self.ignored[0])
+        self._strict = strict
+        self._read_nested()
         self.items = _input_items(self.fields.get("input"))
         self.stores = _flag(self.fields, "store")
         """Whether to store the response; None: as the server is set up."""
@@ -147,8 +163,22 @@ class Reader:
         """The id of the response to continue; "" for none."""
         if not isinstance(self.previous, str):
             raise refused("previous_response_id", "must be text")
-        if self.fields.get("truncation", "disabled") not in ("auto", "disabled"):
-            raise refused("truncation", "must be auto or disabled")
+        if self.fields.get("truncation", "disabled") not in TRUNCATIONS:
+            raise refused("truncation", f"must be one of {', '.join(TRUNCATIONS)}")
+        if self.ignored and strict:
+            raise unknown(self.ignored[0])
+
+    def _read_nested(self) -> None:
+        """Refuse wrong values in nested fields that are not read below, and name the ignored ones."""
+        for field, known in NESTED.items():
+            given = self.fields.get(field, {})
+            if not isinstance(given, dict):
+                raise refused(field, "must be an object")
+            self.ignored += [f"{field}.{name}"[:MAX_NAME_CHARACTERS] for name in given if name not in known]
+        if (self.fields.get("text") or {}).get("verbosity", "medium") not in (None, "medium"):
+            raise unsupported("text.verbosity")
+        if (self.fields.get("stream_options") or {}).get("include_obfuscation"):
+            raise unsupported("stream_options.include_obfuscation")
 
     def cuts(self, earlier: Sequence[Json]) -> Iterator[int]:
         """Yield numbers of first items to drop, `earlier` ones included, until the rest fits into the context: ever
@@ -169,14 +199,16 @@ class Reader:
         chat |= {"messages": turns.messages, "max_completion_tokens": given.get("max_output_tokens")}
         chat |= {"tools": [tool for tool, _ in tools] or None, "tool_choice": _tool_choice(given.get("tool_choice"))}
         chat |= {"response_format": _format(given.get("text", {})), **dict(_logprobs(given))}
-        chat["reasoning_effort"] = _effort(given.get("reasoning", {}))
-        _check_stream_options(given)
+        chat["reasoning_effort"] = given.get("reasoning", {}).get("effort")
         try:
             parsed = parse_fields(chat, chat=True)
         except ApiError as error:
-            raise _renamed(error, turns.places) from None
+            raise renamed(error, turns.places, NAMES) from None
         custom = frozenset(tool["function"]["name"] for tool, is_custom in tools if is_custom)
-        return ResponsesRequest(parsed.renamed(NAMES), given, self.items, custom, (*self.ignored, *parsed.ignored))
+        ignored = (*self.ignored, *turns.ignored, *parsed.ignored)
+        if ignored and self._strict:
+            raise unknown(ignored[0])
+        return ResponsesRequest(parsed.renamed(NAMES), given, self.items, custom, ignored)
 
 
 def _doubled(most: int) -> Iterator[int]:
@@ -189,32 +221,11 @@ def _doubled(most: int) -> Iterator[int]:
         yield number
 
 
-def _check_names(given: Mapping[str, Any]) -> list[str]:
-    """Refuse unsupported fields; return the names of unknown ones."""
-    for name, value in given.items():
-        if name in REFUSED_UNLESS:
-            if not any(type(value) is type(allowed) and value == allowed for allowed in REFUSED_UNLESS[name]):
-                raise unsupported(name)
-        elif name not in SAME | READ | IGNORED and (name in UNSUPPORTED or name in OF_ANOTHER_API):
-            raise unsupported(name, OF_ANOTHER_API.get(name, "is not supported"))
-    return [name for name in given if name not in SAME | READ | IGNORED | REFUSED_UNLESS.keys()][:MAX_IGNORED]
-
-
 def _flag(given: Mapping[str, Any], name: str) -> bool | None:
     value = given.get(name)
     if value is not None and not isinstance(value, bool):
         raise refused(name, "must be true or false")
     return value
-
-
-def _renamed(error: ApiError, places: Sequence[str]) -> ApiError:
-    """Return an error about a chat in the words of this API; `places` are the messages' names here."""
-
-    def named(text: str) -> str:
-        text = _MESSAGE.sub(lambda found: places[int(found[1])], text, count=1)
-        return _FIELD.sub(lambda found: NAMES.get(found[0], found[0]), text, count=1)
-
-    return replace(error, message=named(error.message), param=None if error.param is None else named(error.param))
 
 
 def _input_items(given: object) -> list[Json]:
@@ -234,6 +245,7 @@ class _Turns:
     def __init__(self, instructions: object) -> None:
         self.messages: list[Json] = []
         self.places: list[str] = []  # of each message, the item that began it
+        self.ignored: list[str] = []  # names of fields without effect
         self._reasoning = ""  # of the assistant's message to come
         if instructions is not None:
             if not isinstance(instructions, str):
@@ -249,9 +261,13 @@ class _Turns:
                 if role == "assistant":
                     self._assistant(place, content)
                 else:
-                    self._append(place, {"role": role, "content": content})
+                    named = {"name": item["name"]} if item.get("name") is not None else {}
+                    self._append(place, {"role": role, "content": content, **named})
             case "reasoning":
-                self._reasoning += _reasoning_text(item, place)
+                text = _reasoning_text(item, place)
+                if text is None:
+                    self.ignored.append(place)
+                self._reasoning += text or ""
             case "function_call":
                 self._call(place, item, item.get("arguments"))
             case "custom_tool_call":
@@ -300,15 +316,31 @@ def _part(part: object, place: str) -> str:
     return str(part[field])
 
 
-def _reasoning_text(item: Json, place: str) -> str:
-    """Return the text of a reasoning item, as this server writes them."""
+def _reasoning_text(item: Json, place: str) -> str | None:
+    """Return the text of a reasoning item, as this server writes them; None if it has none."""
+    carried = item.get("encrypted_content")
+    if not item.get("content") and isinstance(carried, str) and carried.startswith(CARRIER):
+        return decoded(carried)
     content = item.get("content") or []
     if not isinstance(content, list):
         raise refused(f"{place}.content", "must be a list of parts of text")
     texts = [part.get("text") if isinstance(part, dict) else None for part in content]
     if not all(isinstance(text, str) for text in texts):
         raise refused(f"{place}.content", "must be a list of parts of text")
-    return "".join(map(str, texts))
+    return "".join(map(str, texts)) if texts else None
+
+
+def carried(text: str) -> str:
+    """Return the `encrypted_content` of a reasoning."""
+    return CARRIER + base64.b64encode(text.encode(errors="replace")).decode()
+
+
+def decoded(content: str) -> str | None:
+    """Return the reasoning in an `encrypted_content`; None if it is damaged."""
+    try:
+        return base64.b64decode(content.removeprefix(CARRIER), validate=True).decode()
+    except ValueError:
+        return None
 
 
 def _tools(given: object) -> Iterator[tuple[Json, bool]]:
@@ -318,17 +350,18 @@ def _tools(given: object) -> Iterator[tuple[Json, bool]]:
     for index, tool in enumerate(given):
         place = f"tools[{index}]"
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind not in ("function", "custom"):
+        if not isinstance(tool, dict) or kind not in ("function", "custom"):
             raise unsupported(f"{place}.type", f"{kind!r} is not supported: tools are functions or custom ones here")
         known = ("type", "name", "description", *(("parameters", "strict") if kind == "function" else ("format",)))
         for field, value in tool.items():
-            if field not in known and value is not None:
+            if field not in known and value not in (None, False, [], ["direct"]):
                 raise unsupported(f"{place}.{field}")
         function = {name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool}
         if kind == "custom":
             if (tool.get("format") or {"type": "text"}) != {"type": "text"}:
                 raise unsupported(f"{place}.format", "is not supported unless it is text")
             properties = {CUSTOM_INPUT: {"type": "string"}}
+            function["strict"] = True  # the input is read from the arguments
             function["parameters"] = {
                 "type": "object",
                 "properties": properties,
@@ -341,21 +374,16 @@ def _tools(given: object) -> Iterator[tuple[Json, bool]]:
 def _tool_choice(given: object) -> object:
     """Return the tool choice of a chat."""
     if not isinstance(given, dict):
+        if given is not None and not isinstance(given, str):
+            raise refused("tool_choice", "must be text or an object")
         return given
     if given.get("type") not in ("function", "custom"):
         raise unsupported("tool_choice.type", f"{given.get('type')!r} is not supported")
     return {"type": "function", "function": {"name": given.get("name")}}
 
 
-def _format(text: object) -> Json | None:
+def _format(text: Json) -> Json | None:
     """Return the `response_format` of a chat."""
-    if not isinstance(text, dict):
-        raise refused("text", "must be an object")
-    for name, value in text.items():
-        if name == "verbosity" and value not in (None, "medium"):
-            raise unsupported("text.verbosity")
-        if name not in ("format", "verbosity"):
-            raise unknown(f"text.{name}")
     wanted = text.get("format")
     if wanted is None:
         return None
@@ -371,33 +399,10 @@ def _logprobs(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     if not isinstance(include, list):
         raise refused("include", "must be a list")
     for value in include:
-        if value not in INCLUDED:
+        if not isinstance(value, str) or value not in INCLUDED:
             raise unsupported("include", f"{value!r} is not supported, must be one of {', '.join(INCLUDED)}")
     if LOGPROBS in include:
         yield "logprobs", True
         yield "top_logprobs", given.get("top_logprobs", 0)
     elif given.get("top_logprobs"):
         raise refused("top_logprobs", f"needs {LOGPROBS} in include")
-
-
-def _effort(given: object) -> Any:
-    """Return the `reasoning_effort` of a chat."""
-    if not isinstance(given, dict):
-        raise refused("reasoning", "must be an object")
-    for name, value in given.items():
-        if name in ("summary", "generate_summary") and value not in (None, "auto"):
-            raise unsupported(f"reasoning.{name}", "is not supported: the reasoning itself is in the answer")
-        if name not in ("effort", "summary", "generate_summary"):
-            raise unknown(f"reasoning.{name}")
-    return given.get("effort")
-
-
-def _check_stream_options(given: Mapping[str, Any]) -> None:
-    options = given.get("stream_options", {})
-    if not isinstance(options, dict):
-        raise refused("stream_options", "must be an object")
-    for name, value in options.items():
-        if name != "include_obfuscation":
-            raise unknown(f"stream_options.{name}")
-        if value not in (None, False):
-            raise unsupported("stream_options.include_obfuscation")

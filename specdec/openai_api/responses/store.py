@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import re
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import structlog
+
 from specdec.openai_api.errors import ApiError
 from specdec.openai_api.json_text import Json
+from specdec.serving.bounded_threads import BoundedThreads
+from specdec.serving.errors import OverloadedError
+
+log = structlog.get_logger()
 
 MAX_STORED_BYTES = 64 << 20
 """Default limit on the bytes of all stored responses."""
@@ -22,17 +27,44 @@ STORED_SECONDS = 24 * 3600.0
 """Default lifetime of a stored response in seconds."""
 
 MAX_CHAIN = 1000
-"""Maximum number of responses that one request continues, the earliest of which began the conversation."""
+"""Maximum length of a chain of responses, each of which continues the one before."""
+
+MAX_WAITING = 1024
+WAIT_SECONDS = 10.0
+"""Maximum number of calls that wait for the store, and the maximum wait in seconds."""
+
+_ID = re.compile(r"resp_[0-9a-f]{1,64}")
 
 _SCHEMA = """
+PRAGMA journal_mode = WAL;
+PRAGMA synchronous = NORMAL;
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY, caller TEXT NOT NULL, stored REAL NOT NULL, bytes INTEGER NOT NULL, previous TEXT,
-    items TEXT NOT NULL, response TEXT NOT NULL
+    items TEXT NOT NULL, output TEXT NOT NULL, response TEXT NOT NULL
 );
-CREATE INDEX IF NOT EXISTS by_caller ON responses (caller, stored);
-CREATE INDEX IF NOT EXISTS by_size ON responses (caller, bytes);
+CREATE INDEX IF NOT EXISTS by_caller ON responses (caller, stored, bytes);
 CREATE INDEX IF NOT EXISTS by_age ON responses (stored);
 """
+
+_CHAIN = """
+WITH RECURSIVE chain(id, previous, bytes, number) AS (
+    SELECT id, previous, bytes, 1 FROM responses WHERE id = :id AND caller = :caller AND stored >= :since
+    UNION ALL
+    SELECT r.id, r.previous, r.bytes, chain.number + 1 FROM responses r JOIN chain ON r.id = chain.previous
+    WHERE r.caller = :caller AND r.stored >= :since AND chain.number < :most
+)
+SELECT id, previous, bytes FROM chain ORDER BY number DESC
+"""
+"""The responses of a chain, earliest first."""
+
+_OLDEST = """
+DELETE FROM responses WHERE id IN (
+    SELECT id FROM (
+        SELECT id, SUM(bytes) OVER (ORDER BY stored, id) - bytes AS before FROM responses WHERE caller = :caller
+    ) WHERE before < :excess
+)
+"""
+"""Deletes the oldest responses of a caller, until they are as large as the excess."""
 
 Result = TypeVar("Result")
 
@@ -46,12 +78,12 @@ class StoredResponse:
     """A response with the input items of its request."""
 
     items: list[Json]
-    response: Json
+    response: str  # JSON
 
 
 class ResponseStore:
-    """The stored responses. A caller sees only its own. Beyond the limit on bytes, the oldest response of the caller
-    with most bytes is evicted. Methods run in a thread of the store."""
+    """The stored responses. A caller sees only its own. Beyond the limit on bytes, the oldest responses of the caller
+    with most bytes are evicted."""
 
     def __init__(
         self,
@@ -66,88 +98,112 @@ class ResponseStore:
         self._most_bytes = most_bytes
         self._seconds = seconds
         self._clock = clock
-        self._thread = ThreadPoolExecutor(1, "responses")
+        self._thread = BoundedThreads("responses", 1, MAX_WAITING)
         try:
             self._database = sqlite3.connect(
-                ":memory:" if file is None else file, check_same_thread=False, isolation_level=None, timeout=10.0
+                ":memory:" if file is None else file, check_same_thread=False, isolation_level=None, timeout=5.0
             )
             self._database.executescript(_SCHEMA)
         except sqlite3.Error as error:
             raise ResponseStoreError(f"{file}: {error}") from error
 
-    async def put(self, caller: str, items: Sequence[Json], response: Json) -> None:
-        """Store a response; `items` are the input items of its request."""
-        await self._run(lambda: self._put(caller, items, response))
+    async def put(self, caller: str, items: Sequence[Json], response: Json) -> bool:
+        """Store a response; `items` are the input items of its request. Return False if that fails, which is logged, or
+        if it is larger than the limit."""
+        try:
+            return await self._run(caller, lambda: self._put(caller, items, response))
+        except (sqlite3.Error, OverloadedError) as error:  # a full disk, or locked by another server for long
+            log.warning("response_not_stored", why=str(error))
+            return False
 
     async def get(self, caller: str, response_id: str) -> StoredResponse:
         """Return a response; ApiError if there is none."""
-        return await self._run(lambda: self._get(caller, response_id))
+        return await self._run(caller, lambda: self._get(caller, response_id))
 
     async def delete(self, caller: str, response_id: str) -> None:
         """Delete a response; ApiError if there is none."""
-        await self._run(lambda: self._delete(caller, response_id))
+        await self._run(caller, lambda: self._delete(caller, response_id))
 
-    async def conversation(self, caller: str, response_id: str) -> tuple[list[Json], int]:
-        """Return the items of a response and of all it continues, in order, and their bytes; ApiError if one of them is
-        gone."""
-        return await self._run(lambda: self._conversation(caller, response_id))
+    async def chain(self, caller: str, response_id: str) -> tuple[list[str], int]:
+        """Return the ids of a response and of all it continues, earliest first, and their bytes; ApiError if one of
+        them is gone."""
+        return await self._run(caller, lambda: self._chain(caller, response_id))
+
+    async def conversation(self, caller: str, chain: Sequence[str]) -> list[Json]:
+        """Return the items of these responses, input and output."""
+        return await self._run(caller, lambda: self._conversation(caller, chain))
+
+    async def output(self, caller: str, response_id: str) -> list[Json]:
+        """Return the output items of a response; ApiError if there is none."""
+        return await self._run(caller, lambda: json.loads(self._row(caller, response_id, "output")[0]))
 
     def close(self) -> None:
-        self._thread.shutdown()
+        self._thread.close()
         self._database.close()
 
-    async def _run(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def _run(self, caller: str, work: Callable[[], Result]) -> Result:
+        return await self._thread.run(work, caller, WAIT_SECONDS)
 
-    def _put(self, caller: str, items: Sequence[Json], response: Json) -> None:
-        told = [json.dumps(value) for value in (list(items), response)]
+    @property
+    def _since(self) -> float:
+        return self._clock() - self._seconds
+
+    def _put(self, caller: str, items: Sequence[Json], response: Json) -> bool:
+        told = [json.dumps(value) for value in (list(items), response["output"], response)]
         size = sum(map(len, told))
         if size > self._most_bytes:
-            return
-        row = (response["id"], caller, self._clock(), size, response["previous_response_id"], *told)
-        self._expire()
-        self._database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-        while self._total() > self._most_bytes:
-            largest = "SELECT caller FROM responses GROUP BY caller ORDER BY SUM(bytes) DESC LIMIT 1"
-            oldest = f"SELECT id FROM responses WHERE caller = ({largest}) ORDER BY stored LIMIT 1"
-            self._database.execute(f"DELETE FROM responses WHERE id = ({oldest})")
+            return False
+        execute = self._database.execute
+        execute("BEGIN IMMEDIATE")
+        try:
+            execute("DELETE FROM responses WHERE stored < ?", (self._since,))
+            row = (response["id"], caller, self._clock(), size, response["previous_response_id"], *told)
+            execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+            while (excess := self._excess()) > 0:
+                asked = "SELECT caller FROM responses GROUP BY caller ORDER BY SUM(bytes) DESC LIMIT 1"
+                ((largest,),) = execute(asked)
+                execute(_OLDEST, {"caller": largest, "excess": excess})
+        except BaseException:
+            execute("ROLLBACK")
+            raise
+        execute("COMMIT")
+        return True
 
-    def _total(self) -> int:
+    def _excess(self) -> int:
         ((total,),) = self._database.execute("SELECT COALESCE(SUM(bytes), 0) FROM responses")
-        return int(total)
+        return int(total) - self._most_bytes
 
-    def _expire(self) -> None:
-        self._database.execute("DELETE FROM responses WHERE stored < ?", (self._clock() - self._seconds,))
-
-    def _row(self, caller: str, response_id: str) -> tuple[str | None, str, str]:
-        self._expire()
-        asked = "SELECT previous, items, response FROM responses WHERE id = ? AND caller = ?"
-        found: tuple[str | None, str, str] | None = self._database.execute(asked, (response_id, caller)).fetchone()
+    def _row(self, caller: str, response_id: str, columns: str) -> tuple[str, ...]:
+        found: tuple[str, ...] | None = None
+        if _ID.fullmatch(response_id):
+            asked = f"SELECT {columns} FROM responses WHERE id = ? AND caller = ? AND stored >= ?"
+            found = self._database.execute(asked, (response_id, caller, self._since)).fetchone()
         if found is None:
             raise not_found(response_id)
         return found
 
     def _get(self, caller: str, response_id: str) -> StoredResponse:
-        _, items, response = self._row(caller, response_id)
-        return StoredResponse(json.loads(items), json.loads(response))
+        items, response = self._row(caller, response_id, "items, response")
+        return StoredResponse(json.loads(items), response)
 
     def _delete(self, caller: str, response_id: str) -> None:
-        asked = "DELETE FROM responses WHERE id = ? AND caller = ?"
-        if not self._database.execute(asked, (response_id, caller)).rowcount:
-            raise not_found(response_id)
+        self._row(caller, response_id, "id")
+        self._database.execute("DELETE FROM responses WHERE id = ? AND caller = ?", (response_id, caller))
 
-    def _conversation(self, caller: str, response_id: str) -> tuple[list[Json], int]:
-        turns: list[list[Json]] = []
-        size = 0
-        previous: str | None = response_id
-        while previous is not None:
-            if len(turns) == MAX_CHAIN:
-                problem = f"continues more than {MAX_CHAIN} responses"
-                raise ApiError(400, f"previous_response_id: {problem}", param="previous_response_id")
-            previous, items, response = self._row(caller, previous)
-            turns.append(json.loads(items) + json.loads(response)["output"])
-            size += len(items) + len(response)
-        return [item for turn in reversed(turns) for item in turn], size
+    def _chain(self, caller: str, response_id: str) -> tuple[list[str], int]:
+        self._row(caller, response_id, "id")
+        asked = {"id": response_id, "caller": caller, "since": self._since, "most": MAX_CHAIN}
+        rows = self._database.execute(_CHAIN, asked).fetchall()
+        if (missing := rows[0][1]) is not None:
+            if len(rows) == MAX_CHAIN:
+                problem = f"previous_response_id: continues more than {MAX_CHAIN} responses"
+                raise ApiError(400, problem, param="previous_response_id", code="invalid_value")
+            raise not_found(missing)
+        return [row[0] for row in rows], sum(row[2] for row in rows)
+
+    def _conversation(self, caller: str, chain: Sequence[str]) -> list[Json]:
+        rows = (self._row(caller, response_id, "items, output") for response_id in chain)
+        return [item for row in rows for column in row for item in json.loads(column)]
 
 
 def not_found(response_id: str) -> ApiError:
