@@ -46,9 +46,9 @@ from tests.paged import Paged
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.servicer import VerifierLimits, VerifierServicer
+from verifier_service.settings.tuning import DEFAULTS, Tuning
 from verifier_service.speculation.controller import SpeculationController
 from verifier_service.step_loop import StepLoop
-from verifier_service.tuning import DEFAULTS, Tuning
 
 CAPACITY = 8192
 REMOTE = model_pb2.DRAFTER_REMOTE

@@ -19,9 +19,9 @@ from verifier_service.scheduling.planner import StepPlan
 from verifier_service.sessions.draft_timing import TenantGains
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
+from verifier_service.settings.tuning import DraftGainTuning
 from verifier_service.speculation.controller import BatchProfile, Controllers, Mode, SpeculationController
 from verifier_service.speculation.eligibility import Eligibility, is_exempt
-from verifier_service.tuning import DraftGainTuning
 
 log = structlog.get_logger()
 

@@ -13,8 +13,8 @@ from specdec.serving.response_queue import ResponseQueue
 from verifier_service.backend.result import StepTimes, VerifyResult
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.sessions.running_session import RunningSession
+from verifier_service.settings.tuning import CommitTuning
 from verifier_service.speculation.eligibility import Eligibility
-from verifier_service.tuning import CommitTuning
 
 
 class StepSeconds(NamedTuple):

@@ -17,7 +17,7 @@ from verifier_service.backend.stats import VerifierStats
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
-from verifier_service.tree_verification import VerifiedStep
+from verifier_service.verification.tree_verification import VerifiedStep
 
 
 class PlainLoop(EngineWorker[VerifierSession]):

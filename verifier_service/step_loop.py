@@ -44,9 +44,9 @@ from verifier_service.scheduling.step_shares import Division
 from verifier_service.sessions.draft_timing import DraftGain
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
+from verifier_service.settings.tuning import DEFAULTS, Tuning
 from verifier_service.speculation.controller import Controllers, SpeculationController
-from verifier_service.tree_verification import VerifiedStep, warm_up
-from verifier_service.tuning import DEFAULTS, Tuning
+from verifier_service.verification.tree_verification import VerifiedStep, warm_up
 
 log = structlog.get_logger()
 

@@ -20,7 +20,7 @@ from specdec.engine.batch import PackedBatch
 from specdec.engine.cpu.layout import RaggedBatch, RaggedPacker
 from specdec.engine.kv.slots import Slots
 from verifier_service.costs.step_latency import MEASURED_ROWS, StepLatency
-from verifier_service.tuning import DEFAULTS
+from verifier_service.settings.tuning import DEFAULTS
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from specdec.serving.identity import identity_of
 from specdec.serving.process.server import ServerSettings, Service, in_a_thread_of_its_own, run
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.servicer import VerifierLimits, VerifierServicer
+from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.step_loop import StepLoop
-from verifier_service.tuning import DEFAULTS
 
 FAR = 32
 """A rank that no branch of a draft's tree reaches."""

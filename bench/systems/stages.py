@@ -18,10 +18,10 @@ from typing import Any
 
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
-from verifier_service import tree_verification
 from verifier_service.scheduling import planner
 from verifier_service.scheduling.planner import StepPlan
 from verifier_service.step_loop import StepLoop
+from verifier_service.verification import tree_verification
 
 WRITTEN_EVERY = 0.1
 """Seconds between two writes of the file."""

@@ -33,7 +33,7 @@ from verifier_service.backend.request import Policy
 from verifier_service.backend.result import StepTimes, VerifyResult
 from verifier_service.backend.session_backend import BackendSession
 from verifier_service.servicer import response
-from verifier_service.tuning import DEFAULTS
+from verifier_service.settings.tuning import DEFAULTS
 
 TUNING = replace(DEFAULTS, latency=replace(DEFAULTS.latency, certain_error=math.inf))
 """A step verifies the draft's whole answer: none omits candidates to learn the cost of fewer rows."""

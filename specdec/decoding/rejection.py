@@ -10,8 +10,8 @@ Each position has three random numbers, one for each purpose. They are functions
 draft draws the same candidates; tokens still depend on what was offered. At temperature 0 this rule equals COUPLED, and
 COUPLED is used.
 
-`verifier_service/tree_verification.py` applies a rule along the token trees of a step; together with this file
-it is the whole of speculative sampling.
+`verifier_service/verification/tree_verification.py` applies a rule along the token trees of a step. Together with this
+file it is the whole of speculative sampling.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ with needed_by("openai", "openai"):
     from specdec.openai_api.http_server import KEEP_ALIVE_SECONDS, MAX_CONNECTIONS
     from specdec.openai_api.origins import origin
     from specdec.openai_api.process import Asking, serve
-    from specdec.openai_api.responses.store import (
+    from specdec.openai_api.response_store import (
         MAX_STORED_BYTES,
         STORED_SECONDS,
         ResponseStore,

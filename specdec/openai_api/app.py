@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdec.openai_api.anthropic.answer import error_body
+from specdec.openai_api.anthropic_answer import error_body
 from specdec.openai_api.bodies import BODY_SECONDS, Bodies, Unread
 from specdec.openai_api.callers import Callers, network_of
 from specdec.openai_api.endpoints import Messages, Responses
@@ -29,7 +29,7 @@ from specdec.openai_api.gateway import Caller, Gateway
 from specdec.openai_api.parsing import Parser
 from specdec.openai_api.presence import CallerLeftError, while_present
 from specdec.openai_api.requests import parse
-from specdec.openai_api.responses.store import ResponseStore
+from specdec.openai_api.response_store import ResponseStore
 from specdec.serving.errors import OverloadedError, TenantLimitError
 from specdec.wire.request_id import REQUEST_ID, is_request_id, new_request_id
 

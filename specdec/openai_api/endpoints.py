@@ -12,8 +12,8 @@ from itertools import chain as chain_of
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from specdec.openai_api.anthropic.answer import MessageAnswer
-from specdec.openai_api.anthropic.request import NAMES, MessagesRequest, parse_count, parse_messages
+from specdec.openai_api.anthropic_answer import MessageAnswer
+from specdec.openai_api.anthropic_request import NAMES, MessagesRequest, parse_count, parse_messages
 from specdec.openai_api.bodies import MAX_BODY_BYTES, Bodies
 from specdec.openai_api.errors import ApiError, refused, unsupported
 from specdec.openai_api.event_stream import EventStream, ignored_header, typed_event_of
@@ -23,9 +23,9 @@ from specdec.openai_api.parsing import Parser
 from specdec.openai_api.parts import Part
 from specdec.openai_api.presence import while_present
 from specdec.openai_api.requests import PROMPT_FIELDS, fields_of
-from specdec.openai_api.responses.answer import ResponseAnswer
-from specdec.openai_api.responses.request import Reader, ResponsesRequest
-from specdec.openai_api.responses.store import ResponseStore, StoredResponse, not_found
+from specdec.openai_api.response_store import ResponseStore, StoredResponse, not_found
+from specdec.openai_api.responses_answer import ResponseAnswer
+from specdec.openai_api.responses_request import Reader, ResponsesRequest
 from specdec.v2.generation_pb2 import TokenizeRequest
 from specdec.wire.request_id import new_request_id
 

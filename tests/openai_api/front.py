@@ -14,7 +14,7 @@ from specdec.openai_api.bodies import BODY_SECONDS
 from specdec.openai_api.gateway import Gateway
 from specdec.openai_api.http_server import HttpServer
 from specdec.openai_api.metrics import Counted
-from specdec.openai_api.responses.store import ResponseStore
+from specdec.openai_api.response_store import ResponseStore
 from specdec.serving.process.listening import bound
 
 

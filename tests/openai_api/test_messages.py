@@ -13,7 +13,7 @@ import pytest
 from google.protobuf import json_format
 from google.rpc import code_pb2
 
-from specdec.openai_api.anthropic.request import parse_count, parse_messages
+from specdec.openai_api.anthropic_request import parse_count, parse_messages
 from specdec.openai_api.errors import ApiError
 from tests.client.fake_server import TEXT, Act, FakeServer, rich
 from tests.faults.cluster import Models

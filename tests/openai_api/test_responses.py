@@ -15,8 +15,8 @@ from google.rpc import code_pb2, error_details_pb2
 
 from specdec.openai_api import endpoints
 from specdec.openai_api.errors import ApiError
-from specdec.openai_api.responses.request import Reader
-from specdec.openai_api.responses.store import ResponseStore
+from specdec.openai_api.response_store import ResponseStore
+from specdec.openai_api.responses_request import Reader
 from tests.captured_logs import captured_logs
 from tests.client.fake_server import TEXT, Act, FakeServer, rich
 from tests.faults.cluster import Models

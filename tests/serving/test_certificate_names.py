@@ -13,7 +13,8 @@ import grpc
 import pytest
 from cryptography import x509
 
-from specdec.serving.callers.certificate import CertificateNames, Name, names_of, parse_name
+from specdec.serving.callers.certificate import Name, names_of, parse_name
+from specdec.serving.certificate_names import CertificateNames
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.mux.channel import MuxChannel
 from specdec.serving.process.server import registered

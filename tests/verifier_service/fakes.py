@@ -37,9 +37,9 @@ from verifier_service.costs.step_latency import StepLatency
 from verifier_service.plain_loop import PlainLoop
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
+from verifier_service.settings.tuning import LatencyTuning
 from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
 from verifier_service.step_loop import StepLoop
-from verifier_service.tuning import LatencyTuning
 
 REMOTE = frozenset({CandidateSource.REMOTE})
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 
+from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.speculation.controller import (
     BatchProfile,
     Mode,
     SpeculationController,
 )
-from verifier_service.tuning import DEFAULTS
 
 STEP = 0.01
 

@@ -14,8 +14,8 @@ from verifier_service.scheduling.cpu_threads import (
     AdaptiveThreads,
     thread_policy,
 )
+from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.speculation.controller import Mode
-from verifier_service.tuning import DEFAULTS
 
 REMOTE = frozenset({CandidateSource.REMOTE})
 

@@ -28,9 +28,9 @@ from tests.verifier_service.fakes import (
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import CORRECTION, LOCAL_MODEL, LOOKAHEAD, NGRAM
 from verifier_service.proposers.draft_model import DraftModelProposer
+from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.speculation.controller import Mode
 from verifier_service.step_loop import StepLoop
-from verifier_service.tuning import DEFAULTS
 
 REMOTE = frozenset({CandidateSource.REMOTE})
 

@@ -11,9 +11,9 @@ from verifier_service.backend.request import Policy
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.scheduling.cpu_threads import FixedThreads
 from verifier_service.sessions.session import VerifierSession
+from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.speculation.controller import Controllers, Mode
 from verifier_service.speculation.eligibility import Eligibility
-from verifier_service.tuning import DEFAULTS
 
 REMOTE = frozenset({CandidateSource.REMOTE})
 LOCAL = frozenset({CandidateSource.LOCAL_MODEL})

@@ -16,7 +16,7 @@ from tests.replay.engines import TimedEngine
 from tests.verifier_service.fakes import Client, ThreadedTextEngine, step_loop
 from verifier_service.costs.step_latency import MEASURED_ROWS, StepLatency
 from verifier_service.costs.token_budget import WindowCosts, select_candidates
-from verifier_service.tuning import DEFAULTS
+from verifier_service.settings.tuning import DEFAULTS
 
 STEP = 0.005
 """Seconds of a step over one row."""

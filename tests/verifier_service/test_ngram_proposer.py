@@ -33,8 +33,8 @@ from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.backend.result import NGRAM, PLAIN
 from verifier_service.sessions.ngram import Confidence, SessionNgrams
 from verifier_service.sessions.session import VerifierSession
+from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.speculation.controller import Mode
-from verifier_service.tuning import DEFAULTS
 
 SOUND = frozenset({BAD})  # BAD alone has NaN logits
 SAMPLINGS = [Sampling(banned_tokens=SOUND), Sampling(temperature=0.8, seed=3, banned_tokens=SOUND)]

@@ -19,7 +19,7 @@ from verifier_service.scheduling.prefill import (
     PrefillSlowdown,
     prefill_chunks,
 )
-from verifier_service.tuning import DEFAULTS
+from verifier_service.settings.tuning import DEFAULTS
 
 TUNING = DEFAULTS.prefill
 

@@ -18,7 +18,7 @@ from specdec.engine.engine import Engine, chains_only, step_of
 from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.kv.slots import Slots
 from specdec.engine.tile_size import cheapest
-from verifier_service.tuning import DEFAULTS, LatencyTuning
+from verifier_service.settings.tuning import DEFAULTS, LatencyTuning
 
 log = structlog.get_logger()
 

@@ -21,7 +21,7 @@ from specdec.engine.kv.blocks import BlockTable
 from specdec.engine.kv.slots import PoolFullError, Slots
 from verifier_service.backend.result import LOCAL_MODEL
 from verifier_service.sessions.session import VerifierSession
-from verifier_service.tuning import DraftModelTuning
+from verifier_service.settings.tuning import DraftModelTuning
 
 log = structlog.get_logger()
 

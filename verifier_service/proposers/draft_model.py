@@ -25,7 +25,7 @@ from verifier_service.costs.step_latency import StepLatency
 from verifier_service.proposers.draft_chain import DraftChain, PrefixState, Usefulness, extend
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Phase, ProposalStats, Proposer
 from verifier_service.sessions.session import VerifierSession
-from verifier_service.tuning import DEFAULTS, Tuning
+from verifier_service.settings.tuning import DEFAULTS, Tuning
 
 log = structlog.get_logger()
 

@@ -15,7 +15,7 @@ from verifier_service.proposers.suffix_cache import SuffixCache
 from verifier_service.sessions.ngram import LookaheadRows
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.speculation.eligibility import Eligibility
-from verifier_service.tree_verification import TreeVerification
+from verifier_service.verification.tree_verification import TreeVerification
 
 
 class LookupProposer(Proposer):

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from specdec.engine.engine import CpuThreads, Engine, cpu_threads
 from verifier_service.costs.step_latency import StepLatency
-from verifier_service.tuning import DEFAULTS, ThreadTuning
+from verifier_service.settings.tuning import DEFAULTS, ThreadTuning
 
 
 class ThreadPolicy(Protocol):

@@ -36,8 +36,8 @@ from verifier_service.scheduling.step_shares import Division, StepShares
 from verifier_service.sessions.ngram import LookaheadRows
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.step_rows import ScheduledRows
+from verifier_service.settings.tuning import Tuning
 from verifier_service.speculation.eligibility import Eligibility
-from verifier_service.tuning import Tuning
 
 log = structlog.get_logger()
 

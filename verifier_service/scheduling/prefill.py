@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 from verifier_service.costs.step_latency import StepLatency
-from verifier_service.tuning import DEFAULTS, PrefillTuning
+from verifier_service.settings.tuning import DEFAULTS, PrefillTuning
 
 
 class PrefillSlowdown:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-from verifier_service.tuning import DEFAULTS, DraftGainTuning, DraftTimingTuning
+from verifier_service.settings.tuning import DEFAULTS, DraftGainTuning, DraftTimingTuning
 
 MAX_ROUND_TRIP_SECONDS = 60.0
 """Round trip in seconds above which the draft's claim about how long it has known a text is ignored."""

@@ -22,7 +22,7 @@ from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node, Paths, TokenTree
 from verifier_service.backend.result import LOOKAHEAD, NGRAM
-from verifier_service.tuning import DEFAULTS, NgramTuning
+from verifier_service.settings.tuning import DEFAULTS, NgramTuning
 
 MAX_OWN_NODES = 128
 """Approximate limit on proposers' nodes in a session's token tree, besides those granted to its draft."""

@@ -31,7 +31,7 @@ from verifier_service.backend.result import (
 from verifier_service.sessions.draft_timing import DraftGain, DraftTiming, WaitEstimate
 from verifier_service.sessions.ngram import MAX_OWN_NODES, LookaheadRows, SessionNgrams
 from verifier_service.sessions.step_rows import ScheduledRows, plan_tree
-from verifier_service.tuning import DEFAULTS, Tuning
+from verifier_service.settings.tuning import DEFAULTS, Tuning
 
 
 class VerifierSession:

@@ -24,7 +24,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from verifier_service.sessions.session import VerifierSession
-from verifier_service.tuning import DEFAULTS, ControllerTuning
+from verifier_service.settings.tuning import DEFAULTS, ControllerTuning
 
 
 class Mode(Enum):

@@ -1,7 +1,7 @@
-"""The names in a caller's certificate, by kind (RFC 9525), and the gate that admits clients by them.
+"""The names in a caller's certificate, by kind (RFC 9525).
 
 gRPC's own list mixes hosts, addresses, URIs and e-mail addresses, and truncates each at a NUL byte: a certificate for a
-URI or for "orchestrator.svc\0.example" would pass as the host's. So the certificate itself is parsed here. The
+URI or for "orchestrator.svc\\0.example" would pass as the host's. So the certificate itself is parsed here. The
 subject's common name does not count.
 """
 
@@ -9,15 +9,10 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from cryptography import x509
-
-from specdec.serving.echo import echo
-from specdec.serving.errors import PermissionDeniedError
-from specdec.serving.interceptor import Context
 
 PEM = "x509_pem_cert"
 """Key of the caller's certificate in gRPC's auth context."""
@@ -82,24 +77,3 @@ def _host(text: str) -> Name | None:
     """Return a host name in lower case and without the root's dot; None if invalid."""
     spelled = text.lower().removesuffix(".")
     return Name("host", spelled) if _HOST.fullmatch(spelled) and len(spelled) <= 253 else None
-
-
-MAX_ECHOED = 4
-"""Maximum number of certificate names in a refusal."""
-
-
-class CertificateNames:
-    """Admits clients whose certificate has any of these names. One authority may sign certificates of more pods than
-    are meant to call."""
-
-    def __init__(self, names: Iterable[Name]) -> None:
-        self._names = frozenset(names)
-
-    def __call__(self, context: Context) -> None:
-        names = names_of(context.auth_context())
-        if self._names.isdisjoint(names):
-            found = ", ".join(echo(str(name)) for name in sorted(names)[:MAX_ECHOED])
-            raise PermissionDeniedError(
-                f"the client's certificate is for {found or 'no host, address or URI'}, which is not allowed to call",
-                "WRONG_CERTIFICATE",
-            )

@@ -23,8 +23,9 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client.metrics_core import Metric
 
 from specdec.extras import NEEDED, needed_by
-from specdec.serving.callers.certificate import CertificateNames, Name
+from specdec.serving.callers.certificate import Name
 from specdec.serving.callers.guard import ConnectionGuard
+from specdec.serving.certificate_names import CertificateNames
 from specdec.serving.interceptor import CallInterceptor, Gate
 from specdec.serving.metrics.endpoint import MetricsEndpoint
 from specdec.serving.metrics.families import Families

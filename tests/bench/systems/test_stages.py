@@ -14,9 +14,9 @@ from draft_service.language_model import LanguageModelDrafter
 from tests.draft_service.fakes import Engine
 from tests.verifier_service.fakes import Client, DeviceTextEngine, run, step_loop
 from tests.verifier_service.step_loop.helpers import NO_BAD
-from verifier_service import tree_verification
 from verifier_service.scheduling import planner
-from verifier_service.tree_verification import VerifiedStep
+from verifier_service.verification import tree_verification
+from verifier_service.verification.tree_verification import VerifiedStep
 
 
 def work(seconds: float) -> None:

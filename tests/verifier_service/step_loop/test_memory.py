@@ -24,7 +24,7 @@ from tests.verifier_service.step_loop.helpers import (
     text,
     turns,
 )
-from verifier_service.tuning import DEFAULTS
+from verifier_service.settings.tuning import DEFAULTS
 
 
 class TestPrompts:

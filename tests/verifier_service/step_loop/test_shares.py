@@ -19,8 +19,8 @@ from tests.verifier_service.step_loop.helpers import NO_BAD, check_over, client,
 from verifier_service.backend.request import Policy
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.scheduling.shares import BURST, REMEMBERED, held, who_counts, youngest_beyond, youngest_of_largest
+from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.step_loop import StepLoop
-from verifier_service.tuning import DEFAULTS
 
 SHORT, LONG = 40, 70
 """Prompt lengths in tokens: within one block, and two."""

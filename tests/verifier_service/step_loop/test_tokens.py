@@ -29,9 +29,9 @@ from tests.verifier_service.step_loop.helpers import REMOTE, SAMPLINGS, WARM, ch
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import BONUS, CONTEXT, CORRECTION, LENGTH, PLAIN, REMOTE_DRAFT, STOP
 from verifier_service.proposers.draft_model import DraftModelProposer
+from verifier_service.settings.tuning import DEFAULTS, CommitTuning, Tuning
 from verifier_service.speculation.controller import Mode, SpeculationController
 from verifier_service.step_loop import StepLoop
-from verifier_service.tuning import DEFAULTS, CommitTuning, Tuning
 
 
 class PlacedEngine(TextEngine):

@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.client import Finish
 from specdec.openai_api.answers import statistics
-from specdec.openai_api.anthropic.request import MessagesRequest
+from specdec.openai_api.anthropic_request import MessagesRequest
 from specdec.openai_api.errors import ApiError
 from specdec.openai_api.json_text import Json
 from specdec.openai_api.parts import CallPart, EndPart, Part, ReasoningPart, TextPart

@@ -13,7 +13,7 @@ from specdec.openai_api.errors import ApiError
 from specdec.openai_api.json_text import Json
 from specdec.openai_api.logprobs import chat_logprobs
 from specdec.openai_api.parts import CallPart, EndPart, Part, ReasoningPart, TextPart
-from specdec.openai_api.responses.request import CUSTOM_INPUT, ResponsesRequest, carried
+from specdec.openai_api.responses_request import CUSTOM_INPUT, ResponsesRequest, carried
 
 ECHOED: Json = {
     "instructions": None,

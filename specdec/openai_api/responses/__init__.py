@@ -1,1 +1,0 @@
-"""OpenAI's Responses API: requests of items, answers of items and typed events, and stored responses."""

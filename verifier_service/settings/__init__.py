@@ -1,0 +1,1 @@
+"""Fitted constants of a verifier, with reasons."""
