@@ -207,7 +207,7 @@ def _check_names(given: Mapping[str, Any], *, chat: bool) -> list[str]:
     given = {name: value for name, value in given.items() if not alike(value, defaults.get(name))}
     ignored = check_names(given, (SAME | READ | RENAMED.keys()) - other, hints=hints)
     for name, option in RENAMED.items():
-        for alias in [each for each in given if each != name and RENAMED.get(each, each) == option]:
+        for alias in [other for other in given if other != name and RENAMED.get(other, other) == option]:
             if name in given and not alike(given[name], given[alias]):
                 raise refused(alias, f"is given together with another {name}, which means the same")
     return ignored
