@@ -127,7 +127,7 @@ def test_a_draft_is_exported_and_served_within_what_is_told(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = model(tmp_path, 151_936, torch.bfloat16, tied=tied)
-    placement = Placement("onnx", kv_tokens=DRAFT_KV_TOKENS)
+    placement = Placement("onnx", kv_tokens=DRAFT_KV_TOKENS, is_draft=True)
     most = int(TOLERANCE * memory_needed(ModelDirectory(path), placement, free_bytes("cpu")).total)
     options = ("--port", "0", "--stop-with-stdin", "--model", str(path), "--kv-tokens", str(DRAFT_KV_TOKENS))
     draft = Child.start("draft", "-m", "draft_service", *options)

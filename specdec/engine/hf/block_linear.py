@@ -29,6 +29,9 @@ other verifiers do without them."""
 
 HEAD_BITS = 8
 
+PIECE_COLUMNS = 8192
+"""Columns of a weight quantised at a time."""
+
 
 class BlockLinear(torch.nn.Module):
     """A linear layer with its weight in blocks; inputs and outputs have the original weight's dtype, float32 or
@@ -95,14 +98,20 @@ def _graph(linear: torch.nn.Linear, bits: int, element: int) -> Any:
 
 def in_blocks(weight: NDArray[Any], bits: int) -> dict[str, NDArray[Any]]:
     """Quantise a weight [k, n] in blocks along k. Return the inputs of MatMulNBits after the activations, in order:
-    blocks, scales and zero points. ONNX Runtime's own code computes them."""
+    blocks, scales and zero points. ONNX Runtime's own code computes them, for some columns at a time: it copies them
+    several times."""
     from onnxruntime.quantization.matmul_nbits_quantizer import (
         DefaultWeightOnlyQuantConfig,
         DefaultWeightOnlyQuantizer,
     )
 
-    config = DefaultWeightOnlyQuantConfig(block_size=BLOCK, is_symmetric=False, bits=bits)
-    blocks, scales, zeros = DefaultWeightOnlyQuantizer(config).qbits_block_quant(np.ascontiguousarray(weight))
+    quantizer = DefaultWeightOnlyQuantizer(
+        DefaultWeightOnlyQuantConfig(block_size=BLOCK, is_symmetric=False, bits=bits)
+    )
+    columns = weight.shape[1]
+    pieces = (weight[:, begin : begin + PIECE_COLUMNS] for begin in range(0, columns, PIECE_COLUMNS))
+    found = [quantizer.qbits_block_quant(np.ascontiguousarray(piece)) for piece in pieces]
+    blocks, scales, zeros = (np.concatenate(parts) for parts in zip(*found, strict=True))
     return {"blocks": blocks, "scales": scales.reshape(-1), "zeros": zeros.reshape(-1)}
 
 

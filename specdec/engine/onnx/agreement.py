@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +14,10 @@ from transformers import PreTrainedModel
 from specdec.engine.engine import Engine
 from specdec.engine.hf import attention_hook
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.preflight.memory_needed import SAMPLE_TOKENS
 
-MAX_TOKENS = 384
+ROWS_A_PASS = 96
+"""Rows compared at a time: their logits take a gigabyte for 1,024 rows of a vocabulary of 262,144 tokens."""
 
 SAMPLE = '''The parser reads one line at a time. A line that starts with a hash is a comment; everything else must be a
 name, an equals sign and a value. Unknown names are reported with their line number, but the file is read to its end, so
@@ -62,7 +65,7 @@ def sample_tokens(directory: ModelDirectory) -> list[int]:
     """Return the tokens of SAMPLE that fit into the model's context."""
     tokenizer = Tokenizer.from_file(str(directory.path / "tokenizer.json"))
     found: list[int] = tokenizer.encode(SAMPLE).ids
-    return found[: min(MAX_TOKENS, directory.context - 1)]
+    return found[: min(SAMPLE_TOKENS, directory.context - 1)]
 
 
 @torch.inference_mode()
@@ -78,20 +81,27 @@ def logits_of_model(model: PreTrainedModel, tokens: list[int]) -> NDArray[np.flo
 
 def agreement(engine: Engine, tokens: list[int], expected: NDArray[np.float32]) -> Agreement:
     """Compare an engine's distributions after each token with the `expected` logits [n, vocabulary]."""
+    overlap = divergence = greedy = 0.0
+    for begin in range(0, len(tokens), ROWS_A_PASS):
+        end = min(begin + ROWS_A_PASS, len(tokens))
+        for ours, theirs in zip(_logits(engine, tokens[:end], begin), expected[begin:end], strict=True):
+            p, q = _log_probabilities(theirs), _log_probabilities(ours)
+            overlap += float(np.exp(np.minimum(p, q)).sum())
+            divergence += float((np.exp(p) * (p - q)).sum())
+            greedy += float(ours.argmax() == theirs.argmax())
+    return Agreement(*(total / len(tokens) for total in (overlap, divergence, greedy)))
+
+
+def _logits(engine: Engine, tokens: list[int], begin: int) -> Iterable[NDArray[np.float32]]:
+    """Return an engine's logits after each token from `begin` on."""
     slots = np.arange(1, len(tokens) + 1)
     packer = engine.packer()
     rows = packer.add_rows(tokens, 0, slots)
     packer.add_path(slots, list(rows))
-    for row in rows:
+    for row in list(rows)[begin:]:
         packer.want(row)
-    found = engine.forward(packer.pack())
-    overlap = divergence = greedy = 0.0
-    for ours, theirs in zip(found, expected, strict=True):  # row by row: a vocabulary may have 262,144 tokens
-        p, q = _log_probabilities(theirs), _log_probabilities(ours)
-        overlap += float(np.exp(np.minimum(p, q)).sum())
-        divergence += float((np.exp(p) * (p - q)).sum())
-        greedy += float(ours.argmax() == theirs.argmax())
-    return Agreement(*(total / len(tokens) for total in (overlap, divergence, greedy)))
+    found: Iterable[NDArray[np.float32]] = engine.forward(packer.pack())
+    return found
 
 
 def _log_probabilities(logits: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -7,6 +7,7 @@ returned as outputs, bound to the same memory by the ONNX engine. Running the ex
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import logging
@@ -32,7 +33,7 @@ from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.hf.linear import Float32Head
 from specdec.engine.hf.pretrained import DTYPES, LayerAttention, attention_of, load, window_of
 from specdec.engine.hf.reference_check import ReferenceCheck
-from specdec.engine.memory import drop_file_pages
+from specdec.engine.memory import drop_file_pages, give_freed_memory_back
 from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, SHORTLISTS_GRAPH, ModelDirectory
 from specdec.engine.model_folder import check_replaceable, replaced
 from specdec.engine.onnx.agreement import Agreement, agreement, logits_of_model, sample_tokens
@@ -172,7 +173,10 @@ def export(
             (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")  # read by the engine
             if expected is None or chosen == 32:
                 return None
+            program.model = traced
+            _free()  # the quantised weights, which are written
             found = _agreement(folder, tokens, expected)
+            _free()  # the engine
             if bits is not None or found.overlap >= MIN_OVERLAP:
                 description["agreement"] = {name: round(value, 4) for name, value in found._asdict().items()}
                 (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
@@ -188,6 +192,12 @@ def _candidates(dtype: Dtype, weights: int) -> list[Bits]:
         log.warning("not_quantised", why="onnxruntime is not installed", cost="a draft needs several times the memory")
         return [32]
     return [4, 8, 32]
+
+
+def _free() -> None:
+    """Return the memory of unused graphs and engines, which are full of cycles, to the system."""
+    gc.collect()
+    give_freed_memory_back()
 
 
 def _agreement(folder: Path, tokens: list[int], expected: NDArray[np.float32]) -> Agreement:

@@ -41,6 +41,9 @@ GRAPH_COPIES = 2
 EXPORT_COPIES = 1.3
 """Copies of the weights in float32 during an export: the model's, and the largest of them once more, transposed."""
 
+SAMPLE_TOKENS = 384
+"""Tokens of the text on which an export that is quantised is compared with its model. Their logits are kept."""
+
 MIN_QUANTISED_BYTES = 200_000_000
 """Minimum bytes of weights in float32 for which an export tries to quantise them by default: smaller ones stay in a
 processor's cache, or are read in a few milliseconds."""
@@ -161,6 +164,7 @@ def _parts(directory: ModelDirectory, placement: Placement, width: int, *, expor
         quantised = placement.may_quantise and weights >= MIN_QUANTISED_BYTES
         graph = int(QUANTISED_SHARE * weights) if quantised else weights
         export = EXPORTING_PROCESS + int(EXPORT_COPIES * weights)
+        export += SAMPLE_TOKENS * vocabulary * BYTES["float32"] if quantised else 0
         bits = 4 if quantised else None  # the fewest: none is refused that could start
         return _Parts(GRAPH_COPIES * graph, ONNX_PROCESS, export=export, vocabulary=vocabulary, bits=bits)
     found = [tensor for file in directory.weights() for tensor in tensors(file).values() if tensor["dtype"] in USUAL]
