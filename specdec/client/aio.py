@@ -139,7 +139,7 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         timeout: float | EllipsisType | None = ...,
         metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> Tokenized:
-        """As `tokenize`, for a message of the gRPC API."""
+        """Return the tokens of the prompt of a `TokenizeRequest`, as `tokenize` does."""
         return read_tokenized(await self._ask(lambda stub: stub.Tokenize, request, timeout, self._with(metadata)))
 
     async def close(self) -> None:

@@ -48,7 +48,7 @@ class MessageAnswer:
         self._request_id = request_id
         self._open: Json | None = None  # the block being written
         self._text: list[str] = []  # of it
-        self.message: Json = {
+        self.whole: Json = {
             "id": f"msg_{request_id}",
             "type": "message",
             "role": "assistant",
@@ -61,12 +61,12 @@ class MessageAnswer:
 
     @property
     def blocks(self) -> list[Json]:
-        blocks: list[Json] = self.message["content"]
+        blocks: list[Json] = self.whole["content"]
         return blocks
 
     def begin(self) -> Iterator[Json]:
         """Yield the event before the first part. The tokens of the prompt are known at the end only."""
-        yield {"type": "message_start", "message": self.message}
+        yield {"type": "message_start", "message": self.whole}
 
     def add(self, part: Part) -> Iterator[Json]:
         """Yield the events of a part of the sample."""
@@ -129,14 +129,14 @@ class MessageAnswer:
         if reason == "end_turn" and any(block["type"] == "tool_use" for block in self.blocks):
             reason = "tool_use"
         own: Json = {"ignored": list(self._request.ignored)} if self._request.ignored else {}
-        self.message |= {"stop_reason": reason, "stop_sequence": sequence, "usage": _usage_of(finish)}
-        self.message["specdec"] = statistics(finish) | own
+        self.whole |= {"stop_reason": reason, "stop_sequence": sequence, "usage": _usage_of(finish)}
+        self.whole["specdec"] = statistics(finish) | own
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         yield {
             "type": "message_delta",
             "delta": delta,
-            "usage": self.message["usage"],
-            "specdec": self.message["specdec"],
+            "usage": self.whole["usage"],
+            "specdec": self.whole["specdec"],
         }
         yield {"type": "message_stop"}
 

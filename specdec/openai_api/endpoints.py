@@ -76,11 +76,7 @@ class Responses:
             request, parts = await while_present(http.receive, begun)
         answer = ResponseAnswer(request, f"resp_{new_request_id()}", stored=stores)
         events = self._events(answer, request, parts, owner if stores else None)
-        told = ignored_header(request.ignored)
-        if request.chat.stream:
-            return EventStream(events, encode=typed_event_of, failed=answer.failed, end=b"", headers=told)
-        await while_present(http.receive, _exhausted(events))
-        return Response(as_bytes(encoded(answer.response)), headers=told, media_type="application/json")
+        return await _sent(http, request, answer, events)
 
     async def retrieve(self, http: Request) -> Response:
         if http.query_params.get("stream", "false") != "false":
@@ -198,15 +194,12 @@ class Responses:
     ) -> AsyncGenerator[Json, None]:
         """Yield the events of a response. It is stored for `owner` before its last event: the caller may continue it at
         once."""
-        async with aclosing(parts):
-            for event in answer.begin():
+        async with aclosing(_events_of(answer, parts)) as events:
+            async for event in events:
                 yield event
-            async for part in parts:
-                for event in answer.add(part):
-                    yield event
         stored = False
         if owner is not None and self._store is not None:
-            stored = await self._store.put(owner, request.items, answer.response)
+            stored = await self._store.put(owner, request.items, answer.whole)
         yield answer.end(stored=stored)
 
 
@@ -238,12 +231,7 @@ class Messages:
         request = replace(request, chat=await self._gateway.named(request.chat, caller))
         parts = await while_present(http.receive, self._gateway.parts(request.chat, caller))
         answer = MessageAnswer(request, caller.request_id)
-        events = _message_events(answer, parts)
-        told = ignored_header(request.ignored)
-        if request.chat.stream:
-            return EventStream(events, encode=typed_event_of, failed=answer.failed, end=b"", headers=told)
-        await while_present(http.receive, _exhausted(events))
-        return Response(as_bytes(encoded(answer.message)), headers=told, media_type="application/json")
+        return await _sent(http, request, answer, _events_of(answer, parts))
 
     async def count_tokens(self, http: Request) -> JSONResponse:
         caller, owner = self._caller(http)
@@ -274,13 +262,28 @@ def _listed(item: Json, item_id: str) -> Json:
     return told
 
 
-async def _message_events(answer: MessageAnswer, parts: Parts) -> AsyncGenerator[Json, None]:
+async def _events_of(answer: ResponseAnswer | MessageAnswer, parts: Parts) -> AsyncGenerator[Json, None]:
+    """Yield the events of an answer's parts."""
     async with aclosing(parts):
         for event in answer.begin():
             yield event
         async for part in parts:
             for event in answer.add(part):
                 yield event
+
+
+async def _sent(
+    http: Request,
+    request: ResponsesRequest | MessagesRequest,
+    answer: ResponseAnswer | MessageAnswer,
+    events: AsyncGenerator[Json, None],
+) -> Response | EventStream:
+    """Return the answer as the request asks for it: as a stream of events, or whole at the end."""
+    headers = ignored_header(request.ignored)
+    if request.chat.stream:
+        return EventStream(events, encode=typed_event_of, failed=answer.failed, end=b"", headers=headers)
+    await while_present(http.receive, _exhausted(events))
+    return Response(as_bytes(encoded(answer.whole)), headers=headers, media_type="application/json")
 
 
 async def _exhausted(events: AsyncGenerator[Json, None]) -> None:

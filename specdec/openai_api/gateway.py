@@ -97,11 +97,7 @@ class Gateway:
         request = await self.named(request, caller)
         tool_format = await self.tool_format(request, caller)
         chunks = self._chunks(request, caller)
-        try:
-            first = await anext(chunks)
-        except BaseException:
-            await chunks.aclose()
-            raise
+        first = await _first(chunks)
         return _events(_Answer(request, caller, tool_format), first, chunks)
 
     async def parts(self, request: ParsedRequest, caller: Caller) -> AsyncGenerator[Part, None]:
@@ -110,15 +106,11 @@ class Gateway:
         tool_format = await self.tool_format(request, caller)
         calls = None if tool_format is None else Calls(tool_format, new_request_id(), request.schemas)
         chunks = self._chunks(request, caller)
-        try:
-            first = await anext(chunks)
-        except BaseException:
-            await chunks.aclose()
-            raise
+        first = await _first(chunks)
         return parts_of(_of_one_prompt(first, chunks), calls, reasoning=request.reasoning)
 
     async def count_tokens(self, request: TokenizeRequest, names: Names, caller: Caller) -> int:
-        """Return the number of tokens of a prompt; `names`: the caller's for its fields."""
+        """Return the number of tokens of a prompt. `names`: how the caller's API names the fields, for errors."""
         try:
             async with self._client() as client:
                 return (await client.send_tokenize(request, metadata=caller.metadata)).count
@@ -150,6 +142,15 @@ class Gateway:
         ):
             async for chunk in stream:
                 yield number, chunk
+
+
+async def _first(chunks: Chunks) -> tuple[int, Chunk]:
+    """Return the first chunk; close the stream if it fails."""
+    try:
+        return await anext(chunks)
+    except BaseException:
+        await chunks.aclose()
+        raise
 
 
 async def _of_one_prompt(first: tuple[int, Chunk], rest: Chunks) -> AsyncGenerator[Chunk, None]:

@@ -44,7 +44,7 @@ class ResponseAnswer:
         self._sent = 0  # events
         self._item: Json | None = None  # being written
         self._text: list[str] = []  # of it
-        self.response: Json = {
+        self.whole: Json = {
             "id": response_id,
             "object": "response",
             "created_at": int(time.time()),
@@ -60,18 +60,18 @@ class ResponseAnswer:
             "store": stored,
             **{name: request.fields.get(name, value) for name, value in ECHOED.items()},
         }
-        self.response["text"] = ECHOED["text"] | self.response["text"]
+        self.whole["text"] = ECHOED["text"] | self.whole["text"]
 
     @property
     def output(self) -> list[Json]:
         """The items so far."""
-        output: list[Json] = self.response["output"]
+        output: list[Json] = self.whole["output"]
         return output
 
     def begin(self) -> Iterator[Json]:
         """Yield the events before the first part."""
-        yield self._event("response.created", response=dict(self.response))
-        yield self._event("response.in_progress", response=dict(self.response))
+        yield self._event("response.created", response=dict(self.whole))
+        yield self._event("response.in_progress", response=dict(self.whole))
 
     def add(self, part: Part) -> Iterator[Json]:
         """Yield the events of a part of the sample."""
@@ -92,17 +92,17 @@ class ResponseAnswer:
 
     def end(self, *, stored: bool) -> Json:
         """Return the last event."""
-        self.response["store"] = stored
-        return self._event(f"response.{self.response['status']}", response=self.response)
+        self.whole["store"] = stored
+        return self._event(f"response.{self.whole['status']}", response=self.whole)
 
     def failed(self, error: ApiError) -> Iterator[Json]:
         """Yield the events of a failure in mid-stream."""
         if self._item is not None:
             self._item["content"][0]["text"] = "".join(self._text)
             self._item["status"] = "incomplete"
-        self.response |= {"status": "failed", "error": {"code": error.code or error.type, "message": error.message}}
+        self.whole |= {"status": "failed", "error": {"code": error.code or error.type, "message": error.message}}
         yield self._event("error", code=error.code, message=error.message, param=error.param)
-        yield self._event("response.failed", response=self.response)
+        yield self._event("response.failed", response=self.whole)
 
     def _event(self, kind: str, **fields: Any) -> Json:
         self._sent += 1
@@ -172,7 +172,7 @@ class ResponseAnswer:
         yield self._event("response.output_item.done", output_index=len(self.output) - 1, item=item)
 
     def _end(self, status: str, finish: Finish) -> None:
-        self.response |= {
+        self.whole |= {
             "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,

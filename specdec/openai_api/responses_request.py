@@ -158,7 +158,7 @@ class Reader:
         self._read_nested()
         self.items = _input_items(self.fields.get("input"))
         self.stores = _flag(self.fields, "store")
-        """Whether to store the response; None: as the server is set up."""
+        """Value of `store`; None if the request leaves it to the server."""
         self.previous = self.fields.get("previous_response_id", "")
         """The id of the response to continue; "" for none."""
         if not isinstance(self.previous, str):

@@ -1,4 +1,4 @@
-"""What a session knows of its draft: when to expect the next candidates, and whether they help."""
+"""Estimates of a session's draft: when its next candidates arrive, and whether they help."""
 
 from __future__ import annotations
 
