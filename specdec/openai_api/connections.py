@@ -10,6 +10,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -286,7 +287,8 @@ class HttpConnection(H11Protocol):
             self.transport.write(plain_answer(error))
         self.flow.resume_reading()
         if self.transport.can_write_eof():
-            self.transport.write_eof()
+            with suppress(OSError):  # the caller may have reset the connection
+                self.transport.write_eof()
         self._waiting = self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def _wait(self, *, over: bool = False) -> None:

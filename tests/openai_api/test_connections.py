@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -155,6 +158,26 @@ async def test_headers_beyond_the_limits_are_refused(
     assert json.loads(last.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
     assert problem in last
     assert answer.count(b"HTTP/1.1") == 1 + bool(before)
+
+
+async def test_an_invalid_chunk_before_a_reset_is_no_mistake_of_the_server() -> None:
+    """The answer, that there is no such route, has begun, so no other is written: the reset is met at the end of it."""
+    mistakes: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: mistakes.append(context))
+    async with FakeServer() as orchestrator, front(orchestrator.address) as http:
+        host, _, port = http.address.partition(":")
+        with socket.socket() as caller:
+            caller.setblocking(False)
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets
+            await loop.sock_connect(caller, (host, int(port)))
+            await loop.sock_sendall(caller, CHUNKED.replace(b"/ ", b"/nowhere ", 1) + b"5\r\n")
+            assert b" 404 " in await asyncio.wait_for(loop.sock_recv(caller, 1000), 20)
+            # More than is parsed at once: the rest follows in a callback of its own.
+            chunks = b"1\r\nx\r\n" * (connections.PIECES_A_TURN * connections.PIECE_BYTES // 4)
+            caller.send(b"hello\r\n" + chunks + b"no size of a chunk\r\n")
+        assert await status(http.address, GET) == 200
+    assert mistakes == []
 
 
 @pytest.mark.parametrize("sent", [LINE + BACKTRACKS, CHUNKED + b"0\r\n" + BACKTRACKS, CHUNKED + b"1\r\nx\r\n" * 40_000])
