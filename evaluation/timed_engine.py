@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -11,11 +12,28 @@ from numpy.typing import NDArray
 
 from evaluation.workers import host_seconds, sleep
 from specdec.decoding.draft_logits import DraftLogits
+from specdec.decoding.query import SamplingQuery
+from specdec.decoding.step_logits import StepLogits
 from specdec.engine.batch import PackedBatch, Packer
-from specdec.engine.engine import Engine, GpuSampling, Step, draft_pass_of
+from specdec.engine.engine import Engine, GpuSampling, Launch, Pass, draft_pass_of
 from specdec.engine.kv.slots import Slots
 
 T = TypeVar("T")
+
+
+Timed = Callable[[Callable[[], StepLogits]], StepLogits]
+"""Runs a pass, and lets its time pass on the virtual clock."""
+
+
+@dataclass(frozen=True)
+class TimedPass:
+    """A pass launched when it is waited for, since the virtual clock stands still while the worker runs."""
+
+    launch: Callable[[], Pass]
+    timed: Timed
+
+    def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
+        return self.timed(lambda: self.launch().logits(asked))
 
 
 class TimedEngine:
@@ -34,8 +52,8 @@ class TimedEngine:
         self._speed = speed
         self._pass_seconds = pass_seconds
         if isinstance(inner, GpuSampling):
-            inner_step = inner.step
-            self.step: Step = lambda batch, asked: self._timed(lambda: inner_step(batch, asked))
+            launch = inner.launch
+            self.launch: Launch = lambda batch: TimedPass(lambda: launch(batch), self._timed)
 
     def packer(self) -> Packer:
         return self._inner.packer()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from specdec.engine.engine import Engine, step_of
+from specdec.engine.engine import Engine, launch_of
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.probe import EngineProbe
 from specdec.serving.engine_worker import EngineWorker
@@ -30,7 +30,7 @@ class PlainLoop(EngineWorker[VerifierSession]):
         self._probe = EngineProbe(engine)
         self.stats = VerifierStats()
         self.pool = BlockPool(engine.capacity // BLOCK)
-        self._forward = step_of(engine)
+        self._launch = launch_of(engine)
         self._step_rows = step_rows
         self._queue = RunQueue(engine, self.pool, self.stats, max_unread_tokens, lambda _: None)
 
@@ -58,7 +58,7 @@ class PlainLoop(EngineWorker[VerifierSession]):
         planned = [(e, e.session.plan(packer, min(self._step_rows, e.session.computable), [], [])) for e in ready]
         rows = len(packer.tokens)  # without padding
         try:
-            verified = VerifiedStep(planned, packer.pack, self._forward)
+            verified = VerifiedStep(planned, self._launch(packer.pack()), start)
         except Exception as error:
             self._probe.pass_failed(packer.slots)
             self.step_failed([entry.session for entry in ready], error)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import structlog
 
 from specdec.decoding.speculation import Outlook
-from specdec.engine.engine import Engine, chains_only, longest_text, on_cpu, step_of
+from specdec.engine.engine import Engine, Pass, chains_only, launch_of, longest_text, on_cpu, queues_passes
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.kv.slots import PADDING_SLOT
 from specdec.engine.probe import EngineProbe
@@ -35,7 +36,7 @@ from verifier_service.costs.step_latency import StepLatency, best_prefill_rows
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.proposers.forced import ForcedTokens
 from verifier_service.proposers.ngrams import LookupProposer, observe_windows
-from verifier_service.proposers.proposer import Phase, ProposalStats, Proposer
+from verifier_service.proposers.proposer import NO_PROPOSALS, Phase, ProposalStats, Proposer
 from verifier_service.scheduling.cpu_threads import thread_policy
 from verifier_service.scheduling.planner import Planner, StepPlan
 from verifier_service.scheduling.run_queue import RunQueue
@@ -49,6 +50,14 @@ from verifier_service.speculation.controller import Controllers, SpeculationCont
 from verifier_service.verification.tree_verification import VerifiedStep, warm_up
 
 log = structlog.get_logger()
+
+
+class _Launched(NamedTuple):
+    """A step whose forward pass the device computes."""
+
+    plan: StepPlan
+    computing: Pass
+    begun: float  # time.monotonic() at the launch
 
 
 class StepLoop(EngineWorker[VerifierSession], SessionBackend):
@@ -81,7 +90,9 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         self._longest_text = longest_text(engine)
         self._tuning = tuning
         self._probe = EngineProbe(engine)
-        self._forward = step_of(engine)
+        self._launch = launch_of(engine)
+        self._queues_passes = queues_passes(engine)
+        self._early: _Launched | None = None  # the next step, launched before the last one was committed
         set_aside = 0 if self.chains_only else MAX_STEP_CANDIDATES
         blocks = max(2, (engine.capacity - set_aside) // BLOCK)
         self.pool = BlockPool(blocks)
@@ -167,6 +178,9 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
     # --- a step -------------------------------------------------------------------------------------
 
     def step(self) -> float | None:
+        if self._early is not None:
+            self._run_early(self._early)
+            return 0.0
         self._queue.admit()
         ready, on_trial = self._ready()
         if not ready:
@@ -198,7 +212,8 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         kept = self._queue.reserve_texts(ready)
         if kept:
             self._run_step(kept, batches, proposed, waited, division)
-        self.stats.step_begun = 0.0
+        if self._early is None:
+            self.stats.step_begun = 0.0
         return 0.0
 
     def _ready(self) -> tuple[list[RunningSession], bool]:
@@ -230,20 +245,46 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         waited: float,
         division: Division | None,
     ) -> None:
-        # 1. Collect every session's rows.
+        """Collect every session's rows, and run a step over them."""
         start = time.monotonic()
-        if batches:
-            self.stats.mode = self._speculation.mode.value
         plan = self._planner.plan(ready, proposed.seconds, division)
         if not plan.entries:  # sessions that others sat out for have been preempted
             return
         self.stats.step_expected = plan.expected
         self._publisher.send_before(plan.expected, plan.sitting_out)
+        self._complete(plan, None, start, batches, proposed, waited)
 
-        # 2. Run one forward pass and verify all trees.
+    def _run_early(self, launched: _Launched) -> None:
+        """Run the step launched before the last one was committed, without the sessions that have left since."""
+        self._early = None
+        entries = [(entry, rows) for entry, rows in launched.plan.entries if entry.session.table is not None]
+        if entries:
+            plan = replace(launched.plan, entries=entries)
+            self._planner.begin_early(plan)
+            batches = self._speculation.select([entry.session for entry, _ in entries])
+            self._complete(plan, launched.computing, launched.begun, batches, NO_PROPOSALS, 0.0)
+        if self._early is None:
+            self.stats.step_begun = 0.0
+
+    def _complete(
+        self,
+        plan: StepPlan,
+        computing: Pass | None,
+        start: float,
+        batches: Sequence[Batch],
+        proposed: ProposalStats,
+        waited: float,
+    ) -> None:
+        """Verify a step begun at `start`, and commit it; `computing`: its pass, if launched already."""
+        if batches:
+            self.stats.mode = self._speculation.mode.value
+
+        # 1. Wait for the forward pass and verify all trees.
         grammars = _grammar_seconds(plan)
         try:
-            verified = VerifiedStep(plan.entries, plan.pack, self._forward, partial(self._planner.prepare, plan))
+            begun = start if computing is not None else time.monotonic()
+            computing = computing or self._launch(plan.pack())
+            verified = VerifiedStep(plan.entries, computing, begun, partial(self._planner.prepare, plan))
             observe_windows(verified.verifications, verified.logits)
         except Exception as error:  # the whole step is void; its sessions are retried
             self._looked_up = 0.0
@@ -251,7 +292,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             self.step_failed([entry.session for entry, _ in plan.entries], error)
             return
 
-        # 3. Commit what was accepted.
+        # 2. Commit what was accepted, beside the next pass if that is certain.
         self.step_succeeded()
         for entry, _ in plan.entries:
             self._retry.forget(entry.session)
@@ -259,12 +300,13 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         begin = start - proposed.seconds if self._idle else self._last_step
         end = self._last_step = time.monotonic()
         self._idle = False
+        self._early = self._launch_early(verified)
         results = verified.apply(end)
         for entry, why in verified.failed:
             entry.computing_prompt = False
             self._quarantine(entry, why)
 
-        # 4. Update the models of cost and gain, and send the results.
+        # 3. Update the models of cost and gain, and send the results.
         grammars = _grammar_seconds(plan) - grammars  # not a cost of rows: excluded from the latency model
         self._planner.observe(plan, end - start - grammars)
         looked_up, self._looked_up = self._looked_up, 0.0
@@ -274,7 +316,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             self._planner.shares.observe_proposers(self._speculation.shared_out(decoding, looked_up, proposed.seconds))
         added = [result for _, result in results]
         self.stats.observe(plan.rows, end - start, added)
-        in_turn = 0 if division is None else len(division.sitting_out)
+        in_turn = 0 if plan.division is None else len(plan.division.sitting_out)
         self.stats.observe_pace(end - begin, added, sat_out=len(plan.sitting_out) > in_turn, in_turn=in_turn)
         self.stats.observe_parts(
             forward=verified.forward_seconds, proposing=proposed.seconds + looked_up, delayed=waited
@@ -294,6 +336,21 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             entry.awaiting_draft = self._speculation.eligibility.uses_remote_draft(entry.session)
             if result.finish:
                 self._finish(entry)
+
+    def _launch_early(self, verified: VerifiedStep) -> _Launched | None:
+        """Launch the next step before this one is committed, if the device queues passes and the step depends on
+        nothing else; return None otherwise. A session that arrives meanwhile waits one step longer."""
+        plan = self._planner.early(verified.results) if self._queues_passes and not verified.failed else None
+        if plan is None:
+            return None
+        begun = time.monotonic()
+        try:
+            computing = self._launch(plan.pack())
+        except Exception as error:  # the step is planned again when due
+            log.error("launch_failed", exc_info=error)
+            return None
+        self.stats.step_begun, self.stats.step_expected = begun, plan.expected
+        return _Launched(plan, computing, begun)
 
     def _finish(self, entry: RunningSession) -> None:
         """End a session with a complete text."""

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench.engine.shapes import SHAPES, Combination, write
 from bench.engine.systems import packed
 from bench.report import folder
-from specdec.engine.engine import step_of
+from specdec.engine.engine import launch_of
 from specdec.engine.gpu.engine import GpuEngine
 from specdec.engine.hf.random_weights import RandomWeights
 from verifier_service.costs.step_latency import GREEDY
@@ -41,14 +41,14 @@ def step_size(text: str) -> Combination:
 def measured(engine: GpuEngine, what: Combination, times: int) -> dict[str, Any]:
     """Return milliseconds of the first step, of packing and of the rest, of all GPU kernels together, and of the
     slowest ones."""
-    step = step_of(engine)
+    launch = launch_of(engine)
     queries = dict.fromkeys(range(what.rows), GREEDY)
 
     def run() -> tuple[float, float]:
         begin = time.perf_counter()
         batch = packed(engine, what)
         between = time.perf_counter()
-        step(batch, lambda: queries)
+        launch(batch).logits(lambda: queries)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return 1e3 * (between - begin), 1e3 * (time.perf_counter() - between)

@@ -15,7 +15,7 @@ import numpy as np
 from bench.engine.device import Device
 from bench.engine.shapes import Combination
 from specdec.engine.batch import PackedBatch
-from specdec.engine.engine import Engine, step_of
+from specdec.engine.engine import Engine, launch_of
 from verifier_service.costs.step_latency import GREEDY
 
 
@@ -50,7 +50,7 @@ class SpecdecEngine:
 
     def __init__(self, engine: Engine, device: Device) -> None:
         self._engine = engine
-        self._forward = step_of(engine)
+        self._launch = launch_of(engine)
         self._device = device
 
     def step(self, what: Combination) -> tuple[float, float]:
@@ -58,7 +58,7 @@ class SpecdecEngine:
 
         def run() -> None:
             batch = packed(self._engine, what)
-            self._forward(batch, lambda: dict.fromkeys(range(what.rows), GREEDY))
+            self._launch(batch).logits(lambda: dict.fromkeys(range(what.rows), GREEDY))
 
         return self._device.timed(run)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from specdec.decoding.draft_logits import DraftLogits
 from specdec.decoding.query import SamplingQuery
 from specdec.decoding.step_logits import StepLogits
 from specdec.engine.batch import PackedBatch, Packer
-from specdec.engine.engine import CpuThreads, Engine, GpuSampling, cpu_threads, draft_pass_of
+from specdec.engine.engine import CpuThreads, Engine, GpuSampling, Pass, cpu_threads, draft_pass_of
 from specdec.engine.kv.slots import Slots
 
 T = TypeVar("T")
@@ -56,11 +57,15 @@ class LongSteps:
 
     def _lengthened(self, batch: PackedBatch, run: Callable[[], T]) -> T:
         """Run a pass over this batch, and return its result once it has lasted long enough."""
-        # Real time: under virtual time `time.monotonic` is another clock.
-        end = time.perf_counter() + self._lasting(len(batch.tokens))
+        end = self._end(batch)
         result = run()
-        time.sleep(max(0.0, end - time.perf_counter()))
+        sleep_until(end)
         return result
+
+    def _end(self, batch: PackedBatch) -> float:
+        """Return the end of a pass over this batch that begins now, in real time: under virtual time `time.monotonic`
+        is another clock."""
+        return time.perf_counter() + self._lasting(len(batch.tokens))
 
 
 class LongCpuSteps(LongSteps):
@@ -79,8 +84,27 @@ class LongGpuSteps(LongSteps):
         super().__init__(inner, lasting)
         self._sampling = sampling
 
-    def step(self, batch: PackedBatch, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
-        return self._lengthened(batch, lambda: self._sampling.step(batch, asked))
+    def launch(self, batch: PackedBatch) -> LongPass:
+        end = self._end(batch)
+        return LongPass(self._sampling.launch(batch), end)
+
+
+@dataclass(frozen=True)
+class LongPass:
+    """A pass that ends at `end` (`time.perf_counter`) or later."""
+
+    inner: Pass
+    end: float
+
+    def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
+        logits = self.inner.logits(asked)
+        sleep_until(self.end)
+        return logits
+
+
+def sleep_until(end: float) -> None:
+    """Sleep until the time `end` (`time.perf_counter`)."""
+    time.sleep(max(0.0, end - time.perf_counter()))
 
 
 def with_long_steps(engine: Engine, lasting: Lasting) -> Engine:

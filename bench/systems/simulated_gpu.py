@@ -10,10 +10,12 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.systems.long_steps import sleep_until
 from specdec.decoding.choice import Tokens, choose
 from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS, Shortlists
 from specdec.decoding.logprobs import TokenLogprobs, logprobs
@@ -48,6 +50,7 @@ class SimulatedGpu:
     device = "simulated"
     dtype = "bfloat16"
     threads: tuple[int, ...] = ()
+    queues_passes = True
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class SimulatedGpu:
         self.table: NDArray[np.float32] = np.concatenate([_demoted(table, rank) for rank in kinds])
         self._begins = np.array([PERIOD * kinds.index(rank) for rank in ranks])  # of each position's rows in the table
         self._seconds = seconds
+        self._free_at = 0.0  # end of the last pass launched
         self._totals: dict[tuple[int, float], float] = {}
         ranking = np.argsort(-self.table, axis=1, kind="stable")[:, :RANKED]
         self.ids = ranking.astype(np.int64)
@@ -75,19 +79,16 @@ class SimulatedGpu:
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         end = self._end(batch)
-        logits = self.table[self._places(batch)]
-        _sleep_until(end)
+        logits = self.table[self.places(batch)]
+        sleep_until(end)
         return logits
 
-    def step(self, batch: PackedBatch, asked: Callable[[], Mapping[int, SamplingQuery]]) -> SimulatedLogits:
-        end = self._end(batch)
-        queries, places = asked(), self._places(batch)
-        _sleep_until(end)
-        return SimulatedLogits(self, places, queries)
+    def launch(self, batch: PackedBatch) -> SimulatedPass:
+        return SimulatedPass(self, batch, self._end(batch))
 
     def forward_shortlists(self, batch: PackedBatch) -> SimulatedDraftLogits:
-        end, places = self._end(batch), self._places(batch)
-        _sleep_until(end)
+        end, places = self._end(batch), self.places(batch)
+        sleep_until(end)
         return SimulatedDraftLogits(self, places)
 
     def copy(self, source: Slots, target: Slots) -> None:
@@ -101,13 +102,29 @@ class SimulatedGpu:
         return self._totals[place, temperature]
 
     def _end(self, batch: PackedBatch) -> float:
-        return time.perf_counter() + self._seconds(len(batch.tokens))
+        """Return the end of a pass over this batch: it begins now, or at the end of the pass before."""
+        self._free_at = max(self._free_at, time.perf_counter()) + self._seconds(len(batch.tokens))
+        return self._free_at
 
-    def _places(self, batch: PackedBatch) -> NDArray[np.int64]:
+    def places(self, batch: PackedBatch) -> NDArray[np.int64]:
         """Return the table row of each wanted row."""
         positions = batch.positions[batch.wanted]
         places: NDArray[np.int64] = self._begins[positions % len(self._begins)] + positions % PERIOD
         return places
+
+
+@dataclass(frozen=True)
+class SimulatedPass:
+    """A pass of a simulated GPU that ends at `end` (`time.perf_counter`)."""
+
+    engine: SimulatedGpu
+    batch: PackedBatch
+    end: float
+
+    def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> SimulatedLogits:
+        queries, places = asked(), self.engine.places(self.batch)
+        sleep_until(self.end)
+        return SimulatedLogits(self.engine, places, queries)
 
 
 class SimulatedLogits:
@@ -188,7 +205,3 @@ def _demoted(table: NDArray[np.float32], rank: int) -> NDArray[np.float32]:
     demoted = table.copy()
     np.put_along_axis(demoted, np.roll(leading, -1, axis=1), np.take_along_axis(table, leading, axis=1), axis=1)
     return demoted
-
-
-def _sleep_until(end: float) -> None:
-    time.sleep(max(0.0, end - time.perf_counter()))

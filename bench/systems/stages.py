@@ -11,13 +11,16 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
+from specdec.decoding.query import SamplingQuery
+from specdec.decoding.step_logits import StepLogits
+from specdec.engine.engine import Pass
 from verifier_service.scheduling import planner
 from verifier_service.scheduling.planner import StepPlan
 from verifier_service.step_loop import StepLoop
@@ -91,21 +94,34 @@ def of_verifier(loop: StepLoop) -> Stages:
         (loop._planner, "plan", "plan"),
         (planner, "select_candidates", "choose candidates"),
         (loop._planner, "prepare", "plan the next (beside)"),
-        (loop, "_forward", "choose tokens"),
+        (loop, "_launch", "launch"),
         (tree_verification, "verify_trees", "verify"),
         (tree_verification.VerifiedStep, "apply", "commit"),
         (loop._publisher, "publish", "publish"),
     ):
         stages.time(owner, name, stage)
-    plan, forward = loop._planner.plan, loop._forward
+    plan, launch = loop._planner.plan, loop._launch
 
     def packed_in_time(*args: Any, **options: Any) -> StepPlan:
         planned = plan(*args, **options)
         return replace(planned, pack=stages.timed(planned.pack, "pack"))
 
     loop._planner.plan = packed_in_time  # type: ignore[method-assign]
-    loop._forward = lambda batch, asked: forward(batch, stages.timed(asked, "queries (beside)"))
+    loop._launch = lambda batch: StagedPass(launch(batch), stages)
     return stages
+
+
+@dataclass(frozen=True)
+class StagedPass:
+    """A launched pass whose logits are timed as stages."""
+
+    inner: Pass
+    stages: Stages
+
+    def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
+        queries = self.stages.timed(asked, "queries (beside)")
+        logits: StepLogits = self.stages.timed(self.inner.logits, "choose tokens")(queries)
+        return logits
 
 
 def of_draft(loop: DraftLoop) -> Stages:

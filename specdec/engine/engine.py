@@ -1,14 +1,16 @@
 """The engine's interface: one forward pass over a packed batch, and copying rows of the KV cache.
 
 Optional features are capabilities: protocols beside `Engine`. An engine's capabilities depend on what was loaded, so
-they are looked up at run time, with one function each: `step_of`, `draft_pass_of`, `cpu_threads`, `hidden_states`,
-`chains_only`, `longest_text`.
+they are looked up at run time, with one function each: `launch_of`, `queues_passes`, `draft_pass_of`, `cpu_threads`,
+`hidden_states`, `chains_only`, `longest_text`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -40,25 +42,47 @@ class Engine(Protocol):
         """Copy keys and values from slots to slots, in every layer."""
 
 
+class Pass(Protocol):
+    """A launched forward pass."""
+
+    def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
+        """Wait for the pass and return its wanted rows; called at most once. `asked` computes the sampling queries
+        known in advance, by their index among the wanted rows. It is called only by engines that use them, on an
+        asynchronous device during the pass."""
+
+
 @runtime_checkable
 class GpuSampling(Protocol):
-    """Steps of an engine with logits on the GPU, sampled there."""
+    """Forward passes of an engine with logits on the GPU, sampled there."""
 
-    def step(self, batch: PackedBatch, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
-        """Run a forward pass and return its wanted rows. `asked` computes the sampling queries known in advance, by
-        their index among the wanted rows; on an asynchronous device it runs during the pass."""
-
-
-Step = Callable[[PackedBatch, Callable[[], Mapping[int, SamplingQuery]]], StepLogits]
-"""Runs a forward pass and returns its wanted rows. The second argument computes the rows' sampling queries; it is
-called only for engines that use them in advance."""
+    def launch(self, batch: PackedBatch) -> Pass:
+        """Launch a forward pass. An asynchronous device computes it while the host continues."""
 
 
-def step_of(engine: Engine) -> Step:
-    """Return the function that runs a step of this engine."""
-    if isinstance(engine, GpuSampling):
-        return engine.step
-    return lambda batch, _: HostLogits(engine.forward(batch))
+@dataclass(frozen=True)
+class HostPass:
+    """A forward pass of an engine with logits in host memory, computed when it is waited for."""
+
+    engine: Engine
+    batch: PackedBatch
+
+    def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
+        return HostLogits(self.engine.forward(self.batch))
+
+
+Launch = Callable[[PackedBatch], Pass]
+"""Launches a forward pass."""
+
+
+def launch_of(engine: Engine) -> Launch:
+    """Return the function that launches a forward pass of this engine."""
+    return engine.launch if isinstance(engine, GpuSampling) else partial(HostPass, engine)
+
+
+def queues_passes(engine: Engine) -> bool:
+    """Return whether an engine's device runs everything in the order given, so that slots can be copied, and logits of
+    the last pass used, while the next one computes."""
+    return getattr(engine, "queues_passes", False)
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ from evaluation import virtual_time
 from evaluation.timed_engine import TimedEngine
 from evaluation.workers import OnVirtualTime
 from specdec.decoding.step_logits import HostLogits
-from specdec.engine.engine import step_of
+from specdec.engine.engine import launch_of
 from tests.verifier_service.fakes import Announced, DeviceTextEngine, TextEngine
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ def test_a_step_samples_where_the_engine_does_and_takes_its_time(inner: TextEngi
     packer = engine.packer()
     packer.want(packer.add_row(3, 0, 1))
     packer.add_path(np.array([1]), [0])
-    got, seconds = in_a_worker(lambda: step_of(engine)(packer.pack(), dict))
+    got, seconds = in_a_worker(lambda: launch_of(engine)(packer.pack()).logits(dict))
     assert type(got) is logits
     assert seconds == pytest.approx(0.5)
     assert engine.busy == 0.5

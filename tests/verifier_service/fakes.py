@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.tree import Paths
 from specdec.engine.batch import PackedBatch
 from specdec.engine.cpu.layout import RaggedBatch, RaggedPacker
+from specdec.engine.engine import Pass
 from specdec.engine.gpu.sampler import GpuLogits
 from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
@@ -181,8 +183,36 @@ class ThreadedTextEngine(TextEngine):
 class DeviceTextEngine(TextEngine):
     """A text engine whose logits stay on the device; rows not announced in advance cannot be chosen from."""
 
-    def step(self, batch: PackedBatch, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
-        return Announced(torch.from_numpy(self.forward(batch)), asked())
+    def launch(self, batch: PackedBatch) -> Pass:
+        return DevicePass(self.forward(batch))
+
+
+@dataclass
+class DevicePass:
+    """A pass, complete when launched: its effect on memory is that of a device that runs everything in order."""
+
+    wanted: NDArray[np.float32]
+    waited: bool = False
+
+    def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
+        self.waited = True
+        return Announced(torch.from_numpy(self.wanted), asked())
+
+
+class QueuedTextEngine(DeviceTextEngine):
+    """A text engine that takes the next pass before the last one is committed."""
+
+    queues_passes = True
+    last = DevicePass(np.zeros((0, VOCABULARY), dtype=np.float32), waited=True)
+
+    @property
+    def computes(self) -> bool:
+        """True if the last pass has been launched and not waited for."""
+        return not self.last.waited
+
+    def launch(self, batch: PackedBatch) -> Pass:
+        self.last = DevicePass(self.forward(batch))
+        return self.last
 
 
 class Announced(GpuLogits):

@@ -14,7 +14,7 @@ import structlog
 from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.engine.batch import Packer
-from specdec.engine.engine import Engine, chains_only, step_of
+from specdec.engine.engine import Engine, chains_only, launch_of
 from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.kv.slots import Slots
 from specdec.engine.tile_size import cheapest
@@ -330,7 +330,7 @@ def _keys(engine: Engine, row: int) -> Slots:
 
 def _seconds(engine: Engine, packer: Packer, wanted: int) -> float:
     """Run a step and return its seconds; `wanted`: the number of its wanted rows."""
-    step = step_of(engine)
+    launch = launch_of(engine)
     start = time.perf_counter()
-    step(packer.pack(), lambda: dict.fromkeys(range(wanted), GREEDY))
+    launch(packer.pack()).logits(lambda: dict.fromkeys(range(wanted), GREEDY))
     return time.perf_counter() - start

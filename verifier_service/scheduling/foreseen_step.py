@@ -2,8 +2,8 @@
 
 A text continuing without candidates gets exactly one token. Its next row is therefore known in advance: position, slot
 and keys. Only the token is filled in later. On a GPU this removes most of the planning from the time the device idles;
-vLLM calls it async scheduling. If a text ends, joins or gets candidates, the packed batch is dropped and the step is
-planned when due.
+vLLM calls it async scheduling. If a text joins or gets candidates, the packed batch is dropped and the step is planned
+when due.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.kv.blocks import BlockTable
+from verifier_service.backend.result import VerifyResult
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.step_rows import ScheduledRows
@@ -22,6 +23,10 @@ class _Row(NamedTuple):
     row: int  # index among the batch's results
     base: int  # tokens of the text by then
     table: BlockTable
+
+
+Rows = list[tuple[RunningSession, ScheduledRows]]
+"""Each text's row of a batch."""
 
 
 class ForeseenStep:
@@ -57,20 +62,35 @@ class ForeseenStep:
         if self._rows:
             self._batch = packer.pack()
 
-    def take(
-        self, entries: Sequence[RunningSession]
-    ) -> tuple[PackedBatch, list[tuple[RunningSession, ScheduledRows]]] | None:
+    def take(self, entries: Sequence[RunningSession]) -> tuple[PackedBatch, Rows] | None:
         """Return the batch with the roots of these texts filled in, and each text's row; None unless exactly these
         texts were foreseen. The foreseen batch is forgotten in any case."""
         batch, rows = self._batch, self._rows
         self.forget()
         if batch is None or len(entries) != len(rows):
             return None
-        scheduled = []
         for entry in entries:
             session, foreseen = entry.session, rows.get(entry)
             if foreseen is None or foreseen.base != session.tree.base or foreseen.table is not session.table:
                 return None
-            batch.tokens[batch.wanted[foreseen.row]] = session.tree.root.token  # some packers reorder rows
-            scheduled.append((entry, ScheduledRows(1, root_row=foreseen.row)))
-        return batch, scheduled
+        _fill(batch, [(rows[entry].row, entry.session.tree.root.token) for entry in entries])
+        return batch, [(entry, ScheduledRows(1, root_row=rows[entry].row)) for entry in entries]
+
+    def take_early(self, results: Sequence[tuple[RunningSession, VerifyResult]]) -> tuple[PackedBatch, Rows] | None:
+        """Return the batch with the tokens of the current step filled in, before they are committed, and the rows of
+        the texts that continue; None, with nothing forgotten, if none does. A text with an end token keeps its row,
+        which changes nothing: its slot is freed with the text, and written before the next owner writes it."""
+        batch, rows = self._batch, self._rows
+        continuing = [entry for entry, result in results if not result.finish]
+        if batch is None or not continuing or not rows.keys() >= set(continuing):
+            return None
+        chosen = [(rows[entry].row, result.tokens[-1]) for entry, result in results if entry in rows]
+        self.forget()
+        _fill(batch, chosen)
+        return batch, [(entry, ScheduledRows(1, root_row=rows[entry].row)) for entry in continuing]
+
+
+def _fill(batch: PackedBatch, chosen: Sequence[tuple[int, int]]) -> None:
+    """Fill in the tokens of rows: (index among the results, token)."""
+    rows, tokens = zip(*chosen, strict=True)
+    batch.tokens[batch.wanted[list(rows)]] = tokens  # some packers reorder rows

@@ -25,6 +25,7 @@ import structlog
 from specdec.decoding.tree import Node
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.kv.slots import Slots
+from verifier_service.backend.result import VerifyResult
 from verifier_service.costs.token_budget import select_candidates
 from verifier_service.proposers.ngrams import open_windows, window_rows
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
@@ -97,6 +98,7 @@ class Planner:
         self._packer = packer
         self._queue = queue
         self._foreseen = ForeseenStep(queue)
+        self._certain = False  # the foreseen step is the next one, whatever is chosen
         self._threads = threads
         self._eligibility = eligibility
         self._tree_slots = tree_slots
@@ -158,15 +160,49 @@ class Planner:
 
     def prepare(self, plan: StepPlan) -> None:
         """Pack the next step, as far as it can be foreseen."""
+        self._certain = False
         try:
             self._foreseen.prepare(self._packer(), plan.entries)
+            self._certain = self._continues([entry for entry, _ in plan.entries])
         except Exception as error:  # must not fail the pass in progress
             log.error("next_step_not_packed", exc_info=error)
             self._foreseen.forget()
 
+    def early(self, results: Sequence[tuple[RunningSession, VerifyResult]]) -> StepPlan | None:
+        """Return the plan of the next step before the current one's `results` are committed; None if it depends on
+        more."""
+        taken = self._foreseen.take_early(results) if self._certain else None
+        if taken is None:
+            return None
+        batch, entries = taken
+        expected = self._threads.latency.of(len(entries)) + sum(entry.grammar for entry, _ in entries)
+        return StepPlan(lambda: batch, batch.slots, entries, len(entries), expected, sitting_out=[])
+
+    def begin_early(self, plan: StepPlan) -> None:
+        """Count a step planned by `early`, once the step before it is committed."""
+        self.shares.begin(None)
+        self._waited = 0
+        _, _, break_even = self._speculate([], len(plan.entries), 0.0, None, may_explore=False)
+        self._eligibility.observe_break_even(break_even, self._tuning.break_even_smoothing)
+
     def idle(self) -> None:
         """Note that no step follows: release what is kept of ended sessions."""
         self._foreseen.forget()
+
+    def _continues(self, entries: Sequence[RunningSession]) -> bool:
+        """Return whether the next step follows from the tokens of these sessions' step alone: they are all sessions, of
+        one tenant, none may have candidates, and no reader is about to fall too far behind."""
+        eligibility = self._eligibility
+        return (
+            self._queue.consists_of(entries)
+            and self._queue.shares.tenants <= 1
+            and not any(
+                eligibility.uses_remote_draft(entry.session)
+                or eligibility.uses_proposers(entry.session)
+                or self._queue.throttled(entry, ahead=1)
+                for entry in entries
+            )
+        )
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Update the latency model with a step's duration. T_v is that of short texts: steps with prompts update the

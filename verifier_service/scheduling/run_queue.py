@@ -106,9 +106,14 @@ class RunQueue:
         if results:
             self.shares.stepped(waiting.union(entry.tenant for entry, _ in results))
 
-    def throttled(self, entry: RunningSession) -> bool:
-        """True if the session is too far ahead of its reader; a `consumed` message wakes the loop."""
-        return entry.session.tree.base - entry.session.consumed > self._max_unread_tokens
+    def throttled(self, entry: RunningSession, ahead: int = 0) -> bool:
+        """True if the session, with `ahead` more tokens, is too far ahead of its reader; a `consumed` message wakes the
+        loop."""
+        return entry.session.tree.base + ahead - entry.session.consumed > self._max_unread_tokens
+
+    def consists_of(self, entries: Sequence[RunningSession]) -> bool:
+        """Return whether these running sessions, each one once, are all sessions."""
+        return len(entries) == len(self.running) and not self._waiting
 
     def reserve_texts(self, entries: Iterable[RunningSession]) -> list[RunningSession]:
         """Reserve memory for running texts up to their roots, preempting if need be. Return the sessions with

@@ -24,8 +24,7 @@ from specdec.decoding.sampling import Sampling
 from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.token_mask import TokenMask
 from specdec.decoding.tree import Node
-from specdec.engine.batch import PackedBatch
-from specdec.engine.engine import Step
+from specdec.engine.engine import Pass
 from specdec.grammar.grammar import GrammarError
 from specdec.serving.errors import GrammarFailureError
 from verifier_service.backend.result import BONUS, CORRECTION, PLAIN, REMOTE_DRAFT, VerifyResult
@@ -35,17 +34,16 @@ from verifier_service.sessions.step_rows import ScheduledRows, TreeRows
 
 
 class VerifiedStep:
-    """A forward pass over the rows of a step, and its verified trees. The constructor commits nothing and raises any
-    error; `apply` commits. An engine that computes asynchronously calls `beside` meanwhile."""
+    """The verified trees of a step. The constructor waits for its pass, launched at the time `begun`; it commits
+    nothing and raises any error. `apply` commits. An engine that computes asynchronously calls `beside` meanwhile."""
 
     def __init__(
         self,
         entries: Sequence[tuple[RunningSession, ScheduledRows]],
-        pack: Callable[[], PackedBatch],
-        forward: Step,
+        computing: Pass,
+        begun: float,
         beside: Callable[[], None] = lambda: None,
     ) -> None:
-        start = time.monotonic()
         pairs = [(e, TreeVerification(e.session, rows)) for e, rows in entries if rows.root_row is not None]
         self.verifications = [verification for _, verification in pairs]
 
@@ -54,8 +52,8 @@ class VerifiedStep:
             beside()
             return queries
 
-        self.logits = forward(pack(), asked)
-        self.forward_seconds = time.monotonic() - start
+        self.logits = computing.logits(asked)
+        self.forward_seconds = time.monotonic() - begun
         verify_trees(self.verifications, self.logits)
         self._prefilled = [(entry, rows.count) for entry, rows in entries if rows.root_row is None]
         self._sound = [(entry, verification) for entry, verification in pairs if verification.error is None]
@@ -77,6 +75,11 @@ class VerifiedStep:
         found = iter(self.logits.logprobs(rows, tokens, tops))
         for verification in asking:
             verification.result.logprobs = list(islice(found, len(verification.rows)))
+
+    @property
+    def results(self) -> list[tuple[RunningSession, VerifyResult]]:
+        """The tokens to commit; `failed` sessions have none."""
+        return [(entry, verification.result) for entry, verification in self._sound]
 
     def apply(self, now: float) -> list[tuple[RunningSession, VerifyResult]]:
         """Commit and return accepted tokens; `failed` sessions get nothing."""

@@ -7,8 +7,8 @@ kernel by kernel, around the same attention.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,23 @@ MIN_PARTIALS = 1 << 12
 again."""
 
 
+@dataclass(frozen=True)
+class GpuPass:
+    """A forward pass on the GPU's stream. Its logits [n, vocabulary] have memory of their own, so they outlive the
+    launch of the next pass."""
+
+    wanted: Tensor
+    computing: Callable[[], AbstractContextManager[None]]
+
+    def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> GpuLogits:
+        with self.computing():
+            queries = asked()
+            rows = GpuLogits(self.wanted, queries)
+            if not queries and self.wanted.device.type == "cuda":
+                torch.cuda.synchronize()  # nothing was fetched, hence no wait so far: the pass must be over on return
+        return rows
+
+
 class GpuEngine:
     """A model and its KV cache on one GPU.
 
@@ -56,6 +73,7 @@ class GpuEngine:
     """
 
     threads: tuple[int, ...] = ()
+    queues_passes = True
 
     def __init__(
         self,
@@ -125,21 +143,17 @@ class GpuEngine:
             assert hidden is not None
             return np.asarray(logits.cpu().numpy()), np.asarray(hidden.float().cpu().numpy())
 
-    def step(self, batch: PackedBatch, asked: Callable[[], Mapping[int, SamplingQuery]]) -> GpuLogits:
+    def launch(self, batch: PackedBatch) -> GpuPass:
         with self._computing():
             logits, _ = self._execute(batch)
-            queries = asked()
-            rows = GpuLogits(logits, queries)
-            if not queries and self._device.type == "cuda":
-                torch.cuda.synchronize()  # nothing was fetched, hence no wait so far: the step must be over on return
-        return rows
+        return GpuPass(logits, self._computing)
 
     def forward_shortlists(self, batch: PackedBatch) -> GpuDraftLogits:
         with self._computing():
             logits, _ = self._execute(batch)
             rows = GpuDraftLogits(logits)
             if not len(logits) and self._device.type == "cuda":
-                torch.cuda.synchronize()  # as in `step`: nothing was fetched, hence no wait so far
+                torch.cuda.synchronize()  # nothing was fetched, hence no wait so far: the pass must be over on return
         return rows
 
     def copy(self, source: Slots, target: Slots) -> None:

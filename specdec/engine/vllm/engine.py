@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -208,15 +209,25 @@ class VllmEngine:
 class SamplingVllmEngine(VllmEngine):
     """A vLLM engine with logits on a GPU or in another process: they stay there, and only tokens are fetched."""
 
-    def step(self, batch: PackedBatch, asked: Callable[[], Mapping[int, SamplingQuery]]) -> WorkerLogits:
-        """Run a forward pass and return its wanted rows, as in `GpuSampling`. The device, or the tensor-parallel
-        workers, compute while `asked` works out the queries."""
+    def launch(self, batch: PackedBatch) -> WorkerPass:
+        """Launch a forward pass on the device or the tensor-parallel workers."""
         self._compute_here()
-        passed = self._start("specdec_step", batch)
+        return WorkerPass(self._start, self._call, self._start("specdec_step", batch))
+
+
+@dataclass(frozen=True)
+class WorkerPass:
+    """A forward pass of vLLM's workers. `passed` waits for it."""
+
+    start: Start
+    call: Callable[..., Any]
+    passed: Callable[[], Any]
+
+    def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> WorkerLogits:
         queries = asked()
-        chosen = self._start("specdec_choose", list(queries), list(queries.values()))
-        passed()
-        return WorkerLogits(self._call, queries, chosen())
+        chosen = self.start("specdec_choose", list(queries), list(queries.values()))
+        self.passed()
+        return WorkerLogits(self.call, queries, chosen())
 
 
 class WorkerLogits:

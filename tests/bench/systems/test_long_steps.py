@@ -9,7 +9,7 @@ import pytest
 
 from bench.systems.long_steps import at_least, with_long_steps
 from specdec.decoding.step_logits import HostLogits
-from specdec.engine.engine import step_of
+from specdec.engine.engine import launch_of
 from tests.verifier_service.fakes import Announced, DeviceTextEngine, TextEngine, ThreadedTextEngine
 
 SECONDS = 0.02
@@ -25,6 +25,6 @@ def test_a_step_samples_where_the_engine_does_and_is_long(inner: TextEngine, log
     packer.want(packer.add_row(3, 0, 1))
     packer.add_path(np.array([1]), [0])
     begin = time.perf_counter()
-    got = step_of(engine)(packer.pack(), dict)
+    got = launch_of(engine)(packer.pack()).logits(dict)
     assert time.perf_counter() - begin >= SECONDS
     assert type(got) is logits

@@ -50,6 +50,14 @@ def test_a_pass_takes_its_time() -> None:
     assert time.perf_counter() - begin >= 0.03
 
 
+def test_passes_follow_one_another() -> None:
+    engine = SimulatedGpu(VOCABULARY, 100, lambda rows: 0.01 * rows)
+    begin = time.perf_counter()
+    _, second = engine.launch(chain(engine, 2)), engine.launch(chain(engine, 2))
+    second.logits(dict)
+    assert time.perf_counter() - begin >= 0.04
+
+
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -66,7 +74,7 @@ def test_choices_are_those_of_the_rows(sampling: Sampling) -> None:
     want = choose(engine.table[np.arange(20) % PERIOD], queries).tolist()
     in_advance: dict[int, SamplingQuery] = dict(enumerate(queries))
     for asked in (dict[int, SamplingQuery], in_advance.copy):
-        got, sound = engine.step(chain(engine, 20), asked).choose(rows, queries)
+        got, sound = engine.launch(chain(engine, 20)).logits(asked).choose(rows, queries)
         assert got.tolist() == want
         assert sound.all()
 

@@ -116,7 +116,7 @@ def test_a_step_chooses_as_from_logits_in_memory(subject: Subject) -> None:
     packer, _ = branched(engine, text, [6, 8])
     want, _ = HostLogits(engine.forward(packer.pack())).choose(range(4), queries)
     packer, _ = branched(engine, text, [6, 8])
-    got, sound = engine.step(packer.pack(), lambda: dict(enumerate(queries))).choose(range(4), queries)
+    got, sound = engine.launch(packer.pack()).logits(lambda: dict(enumerate(queries))).choose(range(4), queries)
     assert got.tolist() == want.tolist()
     assert sound.all()
 

@@ -72,7 +72,7 @@ def test_nothing_is_chosen_from_a_pass_that_failed() -> None:
     """The logits of the last good pass are still there, and may have fewer rows."""
     engine = FailedPass()
     with pytest.raises(MemoryError):
-        engine.step(BlockPacker(), lambda: {0: None})  # type: ignore[arg-type, dict-item]
+        engine.launch(BlockPacker())  # type: ignore[arg-type]
     assert engine.called == ["specdec_step"]
 
 

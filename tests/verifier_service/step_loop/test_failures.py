@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from specdec.decoding.sampling import Sampling
 from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.token_mask import TokenMask
 from specdec.engine.batch import PackedBatch
+from specdec.engine.engine import Pass
 from specdec.engine.gpu.sampler import GpuLogits
 from specdec.engine.kv.blocks import BLOCK
 from specdec.grammar.grammar import GrammarTooComplexError
@@ -71,11 +73,19 @@ class Hesitates(Fails):
         return np.full(-(-VOCABULARY // 8), 0b01010101, dtype=np.uint8)
 
 
+@dataclass(frozen=True)
+class Computed:
+    """A pass that is over."""
+
+    logits: Callable[[Callable[[], Mapping[int, SamplingQuery]]], StepLogits]
+
+
 class OnDemand(TextEngine):
     """A text engine whose logits stay on the device."""
 
-    def step(self, batch: PackedBatch, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
-        return GpuLogits(torch.from_numpy(self.forward(batch)), asked())
+    def launch(self, batch: PackedBatch) -> Pass:
+        logits = torch.from_numpy(self.forward(batch))
+        return Computed(lambda asked: GpuLogits(logits, asked()))
 
 
 SHORTAGES = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from specdec.decoding.query import SamplingQuery
 from specdec.decoding.step_logits import StepLogits
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.cpu.layout import RaggedPacker
+from specdec.engine.engine import Pass
 from specdec.engine.gpu.layout import SplitKvPacker
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.row_counts import InvariantRowCounts
@@ -46,13 +47,22 @@ class Watched(DeviceTextEngine):
         self.ahead.append(self.computes)
         return super().packer()
 
-    def step(self, batch: PackedBatch, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
-        self.computes = True
+    def launch(self, batch: PackedBatch) -> Pass:
+        return WatchedPass(self, batch)
+
+
+@dataclass(frozen=True)
+class WatchedPass:
+    engine: Watched
+    batch: PackedBatch
+
+    def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
+        self.engine.computes = True
         try:
             queries = asked()
         finally:
-            self.computes = False
-        return Announced(torch.from_numpy(self.forward(batch)), queries)
+            self.engine.computes = False
+        return Announced(torch.from_numpy(self.engine.forward(self.batch)), queries)
 
 
 def begun(engine: Watched) -> StepLoop:

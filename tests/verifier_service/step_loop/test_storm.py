@@ -29,6 +29,7 @@ from tests.verifier_service.fakes import (
     DeviceTextEngine,
     FixedLatency,
     PagedTextEngine,
+    QueuedTextEngine,
     TextEngine,
     run,
     step_loop,
@@ -46,7 +47,7 @@ WHO = st.integers(0, 99)
 COSTS = [FREE, FixedLatency(0.05), DEAR]
 
 
-ENGINES: list[type[TextEngine | PagedTextEngine]] = [TextEngine, DeviceTextEngine, PagedTextEngine]
+ENGINES: list[type[TextEngine | PagedTextEngine]] = [TextEngine, DeviceTextEngine, QueuedTextEngine, PagedTextEngine]
 
 
 class ManySessions(RuleBasedStateMachine):
@@ -189,7 +190,7 @@ TestManySessions = ManySessions.TestCase
 TestManySessions.settings = settings(max_examples=30, stateful_step_count=40)
 
 
-@pytest.mark.parametrize("seed", range(9))
+@pytest.mark.parametrize("seed", range(12))
 def test_a_storm(seed: int) -> None:
     """The same, with far more sessions than memory."""
     dice = Random(seed)
