@@ -60,6 +60,7 @@ async def decode(address: str, streams: int, speculation: Any, profile: list[str
 STEP_FUNCTIONS = (
     "VerifiedStep.__init__",
     "VerifiedStep.apply",
+    "StepLoop._complete",
     "StepLoop._run_step",
     "StepLoop.step",
     "EngineWorker.turn",
