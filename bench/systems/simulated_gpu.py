@@ -1,12 +1,13 @@
 """A simulated GPU: passes take the time of a profile, without using this machine's cores meanwhile.
 
-Nothing is computed. A row's choice depends on its position alone: one of `PERIOD` rows of made-up logits, which fall
-with their rank as a language model's do. All of the host's work for a pass is real: packing, sampling queries, the
+Nothing is computed. A row's choice depends on its position alone: one of `PERIOD` rows of made-up logits, from certain
+to flat as a language model's are. All of the host's work for a pass is real: packing, sampling queries, the
 choice from the shortlist of a GPU, a target's or a draft's.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +30,14 @@ from specdec.engine.kv.slots import Slots
 PERIOD = 16
 """Period of the made-up logits, in positions."""
 
-SLOPE, NOISE, LEAD = 1.1, 0.35, 0.5
-"""Decrease of logits with the logarithm of their rank, the deviation of their noise, and the lead of the first one."""
+KEPT = (1, 1, 1, 1, 1, 2, 3, 4, 6, 10, 15, 23, 34, 60, 117, 258)
+"""Tokens kept by TOP_P at TEMPERATURE in each row: quantiles over text of Qwen2.5-Coder 0.5B
+(docs/decisions/2026-11-28-rows-as-flat-as-a-models.md)."""
+
+TOP_P, TEMPERATURE = 0.95, 0.8
+
+NOISE = 0.35
+"""Deviation of a logit from the logarithm of its rank, before rows are scaled."""
 
 SHARED_HEADS = 4
 """Query heads per key head, for the packer."""
@@ -191,12 +198,22 @@ class SimulatedDraftLogits:
 def _table(vocabulary: int, end_token: int) -> NDArray[np.float32]:
     """Return logits [PERIOD, vocabulary], the same in every process."""
     random = np.random.default_rng(0)
-    of_rank = -SLOPE * np.log(np.arange(1, vocabulary + 1)) + NOISE * random.normal(size=vocabulary)
-    of_rank[0] += LEAD
-    rows = [of_rank[random.permutation(vocabulary)] for _ in range(PERIOD)]
+    of_rank = np.sort(NOISE * random.normal(size=vocabulary) - np.log(np.arange(1, vocabulary + 1)))[::-1]
+    rows = [_scaled(of_rank, kept)[random.permutation(vocabulary)] for kept in random.permutation(KEPT)]
     table = np.stack(rows).astype(np.float32)
     table[:, end_token] = NEVER
     return table
+
+
+def _scaled(logits: NDArray[np.float64], kept: int) -> NDArray[np.float64]:
+    """Return descending logits scaled so that top-p keeps `kept` tokens."""
+    low, high = 0.1, 100.0
+    for _ in range(20):  # bisection: the larger the scale, the fewer tokens are kept
+        scale = math.sqrt(low * high)
+        weights = np.exp(scale * (logits - logits[0]) / TEMPERATURE)
+        enough = weights[:kept].sum() >= TOP_P * weights.sum()
+        low, high = (low, scale) if enough else (scale, high)
+    return high * logits
 
 
 def _demoted(table: NDArray[np.float32], rank: int) -> NDArray[np.float32]:

@@ -9,7 +9,7 @@ import pytest
 
 from bench.systems.pod import FAR, RANKS
 from bench.systems.profiles import PROFILES, Profile, Times
-from bench.systems.simulated_gpu import PERIOD, SimulatedGpu
+from bench.systems.simulated_gpu import KEPT, PERIOD, TEMPERATURE, TOP_P, SimulatedGpu
 from specdec.decoding.candidates import AskedRow, draft_candidates
 from specdec.decoding.choice import choose
 from specdec.decoding.draft_logits import HostDraftLogits
@@ -77,6 +77,13 @@ def test_choices_are_those_of_the_rows(sampling: Sampling) -> None:
         got, sound = engine.launch(chain(engine, 20)).logits(asked).choose(rows, queries)
         assert got.tolist() == want
         assert sound.all()
+
+
+def test_rows_are_as_flat_as_a_model_s() -> None:
+    engine = SimulatedGpu(128256, 1, lambda rows: 0.0)
+    weights = -np.sort(-np.exp(engine.table.astype(np.float64) / TEMPERATURE), axis=1)
+    kept = (weights.cumsum(axis=1) < TOP_P * weights.sum(axis=1, keepdims=True)).sum(axis=1) + 1
+    assert sorted(kept) == pytest.approx(KEPT, rel=0.05, abs=1)
 
 
 def test_a_draft_s_candidates_are_those_of_the_rows() -> None:
