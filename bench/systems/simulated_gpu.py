@@ -130,18 +130,20 @@ class SimulatedPass:
 
     def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> SimulatedLogits:
         queries, places = asked(), self.engine.places(self.batch)
-        sleep_until(self.end)
-        return SimulatedLogits(self.engine, places, queries)
+        return SimulatedLogits(self.engine, places, queries, self.end)
 
 
 class SimulatedLogits:
-    """Step logits of a simulated GPU, with the interface of `GpuLogits`."""
+    """Step logits of a simulated GPU, with the interface of `GpuLogits`: rows are sorted by kind of shortlist while the
+    device computes, until `end`."""
 
-    def __init__(self, engine: SimulatedGpu, places: NDArray[np.int64], asked: Mapping[int, SamplingQuery]) -> None:
+    def __init__(
+        self, engine: SimulatedGpu, places: NDArray[np.int64], asked: Mapping[int, SamplingQuery], end: float
+    ) -> None:
         self._engine = engine
         self._places = places
         self._known: dict[int, int] = {}
-        self._decide(asked)
+        self._decide(asked, end)
 
     def choose(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> tuple[Tokens, NDArray[np.bool_]]:
         self._decide({row: query for row, query in zip(rows, queries, strict=True) if row not in self._known})
@@ -150,10 +152,11 @@ class SimulatedLogits:
     def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[TokenLogprobs]:
         return logprobs(self._whole(rows), tokens, tops)
 
-    def _decide(self, asked: Mapping[int, SamplingQuery]) -> None:
+    def _decide(self, asked: Mapping[int, SamplingQuery], end: float = 0.0) -> None:
         groups: dict[type[Narrowing] | None, list[int]] = defaultdict(list)
         for row, query in asked.items():
             groups[narrowing(query)].append(row)
+        sleep_until(end)
         for kind, rows in groups.items():
             queries, places = [asked[row] for row in rows], self._places[np.asarray(rows)]
             if kind is Greedy:
