@@ -99,6 +99,7 @@ class Planner:
         self._queue = queue
         self._foreseen = ForeseenStep(queue)
         self._certain = False  # the foreseen step is the next one, whatever is chosen
+        self._division: Division | None = None  # of the foreseen step
         self._threads = threads
         self._eligibility = eligibility
         self._tree_slots = tree_slots
@@ -163,7 +164,9 @@ class Planner:
         self._certain = False
         try:
             self._foreseen.prepare(self._packer(), plan.entries)
-            self._certain = self._continues([entry for entry, _ in plan.entries])
+            entries = [entry for entry, _ in plan.entries]
+            self._division = self.shares.divide(entries, self._threads.latency)
+            self._certain = self._continues(entries) and (self._division is None or self._division.takes_all)
         except Exception as error:  # must not fail the pass in progress
             log.error("next_step_not_packed", exc_info=error)
             self._foreseen.forget()
@@ -176,11 +179,11 @@ class Planner:
             return None
         batch, entries = taken
         expected = self._threads.latency.of(len(entries)) + sum(entry.grammar for entry, _ in entries)
-        return StepPlan(lambda: batch, batch.slots, entries, len(entries), expected, sitting_out=[])
+        return StepPlan(lambda: batch, batch.slots, entries, len(entries), expected, [], self._division)
 
     def begin_early(self, plan: StepPlan) -> None:
         """Count a step planned by `early`, once the step before it is committed."""
-        self.shares.begin(None)
+        self.shares.begin(plan.division)
         self._waited = 0
         _, _, break_even = self._speculate([], len(plan.entries), 0.0, None, may_explore=False)
         self._eligibility.observe_break_even(break_even, self._tuning.break_even_smoothing)
@@ -190,18 +193,14 @@ class Planner:
         self._foreseen.forget()
 
     def _continues(self, entries: Sequence[RunningSession]) -> bool:
-        """Return whether the next step follows from the tokens of these sessions' step alone: they are all sessions, of
-        one tenant, none may have candidates, and no reader is about to fall too far behind."""
+        """Return whether the next step follows from the tokens of these sessions' step alone: they are all sessions,
+        none may have candidates, and no reader is about to fall too far behind."""
         eligibility = self._eligibility
-        return (
-            self._queue.consists_of(entries)
-            and self._queue.shares.tenants <= 1
-            and not any(
-                eligibility.uses_remote_draft(entry.session)
-                or eligibility.uses_proposers(entry.session)
-                or self._queue.throttled(entry, ahead=1)
-                for entry in entries
-            )
+        return self._queue.consists_of(entries) and not any(
+            eligibility.uses_remote_draft(entry.session)
+            or eligibility.uses_proposers(entry.session)
+            or self._queue.throttled(entry, ahead=1)
+            for entry in entries
         )
 
     def observe(self, plan: StepPlan, seconds: float) -> None:

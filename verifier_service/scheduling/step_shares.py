@@ -78,6 +78,11 @@ class Division:
     used: float = 0.0  # seconds of the step taken by roots and prompts, or kept as credit
     measures: bool = False  # one tenant's rows alone
 
+    @property
+    def takes_all(self) -> bool:
+        """True if every session takes part."""
+        return not (self.measures or self.sitting_out)
+
     def alone(self, tenant: str, extra: int = 0) -> float:
         """Return the seconds of a step with the rows of one tenant, plus `extra` candidates."""
         presence = self.tenants[tenant]

@@ -14,6 +14,7 @@ from specdec.engine.engine import Pass
 from specdec.engine.kv.blocks import BLOCK
 from tests.verifier_service.fakes import (
     BAD,
+    DEAR,
     END,
     Client,
     Decided,
@@ -188,13 +189,23 @@ def test_no_pass_is_launched_early_while_texts_wait_for_memory() -> None:
     check_over(loop, engine, *clients)
 
 
-def test_no_pass_is_launched_early_beside_another_tenant() -> None:
+def test_tenants_that_share_all_steps_share_early_ones() -> None:
+    """Except for those that measure one tenant's rows alone."""
     loop, engine = begun()
     clients = [client(loop, 5, 1, 60, tenant=tenant) for tenant in "ab"]
     decoding(loop, *clients)
-    assert not any(early(loop, engine, 10))
+    assert early(loop, engine, 40).count(False) <= 4
     run(loop, *clients)
     check_over(loop, engine, *clients)
+
+
+def test_no_pass_is_launched_early_while_a_tenant_sits_out() -> None:
+    loop, engine = begun(latency=DEAR)
+    few, many = client(loop, 5, 1, 60, tenant="a"), [client(loop, 5, seed, 60, tenant="b") for seed in range(5)]
+    decoding(loop, few, *many)
+    assert not any(early(loop, engine, 10))
+    run(loop, few, *many)
+    check_over(loop, engine, few, *many)
 
 
 def test_no_pass_is_launched_early_for_a_text_that_speculates() -> None:
