@@ -132,7 +132,7 @@ class AdaptiveSpeculation:
             proposed_for = proposed.sessions > 0 and before is Mode.LOCAL_DRAFT
             controller.update(
                 batch,
-                speculated=plan.rows - other_rows > sessions or yielding or proposed_for,
+                speculated=all_rows - other_rows > sessions or yielding or proposed_for,
                 tokens=sum(tokens_of[session] for session in led) if batch.exempt else sum(tokens_of.values()),
                 seconds=seconds,
                 plain_rate=sessions / self._threads.plain_latency.of(sessions + other_rows),

@@ -8,15 +8,17 @@ speculation.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import structlog
 
+from specdec.decoding.query import SamplingQuery
 from specdec.decoding.speculation import Outlook
+from specdec.decoding.step_logits import StepLogits
 from specdec.engine.engine import Engine, Pass, chains_only, launch_of, longest_text, on_cpu, queues_passes
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.kv.slots import PADDING_SLOT
@@ -53,11 +55,22 @@ log = structlog.get_logger()
 
 
 class _Launched(NamedTuple):
-    """A step whose forward pass the device computes."""
+    """A step with a launched forward pass. Times are those of `time.monotonic`."""
 
     plan: StepPlan
     computing: Pass
-    begun: float  # time.monotonic() at the launch
+    begun: float  # begin of the plan; of the launch, if launched early
+    launched: float
+
+
+@dataclass(frozen=True)
+class _FailedPass:
+    """A pass that could not be launched."""
+
+    error: Exception
+
+    def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
+        raise self.error
 
 
 class StepLoop(EngineWorker[VerifierSession], SessionBackend):
@@ -178,9 +191,14 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
     # --- a step -------------------------------------------------------------------------------------
 
     def step(self) -> float | None:
-        if self._early is not None:
-            self._run_early(self._early)
-            return 0.0
+        early, self._early = self._early, None
+        wait = self._run_due() if early is None else self._run_early(early)
+        if self._early is None:
+            self.stats.step_begun = 0.0
+        return wait
+
+    def _run_due(self) -> float | None:
+        """Run the step that is due. Return the seconds to wait for it; None without ready sessions."""
         self._queue.admit()
         ready, on_trial = self._ready()
         if not ready:
@@ -212,8 +230,6 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         kept = self._queue.reserve_texts(ready)
         if kept:
             self._run_step(kept, batches, proposed, waited, division)
-        if self._early is None:
-            self.stats.step_begun = 0.0
         return 0.0
 
     def _ready(self) -> tuple[list[RunningSession], bool]:
@@ -246,46 +262,43 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         division: Division | None,
     ) -> None:
         """Collect every session's rows, and run a step over them."""
-        start = time.monotonic()
+        begun = time.monotonic()
         plan = self._planner.plan(ready, proposed.seconds, division)
         if not plan.entries:  # sessions that others sat out for have been preempted
             return
         self.stats.step_expected = plan.expected
         self._publisher.send_before(plan.expected, plan.sitting_out)
-        self._complete(plan, None, start, batches, proposed, waited)
+        self._complete(self._launched(plan, begun), batches, proposed, waited)
 
-    def _run_early(self, launched: _Launched) -> None:
-        """Run the step launched before the last one was committed, without the sessions that have left since."""
-        self._early = None
-        entries = [(entry, rows) for entry, rows in launched.plan.entries if entry.session.table is not None]
-        if entries:
-            plan = replace(launched.plan, entries=entries)
-            self._planner.begin_early(plan)
-            batches = self._speculation.select([entry.session for entry, _ in entries])
-            self._complete(plan, launched.computing, launched.begun, batches, NO_PROPOSALS, 0.0)
-        if self._early is None:
-            self.stats.step_begun = 0.0
+    def _run_early(self, step: _Launched) -> float:
+        """Complete a step launched early, without the sessions that have left since."""
+        plan = self._planner.begin_early(step.plan)
+        if plan.entries:
+            batches = self._speculation.select([entry.session for entry, _ in plan.entries])
+            self._complete(step._replace(plan=plan), batches, NO_PROPOSALS, 0.0)
+        return 0.0
 
-    def _complete(
-        self,
-        plan: StepPlan,
-        computing: Pass | None,
-        start: float,
-        batches: Sequence[Batch],
-        proposed: ProposalStats,
-        waited: float,
-    ) -> None:
-        """Verify a step begun at `start`, and commit it; `computing`: its pass, if launched already."""
+    def _launched(self, plan: StepPlan, begun: float | None = None) -> _Launched:
+        """Launch the pass of a step. If that fails, waiting for it fails."""
+        launched = time.monotonic()
+        computing: Pass
+        try:
+            computing = self._launch(plan.pack())
+        except Exception as error:
+            computing = _FailedPass(error)
+        return _Launched(plan, computing, launched if begun is None else begun, launched)
+
+    def _complete(self, step: _Launched, batches: Sequence[Batch], proposed: ProposalStats, waited: float) -> None:
+        """Verify a step and commit it."""
+        plan, begun = step.plan, step.begun
         if batches:
             self.stats.mode = self._speculation.mode.value
 
         # 1. Wait for the forward pass and verify all trees.
         grammars = _grammar_seconds(plan)
         try:
-            begun = start if computing is not None else time.monotonic()
-            computing = computing or self._launch(plan.pack())
-            verified = VerifiedStep(plan.entries, computing, begun, partial(self._planner.prepare, plan))
-            observe_windows(verified.verifications, verified.logits)
+            prepare = partial(self._planner.prepare, plan)
+            verified = VerifiedStep(plan.entries, step.computing, step.launched, prepare, observe_windows)
         except Exception as error:  # the whole step is void; its sessions are retried
             self._looked_up = 0.0
             self._probe.pass_failed(np.asarray(plan.written, dtype=np.int64))
@@ -297,7 +310,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         for entry, _ in plan.entries:
             self._retry.forget(entry.session)
         self._queue.copy_rows(verified.kv_copies)
-        begin = start - proposed.seconds if self._idle else self._last_step
+        begin = begun - proposed.seconds if self._idle else self._last_step
         end = self._last_step = time.monotonic()
         self._idle = False
         self._early = self._launch_early(verified)
@@ -308,14 +321,14 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
 
         # 3. Update the models of cost and gain, and send the results.
         grammars = _grammar_seconds(plan) - grammars  # not a cost of rows: excluded from the latency model
-        self._planner.observe(plan, end - start - grammars)
+        self._planner.observe(plan, end - begun - grammars)
         looked_up, self._looked_up = self._looked_up, 0.0
         self._planner.shares.observe_grammars(results)
         if self._queue.shares.tenants > 1:
             decoding = [entry for entry, rows in plan.entries if rows.root_row is not None and rows.count == 1]
             self._planner.shares.observe_proposers(self._speculation.shared_out(decoding, looked_up, proposed.seconds))
         added = [result for _, result in results]
-        self.stats.observe(plan.rows, end - start, added)
+        self.stats.observe(plan.rows, end - begun, added)
         in_turn = 0 if plan.division is None else len(plan.division.sitting_out)
         self.stats.observe_pace(end - begin, added, sat_out=len(plan.sitting_out) > in_turn, in_turn=in_turn)
         self.stats.observe_parts(
@@ -325,7 +338,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         if batches and plan.decodes_only and batches[0].profile.of_step == len(results):
             self._speculation.update(batches, plan, results, seconds=end - begin, proposed=proposed)
         self._speculation.share_threads(self._queue.running)
-        seconds = StepSeconds(verified.forward_seconds, end - start, waited)
+        seconds = StepSeconds(verified.forward_seconds, end - begun, waited)
         for entry, _ in results:
             if entry.computing_prompt:
                 entry.computing_prompt = False
@@ -340,17 +353,12 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
     def _launch_early(self, verified: VerifiedStep) -> _Launched | None:
         """Launch the next step before this one is committed, if the device queues passes and the step depends on
         nothing else; return None otherwise. A session that arrives meanwhile waits one step longer."""
-        plan = self._planner.early(verified.results) if self._queues_passes and not verified.failed else None
+        plan = self._planner.plan_early(verified.results) if self._queues_passes and not verified.failed else None
         if plan is None:
             return None
-        begun = time.monotonic()
-        try:
-            computing = self._launch(plan.pack())
-        except Exception as error:  # the step is planned again when due
-            log.error("launch_failed", exc_info=error)
-            return None
-        self.stats.step_begun, self.stats.step_expected = begun, plan.expected
-        return _Launched(plan, computing, begun)
+        step = self._launched(plan)
+        self.stats.step_begun, self.stats.step_expected = step.begun, plan.expected
+        return step
 
     def _finish(self, entry: RunningSession) -> None:
         """End a session with a complete text."""

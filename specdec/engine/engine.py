@@ -46,7 +46,8 @@ class Pass(Protocol):
     """A launched forward pass."""
 
     def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
-        """Wait for the pass and return its wanted rows; called at most once. `asked` computes the sampling queries
+        """Wait for the pass and return its wanted rows; called at most once, and never if nobody needs them: an error
+        of the pass is then one of the next pass. `asked` computes the sampling queries
         known in advance, by their index among the wanted rows. It is called only by engines that use them, on an
         asynchronous device during the pass."""
 
@@ -80,8 +81,8 @@ def launch_of(engine: Engine) -> Launch:
 
 
 def queues_passes(engine: Engine) -> bool:
-    """Return whether an engine's device runs everything in the order given, so that slots can be copied, and logits of
-    the last pass used, while the next one computes."""
+    """Return whether a pass can be launched, and slots copied, while the last pass computes: the device runs everything
+    in the order given, and a pass reads no slot that is not among its rows' keys."""
     return getattr(engine, "queues_passes", False)
 
 

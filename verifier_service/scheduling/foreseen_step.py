@@ -2,8 +2,8 @@
 
 A text continuing without candidates gets exactly one token. Its next row is therefore known in advance: position, slot
 and keys. Only the token is filled in later. On a GPU this removes most of the planning from the time the device idles;
-vLLM calls it async scheduling. If a text joins or gets candidates, the packed batch is dropped and the step is planned
-when due.
+vLLM calls it async scheduling. If a text joins, gets candidates, or ends before a step that is not launched early, the
+packed batch is dropped and the step is planned when due.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class _Row(NamedTuple):
     table: BlockTable
 
 
-Rows = list[tuple[RunningSession, ScheduledRows]]
-"""Each text's row of a batch."""
+Entries = list[tuple[RunningSession, ScheduledRows]]
+"""The rows of each text in a batch."""
 
 
 class ForeseenStep:
@@ -62,7 +62,7 @@ class ForeseenStep:
         if self._rows:
             self._batch = packer.pack()
 
-    def take(self, entries: Sequence[RunningSession]) -> tuple[PackedBatch, Rows] | None:
+    def take(self, entries: Sequence[RunningSession]) -> tuple[PackedBatch, Entries] | None:
         """Return the batch with the roots of these texts filled in, and each text's row; None unless exactly these
         texts were foreseen. The foreseen batch is forgotten in any case."""
         batch, rows = self._batch, self._rows
@@ -74,23 +74,32 @@ class ForeseenStep:
             if foreseen is None or foreseen.base != session.tree.base or foreseen.table is not session.table:
                 return None
         _fill(batch, [(rows[entry].row, entry.session.tree.root.token) for entry in entries])
-        return batch, [(entry, ScheduledRows(1, root_row=rows[entry].row)) for entry in entries]
+        return batch, _entries(entries, rows)
 
-    def take_early(self, results: Sequence[tuple[RunningSession, VerifyResult]]) -> tuple[PackedBatch, Rows] | None:
-        """Return the batch with the tokens of the current step filled in, before they are committed, and the rows of
-        the texts that continue; None, with nothing forgotten, if none does. A text with an end token keeps its row,
-        which changes nothing: its slot is freed with the text, and written before the next owner writes it."""
+    def take_early(
+        self, results: Sequence[tuple[RunningSession, VerifyResult]]
+    ) -> tuple[PackedBatch, Entries, int] | None:
+        """Return the batch with the tokens of the current step filled in, before they are committed; the row of each
+        text that continues; and the number of all rows. None if no text continues. The foreseen batch is forgotten in
+        any case.
+
+        A text with an end token keeps its row, which changes nothing: its slot is freed with the text, and written
+        before the next owner writes it.
+        """
         batch, rows = self._batch, self._rows
-        continuing = [entry for entry, result in results if not result.finish]
-        if batch is None or not continuing or not rows.keys() >= set(continuing):
-            return None
-        chosen = [(rows[entry].row, result.tokens[-1]) for entry, result in results if entry in rows]
         self.forget()
-        _fill(batch, chosen)
-        return batch, [(entry, ScheduledRows(1, root_row=rows[entry].row)) for entry in continuing]
+        continuing = [entry for entry, result in results if not result.finish]
+        if batch is None or not continuing:
+            return None
+        _fill(batch, [(rows[entry].row, result.tokens[-1]) for entry, result in results if entry in rows])
+        return batch, _entries(continuing, rows), len(rows)
 
 
 def _fill(batch: PackedBatch, chosen: Sequence[tuple[int, int]]) -> None:
     """Fill in the tokens of rows: (index among the results, token)."""
     rows, tokens = zip(*chosen, strict=True)
     batch.tokens[batch.wanted[list(rows)]] = tokens  # some packers reorder rows
+
+
+def _entries(entries: Sequence[RunningSession], rows: dict[RunningSession, _Row]) -> Entries:
+    return [(entry, ScheduledRows(1, root_row=rows[entry].row)) for entry in entries]

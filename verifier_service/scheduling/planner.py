@@ -164,40 +164,46 @@ class Planner:
         self._certain = False
         try:
             self._foreseen.prepare(self._packer(), plan.entries)
-            entries = [entry for entry, _ in plan.entries]
-            self._division = self.shares.divide(entries, self._threads.latency)
-            self._certain = self._continues(entries) and (self._division is None or self._division.takes_all)
+            # Asked here, while the device computes, and not when the tokens are known and the device idles.
+            self._certain = self._continues(plan)
         except Exception as error:  # must not fail the pass in progress
             log.error("next_step_not_packed", exc_info=error)
             self._foreseen.forget()
 
-    def early(self, results: Sequence[tuple[RunningSession, VerifyResult]]) -> StepPlan | None:
+    def plan_early(self, results: Sequence[tuple[RunningSession, VerifyResult]]) -> StepPlan | None:
         """Return the plan of the next step before the current one's `results` are committed; None if it depends on
         more."""
-        taken = self._foreseen.take_early(results) if self._certain else None
-        if taken is None:
+        foreseen = self._foreseen.take_early(results) if self._certain else None
+        if foreseen is None:
             return None
-        batch, entries = taken
-        expected = self._threads.latency.of(len(entries)) + sum(entry.grammar for entry, _ in entries)
-        return StepPlan(lambda: batch, batch.slots, entries, len(entries), expected, [], self._division)
+        batch, entries, rows = foreseen
+        expected = self._threads.latency.of(rows) + sum(entry.grammar for entry, _ in entries)
+        return StepPlan(lambda: batch, batch.slots, entries, rows, expected, [], self._division)
 
-    def begin_early(self, plan: StepPlan) -> None:
-        """Count a step planned by `early`, once the step before it is committed."""
+    def begin_early(self, plan: StepPlan) -> StepPlan:
+        """Begin a step of `plan_early`, once the step before it is committed. Return its plan without the sessions that
+        have left since."""
+        entries = [(entry, rows) for entry, rows in plan.entries if entry.session.table is not None]
         self.shares.begin(plan.division)
         self._waited = 0
-        _, _, break_even = self._speculate([], len(plan.entries), 0.0, None, may_explore=False)
+        break_even = select_candidates([], self._threads.latency, plan.rows, 0, explore=True).break_even
         self._eligibility.observe_break_even(break_even, self._tuning.break_even_smoothing)
+        return replace(plan, entries=entries)
 
     def idle(self) -> None:
         """Note that no step follows: release what is kept of ended sessions."""
         self._foreseen.forget()
 
-    def _continues(self, entries: Sequence[RunningSession]) -> bool:
-        """Return whether the next step follows from the tokens of these sessions' step alone: they are all sessions,
-        none may have candidates, and no reader is about to fall too far behind."""
-        eligibility = self._eligibility
+    def _continues(self, plan: StepPlan) -> bool:
+        """Return whether the step after this one follows from its tokens alone: it has all sessions, none may have or
+        need candidates, no reader is about to fall too far behind, and no tenant gives way to another."""
+        entries, eligibility = [entry for entry, _ in plan.entries], self._eligibility
+        self._division = self.shares.divide(entries, self._threads.latency)
+        if self._division is not None and not (plan.decodes_only and self._division.takes_all):
+            return False
         return self._queue.consists_of(entries) and not any(
-            eligibility.uses_remote_draft(entry.session)
+            entry.session.needs_draft
+            or eligibility.uses_remote_draft(entry.session)
             or eligibility.uses_proposers(entry.session)
             or self._queue.throttled(entry, ahead=1)
             for entry in entries
@@ -205,7 +211,11 @@ class Planner:
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Update the latency model with a step's duration. T_v is that of short texts: steps with prompts update the
-        slowdown instead, since rows of long prompts cost more."""
+        slowdown instead, since rows of long prompts cost more.
+
+        A step launched early lasts from its launch. Where the host takes longer than the device, that is the host's
+        time, as it is the time between two tokens.
+        """
         if plan.decodes_only:
             self._threads.observe(plan.rows, seconds)
         else:

@@ -80,8 +80,8 @@ class Division:
 
     @property
     def takes_all(self) -> bool:
-        """True if every session takes part."""
-        return not (self.measures or self.sitting_out)
+        """True if every session takes part, and no tenant's credit changes."""
+        return not (self.measures or self.sitting_out or self.credit)
 
     def alone(self, tenant: str, extra: int = 0) -> float:
         """Return the seconds of a step with the rows of one tenant, plus `extra` candidates."""

@@ -34,35 +34,38 @@ from verifier_service.sessions.step_rows import ScheduledRows, TreeRows
 
 
 class VerifiedStep:
-    """The verified trees of a step. The constructor waits for its pass, launched at the time `begun`; it commits
-    nothing and raises any error. `apply` commits. An engine that computes asynchronously calls `beside` meanwhile."""
+    """The verified trees of a step. The constructor waits for its pass, launched at the time `launched`; it commits
+    nothing and raises any error. `apply` commits. An engine that computes asynchronously calls `beside` meanwhile.
+    `observe` gets the verified trees and the logits, which are not kept."""
 
     def __init__(
         self,
         entries: Sequence[tuple[RunningSession, ScheduledRows]],
         computing: Pass,
-        begun: float,
+        launched: float,
         beside: Callable[[], None] = lambda: None,
+        observe: Callable[[Sequence[TreeVerification], StepLogits], None] = lambda *_: None,
     ) -> None:
         pairs = [(e, TreeVerification(e.session, rows)) for e, rows in entries if rows.root_row is not None]
-        self.verifications = [verification for _, verification in pairs]
+        verifications = [verification for _, verification in pairs]
 
         def asked() -> Mapping[int, SamplingQuery]:
-            queries = dict(chain.from_iterable([v.queries() for v in self.verifications]))
+            queries = dict(chain.from_iterable([v.queries() for v in verifications]))
             beside()
             return queries
 
-        self.logits = computing.logits(asked)
-        self.forward_seconds = time.monotonic() - begun
-        verify_trees(self.verifications, self.logits)
+        logits = computing.logits(asked)
+        self.forward_seconds = time.monotonic() - launched
+        verify_trees(verifications, logits)
         self._prefilled = [(entry, rows.count) for entry, rows in entries if rows.root_row is None]
         self._sound = [(entry, verification) for entry, verification in pairs if verification.error is None]
         self.failed = [(entry, verification.error) for entry, verification in pairs if verification.error is not None]
         # Slots (from, to) to copy: accepted candidates of side branches.
         self.kv_copies = [copy for _, verification in self._sound for copy in verification.kv_copies]
-        self._add_logprobs()
+        self._add_logprobs(logits)
+        observe(verifications, logits)
 
-    def _add_logprobs(self) -> None:
+    def _add_logprobs(self, logits: StepLogits) -> None:
         """Add the log-probabilities of committed tokens to the results of requests for them."""
         asking = [
             verification for _, verification in self._sound if verification.session.request.top_logprobs is not None
@@ -72,7 +75,7 @@ class VerifiedStep:
         rows = [row for verification in asking for row in verification.rows]
         tokens = np.asarray([token for verification in asking for token in verification.result.tokens])
         tops = [verification.session.request.top_logprobs or 0 for verification in asking for _ in verification.rows]
-        found = iter(self.logits.logprobs(rows, tokens, tops))
+        found = iter(logits.logprobs(rows, tokens, tops))
         for verification in asking:
             verification.result.logprobs = list(islice(found, len(verification.rows)))
 

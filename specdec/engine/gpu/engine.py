@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,19 +47,21 @@ MIN_PARTIALS = 1 << 12
 again."""
 
 
-@dataclass(frozen=True)
 class GpuPass:
-    """A forward pass on the GPU's stream. Its logits [n, vocabulary] have memory of their own, so they outlive the
-    launch of the next pass."""
+    """A forward pass on the GPU's stream, with its logits [n, vocabulary]. They are released when used: the next pass
+    needs as much memory."""
 
-    wanted: Tensor
-    computing: Callable[[], AbstractContextManager[None]]
+    def __init__(self, logits: Tensor, on_gpu: Callable[[], AbstractContextManager[None]]) -> None:
+        self._logits: Tensor | None = logits
+        self._on_gpu = on_gpu
 
     def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> GpuLogits:
-        with self.computing():
+        logits, self._logits = self._logits, None
+        assert logits is not None
+        with self._on_gpu():
             queries = asked()
-            rows = GpuLogits(self.wanted, queries)
-            if not queries and self.wanted.device.type == "cuda":
+            rows = GpuLogits(logits, queries)
+            if not queries and logits.device.type == "cuda":
                 torch.cuda.synchronize()  # nothing was fetched, hence no wait so far: the pass must be over on return
         return rows
 

@@ -4,41 +4,84 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
+from specdec.decoding.query import SamplingQuery
+from specdec.decoding.sampling import Sampling
+from specdec.decoding.step_logits import StepLogits
+from specdec.decoding.token_mask import TokenMask
 from specdec.engine.batch import PackedBatch
 from specdec.engine.engine import Pass
 from specdec.engine.kv.blocks import BLOCK
+from specdec.grammar.text_grammar import TextGrammar
 from tests.verifier_service.fakes import (
     BAD,
     DEAR,
     END,
+    VOCABULARY,
     Client,
     Decided,
+    DeviceTextEngine,
     QueuedTextEngine,
     run,
     step_loop,
 )
-from tests.verifier_service.step_loop.helpers import WARM, check_over, client, expect_no_growth, turns
+from tests.verifier_service.step_loop.helpers import SAMPLINGS, WARM, check_over, client, expect_no_growth, turns
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import LENGTH
+from verifier_service.costs.step_latency import StepLatency
 from verifier_service.speculation.controller import Mode
 from verifier_service.step_loop import StepLoop
 
 
-class Queued(QueuedTextEngine):
-    """Raises `launch_failure` at the next launch."""
+@dataclass(frozen=True)
+class FailingPass:
+    """A pass that fails on the device: the host knows when it waits."""
 
-    launch_failure: Exception | None = None
+    error: Exception
+
+    def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
+        raise self.error
+
+
+class Queued(QueuedTextEngine):
+    """Counts rows of texts that have ended. The next pass fails with `failure`, of a plain text engine, at its launch;
+    with `device_failure` when waited for."""
+
+    ended_rows = 0
+    device_failure: Exception | None = None
 
     def launch(self, batch: PackedBatch) -> Pass:
-        if self.launch_failure is not None:
-            failure, self.launch_failure = self.launch_failure, None
-            raise failure
-        return super().launch(batch)
+        self.ended_rows += np.count_nonzero(batch.tokens == END)
+        launched = super().launch(batch)
+        failure, self.device_failure = self.device_failure, None
+        return launched if failure is None else FailingPass(failure)
+
+
+class Alternates:
+    """A grammar of even and odd tokens in turn."""
+
+    def __init__(self) -> None:
+        self._length = 0
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        self._length += len(tokens)
+
+    def allowed(self, path: Sequence[int]) -> TokenMask:
+        odd = (self._length + len(path)) % 2
+        return np.full(-(-VOCABULARY // 8), 0b10101010 if odd else 0b01010101, dtype=np.uint8)
+
+
+class Unsure(StepLatency):
+    """A step latency that stays as uncertain as at start."""
+
+    def observe(self, rows: int, seconds: float) -> None: ...
 
 
 def begun(blocks: int = 30, **options: Any) -> tuple[StepLoop, Queued]:
@@ -104,9 +147,7 @@ def test_a_row_of_a_text_with_an_end_token_changes_nothing() -> None:
     clients = [client(loop, BLOCK - 4, seed, 150, end_tokens=ends, sampling=WARM) for seed in range(12)]
     run(loop, *clients)
     check_over(loop, engine, *clients)
-    assert sum(len(each.tokens) < 150 for each in clients) > 6
-    assert loop.turn() is None
-    assert loop.pool.held == 0
+    assert engine.ended_rows > 0
 
 
 def _joins(loop: StepLoop, one: Client) -> list[Client]:
@@ -118,12 +159,7 @@ def _leaves(loop: StepLoop, one: Client) -> list[Client]:
     return []
 
 
-def _gets_candidates(loop: StepLoop, one: Client) -> list[Client]:
-    one.offer(right=2, wrong=[3])
-    return []
-
-
-@pytest.mark.parametrize("comes", [_joins, _leaves, _gets_candidates])
+@pytest.mark.parametrize("comes", [_joins, _leaves])
 def test_whatever_comes_during_a_pass_waits_for_its_end(comes: Callable[[StepLoop, Client], list[Client]]) -> None:
     loop, engine = begun()
     one, other = client(loop, 5, 1, 60), client(loop, 5, 2, 60)
@@ -218,19 +254,80 @@ def test_no_pass_is_launched_early_for_a_text_that_speculates() -> None:
     check_over(loop, engine, one, forced)
 
 
-def test_a_pass_that_cannot_be_launched_early_is_launched_when_due() -> None:
+@pytest.mark.parametrize("failure", [RuntimeError("it failed once"), MemoryError()], ids=["error", "shortage"])
+@pytest.mark.parametrize("when", ["failure", "device_failure"])
+def test_a_pass_that_fails_is_repeated(when: str, failure: Exception) -> None:
     loop, engine = begun()
     clients = [client(loop, 5, seed, 40) for seed in range(2)]
     decoding(loop, *clients)
-    engine.launch_failure = RuntimeError("it failed once")
-    assert early(loop, engine, 2) == [False, True]
+    assert engine.computes
+    setattr(engine, when, failure)
     run(loop, *clients)
+    assert getattr(engine, when) is None
     check_over(loop, engine, *clients)
 
 
-def test_a_broken_text_ends_alone() -> None:
+def test_a_text_that_breaks_in_an_early_pass_ends_alone() -> None:
     loop, engine = begun()
-    good, broken = client(loop, 5, 1, 60), Client(loop, [5, 6, BAD], 60)
+    good, broken = client(loop, 5, 1, 60), client(loop, 5, 2, 60, sampling=Sampling())
+    decoding(loop, good, broken)
+    assert BAD in broken.want[2:-1]
     run(loop, good, broken)
     assert isinstance(broken.mail.error, FloatingPointError)
+    assert broken.tokens == broken.want[: broken.want.index(BAD) + 1]
     check_over(loop, engine, good)
+
+
+def test_a_grammar_is_asked_after_the_commit() -> None:
+    loop, engine = begun()
+    one, other = client(loop, 5, 1, 60), client(loop, 5, 2, 60)
+    one.session.grammar = cast("TextGrammar", Alternates())
+    decoding(loop, one, other)
+    assert early(loop, engine, 10) == [True] * 10
+    run(loop, one, other)
+    assert [token % 2 for token in one.tokens] == [n % 2 for n in range(60)]
+    check_over(loop, engine, other)
+
+
+def test_the_price_of_candidates_is_that_of_steps_that_are_due() -> None:
+    """Early steps and others observe the same break-even, or drafts would be judged by who else is there."""
+    found = []
+    for engine in (Queued(30), DeviceTextEngine(30)):
+        loop = step_loop(engine, Unsure((1, 256), [1.0, 256.0]), controller=Decided(Mode.OFF))
+        run(loop, client(loop, max_tokens=40))
+        found.append(loop._speculation.eligibility.break_even)
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+    assert found[0] > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_storm_without_speculation(seed: int) -> None:
+    dice = Random(seed)
+    loop, engine = begun(30)
+    clients: list[Client] = []
+    early_passes = 0
+    for turn in range(400):
+        alive = [each for each in clients if not each.over]
+        if dice.random() < 0.1:
+            ends = frozenset({END}) if dice.random() < 0.5 else frozenset[int]()
+            length, most = dice.choice([1, BLOCK - 1, BLOCK, 100]), dice.randint(2, 80)
+            sampling = dice.choice(SAMPLINGS)
+            tenant = dice.choice("aaab")
+            clients.append(
+                client(loop, length, dice.randrange(4), most, end_tokens=ends, sampling=sampling, tenant=tenant)
+            )
+        if alive and dice.random() < 0.05:
+            one = dice.choice(alive)
+            one.cancel()
+            assert one.tokens == one.want[: len(one.tokens)]
+            clients.remove(one)
+        if turn % 100 == 50:
+            engine.device_failure = RuntimeError("it failed once")
+        for each in alive:
+            each.read()
+        loop.turn()
+        early_passes += engine.computes
+    run(loop, *clients)
+    check_over(loop, engine, *clients)
+    assert early_passes > 100
+    assert engine.ended_rows > 0
