@@ -58,7 +58,7 @@ class Queued(QueuedTextEngine):
     device_failure: Exception | None = None
 
     def launch(self, batch: PackedBatch) -> Pass:
-        self.ended_rows += np.count_nonzero(batch.tokens == END)
+        self.ended_rows += int(np.count_nonzero(batch.tokens == END))
         launched = super().launch(batch)
         failure, self.device_failure = self.device_failure, None
         return launched if failure is None else FailingPass(failure)
