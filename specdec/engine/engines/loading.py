@@ -94,11 +94,10 @@ def _backend(kind: Kind) -> type[AttentionBackend]:
 
 def _onnx(directory: ModelDirectory, placement: Placement, dtype: Dtype, threads: int) -> Engine:
     """Load the ONNX Runtime engine; export the model first if its directory has no graph."""
-    import onnxruntime
-
     from specdec.engine.onnx.engine import OnnxEngine
+    from specdec.engine.onnx_runtime import ort
 
-    providers(parse_device(placement.device), onnxruntime.get_available_providers())  # fail before an export in vain
+    providers(parse_device(placement.device), ort.get_available_providers())  # fail before an export in vain
     if not (directory.path / GRAPH).is_file():
         from specdec.engine.onnx.first_use import exported
 

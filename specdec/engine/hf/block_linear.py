@@ -44,7 +44,7 @@ class BlockLinear(torch.nn.Module):
         self.dtype = linear.weight.dtype
         self.bias = linear.bias
         self._element = ELEMENTS[self.dtype]
-        import onnxruntime as ort
+        from specdec.engine.onnx_runtime import ort
 
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
@@ -100,14 +100,9 @@ def in_blocks(weight: NDArray[Any], bits: int) -> dict[str, NDArray[Any]]:
     """Quantise a weight [k, n] in blocks along k. Return the inputs of MatMulNBits after the activations, in order:
     blocks, scales and zero points. ONNX Runtime's own code computes them, for some columns at a time: it copies them
     several times."""
-    from onnxruntime.quantization.matmul_nbits_quantizer import (
-        DefaultWeightOnlyQuantConfig,
-        DefaultWeightOnlyQuantizer,
-    )
+    from specdec.engine.onnx_runtime import block_quantizer
 
-    quantizer = DefaultWeightOnlyQuantizer(
-        DefaultWeightOnlyQuantConfig(block_size=BLOCK, is_symmetric=False, bits=bits)
-    )
+    quantizer = block_quantizer(BLOCK, bits)
     columns = weight.shape[1]
     pieces = (weight[:, begin : begin + PIECE_COLUMNS] for begin in range(0, columns, PIECE_COLUMNS))
     found = [quantizer.qbits_block_quant(np.ascontiguousarray(piece)) for piece in pieces]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from specdec.engine.batch import PackedBatch
@@ -31,6 +30,7 @@ from specdec.engine.model_directory import (
 from specdec.engine.model_file import in_one_line, opened, read_fields
 from specdec.engine.onnx.providers import CPU, OnnxDevice, check_started, parse_device, providers
 from specdec.engine.onnx.shortlists import OnnxDraftLogits
+from specdec.engine.onnx_runtime import ort
 from specdec.engine.padded.layout import PaddedBatch, PaddedPacker
 from specdec.engine.working_memory import logits_bytes, row_bytes
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from specdec.decoding.draft_logits import Shortlists, shortlists
 from specdec.decoding.processing import Logits
+from specdec.engine.onnx_runtime import ort
 
 
 class OnnxDraftLogits:

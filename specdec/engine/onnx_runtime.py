@@ -1,0 +1,29 @@
+"""ONNX Runtime, with its telemetry off. Every module of the product that uses it imports it from here.
+
+Official builds write a device id to the user's cache and look up a host of their maker, again and again. The variable
+turns all of that off, but only if it is set before the library is loaded; the call turns off what remains in builds
+that do not know the variable.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # for child processes too
+
+import onnxruntime as ort
+
+ort.disable_telemetry_events()
+
+__all__ = ["block_quantizer", "ort"]
+
+
+def block_quantizer(block: int, bits: int) -> Any:
+    """Return the library's own quantiser of weights, to `bits` in blocks of `block` values, with zero points."""
+    from onnxruntime.quantization.matmul_nbits_quantizer import (
+        DefaultWeightOnlyQuantConfig,
+        DefaultWeightOnlyQuantizer,
+    )
+
+    return DefaultWeightOnlyQuantizer(DefaultWeightOnlyQuantConfig(block_size=block, is_symmetric=False, bits=bits))
