@@ -88,18 +88,18 @@ def keep_compiled_code() -> None:
             if not why:
                 continue
             log.warning("cache_not_used", folder=named, why=why, cost=f"{variable} is not followed")
-        folder = (usable() or _temporary()) / name
+        folder = (usable() or temporary()) / name
         if why := why_unusable(folder):
             log.warning("cache_not_used", folder=str(folder), why=why, cost="every start compiles and checks again")
-            folder = _temporary() / name
+            folder = temporary() / name
             folder.mkdir(mode=0o700, exist_ok=True)
         os.environ[variable] = str(folder)
 
 
 @functools.cache
-def _temporary() -> Path:
+def temporary() -> Path:
     """Return a new private folder, removed when this process ends."""
-    folder = tempfile.mkdtemp(prefix="specdec-compiled-")  # mode 0700
+    folder = tempfile.mkdtemp(prefix="specdec-")  # mode 0700
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
 

@@ -17,6 +17,9 @@ log = structlog.get_logger()
 ON_STDOUT = "SPECDEC_PHASES_ON_STDOUT"
 """Environment variable set by a parent process to get phases on stdout as well."""
 
+EXPORT = "export"
+"""The phase in which a draft is exported."""
+
 Progress = Callable[[str, int, int], None]
 """Called with what is done, the bytes done, and the bytes in all."""
 
@@ -53,6 +56,11 @@ def progress_to(say: Callable[[str], None]) -> Progress:
             say(f"{what}, {done / 1e9:.2f} of {total / 1e9:.2f} GB")
 
     return progress
+
+
+def is_progress(reported: str) -> bool:
+    """Return True if what a start reports is the progress of its phase, not a new phase."""
+    return ", " in reported
 
 
 def report(what: str) -> None:

@@ -20,6 +20,7 @@ from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.placement import Placement, WantedDtype
 from specdec.engine.preflight.check import Wanted
 from specdec.engine.preflight.memory_needed import in_gigabytes, memory_needed
+from specdec.engine.start_phases import EXPORT, is_progress
 from specdec.engine.unsupported import UnsupportedModelError
 from specdec.local.child import DRAIN_SECONDS, Child, LocalError, stop
 from specdec.local.models import ModelPaths
@@ -72,7 +73,8 @@ class Stack:
         route: Callable[[str], str] = lambda address: address,
     ) -> Iterator[Stack]:
         """Start the services, wait until they are ready, and stop them on exit of the context. LocalError if one does
-        not start. `ModelPaths.chosen` selects the models; `dtype` and `device` are the target's.
+        not start; a draft that cannot be exported is left out instead. `ModelPaths.chosen` selects the models; `dtype`
+        and `device` are the target's.
 
         With `openai_options`, OpenAI's HTTP API is served as well. All services but the orchestrator take free ports
         unless their options set one. `drain_seconds` bounds the drain, and `forced` cuts it short once it returns True.
@@ -84,6 +86,7 @@ class Stack:
         children: dict[str, Child] = {}
         addresses: dict[str, str] = {}
         begin = time.monotonic()
+        phases: dict[str, str] = {}  # the last one of each role
 
         def spawn(role: str, model: Path | None, *options: str) -> None:
             say(f"{role} starts" if model is None else f"{role} starts: {model}")
@@ -94,6 +97,8 @@ class Stack:
             children[role] = Child.start(role, "-m", *programs[role], *common, *draining, *served, *options)
 
         def starts(role: str, phase: str) -> None:
+            if not is_progress(phase):
+                phases[role] = phase
             say(f"{role} starts: {phase.replace('_', ' ')}")
 
         def why(role: str, how: str) -> str:
@@ -105,12 +110,16 @@ class Stack:
             return f": {how}{_memory_of(wanted[role])}" if role in wanted else f": {how}"
 
         def await_ready(*roles: str) -> None:
-            while waiting := [role for role in roles if role not in addresses]:
+            while waiting := [role for role in roles if role in children and role not in addresses]:
                 for role in waiting:
                     if address := children[role].ready_at(partial(starts, role)):
                         addresses[role] = address
                         say(f"{role} is ready at {address} after {time.monotonic() - begin:.1f} s")
                     elif (how := children[role].ending()) is not None:
+                        if phases.get(role) == EXPORT:  # only a draft is exported, and texts do without
+                            say(f"draft was not exported{why(role, how)}: going on without it")
+                            stop([children.pop(role)])
+                            continue
                         raise LocalError(f"{role} did not start{why(role, how)}")
                 if stopped():
                     raise LocalError("interrupted")
@@ -125,7 +134,7 @@ class Stack:
             spawn("verifier", models.target, *placed, *of_target, *local, *verifier_options)
             if models.draft is not None:
                 spawn("draft", models.draft, *of_draft, *draft_options)
-            await_ready(*children)
+            await_ready(*list(children))
             patience = max(MIN_FAILOVER_SECONDS, 2 * (time.monotonic() - begin))
             peers = ["--failover-seconds", f"{patience:.0f}"]
             peers += (word for role, address in addresses.items() for word in (f"--{role}", route(address)))

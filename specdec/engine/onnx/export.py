@@ -332,6 +332,8 @@ def _quiet(name: str) -> Iterator[None]:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
+    except OSError:  # of the folder, not of the model
+        raise
     except Exception as error:  # the exporter's errors have no common base
         first_line = str(error).strip().partition("\n")[0]
         raise UnsupportedModelError(f"{name} cannot be exported: {type(error).__name__}: {first_line}") from error

@@ -11,9 +11,10 @@ from typing import Literal
 import structlog
 
 from specdec.engine import start_phases
-from specdec.engine.derived_models import make_user_cache, place_of_export, what_is_broken
+from specdec.engine.cache_folder import temporary
+from specdec.engine.derived_models import make_user_cache, place_of_export, user_cache, what_is_broken
 from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory
-from specdec.engine.model_file import ModelDirectoryError, read_fields, unreadable
+from specdec.engine.model_file import ModelDirectoryError, read_fields
 from specdec.engine.unsupported import UnsupportedModelError
 from specdec.exit_status import how_it_ended
 
@@ -31,20 +32,37 @@ def exported(directory: ModelDirectory, dtype: Dtype = "float32", *, quantised: 
     if broken := what_is_broken(target):
         if target.exists():
             log.warning("export_is_broken", export=str(target), why=broken, cost="the model is exported again")
-        try:
-            make_user_cache()
-        except OSError as error:
-            raise unreadable(target, error) from error
-        with start_phases.phase("export"):
-            _export(directory, target, dtype, quantised)
+        with start_phases.phase(start_phases.EXPORT):
+            try:
+                make_user_cache()
+                _export(directory, target, dtype, quantised)
+            except OSError as error:
+                target = _without_cache(directory, dtype, quantised, error)
         description = read_fields(target / DESCRIPTION)
         if description is not None and description.has("agreement"):
             log.info("quantised", bits=description.content["bits"], **description.fields("agreement").content)
     return target
 
 
+def _without_cache(directory: ModelDirectory, dtype: Dtype, quantised: bool, error: OSError) -> Path:
+    """Export a model into a folder that lives as long as this process, since the cache cannot be written; return its
+    path. ModelDirectoryError, naming both folders, if that fails too."""
+    folder, why = user_cache(), error.strerror or str(error)
+    log.warning("cache_not_used", folder=str(folder), why=why, cost="every start exports the draft again")
+    target = temporary() / directory.name
+    try:
+        _export(directory, target, dtype, quantised)
+    except OSError as again:
+        raise ModelDirectoryError(
+            f"{directory.path}: the export can be written neither to {folder} ({why}) nor to {target.parent} "
+            f"({again.strerror or again}): set XDG_CACHE_HOME to a folder with room, or run `specdec export`"
+        ) from again
+    return target
+
+
 def _export(directory: ModelDirectory, target: Path, dtype: Dtype, quantised: bool) -> None:
-    """Run the export in a new process, and report its progress; raise its error."""
+    """Run the export in a new process, and report its progress; raise its error, an OSError if the folder cannot be
+    written."""
     context = multiprocessing.get_context("spawn")
     told, telling = context.Pipe(duplex=False)
     process = context.Process(target=_in_process, args=(directory.path, target, dtype, quantised, telling), daemon=True)
@@ -81,3 +99,5 @@ def _in_process(path: Path, target: Path, dtype: Dtype, quantised: bool, telling
         )
     except (ModelDirectoryError, UnsupportedModelError) as error:
         telling.send(error)
+    except OSError as error:
+        telling.send(OSError(error.errno, error.strerror or str(error), error.filename))

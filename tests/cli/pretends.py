@@ -1,0 +1,14 @@
+"""A service that does nothing: it is ready at once, or fails in the phase named by `--fails-in`."""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    if "--fails-in" in sys.argv:
+        phase = sys.argv[sys.argv.index("--fails-in") + 1]
+        print(f"starting imports\nstarting {phase}\nstarting quantising, 0.10 of 0.20 GB", flush=True)
+        print("draft: no space", file=sys.stderr)
+        sys.exit(1)
+    print("ready 127.0.0.1:1", flush=True)
+    sys.stdin.read()  # until the parent ends it
