@@ -157,7 +157,7 @@ def up(
     from specdec.local import LocalError, ModelPaths, Stack
     from specdec.local.child import DRAIN_SECONDS
     from specdec.local.upkeep import Upkeep
-    from specdec.serving.process.listening import ListenError, bound
+    from specdec.serving.process.listening import ListenError, bound, check_apart
     from specdec.text.check import check_text
 
     stop: list[int] = []
@@ -181,6 +181,16 @@ def up(
                 ExitStatus.USAGE,
             )
         models = ModelPaths.chosen(target, draft, local_draft)
+        listening = {
+            "--verifier-port": (of_verifier, (port and ports.VERIFIER) if verifier_port is None else verifier_port),
+            "--draft-port": (of_draft, (port and ports.DRAFT) if draft_port is None else draft_port),
+            "--port": (of_orchestrator, port),
+        }
+        if models.draft is None:
+            del listening["--draft-port"]
+        if openai_port is not None:
+            listening["--openai-port"] = of_openai, openai_port
+        check_apart({option: (values.get("host", "127.0.0.1"), at) for option, (values, at) in listening.items()})
         wanted = {"target": Wanted(models.target, _placement(of_verifier))}
         if models.local_draft is not None:
             wanted["local draft"] = Wanted(models.local_draft, replace(_placement(of_verifier), beside=True))
@@ -188,17 +198,9 @@ def up(
             wanted["draft"] = Wanted(models.draft, replace(_placement({"engine": "onnx"} | of_draft), is_draft=True))
         opened = dict(zip(wanted, check(*wanted.values()), strict=True))  # converts GGUF files
         check_text(opened["target"])
-        listening = {
-            "--verifier-port": (of_verifier, (port and ports.VERIFIER) if verifier_port is None else verifier_port),
-            "--draft-port": (of_draft, (port and ports.DRAFT) if draft_port is None else draft_port),
-            "--port": (of_orchestrator, port),
-        }
-        if openai_port is not None:
-            listening["--openai-port"] = of_openai, openai_port
         for option, (values, at) in listening.items():
             values["port"] = at
-            if values is not of_draft or models.draft is not None:
-                bound(values.get("host", "127.0.0.1"), at, option=option).close()
+            bound(values.get("host", "127.0.0.1"), at, option=option).close()
         for line in memory_lines(memory_of({role: (wanted[role], opened[role]) for role in wanted})):
             say(line)
 

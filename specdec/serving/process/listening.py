@@ -6,7 +6,9 @@ Needs nothing but sockets, so that ports can be checked before anything heavy is
 from __future__ import annotations
 
 import errno
+import itertools
 import socket
+from collections.abc import Mapping
 
 
 class ListenError(Exception):
@@ -27,6 +29,18 @@ class ListenError(Exception):
                 "machine, or 0.0.0.0 for all interfaces"
             )
         return cls(f"{option} {port}: {what}")
+
+
+ANY_HOST = frozenset({"0.0.0.0", "::", ""})
+"""Hosts that stand for all interfaces."""
+
+
+def check_apart(addresses: Mapping[str, tuple[str, int]]) -> None:
+    """Raise ListenError if two services are given one port. `addresses`: (host, port) by the option that sets the port;
+    0 takes a free one."""
+    for (option, (host, port)), (other, (other_host, other_port)) in itertools.combinations(addresses.items(), 2):
+        if port and port == other_port and (host == other_host or ANY_HOST & {host, other_host}):
+            raise ListenError(f"{option} {port} and {other} {port}: two services cannot have one port, change one")
 
 
 def bound(host: str, port: int, *, shared: bool = False, option: str = "--port") -> socket.socket:
