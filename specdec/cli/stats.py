@@ -16,6 +16,7 @@ from specdec.cli.access import ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, TlsName,
 from specdec.cli.failure import fail, status_of
 from specdec.cli.pod_stats import NoSuchServiceError, PodStats, ask
 from specdec.cli.stats_table import printable, table
+from specdec.client.errors import mismatch
 from specdec.command_line import address, duration
 from specdec.exit_status import ExitStatus
 from specdec.wire.address import Address
@@ -80,5 +81,5 @@ def _told(error: Exception, target: str, timeout: float) -> tuple[str, ExitStatu
         return f"{target}: no answer within {timeout:g} s", ExitStatus.UNREACHABLE
     if code is grpc.StatusCode.UNAVAILABLE:
         why = re.sub("^[A-Z_]+: ", "", details.rpartition("last error: ")[2])
-        return f"{target}: no gRPC server answers ({why})", ExitStatus.UNREACHABLE
+        return f"{target}: {mismatch(why) or f'no gRPC server answers ({why})'}", ExitStatus.UNREACHABLE
     return f"{target}: {code.name}: {details}", status_of(code)

@@ -13,6 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.cli.access import OPEN, Access
+from specdec.client.errors import mismatch
 from specdec.v2 import verifier_pb2
 from specdec.wire.address import parse_addresses
 
@@ -85,15 +86,19 @@ def waited_for(targets: list[str], access: Access = OPEN) -> str:
     channels = [access.channel(target) for target in targets]
     asked = health_pb2.HealthCheckRequest(service=VERIFIER)
     calls = [health_pb2_grpc.HealthStub(channel).Check.future(asked, timeout=LOOK_SECONDS) for channel in channels]
-    absent, without = [], []
+    absent, without, unfit = [], [], []
     for target, call in zip(targets, calls, strict=True):
         code = call.code()  # waits for it
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             absent.append(target)
+            if remedy := mismatch(call.details() or ""):
+                unfit.append(f"{target}: {remedy}")
         elif code is grpc.StatusCode.OK and call.result().status != health_pb2.HealthCheckResponse.SERVING:
             without.append(target)
     for channel in channels:
         channel.close()
+    if len(unfit) == len(targets):
+        return "; ".join(unfit)
     if len(absent) == len(targets):
         return f"waiting for an orchestrator: nothing answers at {', '.join(absent)} (is it still starting?)"
     if len(absent) + len(without) == len(targets):

@@ -175,9 +175,46 @@ def _in_other_words(code: grpc.StatusCode, details: str) -> str:
     if code is grpc.StatusCode.UNIMPLEMENTED:  # the server has no such service
         return f"the server is not an orchestrator, or has another protocol version than this client, {PACKAGE}"
     if code is grpc.StatusCode.UNAVAILABLE and "last error: " in details:
-        why = re.sub("^[A-Z_]+: (ipv[46]:)?", "", details.rpartition("last error: ")[2])
-        return f"no server answers: {unquote(why)}"
+        why = unquote(re.sub("^[A-Z_]+: (ipv[46]:)?", "", details.rpartition("last error: ")[2]))
+        remedy = mismatch(why)
+        return f"no server answers: {why}" if remedy is None else f"{_address_in(why)}{remedy}"
     return details
+
+
+_MISMATCHES = (
+    ("WRONG_VERSION_NUMBER", "the server does not speak TLS: leave out the credentials (--tls, --tls-ca)"),
+    (
+        "Hostname Verification",
+        "the server's certificate is for another name than its address: use a name in the certificate, or give it "
+        "(--tls-name)",
+    ),
+    (
+        "CERTIFICATE_VERIFY_FAILED",
+        "the server's certificate is not of an authority that this client trusts: give the authority's file (--tls-ca)",
+    ),
+    (
+        "Failed parsing HTTP/2",
+        "this is another kind of server, perhaps the HTTP one of `specdec openai`: use the port of the orchestrator",
+    ),
+    (
+        "Socket closed",
+        "the server closes new connections: perhaps it speaks TLS, and this client does not (--tls-ca, --tls), or it "
+        "requires a client certificate (--tls-cert)",
+    ),
+)
+"""gRPC's words for two ends that do not fit each other, and what to do."""
+
+
+def mismatch(why: str) -> str | None:
+    """Return what to do about a connection that failed for this reason of gRPC's; None if the two ends fit each
+    other."""
+    return next((remedy for words, remedy in _MISMATCHES if words in why), None)
+
+
+def _address_in(why: str) -> str:
+    """Return the address at the beginning of a reason of gRPC's, with a colon; empty if there is none."""
+    found = re.match(r"(\[[^\]]*\]|[^\s:]+):\d+: ", why)
+    return found[0] if found else ""
 
 
 def is_loss(error: SpecdecError) -> bool:
