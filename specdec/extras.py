@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import json
 import sys
+import urllib.parse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -82,6 +85,28 @@ def needed_extra(arguments: Sequence[str]) -> str:
 
 
 def install_command(extra: str) -> str:
+    """Return the command that adds an extra to this installation, from where it came."""
+    try:
+        origin = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        origin = None
+    return command_from(origin, extra)
+
+
+def command_from(origin: str | None, extra: str) -> str:
+    """Return the command for an installation of this `origin`, in PEP 610's JSON: a checkout, a file, or None for a
+    package index."""
+    try:
+        told = {} if origin is None else json.loads(origin)
+        url = urllib.parse.urlsplit(told.get("url", ""))
+        editable, folder = told.get("dir_info", {}).get("editable", False), "dir_info" in told
+    except (ValueError, AttributeError):
+        return f"pip install '{DISTRIBUTION}[{extra}]'"
+    path = urllib.parse.unquote(url.path)
+    if folder and url.scheme == "file":
+        return f"pip install {'-e ' if editable else ''}'{path}[{extra}]'"
+    if url.scheme:
+        return f"pip install '{DISTRIBUTION}[{extra}] @ {url.geturl()}'"
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 

@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from specdec import cli
-from specdec.extras import DISTRIBUTION, EXTRAS, HELD, NEEDED
+from specdec.extras import DISTRIBUTION, EXTRAS, HELD, NEEDED, command_from, install_command
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -125,6 +125,24 @@ def test_a_missing_module_is_one_line(module: str, arguments: tuple[str, ...], e
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr.endswith(f"{module} is not installed: pip install '{DISTRIBUTION}[{extra}]'\n"), done.stderr
+    assert done.stderr.endswith(f"{module} is not installed: {install_command(extra)}\n"), done.stderr
     assert "Traceback" not in done.stderr
     assert sum(not line.startswith(("{", "20")) for line in done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        (None, "pip install 'specdec-serve[draft]'"),
+        ("broken", "pip install 'specdec-serve[draft]'"),
+        ("[]", "pip install 'specdec-serve[draft]'"),
+        ('{"url": "file:///a%20b/repo", "dir_info": {"editable": true}}', "pip install -e '/a b/repo[draft]'"),
+        ('{"url": "file:///repo", "dir_info": {}}', "pip install '/repo[draft]'"),
+        (
+            '{"url": "file:///w/specdec_serve-1-py3-none-any.whl", "archive_info": {}}',
+            "pip install 'specdec-serve[draft] @ file:///w/specdec_serve-1-py3-none-any.whl'",
+        ),
+    ],
+)
+def test_the_command_fits_how_this_was_installed(origin: str | None, command: str) -> None:
+    assert command_from(origin, "draft") == command

@@ -34,9 +34,9 @@ def doctor(
     kv_tokens: Annotated[int | None, typer.Option(min=512, help="Size of the target's KV cache in tokens.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Report what this machine has and lacks: packages, devices, fast paths, ports, cache folder.
+    """Report what this machine has and lacks: packages, devices, ports, cache folder, and with --model fast paths.
 
-    Exit status 0, or 1 if a model given by --model or --draft cannot run here.
+    The last line is the verdict. Exit status 0, or 1 if a model given by --model or --draft cannot run here.
     """
     from specdec.doctor.report import DoctorOptions, DoctorReport
     from specdec.doctor.table import lines

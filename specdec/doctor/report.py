@@ -17,7 +17,10 @@ from specdec.doctor.places import Cache
 from specdec.engine import fast_paths
 from specdec.engine.fast_paths import FastPathOff
 from specdec.engine.placement import Kind, Placement, WantedDtype
-from specdec.extras import hint
+from specdec.extras import check_installed, hint, install_command
+
+UP = ("cli", "orchestrator", "draft", "verifier")
+"""Extras whose packages `specdec up` needs."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,12 @@ class DoctorReport:
 
     @cached_property
     def fast_paths(self) -> dict[str, FastPathOff | None] | str:
-        """The fast paths of the CPU engine by name, None for those in use; or why they are unknown. Imports torch."""
+        """The fast paths of the CPU engine by name, None for those in use; or why they are unknown. With a model it
+        imports torch, which takes seconds."""
         try:
+            if self.models is None:
+                check_installed("torch")
+                return "give --model: telling them loads the engine, which takes seconds"
             return fast_paths.of_this_machine()
         except ModuleNotFoundError as error:
             return hint(error, "verifier") or str(error)
@@ -85,6 +92,33 @@ class DoctorReport:
     def problem(self) -> str:
         """Why the requested models cannot run here; "" if they can, or there are none."""
         return "" if self.models is None else self.models.problem
+
+    @property
+    def lacking(self) -> str:
+        """Why `specdec up` cannot start here; "" if it can. With models, why they cannot be served."""
+        if self.models is not None:
+            return self.problem
+        if not self.packages:
+            return ""  # not an installed distribution: what is needed is unknown
+        complete = {extra.name for extra in self.extras if not extra.missing}
+        needed = set(UP) - ({"draft"} if "draft-gpu" in complete else set())  # either will do
+        missing = {name for extra in self.extras if extra.name in needed for name in extra.missing}
+        return f"{', '.join(sorted(missing))} not installed: {install_command('all')}" if missing else ""
+
+    @property
+    def verdict(self) -> str:
+        """What can run here, and what needs attention first, as a sentence."""
+        if self.lacking:
+            what = "these models cannot be served here" if self.models else "only part of specdec can run here"
+            return f"Not ready: {what}, because {self.lacking.removesuffix('.')}"
+        told = ["`specdec up` can start here"]
+        if self.models is not None:
+            told = [" and ".join(f"the {model.role}" for model in self.models.found) + " can be served here"]
+        if taken := [f"{places.LISTENING[role]} ({role})" for role, why in self.ports.items() if why]:
+            told.append(f"but first stop what uses port {', '.join(taken)}, or give others")
+        if self.machine.advice:
+            told.append(f"but without the GPU: {self.machine.advice}")
+        return f"Ready: {', '.join(told)}"
 
     def as_json(self) -> dict[str, Any]:
         paths, found = self.fast_paths, self.models
@@ -106,4 +140,6 @@ class DoctorReport:
             "cache": {**self.cache._asdict(), "folder": self.cache.folder and str(self.cache.folder)},
             "models": [model.as_json() for model in (found.found if found else [])],
             "problem": self.problem,
+            "ready": not self.lacking,
+            "verdict": self.verdict,
         }

@@ -17,6 +17,10 @@ BESIDE = 16
 """Width of the next column in characters."""
 
 
+INSTEAD = {"draft-gpu": "draft"}
+"""Extras that exclude another one."""
+
+
 def lines(report: DoctorReport) -> Iterator[str]:
     """Yield the lines of the report. `!` marks items that need attention."""
     machine = report.machine
@@ -47,9 +51,11 @@ def lines(report: DoctorReport) -> Iterator[str]:
     yield "fast paths of the CPU engine"
     if isinstance(report.fast_paths, str):
         yield _line("unknown", report.fast_paths)
-        return
-    for name, off in report.fast_paths.items():
-        yield _line(name, "on" if off is None else f"off, {off.why}; {off.cost}", marked=off is not None)
+    else:
+        for name, off in report.fast_paths.items():
+            yield _line(name, "on" if off is None else f"off, {off.why}; {off.cost}", marked=off is not None)
+    yield ""
+    yield report.verdict
 
 
 def _packages(report: DoctorReport) -> Iterator[str]:
@@ -61,7 +67,8 @@ def _packages(report: DoctorReport) -> Iterator[str]:
         yield _line(package.name, f"{package.installed or 'not installed':{BESIDE}} {wanted}", marked=not package.fits)
     yield "extras"
     for extra in report.extras:
-        missing = f"missing {', '.join(extra.missing)}: {extra.command}"
+        instead = f", instead of {INSTEAD[extra.name]}" if extra.name in INSTEAD else ""
+        missing = f"missing {', '.join(extra.missing)}{instead}: {extra.command}"
         yield _line(extra.name, missing if extra.missing else "complete")
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from specdec import cli
 from specdec.doctor.report import DoctorOptions, DoctorReport
 from specdec.doctor.table import lines
-from specdec.extras import EXTRAS
+from specdec.extras import EXTRAS, install_command
 from tests.vllm.pod import PYTHON, needs_vllm
 
 ROOT = Path(__file__).parents[2]
@@ -63,8 +63,9 @@ def test_a_pair_that_can_be_served() -> None:
         assert f"\n{name}" in done.stdout
     for role in ("target", "draft"):
         assert f"  {role} (llama)" in done.stdout
-    assert done.stdout.count("can be served") == 2
+    assert done.stdout.count(": can be served") == 2
     assert "\n  one call a step          on\n" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("Ready: the target and the draft can be served here")
 
 
 def test_json_tells_the_same() -> None:
@@ -76,6 +77,8 @@ def test_json_tells_the_same() -> None:
     assert told["fast_paths"]["one call a step"] is None
     assert [model["role"] for model in told["models"]] == ["target"]
     assert told["problem"] == ""
+    assert told["ready"]
+    assert told["verdict"].startswith("Ready: the target can be served here")
 
 
 def test_the_target_goes_by_the_name_that_up_gives_it_too(tmp_path: Path) -> None:
@@ -89,8 +92,11 @@ def test_a_model_that_cannot_be_served_is_a_status_and_a_line(tmp_path: Path, js
     assert done.exit_code == 1
     assert done.stderr == f"specdec: {tmp_path}: no config.json\n"
     if json_output:
-        assert json.loads(done.stdout)["problem"] == f"{tmp_path}: no config.json"
+        told = json.loads(done.stdout)
+        assert (told["problem"], told["ready"]) == (f"{tmp_path}: no config.json", False)
     else:
+        verdict = f"Not ready: these models cannot be served here, because {tmp_path}: no config.json"
+        assert done.stdout.splitlines()[-1] == verdict
         assert f"! cannot be served         {tmp_path}: no config.json\n" in done.stdout
 
 
@@ -117,18 +123,27 @@ def test_where_vllm_is_it_is_told() -> None:
     assert [model["role"] for model in told["models"]] == ["target"]
 
 
+def test_without_a_model_nothing_heavy_is_loaded() -> None:
+    """So the verdict comes soon."""
+    code = "import sys; sys.argv[1:] = ['doctor']; from specdec.cli import app; app(standalone_mode=False); "
+    done = ran(["-c", code + "print(*sys.modules)"])
+    *_, verdict, modules = done.stdout.splitlines()
+    assert verdict.startswith("Ready: `specdec up` can start here")
+    assert not {"torch", "transformers", "numba", "onnxruntime"} & set(modules.split())
+
+
 def test_the_client_alone_is_enough() -> None:
     done = client_alone()
     assert (done.returncode, done.stderr) == (0, "")
     assert "\n  torch                    not installed\n" in done.stdout
     assert "\n  none                     not used: no installed service has one\n" in done.stdout
-    assert "\n  unknown                  torch is not installed: pip install 'specdec-serve[verifier]'\n" in done.stdout
+    assert f"\n  unknown                  torch is not installed: {install_command('verifier')}\n" in done.stdout
 
 
 def test_the_client_alone_says_what_a_model_takes() -> None:
     done = client_alone("--model", TARGET)
     assert done.returncode == 1
-    assert done.stderr == "specdec: torch is not installed: pip install 'specdec-serve[verifier]'\n"
+    assert done.stderr == f"specdec: torch is not installed: {install_command('verifier')}\n"
 
 
 # --- what is printed --------------------------------------------------------------------------------
@@ -149,16 +164,48 @@ def test_what_needs_a_look_is_marked() -> None:
 
     found = shown(
         packages=[Package("torch", "2.14.0", SpecifierSet(">=2.13,<2.14")), Package("rich", None, SpecifierSet())],
-        extras=[Extra("cuda", ["triton"])],
+        extras=[Extra("cuda", ["triton"]), Extra("draft-gpu", ["a", "b"])],
         ports={"draft": "another program listens"},
         fast_paths={"a": FastPathOff("a", "why", "cost"), "b": None},
     )
     for line in (
         "! torch                    2.14.0           outside the tested range >=2.13,<2.14",
         "  rich                     not installed    wants ",
-        "  cuda                     missing triton: pip install 'specdec-serve[cuda]'",
+        f"  cuda                     missing triton: {install_command('cuda')}",
+        f"  draft-gpu                missing a, b, instead of draft: {install_command('draft-gpu')}",
         "! 50052 (draft)            taken: another program listens",
         "! a                        off, why; cost",
         "  b                        on",
     ):
         assert line in found
+
+
+@pytest.mark.parametrize(
+    ("extras", "ports", "verdict"),
+    [
+        ({}, {}, "Ready: `specdec up` can start here"),
+        (
+            {},
+            {"draft": "taken", "verifier": ""},
+            "Ready: `specdec up` can start here, but first stop what uses port 50052 (draft), or give others",
+        ),
+        (
+            {"verifier": ["torch", "numba"], "otel": ["x"]},
+            {},
+            "Not ready: only part of specdec can run here, because numba, torch not installed: "
+            + install_command("all"),
+        ),
+        ({"draft": ["onnxruntime"]}, {}, "Not ready: only part of specdec can run here, because onnxruntime not "
+         "installed: " + install_command("all")),
+        ({"draft": ["onnxruntime"], "draft-gpu": []}, {}, "Ready: `specdec up` can start here"),
+    ],
+)  # fmt: skip
+def test_the_verdict(extras: dict[str, list[str]], ports: dict[str, str], verdict: str) -> None:
+    from packaging.specifiers import SpecifierSet
+
+    from specdec.doctor.packages import Extra, Package
+
+    found = [Extra(name, missing) for name, missing in extras.items()]
+    packages = [Package("rich", None, SpecifierSet())]
+    machine = DoctorReport(DoctorOptions()).machine._replace(cuda="no driver")
+    assert shown(extras=found, ports=ports, packages=packages, machine=machine)[-1] == verdict

@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from specdec.doctor.packages import EXTRAS, Package, extras, packages
-from specdec.extras import DISTRIBUTION
+from specdec.extras import DISTRIBUTION, install_command
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
@@ -67,7 +67,7 @@ def test_what_an_extra_lacks_is_named_with_the_command() -> None:
     assert (found["cli"].missing, found["draft"].missing) == ([], [])
     for name in ("verifier", "cuda"):
         assert found[name].missing == ["no-such-package"]
-        assert found[name].command == f"pip install '{DISTRIBUTION}[{name}]'"
+        assert found[name].command == install_command(name)
 
 
 def test_without_metadata_nothing_is_claimed() -> None:
