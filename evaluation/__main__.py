@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,14 +14,13 @@ from specdec.extras import needed_by
 
 with needed_by("evaluate", "evaluate"):
     import typer
-    from rich.console import Console
-    from rich.progress import Progress
 
     from draft_service.servicer import DraftLimits
     from evaluation.hop import hop_seconds
     from evaluation.measurements import LOCAL, REMOTE_DRAFT, TREES, WAYS, Figures, Load, Way, acceptance, speed
     from evaluation.pair import EngineOptions, LoadedModel, Pair
     from evaluation.pools import VERIFIERS, smallest
+    from evaluation.progress import Heard, Progress
     from evaluation.report import ROWS, Distance, EvaluationReport, fastest
     from orchestrator.requests.parsing import parse
     from orchestrator.requests.sample import Sample
@@ -161,30 +159,30 @@ def _evaluated(
     draft_speed: float,
     concurrent: int | None,
 ) -> EvaluationReport:
-    """Measure everything, with a progress bar if stderr is a terminal."""
+    """Measure everything, and show the progress."""
     layout = replace(REMOTE_DRAFT.layout, delay=distance.hop + distance.network, draft_speed=draft_speed)
     remote = replace(REMOTE_DRAFT, layout=layout)
     rules = [Rule.COUPLED, Rule.REJECTION] if any(not sample.sampling.greedy for sample in samples) else [Rule.COUPLED]
     asked = [
         (rule, tree) for rule in rules for tree in TREES if rule is Rule.COUPLED or tree.branches == 1
     ]  # REJECTION has one candidate per position
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        doing = bar.add_task("runs", total=len(asked) + len(streams) * (len(WAYS) + len(VERIFIERS)))
-
-        def done(found: Figures) -> Figures:
-            bar.advance(doing)
-            return found
-
-        accepted = {case: done(acceptance(pair, samples, *case)) for case in asked}
-        ways = {way: remote if way is REMOTE_DRAFT else way for way in WAYS if pair.has_local_draft or way is not LOCAL}
+    ways = {way: remote if way is REMOTE_DRAFT else way for way in WAYS if pair.has_local_draft or way is not LOCAL}
+    planned = {many: _tokens(_warming(samples, many)) + _tokens(_enough(samples, many)) for many in streams}
+    most_runs = len(ways) + len(VERIFIERS)
+    with Progress(len(asked) * _tokens(samples) + most_runs * sum(planned.values())) as progress:
+        heard = progress.heard
+        accepted = {case: acceptance(pair, samples, *case, heard=heard) for case in asked}
         speeds = {
-            many: {way: done(_warm_speed(pair, used, samples, many)) for way, used in ways.items()} for many in streams
+            many: {way: _warm_speed(pair, used, samples, many, heard) for way, used in ways.items()} for many in streams
         }
         drafted = {many: found[REMOTE_DRAFT].rate for many, found in speeds.items() if fastest(found) is REMOTE_DRAFT}
 
+        for many in streams:
+            progress.not_needed(0 if many in drafted else len(VERIFIERS) * planned[many])
+
         def rate(many: int, part: float) -> float:
             layout = replace(remote.layout, draft_speed=part * remote.layout.draft_speed)
-            return done(_warm_speed(pair, replace(remote, layout=layout), samples, many)).rate
+            return _warm_speed(pair, replace(remote, layout=layout), samples, many, heard).rate
 
         pools = {many: smallest(partial(rate, many), alone) for many, alone in drafted.items()}
     return EvaluationReport(
@@ -205,11 +203,21 @@ def _evaluated(
     )
 
 
-def _warm_speed(pair: Pair, way: Way, samples: Sequence[Sample], streams: int) -> Figures:
+def _warm_speed(pair: Pair, way: Way, samples: Sequence[Sample], streams: int, heard: Heard) -> Figures:
     """Return the speed of warm services: adaptive speculation has seen what pays."""
-    load = Load(_enough(samples, streams), streams)
-    _, warm = speed(pair, way, Load(load.samples[:streams], streams), load)
+    loads = Load(_warming(samples, streams), streams), Load(_enough(samples, streams), streams)
+    _, warm = speed(pair, way, *loads, heard=heard)
     return warm
+
+
+def _warming(samples: Sequence[Sample], streams: int) -> list[Sample]:
+    """Return the samples to warm services up with: one a stream."""
+    return _enough(samples, streams)[:streams]
+
+
+def _tokens(samples: Sequence[Sample]) -> int:
+    """Return the tokens planned for samples."""
+    return sum(sample.max_tokens for sample in samples)
 
 
 def _enough(samples: Sequence[Sample], streams: int) -> list[Sample]:

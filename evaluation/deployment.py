@@ -103,13 +103,18 @@ class Deployment:
             finish = response.finish
         return GeneratedText(tokens, finish)
 
-    async def complete_all(self, samples: Sequence[Sample], streams: int) -> list[GeneratedText]:
-        """Run samples, `streams` at a time; return their texts in order."""
+    async def complete_all(
+        self, samples: Sequence[Sample], streams: int, heard: Callable[[int], None] = lambda tokens: None
+    ) -> list[GeneratedText]:
+        """Run samples, `streams` at a time; return their texts in order. `heard` is called when one is complete, with
+        its planned tokens."""
         room = asyncio.Semaphore(streams)
 
         async def one(sample: Sample) -> GeneratedText:
             async with room:
-                return await self.complete(sample)
+                text = await self.complete(sample)
+            heard(sample.max_tokens)
+            return text
 
         return await asyncio.gather(*map(one, samples))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from evaluation import virtual_time
 from evaluation.deployment import Deployment, Layout
 from evaluation.pair import Pair
+from evaluation.progress import Heard
 from orchestrator.requests.sample import Sample
 from specdec.decoding.sampling import Rule
 from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS, CandidateSource, SpeculationOptions
@@ -90,26 +91,26 @@ class Load:
     streams: int
 
 
-def run(pair: Pair, layout: Layout, *loads: Load) -> list[Figures]:
+def run(pair: Pair, layout: Layout, *loads: Load, heard: Heard = lambda tokens: None) -> list[Figures]:
     """Run loads on virtual time, one after the other: the services learn from each for the next. Prompts are not cached
-    from one load to the next."""
+    from one load to the next. `heard` is called with the planned tokens of every complete text."""
 
     async def main() -> list[Figures]:
         deployment = Deployment(pair, layout)
         found = []
         for number, load in enumerate(loads):
             samples = [replace(sample, tenant=f"{number} {sample.tenant}") for sample in load.samples]
-            found.append(await _figures(deployment, samples, load.streams))
+            found.append(await _figures(deployment, samples, load.streams, heard))
         await deployment.end()
         return found
 
     return virtual_time.run(main())
 
 
-async def _figures(deployment: Deployment, samples: Sequence[Sample], streams: int) -> Figures:
+async def _figures(deployment: Deployment, samples: Sequence[Sample], streams: int, heard: Heard) -> Figures:
     clock = asyncio.get_running_loop().time
     begin, target, draft = clock(), deployment.target.busy, deployment.draft.busy
-    texts = await deployment.complete_all(samples, streams)
+    texts = await deployment.complete_all(samples, streams, heard)
     seconds = clock() - begin
     statistics = [text.finish.speculation for text in texts]
     return Figures(
@@ -123,19 +124,21 @@ async def _figures(deployment: Deployment, samples: Sequence[Sample], streams: i
     )
 
 
-def acceptance(pair: Pair, samples: Sequence[Sample], rule: Rule, tree: Tree) -> Figures:
+def acceptance(
+    pair: Pair, samples: Sequence[Sample], rule: Rule, tree: Tree, *, heard: Heard = lambda tokens: None
+) -> Figures:
     """Run samples under a rule; at every step the draft has such a tree ready."""
     speculation = SpeculationOptions(
         REMOTE, forced=True, max_candidates=tree.candidates, max_depth=tree.depth, max_branches=tree.branches
     )
     asked = [replace(sample, rule=rule, speculation=speculation) for sample in samples]
-    return run(pair, Layout(remote=True, step_seconds=LONG_STEP), Load(asked, streams=1))[0]
+    return run(pair, Layout(remote=True, step_seconds=LONG_STEP), Load(asked, streams=1), heard=heard)[0]
 
 
-def speed(pair: Pair, way: Way, *loads: Load) -> list[Figures]:
+def speed(pair: Pair, way: Way, *loads: Load, heard: Heard = lambda tokens: None) -> list[Figures]:
     """Run loads one way, one after the other."""
 
     def asked(load: Load) -> Load:
         return replace(load, samples=[replace(sample, speculation=way.speculation) for sample in load.samples])
 
-    return run(pair, way.layout, *map(asked, loads))
+    return run(pair, way.layout, *map(asked, loads), heard=heard)

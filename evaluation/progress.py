@@ -1,0 +1,66 @@
+"""The progress of an evaluation: the share that is done, and about how long the rest takes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from specdec.cli.failure import say
+
+Heard = Callable[[int], None]
+"""Called when a text is complete, with the tokens planned for it."""
+
+LINE_SECONDS = 15.0
+"""Least seconds between two lines, where there is no terminal for a bar."""
+
+
+def left(done: float, total: float, seconds: float) -> str:
+    """Return about how long the rest takes, if `done` of `total` took `seconds`; empty before anything is done."""
+    if not done:
+        return ""
+    rest = seconds * (total - done) / done
+    return f"about {rest:.0f} s left" if rest < 90 else f"about {rest / 60:.0f} min left"
+
+
+class Progress:
+    """The progress of work measured in `tokens` to generate: a bar on a terminal, else lines on stderr. Used as a
+    context manager. It runs in real time, also while virtual time replaces `time.monotonic`."""
+
+    def __init__(self, tokens: int, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._total = tokens
+        self._done = 0
+        self._clock = clock
+        self._begin = self._told = clock()
+        columns = (SpinnerColumn(), BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
+        self._at_terminal = sys.stderr.isatty()
+        self._bar = Bar(*columns, console=Console(stderr=True), transient=True, disable=not self._at_terminal)
+        self._task = self._bar.add_task(f"{tokens} tokens to generate", total=tokens)
+
+    def __enter__(self) -> Self:
+        if not self._at_terminal:
+            say(f"evaluate: {self._total} tokens to generate")
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def heard(self, tokens: int) -> None:
+        """Count a text of so many planned tokens."""
+        self._done += tokens
+        now = self._clock()
+        rest = left(self._done, self._total, now - self._begin)
+        self._bar.update(self._task, completed=self._done, total=self._total, description=rest)
+        if not self._at_terminal and now - self._told >= LINE_SECONDS:
+            self._told = now
+            say(f"evaluate: {100 * self._done / self._total:.0f} %, {rest}")
+
+    def not_needed(self, tokens: int) -> None:
+        """Take planned work out that turned out not to be needed."""
+        self._total -= tokens
