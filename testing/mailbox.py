@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from specdec.serving.response_queue import ResponseQueue
-from verifier_service.backend.result import StepTimes, VerifyResult
+from verifier_service.backend.result import PromptScores, StepTimes, VerifyResult
 
 
 class _AtOnce:
@@ -40,19 +40,23 @@ class Handed(ResponseQueue[Any]):
 
 
 class Mailbox(ResponseQueue[tuple[VerifyResult, StepTimes]]):
-    """A response queue that keeps its items. Nothing may follow an end."""
+    """A response queue that keeps its items. Nothing may follow an end, and no prompt is scored after a result."""
 
     def __init__(self) -> None:
         self._loop = _AtOnce()  # type: ignore[assignment]
         self.results: list[VerifyResult] = []
         self.times: list[StepTimes] = []
+        self.scores: list[PromptScores] = []
         self.error: Exception | None = None
 
-    def _append(self, item: tuple[VerifyResult, StepTimes] | Exception) -> None:
+    def _append(self, item: tuple[VerifyResult, StepTimes] | PromptScores | Exception) -> None:
         assert self.error is None
         assert not self.finish
         if isinstance(item, Exception):
             self.error = item
+        elif isinstance(item, PromptScores):
+            assert not self.results
+            self.scores.append(item)
         else:
             self.results.append(item[0])
             self.times.append(item[1])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from specdec.decoding.speculation import Outlook
 from specdec.serving.response_queue import ResponseQueue
-from verifier_service.backend.result import StepTimes, VerifyResult
+from verifier_service.backend.result import PromptScores, StepTimes, VerifyResult
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.settings.tuning import CommitTuning
@@ -55,6 +55,16 @@ class CommitPublisher:
             if result.finish or is_due(entry) or self._is_awaited(entry):
                 messages.append(self._message(entry, seconds))
         ResponseQueue.send_all(messages)
+
+    def send_scores(self, scores: Iterable[tuple[RunningSession, PromptScores]]) -> None:
+        """Send the log-probabilities of tokens of prompts."""
+        ResponseQueue.send_all(
+            [
+                (entry.responses, partial(entry.scores_message, part))
+                for entry, of_session in scores
+                for part in of_session.parts()
+            ]
+        )
 
     def _due(self, when: float) -> Callable[[RunningSession], bool]:
         """Return a predicate: whether a session's pending result is due at the time `when`, even if not awaited."""

@@ -68,6 +68,9 @@ class PlainLoop(EngineWorker[VerifierSession]):
         results = verified.apply(now)
         for entry, why in verified.failed:
             self._end(entry, why)
+        for entry, scores in verified.scores:
+            for part in scores.parts():
+                entry.responses.send(entry.scores_message(part))
         for entry, result in results:
             times = StepTimes(verified.forward_seconds, now - start, 0.0, entry.queued)
             entry.responses.send(entry.message(result, times))

@@ -12,6 +12,7 @@ import grpc
 import structlog
 from prometheus_client.metrics_core import Metric
 
+from specdec.decoding.logprobs import TokenLogprobs
 from specdec.decoding.proposal import distribution_sizes
 from specdec.decoding.sampling import sampling_violations
 from specdec.decoding.speculation import drafters_of
@@ -50,7 +51,7 @@ from specdec.serving.validation import (
 )
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from verifier_service.backend.request import Policy, VerifierSessionRequest
-from verifier_service.backend.result import StepTimes, VerifyResult
+from verifier_service.backend.result import PromptScores, StepTimes, VerifyResult
 from verifier_service.backend.session_backend import BackendSession, SessionBackend
 from verifier_service.metrics import metrics
 
@@ -135,7 +136,7 @@ class VerifierServicer(
         timeline: Timeline,
     ) -> None:
         timeline.event("queued")
-        self._backend.serve(session, responses, partial(recorded_response, timeline), timeline)
+        self._backend.serve(session, responses, partial(recorded_response, timeline), scores_response, timeline)
 
     def admit(self, request: verifier_pb2.VerifyRequest, deadline: float | None) -> None:
         super().admit(request, deadline)
@@ -247,7 +248,7 @@ class VerifierServicer(
                     raise ValueError("; ".join(" ".join(violation) for violation in wrong))
                 session.set_policy(self._policy(request.policy))
             case "consumed":
-                session.client_has_read(request.consumed.tokens)
+                session.client_has_read(request.consumed.tokens, request.consumed.scored_tokens)
 
     def _extend(self, session: BackendSession, extend: model_pb2.Extend, arrived: float) -> None:
         """Insert candidates. Invalid ones are dropped: a draft's error must not cost the text a token."""
@@ -274,6 +275,7 @@ class VerifierServicer(
             max_candidates=session.policy.max_candidates,
             follows_grammar=session.request.grammar is not None,
             max_branches=1 if self._backend.chains_only else 0,
+            scores_prompt=session.request.prompt_logprobs is not None,
         )
         opened.checksum = checksum.of_opening(opened)
         return verifier_pb2.VerifyResponse(opened=opened)
@@ -331,8 +333,12 @@ class VerifierServicer(
         violations += rule_violations(message.rule, message.contrast, sampling)
         violations += text_violations(prompt, generated, message.max_tokens, vocabulary=vocabulary, context=context)
         violations += token_violations("end_tokens", list(message.end_tokens), vocabulary)
-        if message.top_logprobs > MAX_LOGPROBS:
-            violations.append(("top_logprobs", f"is {message.top_logprobs}, must be at most {MAX_LOGPROBS}"))
+        for field in ("top_logprobs", "prompt_logprobs"):
+            if (wanted_top := getattr(message, field)) > MAX_LOGPROBS:
+                violations.append((field, f"is {wanted_top}, must be at most {MAX_LOGPROBS}"))
+        if message.scored_tokens > len(prompt):
+            problem = f"is {message.scored_tokens}, must be at most the {len(prompt)} prompt_tokens"
+            violations.append(("scored_tokens", problem))
         violations += weight_violations(message.tenant_weight)
         violations += self._policy_violations(message.policy)
         if message.HasField("grammar"):
@@ -355,6 +361,8 @@ class VerifierServicer(
             checksum=opening_checksum,
             coalesce_commits=message.coalesce_commits,
             grammar=self._grammars.compiled(message.grammar, message.tenant),
+            prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+            scored_tokens=message.scored_tokens,
         )
         policy, nodes = self._policy(message.policy), self._limits.max_nodes
         try:
@@ -379,14 +387,25 @@ def recorded_response(timeline: Timeline, result: VerifyResult, times: StepTimes
     return response(result, times)
 
 
+def scores_response(scores: PromptScores) -> verifier_pb2.VerifyResponse:
+    """Return the response with log-probabilities of a prompt."""
+    logprobs = (_logprobs(found, found.rank) for found in scores.logprobs)
+    return verifier_pb2.VerifyResponse(
+        prompt_logprobs=verifier_pb2.PromptLogprobs(first=scores.first, logprobs=logprobs)
+    )
+
+
+def _logprobs(found: TokenLogprobs, rank: int = 0) -> verifier_pb2.TokenLogprobs:
+    return verifier_pb2.TokenLogprobs(
+        chosen=found.chosen, top_tokens=found.top_tokens, top_logprobs=found.top_logprobs, rank=rank
+    )
+
+
 def response(result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:
     commit = verifier_pb2.Commit(
         committed=model_pb2.Committed(base=result.base, tokens=result.tokens),
         sources=result.sources,  # type: ignore[arg-type]
-        logprobs=[
-            verifier_pb2.TokenLogprobs(chosen=p.chosen, top_tokens=p.top_tokens, top_logprobs=p.top_logprobs)
-            for p in result.logprobs
-        ],
+        logprobs=list(map(_logprobs, result.logprobs)),
         offered=result.offered,
         accepted=result.accepted,
         finish_reason=result.finish,  # type: ignore[arg-type]

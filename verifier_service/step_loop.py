@@ -31,7 +31,7 @@ from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
 from verifier_service.adaptive_speculation import AdaptiveSpeculation, Batch
 from verifier_service.backend.request import Policy, VerifierSessionRequest
-from verifier_service.backend.session_backend import MakeCommit, MemoryUse, SessionBackend
+from verifier_service.backend.session_backend import MakeCommit, MakeScores, MemoryUse, SessionBackend
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.commits import CommitPublisher, StepSeconds
 from verifier_service.costs.step_latency import StepLatency, best_prefill_rows
@@ -168,9 +168,14 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
     # --- actions: called in the loop's thread -------------------------------------------------------
 
     def serve(
-        self, session: VerifierSession, responses: ResponseQueue[Any], commit: MakeCommit, timeline: Timeline
+        self,
+        session: VerifierSession,
+        responses: ResponseQueue[Any],
+        commit: MakeCommit,
+        scores: MakeScores,
+        timeline: Timeline,
     ) -> None:
-        self.attach(RunningSession(session, responses, commit, timeline=timeline))
+        self.attach(RunningSession(session, responses, commit, scores, timeline=timeline))
 
     def attach(self, entry: RunningSession) -> None:
         """Queue a session for memory; EngineLostError if the engine is lost."""
@@ -343,6 +348,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             if entry.computing_prompt:
                 entry.computing_prompt = False
                 entry.timeline.event("prompt_computed")
+        self._publisher.send_scores(verified.scores)
         self._publisher.publish(results, seconds)
         self._queue.got_tokens(results)
         for entry, result in results:

@@ -32,7 +32,7 @@ from specdec.v2 import draft_pb2, verifier_pb2
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import StepTimes, VerifyResult
 from verifier_service.backend.session_backend import BackendSession
-from verifier_service.servicer import response
+from verifier_service.servicer import response, scores_response
 from verifier_service.settings.tuning import DEFAULTS
 
 TUNING = replace(DEFAULTS, latency=replace(DEFAULTS.latency, certain_error=math.inf))
@@ -156,7 +156,7 @@ class VerifierServicer(verifier_service.servicer.VerifierServicer):
         responses: ResponseQueue[verifier_pb2.VerifyResponse],
         timeline: Timeline,
     ) -> None:
-        self._backend.serve(session, responses, _free_of_charge, timeline)
+        self._backend.serve(session, responses, _free_of_charge, scores_response, timeline)
 
     def _policy(self, message: verifier_pb2.VerifyPolicy) -> Policy:
         """Return the policy without step delay, since a draft sends one answer only, and without the speculation

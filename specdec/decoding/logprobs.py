@@ -14,21 +14,24 @@ Logits = NDArray[np.float32]
 
 
 class TokenLogprobs(NamedTuple):
-    """The log-probability of one chosen token, and the most probable tokens with theirs, best first."""
+    """The log-probability and the rank of one chosen token, and the most probable tokens, best first."""
 
     chosen: float
     top_tokens: list[int]
     top_logprobs: list[float]
+    rank: int  # 1 plus the number of more probable tokens
 
 
 def logprobs(logits: Logits, tokens: NDArray[np.int64], tops: Sequence[int]) -> list[TokenLogprobs]:
     """Return the log-probability of each row's chosen token, with `tops` alternatives, from float32 logits [n, V]."""
     totals = _log_totals(logits)
-    chosen = (logits[np.arange(len(logits)), tokens] - totals).astype(np.float32).tolist()
+    own = logits[np.arange(len(logits)), tokens]
+    chosen = (own - totals).astype(np.float32).tolist()
+    ranks = (1 + np.count_nonzero(logits > own[:, None], axis=1)).tolist()
     found: list[TokenLogprobs] = []
-    for row, total, own, top in zip(logits, totals, chosen, tops, strict=True):
+    for row, total, logprob, rank, top in zip(logits, totals, chosen, ranks, tops, strict=True):
         ids = largest(row, top) if top else np.zeros(0, dtype=np.int64)
-        found.append(TokenLogprobs(own, ids.tolist(), (row[ids] - total).astype(np.float32).tolist()))
+        found.append(TokenLogprobs(logprob, ids.tolist(), (row[ids] - total).astype(np.float32).tolist(), rank))
     return found
 
 

@@ -11,8 +11,8 @@ MAX_SESSIONS = 512
 """Default limit on the sessions of a step (`--max-sessions`)."""
 
 MAX_STEP_CANDIDATES = 256
-"""Maximum candidates of all sessions in a step, each with a row of logits. A start measures steps of this size; the
-step loop reserves as many tree slots, except with chains only."""
+"""Maximum candidates of all sessions in a step, each with a row of logits, and rows that score prompts. A start
+measures steps of this size; the step loop reserves as many tree slots, except with chains only."""
 
 MAX_SLICE_IDS = 1 << 14
 """Token ids per slice of an output head (`hf/linear.py`: `SlicedHead`). 512 rows of it are 32 MiB of logits; with half

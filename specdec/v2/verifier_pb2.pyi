@@ -62,6 +62,7 @@ class VerifyResponse(google.protobuf.message.Message):
     OPENED_FIELD_NUMBER: builtins.int
     COMMIT_FIELD_NUMBER: builtins.int
     HEARTBEAT_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     @property
     def opened(self) -> global___VerifyOpened:
         """Answers `open`."""
@@ -74,16 +75,21 @@ class VerifyResponse(google.protobuf.message.Message):
     def heartbeat(self) -> specdec.v2.model_pb2.Heartbeat:
         """Sent after 250 ms of silence, and every second or so."""
 
+    @property
+    def prompt_logprobs(self) -> global___PromptLogprobs:
+        """Log-probabilities of the prompt, if requested. All of them come before the first commit."""
+
     def __init__(
         self,
         *,
         opened: global___VerifyOpened | None = ...,
         commit: global___Commit | None = ...,
         heartbeat: specdec.v2.model_pb2.Heartbeat | None = ...,
+        prompt_logprobs: global___PromptLogprobs | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["commit", b"commit", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["commit", b"commit", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["opened", "commit", "heartbeat"] | None: ...
+    def HasField(self, field_name: typing.Literal["commit", b"commit", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["commit", b"commit", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["opened", "commit", "heartbeat", "prompt_logprobs"] | None: ...
 
 global___VerifyResponse = VerifyResponse
 
@@ -110,6 +116,8 @@ class VerifyOpen(google.protobuf.message.Message):
     TENANT_WEIGHT_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     GRAMMAR_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    SCORED_TOKENS_FIELD_NUMBER: builtins.int
     rule: specdec.v2.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule of the request."""
     max_tokens: builtins.int
@@ -134,6 +142,14 @@ class VerifyOpen(google.protobuf.message.Message):
     """Weight of the tenant relative to others that compete for the pod, 0.01 to 100; 0 means 1."""
     priority: builtins.int
     """Order among texts of the same tenant waiting for memory: lower goes first."""
+    prompt_logprobs: builtins.int
+    """Log-probabilities to return for each token of the prompt but the first: the token's, and this many of the most
+    probable ones. Unset: none.
+    """
+    scored_tokens: builtins.int
+    """With `prompt_logprobs`: leading tokens of the prompt that need none, since an earlier session of the text has
+    returned theirs.
+    """
     @property
     def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the prompt. At least one."""
@@ -182,11 +198,15 @@ class VerifyOpen(google.protobuf.message.Message):
         tenant_weight: builtins.float = ...,
         priority: builtins.int = ...,
         grammar: specdec.v2.model_pb2.Grammar | None = ...,
+        prompt_logprobs: builtins.int | None = ...,
+        scored_tokens: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "_top_logprobs", b"_top_logprobs", "checksum", b"checksum", "contrast", b"contrast", "grammar", b"grammar", "policy", b"policy", "sampling", b"sampling", "top_logprobs", b"top_logprobs"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "_top_logprobs", b"_top_logprobs", "attempt", b"attempt", "checksum", b"checksum", "coalesce_commits", b"coalesce_commits", "contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "top_logprobs", b"top_logprobs"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "checksum", b"checksum", "contrast", b"contrast", "grammar", b"grammar", "policy", b"policy", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "top_logprobs", b"top_logprobs"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "attempt", b"attempt", "checksum", b"checksum", "coalesce_commits", b"coalesce_commits", "contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "top_logprobs", b"top_logprobs"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_checksum", b"_checksum"]) -> typing.Literal["checksum"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]) -> typing.Literal["prompt_logprobs"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_top_logprobs", b"_top_logprobs"]) -> typing.Literal["top_logprobs"] | None: ...
 
@@ -207,6 +227,7 @@ class VerifyOpened(google.protobuf.message.Message):
     FOLLOWS_GRAMMAR_FIELD_NUMBER: builtins.int
     MAX_BRANCHES_FIELD_NUMBER: builtins.int
     CHECKSUM_FIELD_NUMBER: builtins.int
+    SCORES_PROMPT_FIELD_NUMBER: builtins.int
     max_nodes: builtins.int
     """Maximum live candidate nodes of this session."""
     drafting_wanted: builtins.bool
@@ -221,6 +242,8 @@ class VerifyOpened(google.protobuf.message.Message):
     """Maximum candidates per position in a step: 1 if the engine verifies chains only. 0: no limit."""
     checksum: builtins.int
     """CRC-32 (ISO 3309) of this message without this field, serialized with its fields in order. Unset: not checked."""
+    scores_prompt: builtins.bool
+    """Whether it returns the `prompt_logprobs` of VerifyOpen. False from a verifier that does not know the field."""
     @property
     def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
         """What this pod serves."""
@@ -241,9 +264,10 @@ class VerifyOpened(google.protobuf.message.Message):
         follows_grammar: builtins.bool = ...,
         max_branches: builtins.int = ...,
         checksum: builtins.int | None = ...,
+        scores_prompt: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "capacity", b"capacity", "checksum", b"checksum", "identity", b"identity"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "capacity", b"capacity", "checksum", b"checksum", "drafting_wanted", b"drafting_wanted", "follows_grammar", b"follows_grammar", "identity", b"identity", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_nodes", b"max_nodes", "min_candidate_probability", b"min_candidate_probability"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "capacity", b"capacity", "checksum", b"checksum", "drafting_wanted", b"drafting_wanted", "follows_grammar", b"follows_grammar", "identity", b"identity", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_nodes", b"max_nodes", "min_candidate_probability", b"min_candidate_probability", "scores_prompt", b"scores_prompt"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_checksum", b"_checksum"]) -> typing.Literal["checksum"] | None: ...
 
 global___VerifyOpened = VerifyOpened
@@ -294,14 +318,18 @@ class Consumed(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TOKENS_FIELD_NUMBER: builtins.int
+    SCORED_TOKENS_FIELD_NUMBER: builtins.int
     tokens: builtins.int
     """Generated tokens read by the client."""
+    scored_tokens: builtins.int
+    """Leading tokens of the prompt whose log-probabilities the client has read."""
     def __init__(
         self,
         *,
         tokens: builtins.int = ...,
+        scored_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["scored_tokens", b"scored_tokens", "tokens", b"tokens"]) -> None: ...
 
 global___Consumed = Consumed
 
@@ -415,12 +443,15 @@ class TokenLogprobs(google.protobuf.message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: builtins.int
     CHOSEN_BYTES_FIELD_NUMBER: builtins.int
     TOP_BYTES_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
     chosen: builtins.float
     """The chosen token's."""
     chosen_bytes: builtins.bytes
     """Bytes of the chosen token, as in TokenPiece. Set by the orchestrator, which has the tokenizer; a verifier's value
     is dropped.
     """
+    rank: builtins.int
+    """For a token of a prompt its rank: 1 plus the number of more probable tokens."""
     @property
     def top_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token ids of the most probable tokens, best first."""
@@ -441,10 +472,35 @@ class TokenLogprobs(google.protobuf.message.Message):
         top_logprobs: collections.abc.Iterable[builtins.float] | None = ...,
         chosen_bytes: builtins.bytes = ...,
         top_bytes: collections.abc.Iterable[builtins.bytes] | None = ...,
+        rank: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chosen", b"chosen", "chosen_bytes", b"chosen_bytes", "top_bytes", b"top_bytes", "top_logprobs", b"top_logprobs", "top_tokens", b"top_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chosen", b"chosen", "chosen_bytes", b"chosen_bytes", "rank", b"rank", "top_bytes", b"top_bytes", "top_logprobs", b"top_logprobs", "top_tokens", b"top_tokens"]) -> None: ...
 
 global___TokenLogprobs = TokenLogprobs
+
+@typing.final
+class PromptLogprobs(google.protobuf.message.Message):
+    """Log-probabilities of consecutive tokens of the prompt, each given the tokens before it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    first: builtins.int
+    """Position of the first of these tokens in the prompt, counted from 0. Each message begins where the last one ended."""
+    @property
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenLogprobs]:
+        """One entry per token; at least one, at most 64."""
+
+    def __init__(
+        self,
+        *,
+        first: builtins.int = ...,
+        logprobs: collections.abc.Iterable[global___TokenLogprobs] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first", b"first", "logprobs", b"logprobs"]) -> None: ...
+
+global___PromptLogprobs = PromptLogprobs
 
 @typing.final
 class FindPrefixRequest(google.protobuf.message.Message):

@@ -39,6 +39,7 @@ def test_rows_equal_a_plain_sort_and_each_row_alone(data: st.DataObject, vocabul
     for i, (found, top) in enumerate(zip(got, tops, strict=True)):
         want = log_softmax(logits[i])
         assert found.chosen == want[tokens[i]]
+        assert found.rank == 1 + sum(logits[i] > logits[i, tokens[i]])
         assert found.top_tokens == sorted(range(vocabulary), key=lambda v: (-logits[i, v], v))[:top]
         assert found.top_logprobs == want[found.top_tokens].tolist()
         assert logprobs(logits[i : i + 1], tokens[i : i + 1], [top]) == [found]

@@ -280,6 +280,8 @@ class Client:
         rule: Rule = Rule.COUPLED,
         policy: Policy | None = None,
         coalesce_commits: bool = False,
+        prompt_logprobs: int | None = None,
+        scored_tokens: int = 0,
     ) -> None:
         sampler = RequestSampler(sampling or Sampling(), end_tokens, rule=rule)
         request = VerifierSessionRequest(
@@ -295,6 +297,8 @@ class Client:
             priority,
             deadline,
             coalesce_commits=coalesce_commits,
+            prompt_logprobs=prompt_logprobs,
+            scored_tokens=scored_tokens,
         )
         policy = policy or Policy(REMOTE, max_candidates, 0.0)
         chains_only = isinstance(loop, StepLoop) and loop.chains_only
@@ -323,7 +327,7 @@ class Client:
 
     def read(self) -> None:
         """Mark all received tokens as consumed, as the stream would."""
-        self.session.consumed = len(self.session.request.prompt + self.session.request.generated) + len(self.tokens)
+        self.session.client_has_read(len(self.session.request.generated) + len(self.tokens), self.session.scored)
 
     def offer(self, right: int, wrong: Sequence[int] = ()) -> None:
         """Propose the next `right` correct tokens as a chain, with one token of `wrong` as a sibling at each

@@ -17,7 +17,7 @@ from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.stack import served
 from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.backend.result import LENGTH, PLAIN, StepTimes, VerifyResult
-from verifier_service.backend.session_backend import MakeCommit, MemoryUse, SessionBackend
+from verifier_service.backend.session_backend import MakeCommit, MakeScores, MemoryUse, SessionBackend
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.servicer import VerifierLimits, VerifierServicer
 
@@ -43,7 +43,7 @@ class Count:
     def set_policy(self, policy: Policy) -> None:
         self.policy = policy
 
-    def client_has_read(self, tokens: int) -> None:
+    def client_has_read(self, tokens: int, scored: int) -> None:
         self.read = tokens
 
 
@@ -61,7 +61,14 @@ class Counting(SessionBackend):
     def session(self, request: VerifierSessionRequest, policy: Policy, max_nodes: int, vocabulary: int) -> Count:
         return Count(request, policy)
 
-    def serve(self, session: Count, responses: ResponseQueue[Any], commit: MakeCommit, timeline: Timeline) -> None:
+    def serve(
+        self,
+        session: Count,
+        responses: ResponseQueue[Any],
+        commit: MakeCommit,
+        scores: MakeScores,
+        timeline: Timeline,
+    ) -> None:
         session.responses, session.commit = responses, commit
         self.running.append(session)
 

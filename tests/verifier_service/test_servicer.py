@@ -56,6 +56,16 @@ def test_log_probabilities_are_asked_for_by_their_number(wanted: int | None) -> 
 def test_one_more_than_there_may_be_is_refused() -> None:
     """Guards against an off-by-one: k + 1 was once accepted for k."""
     assert violation(top_logprobs=MAX_LOGPROBS + 1) == ("top_logprobs", "is 21, must be at most 20")
+    assert violation(prompt_logprobs=MAX_LOGPROBS + 1) == ("prompt_logprobs", "is 21, must be at most 20")
+    assert violation(scored_tokens=99) == ("scored_tokens", "is 99, must be at most the 2 prompt_tokens")
+
+
+@pytest.mark.parametrize("wanted", [None, 0, MAX_LOGPROBS])
+def test_log_probabilities_of_a_prompt_are_told_to_be_known(wanted: int | None) -> None:
+    asked = {} if wanted is None else {"prompt_logprobs": wanted, "scored_tokens": 2}
+    session = parsed(prompt_tokens=[2, 3, 4], **asked)
+    assert session.scores_prompt == servicer().opened(session).opened.scores_prompt == (wanted is not None)
+    assert session.scored == (1 if wanted is None else 2)
 
 
 @pytest.mark.parametrize(

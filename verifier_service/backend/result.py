@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 from specdec.decoding.logprobs import TokenLogprobs
 from specdec.decoding.speculation import NO_DRAFT_PAYS, Outlook
@@ -60,6 +62,22 @@ class VerifyResult:
         self.steps += later.steps
         self.undrafted += later.undrafted
         self.checksum = later.checksum
+
+
+MAX_SCORES_A_MESSAGE = 64
+"""Tokens of a prompt with log-probabilities in one message: an orchestrator spends some 5 ms on them."""
+
+
+class PromptScores(NamedTuple):
+    """The log-probabilities of consecutive tokens of a session's prompt."""
+
+    first: int  # position of the first of them
+    logprobs: list[TokenLogprobs]
+
+    def parts(self) -> Iterator[PromptScores]:
+        """Yield them in parts for one message each."""
+        for start in range(0, len(self.logprobs), MAX_SCORES_A_MESSAGE):
+            yield PromptScores(self.first + start, self.logprobs[start : start + MAX_SCORES_A_MESSAGE])
 
 
 @dataclass(frozen=True)

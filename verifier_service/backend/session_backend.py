@@ -16,11 +16,14 @@ from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
 from specdec.serving.worker import Worker
 from verifier_service.backend.request import Policy, VerifierSessionRequest
-from verifier_service.backend.result import StepTimes, VerifyResult
+from verifier_service.backend.result import PromptScores, StepTimes, VerifyResult
 from verifier_service.backend.stats import VerifierStats
 
 MakeCommit = Callable[[VerifyResult, StepTimes], Any]
 """Turns a verify result and its times into a response; called on the event loop of the response queue."""
+
+MakeScores = Callable[[PromptScores], Any]
+"""Turns log-probabilities of a prompt into a response; called there too."""
 
 
 class BackendSession(Protocol):
@@ -46,8 +49,9 @@ class BackendSession(Protocol):
     def set_policy(self, policy: Policy) -> None:
         """Speculate by this policy, starting now."""
 
-    def client_has_read(self, tokens: int) -> None:
-        """Record that the client has read `tokens` generated tokens."""
+    def client_has_read(self, tokens: int, scored: int) -> None:
+        """Record that the client has read `tokens` generated tokens, and the log-probabilities of the prompt's first
+        `scored` tokens."""
 
 
 class MemoryUse(NamedTuple):
@@ -78,10 +82,17 @@ class SessionBackend(Worker):
         """
 
     @abstractmethod
-    def serve(self, session: Any, responses: ResponseQueue[Any], commit: MakeCommit, timeline: Timeline) -> None:
-        """Allocate memory for a session as soon as possible, and send its commits until it ends or is detached. Record
-        in the timeline when it is admitted or preempted and when its prompt is computed. EngineLostError if the engine
-        is lost. In the worker's thread."""
+    def serve(
+        self,
+        session: Any,
+        responses: ResponseQueue[Any],
+        commit: MakeCommit,
+        scores: MakeScores,
+        timeline: Timeline,
+    ) -> None:
+        """Allocate memory for a session as soon as possible, and send its commits until it ends or is detached, and the
+        log-probabilities of its prompt before them, if requested. Record in the timeline when it is admitted or
+        preempted and when its prompt is computed. EngineLostError if the engine is lost. In the worker's thread."""
 
     @abstractmethod
     def detach(self, session: Any) -> None:

@@ -10,7 +10,8 @@ is made in this order:
   get less than its part of its goodput alone (`Division.is_fair`), every tenant's candidates are chosen apart, within
   its part of the step.
 - Prompts: chunks fill the rest of the step (`prefill.py`). c tokens of a tenant with t seconds left in its part fit
-  beside r rows if s * (T_v(r + c) - T_v(r)) <= t.
+  beside r rows if s * (T_v(r + c) - T_v(r)) <= t. Rows of prompts with log-probabilities have logits: all of these and
+  the candidates together are at most `MAX_STEP_CANDIDATES`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import structlog
 from specdec.decoding.tree import Node
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.kv.slots import Slots
+from specdec.engine.working_memory import MAX_STEP_CANDIDATES
 from verifier_service.backend.result import VerifyResult
 from verifier_service.costs.token_budget import select_candidates
 from verifier_service.proposers.ngrams import open_windows, window_rows
@@ -148,6 +150,7 @@ class Planner:
             packer = self._packer()
             entries = self._schedule(packer, zip(speculating, chosen, windows, strict=True), plain)
             chunks = self._chunks(prompts, urgent.tenants, goes_first, decoding, len(packer.tokens))
+            chunks = self._with_room_for_scores(chunks, len(packer.wanted) - decoding)
             if division is not None:
                 chunks = self._within_parts(chunks, division, urgent.tenants if goes_first else (), len(packer.tokens))
             entries += [(entry, entry.session.plan(packer, chunk, [], [])) for entry, chunk in chunks]
@@ -331,6 +334,17 @@ class Planner:
             rows += count
             kept += own
         return kept
+
+    def _with_room_for_scores(
+        self, chunks: list[tuple[RunningSession, int]], candidates: int
+    ) -> list[tuple[RunningSession, int]]:
+        """Cut the chunks of prompts with log-probabilities, whose rows all have logits, to the memory for logits that
+        the step's candidates leave."""
+        scored = [(entry, chunk) for entry, chunk in chunks if entry.session.scores_prompt]
+        most = max(self._tuning.prefill.min_chunk_tokens, MAX_STEP_CANDIDATES - candidates)
+        if sum(chunk for _, chunk in scored) <= most:
+            return chunks
+        return [(entry, chunk) for entry, chunk in chunks if not entry.session.scores_prompt] + _cut(scored, most)
 
     def _chunks(
         self, prompts: Sequence[RunningSession], urgent: Set[str], goes_first: bool, decoding: int, rows: int

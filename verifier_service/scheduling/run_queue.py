@@ -109,7 +109,7 @@ class RunQueue:
     def throttled(self, entry: RunningSession, ahead: int = 0) -> bool:
         """True if the session, with `ahead` more tokens, is too far ahead of its reader; a `consumed` message wakes the
         loop."""
-        return entry.session.tree.base + ahead - entry.session.consumed > self._max_unread_tokens
+        return entry.session.unread + ahead > self._max_unread_tokens
 
     def consists_of(self, entries: Sequence[RunningSession]) -> bool:
         """Return whether these running sessions, each one once, are all sessions."""

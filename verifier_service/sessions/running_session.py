@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
-from verifier_service.backend.result import StepTimes, VerifyResult
+from verifier_service.backend.result import PromptScores, StepTimes, VerifyResult
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.sessions.session import VerifierSession
 
@@ -16,11 +16,12 @@ from verifier_service.sessions.session import VerifierSession
 @dataclass(eq=False)
 class RunningSession:
     """A session in the step loop, owned by the loop's thread. `message` turns a verify result and its times into a
-    response, on the response queue's event loop."""
+    response, `scores_message` log-probabilities of its prompt, both on the response queue's event loop."""
 
     session: VerifierSession
     responses: ResponseQueue[Any]
     message: Callable[[VerifyResult, StepTimes], Any]
+    scores_message: Callable[[PromptScores], Any] = lambda scores: scores
     arrival: int = 0
     preemptions: int = 0
     waiting_since: float = 0.0  # for memory

@@ -26,6 +26,7 @@ from verifier_service.backend.result import (
     LENGTH,
     REMOTE_DRAFT,
     STOP,
+    PromptScores,
     VerifyResult,
 )
 from verifier_service.sessions.draft_timing import DraftGain, DraftTiming, WaitEstimate
@@ -80,6 +81,8 @@ class VerifierSession:
         self.computed = 0
         self.cached_tokens = 0  # tokens in the KV cache at first admission; 0 once sent
         self.consumed = len(text)  # tokens read by the client, prompt included
+        self.scored = max(1, request.scored_tokens)  # leading tokens of the prompt with logprobs, or without any
+        self.scores_read = self.scored  # of these, tokens whose logprobs the client has read
         self.refused_extends = 0  # invalid messages of candidates
         self._best_nodes: BestNodes | None = None  # of the current tree; None: to be computed
         self.grammar_seconds = 0.0  # of its grammar in the step loop's thread, since its last step
@@ -88,6 +91,11 @@ class VerifierSession:
     def remaining_prompt(self) -> int:
         """The number of committed tokens before the root still to be computed."""
         return self.tree.base - 1 - self.computed
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True while tokens of the prompt still need log-probabilities."""
+        return self.request.prompt_logprobs is not None and self.scored < len(self.request.prompt)
 
     @property
     def generated(self) -> int:
@@ -131,10 +139,14 @@ class VerifierSession:
     def allocate(self, pool: BlockPool, make_room: Callable[[int], None] = lambda _: None) -> tuple[Slots, Slots]:
         """Allocate memory for the text; PoolFullError, with nothing allocated, if there is too little.
 
+        The prefix cache is used only as far as the next row with logits to score a token of the prompt.
         `make_room` is called with the number of missing blocks, after the blocks found in the prefix cache are taken;
         it may raise PoolFullError too. Return the slots (from, to) to copy before the next step.
         """
-        self.table, source, target = pool.open(self.tree.committed, self.request.tenant)
+        known = self.tree.committed
+        self.table, source, target = pool.open(
+            known[: self.scored] if self.scores_prompt else known, self.request.tenant
+        )
         try:
             make_room(max(0, -(-(self.tree.base - len(self.table.slots)) // BLOCK)))
             self.table.reserve(self.tree.base)
@@ -209,9 +221,16 @@ class VerifierSession:
         without the draft's distribution."""
         return not self.needs_draft or node.distribution is not None
 
-    def client_has_read(self, tokens: int) -> None:
-        """Record that the client has read `tokens` generated tokens."""
+    def client_has_read(self, tokens: int, scored: int) -> None:
+        """Record that the client has read `tokens` generated tokens, and the log-probabilities of the prompt's first
+        `scored` tokens."""
         self.consumed = min(self.tree.base, len(self.request.prompt) + tokens)
+        self.scores_read = max(self.scores_read, min(self.scored, scored))
+
+    @property
+    def unread(self) -> int:
+        """The number of tokens, generated or of the prompt, whose results the client has not read."""
+        return self.tree.base - self.consumed + self.scored - self.scores_read
 
     def set_policy(self, policy: Policy) -> None:
         """Replace the session's policy."""
@@ -313,6 +332,9 @@ class VerifierSession:
         planned = ScheduledRows(count)
         if end == self.tree.base:
             planned.root_row = packer.want(rows[-1])
+        if self.scores_prompt:
+            scored = rows[self.scored - 1 - start : len(self.request.prompt) - 1 - start]
+            planned.scored = [packer.want(row) for row in scored]
         if planned.root_row is not None and (nodes or lookahead):
             planned.tree = plan_tree(
                 packer, self.tree.root, planned.root_row, own, list(rows), nodes, tree_slots, lookahead
@@ -320,6 +342,10 @@ class VerifierSession:
         else:
             packer.add_path(own[:end], rows)
         return planned
+
+    def apply_scores(self, scores: PromptScores) -> None:
+        """Record that a step has scored these tokens of the prompt."""
+        self.scored = scores.first + len(scores.logprobs)
 
     def apply(self, result: VerifyResult, computed: int, now: float) -> None:
         """Commit a step's tokens, and update the session's state and statistics. The step computed `computed` committed

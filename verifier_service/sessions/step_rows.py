@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,6 +30,7 @@ class ScheduledRows:
 
     count: int  # committed tokens among the rows
     root_row: int | None = None  # index among the results; None: a chunk of prompt before the root
+    scored: Sequence[int] = ()  # indices among the results, of the rows that score the next tokens of the prompt
     tree: TreeRows | None = None
     drafted: bool = False  # wanted a remote draft's candidates, and had some for the next token
     undrafted: bool = False  # wanted them, and had none

@@ -10,6 +10,7 @@ acceptance rule, this is the whole of speculative decoding.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
@@ -27,7 +28,7 @@ from specdec.decoding.tree import Node
 from specdec.engine.engine import Pass
 from specdec.grammar.grammar import GrammarError
 from specdec.serving.errors import GrammarFailureError
-from verifier_service.backend.result import BONUS, CORRECTION, PLAIN, REMOTE_DRAFT, VerifyResult
+from verifier_service.backend.result import BONUS, CORRECTION, PLAIN, REMOTE_DRAFT, PromptScores, VerifyResult
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.sessions.step_rows import ScheduledRows, TreeRows
@@ -57,9 +58,13 @@ class VerifiedStep:
         logits = computing.logits(asked)
         self.forward_seconds = time.monotonic() - launched
         verify_trees(verifications, logits)
-        self._prefilled = [(entry, rows.count) for entry, rows in entries if rows.root_row is None]
-        self._sound = [(entry, verification) for entry, verification in pairs if verification.error is None]
-        self.failed = [(entry, verification.error) for entry, verification in pairs if verification.error is not None]
+        scores = _prompt_scores(entries, logits)
+        failed = {entry: verification.error for entry, verification in pairs if verification.error is not None}
+        failed |= {e: NotFiniteError() for e, scored in scores if any(math.isnan(p.chosen) for p in scored.logprobs)}
+        self.failed = list(failed.items())
+        self.scores = [(entry, scored) for entry, scored in scores if entry not in failed]
+        self._prefilled = [(e, rows.count) for e, rows in entries if rows.root_row is None and e not in failed]
+        self._sound = [(entry, verification) for entry, verification in pairs if entry not in failed]
         # Slots (from, to) to copy: accepted candidates of side branches.
         self.kv_copies = [copy for _, verification in self._sound for copy in verification.kv_copies]
         self._add_logprobs(logits)
@@ -88,10 +93,28 @@ class VerifiedStep:
         """Commit and return accepted tokens; `failed` sessions get nothing."""
         for entry, count in self._prefilled:
             entry.session.computed += count
+        for entry, scores in self.scores:
+            entry.session.apply_scores(scores)
         results = [(entry, verification.apply(now)) for entry, verification in self._sound]
         for entry, _ in self._sound:  # not of unfinished prompts: their logits are still unchecked
             entry.session.cache_prefix()
         return results
+
+
+def _prompt_scores(
+    entries: Sequence[tuple[RunningSession, ScheduledRows]], logits: StepLogits
+) -> list[tuple[RunningSession, PromptScores]]:
+    """Return the log-probabilities of tokens of prompts in this step, for requests for them."""
+    asking = [(entry, rows.scored) for entry, rows in entries if rows.scored]
+    if not asking:
+        return []
+    tokens, tops = list[int](), list[int]()
+    for entry, scored in asking:
+        request, first = entry.session.request, entry.session.scored
+        tokens += request.prompt[first : first + len(scored)]
+        tops += [request.prompt_logprobs or 0] * len(scored)
+    found = iter(logits.logprobs([row for _, scored in asking for row in scored], np.asarray(tokens), tops))
+    return [(e, PromptScores(e.session.scored, list(islice(found, len(scored))))) for e, scored in asking]
 
 
 class TreeVerification:

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.decoding.choice import Tokens, choose
-from specdec.decoding.logprobs import TokenLogprobs, logprobs
+from specdec.decoding.logprobs import TokenLogprobs
 from specdec.decoding.processing import Logits
 from specdec.decoding.query import SamplingQuery
+from specdec.engine.gpu.logprobs import LogprobParts
 from specdec.engine.gpu.shortlist import UNDECIDED, Narrowing, narrowing
 from specdec.engine.gpu.staging import upload
 
@@ -41,7 +42,8 @@ class GpuLogits:
         return np.array(tokens, dtype=np.int64), np.array(sound, dtype=bool)
 
     def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[TokenLogprobs]:
-        return logprobs(self._whole(rows), tokens, tops)
+        found = LogprobParts(self._of(rows), tokens, tops)
+        return found.decided(_fetched(found.parts))
 
     def _decide(self, asked: Mapping[int, SamplingQuery]) -> None:
         groups: dict[type[Narrowing] | None, list[int]] = defaultdict(list)

@@ -91,11 +91,27 @@ def test_other_rules_are_decided_by_whole_rows() -> None:
     assert got.tolist() == want.tolist()
 
 
-def test_log_probabilities_are_of_the_same_rows() -> None:
-    logits = np.random.default_rng(0).normal(size=(4, 50)).astype(np.float32)
-    tokens = np.asarray([7, 8])
-    want = HostLogits(logits).logprobs([2, 0], tokens, [3, 0])
-    assert GpuLogits(torch.from_numpy(logits).to(DEVICE), {}).logprobs([2, 0], tokens, [3, 0]) == want
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 80), st.sampled_from([3, 50, 400]), st.sampled_from([0.3, 8.0]), st.integers(0, 99))
+def test_log_probabilities_are_those_in_memory(count: int, vocabulary: int, scale: float, seed: int) -> None:
+    """Ranked alike among equal logits; sums may differ in their last bits."""
+    random = np.random.default_rng(seed)
+    logits = np.round(random.normal(size=(80, vocabulary)) * scale).astype(np.float32)
+    logits[:, 0] = -0.0
+    rows, tokens = random.permutation(80)[:count].tolist(), random.integers(0, vocabulary, count)
+    tops = random.integers(0, 6, count).tolist()
+    want = HostLogits(logits).logprobs(rows, tokens, tops)
+    got = GpuLogits(torch.from_numpy(logits).to(DEVICE), {}).logprobs(rows, tokens, tops)
+    for a, b in zip(got, want, strict=True):
+        assert (a.top_tokens, a.rank) == (b.top_tokens, b.rank)
+        assert [a.chosen, *a.top_logprobs] == pytest.approx([b.chosen, *b.top_logprobs], abs=1e-5)
+
+
+def test_a_broken_row_has_no_log_probability_and_disturbs_no_other() -> None:
+    logits = torch.tensor([[0.0, 1.0], [np.nan, 1.0], [np.inf, 0.0], [-np.inf, -np.inf], [0.0, -np.inf]])
+    got = GpuLogits(logits.to(DEVICE), {}).logprobs(list(range(5)), np.ones(5, dtype=np.int64), [1] * 5)
+    assert [np.isnan(row.chosen) for row in got] == [False, True, True, True, False]
+    assert got[4].chosen == -np.inf
 
 
 def of_all_kinds() -> tuple[torch.Tensor, list[SamplingQuery]]:
