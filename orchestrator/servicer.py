@@ -149,11 +149,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     size += response.ByteSize()
                     if size > MAX_ANSWER_BYTES:
                         limit = f"{MAX_ANSWER_BYTES >> 20} MiB, the limit of one message"
-                        raise InvalidRequestError(
-                            [("max_tokens", f"the response is longer than {limit}: use Generate")]
-                        )
+                        field = "prompt_logprobs" if response.prompt else "max_tokens"
+                        raise InvalidRequestError([(field, f"the response is longer than {limit}: use Generate")])
                     if response.HasField("resolved"):
                         answer.resolved.CopyFrom(response.resolved)
+                    answer.prompt.extend(response.prompt)
                     completion = completions[response.index]
                     completion.reasoning += response.reasoning
                     completion.reasoning_tokens += response.reasoning_tokens

@@ -60,7 +60,7 @@ class Generation:
     async def run(self) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Yield the responses of this sample; the last one carries `finish`. A consumer that asks for the next response
         has read this one, or will read both together."""
-        first = True
+        first = uncommitted = True
         await self._transcript.resume(self._resuming)
         timeline = self._context.timeline
         with self._stats.sample(self._transcript) as came, timeline.figures(self._transcript), self._leaving():
@@ -72,25 +72,31 @@ class Generation:
                     if isinstance(message, model_pb2.Heartbeat):
                         self._drafting.on_awaited()
                         continue
-                    self._drafting.on_commit(message)
-                    response = self._transcript.take(message)
-                    if response is None:
-                        await self._verification.consumed(len(self._context.text.generated))
-                        continue
-                    came(len(response.tokens))
+                    response: generation_pb2.GenerateResponse | None
+                    if isinstance(message, verifier_pb2.PromptLogprobs):
+                        response = self._transcript.score(message)
+                    else:
+                        self._drafting.on_commit(message)
+                        response = self._transcript.take(message)
+                        if response is None:
+                            await self._verification.consumed()
+                            continue
+                        came(len(response.tokens))
+                        if uncommitted:
+                            uncommitted = False
+                            timeline.first_commit()
                     if first:
                         response.model_fingerprint = self._verification.revision
                         self._readiness.served(response.model_fingerprint)
                         response.resolved.CopyFrom(resolved(self._context.sample, self._asked_as))
                         first = False
-                        timeline.first_commit()
                     if response.HasField("finish"):
                         self._sign(response.finish)
                         timeline.finish(response.finish)
                         yield response
                         return
                     yield response
-                    await self._verification.consumed(len(self._context.text.generated))
+                    await self._verification.consumed()
 
     @contextmanager
     def _leaving(self) -> Iterator[None]:

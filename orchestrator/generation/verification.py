@@ -80,7 +80,7 @@ class VerifierChoice:
         sample, text = self._context.sample, self._context.text
         known = (pod for pod in self._pods.willing if pod.breaker.state == "closed")
         asked = [pod for pod in known if pod not in self._tried and pod not in self._unfit]
-        if len(asked) < 2:
+        if len(asked) < 2 or text.unscored:  # a prompt is scored without the cache
             return {}
         tokens, left = [*sample.prompt, *text.generated], self._context.timeout
         cached = await cached_tokens(asked, tokens, sample.tenant, math.inf if left is None else left)
@@ -91,7 +91,7 @@ class VerifierChoice:
         unfit = {pod: why for pod in self._pods if isinstance(why := pod.unfit, ServiceError)} | self._unfit
         too_long = any(isinstance(why, PromptTooLongError) for why in unfit.values())
         # A pod with enough memory may be down. A text that has begun waits for it, a new request fails at once.
-        begun = resumed or bool(self._context.text.generated)
+        begun = resumed or self._context.text.begun
         pods = self._pods.willing if too_long and not begun else self._pods
         if unfit and (self._backoff.exhausted or all(pod in unfit for pod in pods)):
             raise next(reversed(unfit.values())).with_traceback(None)  # other texts may raise the same object
@@ -160,7 +160,7 @@ def _kind(answer: Exception | None) -> str:
             return "session lost"
 
 
-Message = verifier_pb2.VerifyOpened | verifier_pb2.Commit | model_pb2.Heartbeat
+Message = verifier_pb2.VerifyOpened | verifier_pb2.PromptLogprobs | verifier_pb2.Commit | model_pb2.Heartbeat
 
 
 class Verification:
@@ -173,7 +173,7 @@ class Verification:
         self._stream: VerifierStream | None = None  # of the verifier that has the text; None while none has it
         self._not_opened: dict[Pod, str] = {}  # why a verifier does not take the text, as last logged
         self._asked: tuple[Pod, float] | None = None  # the last verifier asked, and when
-        self._begun = False  # a verifier has accepted the request and committed tokens
+        self._begun = False  # a verifier has accepted the request and sent results
         self._refused = False  # a verifier has called the request invalid
         self._preemptions: list[int] = []  # by session at a verifier
         self.identity = model_pb2.ModelIdentity()  # of the last one
@@ -186,9 +186,9 @@ class Verification:
         return sum(self._preemptions)
 
     async def messages(self) -> AsyncGenerator[Message, None]:
-        """Yield the opening answer of every verifier that takes the text; the commits in order, each once, until the
-        last; and heartbeats while the text waits for its draft. A commit's tokens are in the committed text before the
-        commit is yielded."""
+        """Yield the opening answer of every verifier that takes the text; log-probabilities of the prompt, if
+        requested, then the commits, both in order, each once, until the last; and heartbeats while the text waits for
+        its draft. A commit's tokens are in the committed text before the commit is yielded."""
         context, choice = self._context, self._choice
         while True:
             if context.grammar_watch is not None:
@@ -199,13 +199,20 @@ class Verification:
                     opened = await self._open(stream)
                     with pod.load.session(), pod.admission.session(context.sample.tenant):
                         yield opened
+                        if context.text.unscored == 1 and not context.text.scored:  # the only token has none
+                            context.text.scored = 1
+                            yield verifier_pb2.PromptLogprobs(first=1)
                         check = CommitCheck(context.sample, context.model, opened.identity.context_tokens)
                         async with aclosing(stream.messages()) as messages:
                             async for message in messages:
                                 if isinstance(message, verifier_pb2.Commit):
-                                    if problem := check.violation(message, len(context.text.generated)):
+                                    if problem := check.violation(message, context.text):
                                         raise LostError(f"invalid commit: {problem}")
                                     self._take(pod, message)
+                                elif isinstance(message, verifier_pb2.PromptLogprobs):
+                                    if problem := check.scores_violation(message, context.text):
+                                        raise LostError(f"invalid log-probabilities of the prompt: {problem}")
+                                    self._take_scores(pod, message)
                                 yield message
                     return
                 except LostError as lost:
@@ -242,10 +249,10 @@ class Verification:
         if self._stream is not None:
             await self._stream.set_policy(policy)
 
-    async def consumed(self, tokens: int) -> None:
-        """Report the number of generated tokens the client has read."""
+    async def consumed(self) -> None:
+        """Report that the client has read all of the text."""
         if self._stream is not None:
-            await self._stream.consumed(tokens)
+            await self._stream.consumed()
 
     def abort(self, error: ServiceError) -> None:
         """End the session, and the request, with this error."""
@@ -261,8 +268,8 @@ class Verification:
 
     @property
     def _pinned(self) -> str:
-        """The revision that must continue the text; empty while it has no token."""
-        return self.revision if self._context.text.generated else self._context.sample.revision
+        """The revision that must continue the text; empty before it is begun."""
+        return self.revision if self._context.text.begun else self._context.sample.revision
 
     @property
     def _attempt(self) -> int:
@@ -275,7 +282,7 @@ class Verification:
             pod.breaker.attempt()
             self._asked = pod, time.monotonic()
             opened = await stream.open(self._policy, attempt=self._attempt, revision=self._pinned)
-        before = self.identity.numerics_fingerprint if self._context.text.generated else ""
+        before = self.identity.numerics_fingerprint if self._context.text.begun else ""
         self.identity = opened.identity
         self.revision = self.identity.model_fingerprint
         if before and self.identity.numerics_fingerprint != before:
@@ -292,8 +299,16 @@ class Verification:
     def _take(self, pod: Pod, commit: verifier_pb2.Commit) -> None:
         """Add a commit to the text."""
         self._context.text.add(commit.committed.tokens)
-        self._begun = True
         self._preemptions[-1] = commit.preemptions
+        self._progressed(pod)
+
+    def _take_scores(self, pod: Pod, scores: verifier_pb2.PromptLogprobs) -> None:
+        """Note that the text has log-probabilities of further tokens of the prompt."""
+        self._context.text.scored = scores.first + len(scores.logprobs)
+        self._progressed(pod)
+
+    def _progressed(self, pod: Pod) -> None:
+        self._begun = True
         self._choice.progressed()
         pod.breaker.succeeded()
 

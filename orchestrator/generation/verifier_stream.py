@@ -41,7 +41,8 @@ class VerifierStream(PeerStream):
         self._longest_step = longest_step
         self._checksum = 0  # over all tokens sent and received
         self._policy = verifier_pb2.VerifyPolicy()  # as last sent
-        self._consumed = len(context.text.generated)  # tokens read by the client, as last reported
+        # As last reported: generated tokens read by the client, and tokens of the prompt with log-probabilities.
+        self._consumed = verifier_pb2.Consumed(tokens=len(context.text.generated), scored_tokens=context.text.scored)
 
     async def open(
         self, policy: verifier_pb2.VerifyPolicy, *, attempt: int, revision: str
@@ -56,7 +57,7 @@ class VerifierStream(PeerStream):
             sampling=sampling_message(sample.sampling),
             rule=rule_message(sample.rule),
             contrast=sample.contrast,
-            max_tokens=sample.max_tokens,
+            max_tokens=max(1, sample.max_tokens),  # 0: the session is closed after the prompt
             end_tokens=sorted(sample.end_tokens),
             min_tokens=sample.min_tokens,
             grammar=sample.grammar,
@@ -67,6 +68,8 @@ class VerifierStream(PeerStream):
             priority=sample.priority,
             attempt=attempt,
             coalesce_commits=sample.coalesce_commits,
+            prompt_logprobs=sample.prompt_logprobs if self._context.text.unscored else None,
+            scored_tokens=self._context.text.scored if self._context.text.unscored else 0,
         )
         message.checksum = self._checksum = checksum.of_opening(message)
         stub = verifier_pb2_grpc.VerifierServiceStub(self.pod.channel)
@@ -93,6 +96,8 @@ class VerifierStream(PeerStream):
             )
         if self._context.sample.grammar is not None and not opened.follows_grammar:
             raise UnfitError(NotBuiltError("verifier: does not follow a grammar"))
+        if self._context.text.unscored and not opened.scores_prompt:
+            raise UnfitError(NotBuiltError("verifier: does not return log-probabilities of prompts"))
         if revision and identity.model_fingerprint != revision:
             raise UnfitError(
                 PeerLostError(
@@ -102,8 +107,11 @@ class VerifierStream(PeerStream):
                 )
             )
 
-    async def messages(self) -> AsyncGenerator[verifier_pb2.Commit | model_pb2.Heartbeat, None]:
-        """Yield commits until the last one, and heartbeats while the text waits for its draft."""
+    async def messages(
+        self,
+    ) -> AsyncGenerator[verifier_pb2.Commit | verifier_pb2.PromptLogprobs | model_pb2.Heartbeat, None]:
+        """Yield log-probabilities of the prompt if requested, commits until the last one, and heartbeats while the text
+        waits for its draft."""
         while True:
             response = await self._read()
             match response.WhichOneof("message"):
@@ -112,6 +120,8 @@ class VerifierStream(PeerStream):
                     yield response.commit
                     if response.commit.finish_reason:
                         return
+                case "prompt_logprobs" if self._context.sample.prompt_logprobs is not None:
+                    yield response.prompt_logprobs
                 case "heartbeat":
                     self._count_heartbeat()
                     self._look_at(response.heartbeat)
@@ -150,11 +160,13 @@ class VerifierStream(PeerStream):
         with self._watchdog.listening():
             await self.set_policy(policy)
 
-    async def consumed(self, tokens: int) -> None:
-        """Report every `CONSUMED_EVERY` tokens how many generated tokens the client has read. The stream is not read
-        meanwhile, so the watchdog limits the write."""
-        if tokens - self._consumed < CONSUMED_EVERY:
+    async def consumed(self) -> None:
+        """Report every `CONSUMED_EVERY` tokens, and at the end of a prompt with log-probabilities, that the client has
+        read all of the text. The stream is not read meanwhile, so the watchdog limits the write."""
+        text, told = self._context.text, self._consumed
+        new, scored = len(text.generated) - told.tokens, text.scored - told.scored_tokens
+        if max(new, scored) < CONSUMED_EVERY and (not scored or text.unscored):
             return
-        self._consumed = tokens
+        self._consumed = verifier_pb2.Consumed(tokens=len(text.generated), scored_tokens=text.scored)
         with self._watchdog.listening():
-            await self._write(verifier_pb2.VerifyRequest(consumed=verifier_pb2.Consumed(tokens=tokens)))
+            await self._write(verifier_pb2.VerifyRequest(consumed=self._consumed))

@@ -105,8 +105,10 @@ def parse(
     max_tokens = message.max_tokens if message.HasField("max_tokens") else unasked
     violations += _length_violations(message, max_tokens, room)
     top_logprobs = message.logprobs if message.HasField("logprobs") else None
-    if message.logprobs > MAX_LOGPROBS:
-        violations.append(("logprobs", f"is {message.logprobs}, must be at most {MAX_LOGPROBS}"))
+    prompt_logprobs = message.prompt_logprobs if message.HasField("prompt_logprobs") else None
+    for field, top in (("logprobs", top_logprobs), ("prompt_logprobs", prompt_logprobs)):
+        if top is not None and top > MAX_LOGPROBS:
+            violations.append((field, f"is {top}, must be at most {MAX_LOGPROBS}"))
     _check_stops(message, model, violations)
     grammar = _grammar(message, model, violations)
     if grammar is not None and reasoning is not None:
@@ -117,6 +119,8 @@ def parse(
     if violations:
         raise InvalidRequestError(violations)
     rule = rule_of(message.rule, sampling)
+    if not max_tokens:  # no token needs a draft
+        rule, speculation = Rule.COUPLED, SpeculationOptions(NO_DRAFTERS)
     if untrusted_drafts and speculation.remote and rule is not Rule.COUPLED:
         problem = f"is {rule.name}, must be COUPLED: the drafts here are not trusted (--trust-drafts)"
         raise InvalidRequestError([("rule", problem)])
@@ -149,7 +153,12 @@ def parse(
     return Request(
         seed,
         [
-            replace(sample, index=i, sampling=replace(sampling, seed=sample_seed(seed, i)))
+            replace(
+                sample,
+                index=i,
+                sampling=replace(sampling, seed=sample_seed(seed, i)),
+                prompt_logprobs=None if i else prompt_logprobs,
+            )
             for i in range(max(1, message.n))
         ],
     )
@@ -197,16 +206,17 @@ def _length_violations(message: generation_pb2.GenerateRequest, max_tokens: int,
     with its resumption."""
     found: list[tuple[str, str]] = []
     generated = len(message.generated_tokens)
-    if max_tokens < 1:
-        found.append(("max_tokens", "is 0, must be at least 1"))
-    elif generated >= max_tokens or (generated and generated >= room):
+    if max_tokens < 1 and not message.HasField("prompt_logprobs"):
+        found.append(("max_tokens", "is 0, must be at least 1 without prompt_logprobs"))
+    elif generated and generated >= min(max_tokens, room):
         found.append(("generated_tokens", f"has {generated} tokens, must have fewer than {min(max_tokens, room)}"))
     if message.min_tokens > max_tokens:
         found.append(("min_tokens", f"is {message.min_tokens}, must be at most max_tokens ({max_tokens})"))
     if generated and not message.sampling.HasField("seed"):
         found.append(("sampling.seed", "is not set, must be given with generated_tokens"))
-    if generated and message.n > 1:
-        found.append(("n", f"is {message.n}, must be 1 with generated_tokens"))
+    if message.n > 1 and (generated or not max_tokens):
+        beside = "generated_tokens" if generated else "max_tokens 0"
+        found.append(("n", f"is {message.n}, must be 1 with {beside}"))
     return found
 
 

@@ -40,6 +40,7 @@ class Sample:
     shown_tokens: frozenset[int] = frozenset()  # special tokens to be shown nevertheless
     reasoning: Reasoning | None = None  # at the start of the text, if any
     time: datetime | None = None  # seen by the chat template
+    prompt_logprobs: int | None = None  # as `top_logprobs`, for the prompt; of the first sample only
 
     @property
     def needs_draft(self) -> bool:
@@ -63,11 +64,23 @@ class CommittedText:
 
     def __init__(self, sample: Sample) -> None:
         self._generated = list(sample.generated)
+        self._to_score = 0 if sample.prompt_logprobs is None else len(sample.prompt)
+        self.scored = 0  # leading tokens of the prompt with log-probabilities, if requested; the first one has none
 
     @property
     def generated(self) -> Sequence[int]:
         """The tokens after the prompt."""
         return self._generated
+
+    @property
+    def unscored(self) -> int:
+        """The number of tokens of the prompt whose log-probabilities are requested and have not come."""
+        return self._to_score - self.scored
+
+    @property
+    def begun(self) -> bool:
+        """True once any of it comes from a verifier, which binds it to the verifier's model."""
+        return bool(self._generated or self.scored)
 
     def add(self, tokens: Sequence[int]) -> None:
         self._generated += tokens

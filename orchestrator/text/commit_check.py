@@ -7,12 +7,17 @@ pod is broken or the message corrupted: the session is lost, as if its stream ha
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from orchestrator.requests.model import ServedModel
-from orchestrator.requests.sample import Sample
+from orchestrator.requests.sample import CommittedText, Sample
 from specdec.v2 import model_pb2, verifier_pb2
 from specdec.wire.sources import ACCEPTED
 
 SOURCES = frozenset(model_pb2.TokenSource.values()) - {model_pb2.TOKEN_SOURCE_UNSPECIFIED}
+
+MAX_SCORES_A_MESSAGE = 64
+"""Tokens of the prompt with log-probabilities in one message, as the contract says."""
 
 MAX_CANDIDATES_A_STEP = 1024
 """Candidates of one session in one step: four times the limit of any of our steps for all sessions together."""
@@ -34,8 +39,20 @@ class CommitCheck:
         self._model = model
         self._end = min(len(sample.prompt) + sample.max_tokens, context_tokens)
 
-    def violation(self, commit: verifier_pb2.Commit, generated: int) -> str:
-        """Return what is wrong with a commit to a text of `generated` tokens; empty if nothing is."""
+    def scores_violation(self, scores: verifier_pb2.PromptLogprobs, text: CommittedText) -> str:
+        """Return what is wrong with log-probabilities of the prompt; empty if nothing is."""
+        count, first = len(scores.logprobs), max(1, text.scored)
+        if scores.first != first:
+            return f"they begin at token {scores.first} of the prompt, must begin at {first}"
+        if not 0 < count <= min(MAX_SCORES_A_MESSAGE, len(self._sample.prompt) - first):
+            return f"they are of {count} tokens, the prompt has {len(self._sample.prompt) - first} more"
+        return self._wrong_numbers(scores.logprobs, self._sample.prompt_logprobs or 0)
+
+    def violation(self, commit: verifier_pb2.Commit, text: CommittedText) -> str:
+        """Return what is wrong with a commit to a text; empty if nothing is."""
+        if text.unscored:
+            return f"it comes before the log-probabilities of {text.unscored} tokens of the prompt"
+        generated = len(text.generated)
         checks = (self._wrong_tokens, self._wrong_counts, self._wrong_end, self._wrong_logprobs, self._wrong_figures)
         return next((problem for check in checks if (problem := check(commit, generated))), "")
 
@@ -90,18 +107,24 @@ class CommitCheck:
 
     def _wrong_logprobs(self, commit: verifier_pb2.Commit, _: int) -> str:
         """Check that each token has log-probabilities if requested, with the requested number of top tokens."""
-        wanted, vocabulary = self._sample.top_logprobs, self._model.vocabulary
+        wanted = self._sample.top_logprobs
         if len(commit.logprobs) != (0 if wanted is None else len(commit.committed.tokens)):
             return (
                 f"it has log-probabilities of {len(commit.logprobs)} tokens for {len(commit.committed.tokens)} tokens"
             )
-        best = min(wanted or 0, vocabulary)
-        for logprobs in commit.logprobs:
+        return self._wrong_numbers(commit.logprobs, wanted or 0)
+
+    def _wrong_numbers(self, found: Iterable[verifier_pb2.TokenLogprobs], wanted: int) -> str:
+        """Check log-probabilities of tokens, each with `wanted` top tokens."""
+        vocabulary = self._model.vocabulary
+        best = min(wanted, vocabulary)
+        for logprobs in found:
             if len(logprobs.top_tokens) != best or len(logprobs.top_logprobs) != best:
-                return f"it has log-probabilities of {len(logprobs.top_tokens)} top tokens, {best} were asked for"
+                return f"log-probabilities of {len(logprobs.top_tokens)} top tokens, {best} were asked for"
             numbers = (logprobs.chosen, *logprobs.top_logprobs)
-            if max(logprobs.top_tokens, default=0) >= vocabulary or not all(number <= ROUNDING for number in numbers):
-                return f"it has log-probabilities {numbers} of tokens {list(logprobs.top_tokens)}"
+            ids = (*logprobs.top_tokens, max(1, logprobs.rank) - 1)
+            if max(ids) >= vocabulary or not all(number <= ROUNDING for number in numbers):
+                return f"log-probabilities {numbers} of tokens {list(logprobs.top_tokens)}, rank {logprobs.rank}"
         return ""
 
     def _wrong_figures(self, commit: verifier_pb2.Commit, _: int) -> str:

@@ -55,6 +55,7 @@ class SampleTranscript:
         self.statistics = Statistics()
         self._text = SampleText(sample, model.tokenizer)
         self._piece = model.tokenizer.piece
+        self._prompt_tokens = 0  # leading tokens of the prompt in responses, if requested
         self._found: int | None = None  # cached tokens of the prompt at the first verifier
         self._undecided: verifier_pb2.Commit | None = None  # has had no response yet
         self._completion_tokens = len(sample.generated)
@@ -87,6 +88,30 @@ class SampleTranscript:
         space = self._text.take_space(self._sample.generated) or 0
         for token in self._sample.generated[space:]:
             self._text.push(token)
+
+    def score(self, scores: verifier_pb2.PromptLogprobs) -> generation_pb2.GenerateResponse:
+        """Return the response with log-probabilities of the next tokens of the prompt; the last one has `finish` if
+        nothing is to be generated. The first token, which has none, comes with those of the next."""
+        prompt, begin = self._sample.prompt, self._prompt_tokens
+        self._prompt_tokens = end = scores.first + len(scores.logprobs)
+        response = generation_pb2.GenerateResponse(
+            index=self._sample.index,
+            prompt=(generation_pb2.PromptToken(token=t, bytes=self._piece(t)) for t in prompt[begin:end]),
+            timings=generation_pb2.ChunkTimings(elapsed_us=self._elapsed_us),
+        )
+        for entry, logprobs in zip(response.prompt[scores.first - begin :], scores.logprobs, strict=True):
+            entry.logprobs.CopyFrom(logprobs)
+            entry.logprobs.ClearField("chosen_bytes")
+            self._spell_top(entry.logprobs)
+        if end == len(prompt) and not self._sample.max_tokens:
+            self.finish_reason = model_pb2.FINISH_REASON_LENGTH
+            response.finish.CopyFrom(self._finish(self.finish_reason, ""))
+        return response
+
+    @property
+    def _elapsed_us(self) -> int:
+        """Microseconds since the request arrived."""
+        return int(1e6 * (time.monotonic() - self._arrived))
 
     def take(self, commit: verifier_pb2.Commit) -> generation_pb2.GenerateResponse | None:
         """Add a commit to the text, cut at a stop string, and return its response; the last one has `finish`. Return
@@ -129,7 +154,7 @@ class SampleTranscript:
             sources=commit.sources[:kept],
             logprobs=commit.logprobs[:kept],
             timings=generation_pb2.ChunkTimings(
-                elapsed_us=int(1e6 * (time.monotonic() - self._arrived)),
+                elapsed_us=self._elapsed_us,
                 forward_us=commit.forward_us,
                 step_us=commit.step_us,
                 queued_us=commit.queued_us,
@@ -159,7 +184,10 @@ class SampleTranscript:
         """Enter the bytes of the tokens into their log-probabilities."""
         for token, token_logprobs in zip(tokens, logprobs, strict=True):
             token_logprobs.chosen_bytes = self._piece(token)
-            token_logprobs.top_bytes[:] = [self._piece(best) for best in token_logprobs.top_tokens]
+            self._spell_top(token_logprobs)
+
+    def _spell_top(self, logprobs: verifier_pb2.TokenLogprobs) -> None:
+        logprobs.top_bytes[:] = [self._piece(best) for best in logprobs.top_tokens]
 
     def _count(self, commit: verifier_pb2.Commit, kept: int) -> None:
         statistics = self.statistics

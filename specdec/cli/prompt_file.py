@@ -16,7 +16,7 @@ FORMS = ("text", "tokens", "messages")
 
 OPTIONS = GenerateOptions.__annotations__.keys() - {
     *FORMS,
-    *("n", "logprobs"),  # a result holds one sample, without log-probabilities
+    *("n", "logprobs", "prompt_logprobs"),  # a result holds one sample, without log-probabilities
     *("generated_tokens", "model_fingerprint"),  # the client resumes broken texts itself
 }
 """Options allowed on a line."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -25,6 +26,16 @@ class Logprobs:
     top: dict[int, float]  # of the most probable tokens, by id, best first
     piece: Piece  # of the chosen token
     top_pieces: dict[int, Piece]  # of the most probable tokens, by id, best first
+    rank: int = 0  # of a prompt's token: 1 plus the number of more probable tokens
+
+
+@dataclass(frozen=True)
+class PromptToken:
+    """A token of the prompt."""
+
+    token: int
+    piece: Piece
+    logprobs: Logprobs | None  # at its position, given the tokens before it; None: the first token
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,7 @@ class Chunk:
     resolved: Resolved | None  # the request with defaults resolved; in the first chunk of each sample
     reasoning: str = ""  # of a chat
     reasoning_tokens: int = 0  # number of leading `tokens` that are reasoning
+    prompt: Sequence[PromptToken] = ()  # next tokens of the prompt, if requested; only in chunks of sample 0
 
 
 @dataclass(frozen=True)
@@ -136,6 +148,7 @@ class Result:
     seed: int
     resolved: Resolved  # the request with defaults resolved
     request_id: str = ""  # in logs and traces of the services
+    prompt: Sequence[PromptToken] = ()  # the tokens of the prompt, if requested
 
     @property
     def text(self) -> str:
@@ -187,6 +200,7 @@ def read_chunk(response: pb.GenerateResponse, *, before_seconds: float = 0.0) ->
         resolved=_read_resolved(response.resolved) if response.HasField("resolved") else None,
         reasoning=response.reasoning,
         reasoning_tokens=response.reasoning_tokens,
+        prompt=list(map(_read_prompt_token, response.prompt)),
     )
 
 
@@ -204,7 +218,8 @@ def read_result(response: pb.CompleteResponse) -> Result:
         )
         for completion in response.completions
     ]
-    return Result(completions, response.seed, _read_resolved(response.resolved))
+    prompt = list(map(_read_prompt_token, response.prompt))
+    return Result(completions, response.seed, _read_resolved(response.resolved), prompt=prompt)
 
 
 def read_models(response: pb.ListModelsResponse) -> list[Model]:
@@ -279,11 +294,19 @@ def _read_resolved(resolved: pb.ResolvedRequest) -> Resolved:
     )
 
 
-def _read_logprobs(logprobs: verifier_pb2.TokenLogprobs) -> Logprobs:
+def _read_prompt_token(told: pb.PromptToken) -> PromptToken:
+    piece = _piece(told.bytes)
+    logprobs = _read_logprobs(told.logprobs, piece) if told.HasField("logprobs") else None
+    return PromptToken(told.token, piece, logprobs)
+
+
+def _read_logprobs(logprobs: verifier_pb2.TokenLogprobs, piece: Piece | None = None) -> Logprobs:
+    """Convert log-probabilities; `piece` of the chosen token if they do not carry it."""
     return Logprobs(
         chosen=logprobs.chosen,
         top=dict(zip(logprobs.top_tokens, logprobs.top_logprobs, strict=True)),
-        piece=_piece(logprobs.chosen_bytes),
+        piece=piece or _piece(logprobs.chosen_bytes),
+        rank=logprobs.rank,
         # Older servers send no bytes of alternatives.
         top_pieces={
             token: _piece(spelt) for token, spelt in zip(logprobs.top_tokens, logprobs.top_bytes, strict=False)

@@ -64,6 +64,11 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: Annotated[
         int | None, "Return the log-probability of each token and of the N most probable ones, 0 to 20."
     ]
+    prompt_logprobs: Annotated[
+        int | None,
+        "Return the tokens of the prompt, with the log-probability of each but the first and of the N most probable "
+        "ones in its place, 0 to 20. `max_tokens` may then be 0.",
+    ]
 
     ignore_generation_config: Annotated[bool | None, "Ignore the defaults in the model's generation_config.json."]
     temperature: Annotated[float | None, "Sampling temperature. Default: the model's own, else 0, which is greedy."]

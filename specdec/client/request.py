@@ -62,6 +62,7 @@ _RULES = {
 _PLAIN = {
     "model", "max_tokens", "min_tokens", "stop_tokens", "ignore_end_token", "ignore_generation_config", "n", "logprobs",
     "fallback_temperature", "generated_tokens", "tenant", "priority", "model_fingerprint", "prompt_digest",
+    "prompt_logprobs",
 }  # fmt: skip
 _SAMPLING = {
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",

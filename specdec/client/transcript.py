@@ -25,6 +25,8 @@ class Transcript:
         self._samples = max(1, request.n)
         self._unfinished = self._samples
         self._empty = True
+        self._prompt_tokens = 0  # tokens of the prompt received
+        self._repeated = 0  # of these, tokens to come again after a retry
         self._tally = Tally()
         self._before_seconds = 0.0
 
@@ -47,11 +49,18 @@ class Transcript:
         if not self._empty:
             response.ClearField("seed")
             response.ClearField("model_fingerprint")
+        if self._repeated and response.prompt:
+            repeated = min(self._repeated, len(response.prompt))
+            self._repeated -= repeated
+            del response.prompt[:repeated]
+        self._prompt_tokens += len(response.prompt)
         if self._samples == 1:
             self._request.generated_tokens.extend(response.tokens)
             self._tally.take(response)
-        if response.tokens:
+        if response.tokens or response.prompt:
             self._retries.progressed()
+        if response.tokens:  # the prompt is complete
+            self._request.ClearField("prompt_logprobs")
         if response.HasField("finish"):
             self._unfinished -= 1
         self._empty = False
@@ -83,6 +92,7 @@ class Transcript:
         """Return the address for the next try, the request, and the seconds it may take; Cancelled if the client was
         closed."""
         self._retries.check_open()
+        self._repeated = self._prompt_tokens if self._request.HasField("prompt_logprobs") else 0
         self._before_seconds = self._retries.seconds_passed
         return self._retries.address, self._request, self._retries.seconds_left
 

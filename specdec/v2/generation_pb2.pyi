@@ -82,6 +82,7 @@ class GenerateRequest(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     GRAMMAR_FIELD_NUMBER: builtins.int
     REASONING_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Model name; empty for the only one served. NAME@REVISION selects a revision; otherwise one is drawn by traffic
     share, the same one for the same prompt and seed as long as the shares do not change.
@@ -89,8 +90,8 @@ class GenerateRequest(google.protobuf.message.Message):
     text: builtins.str
     """Plain text; at least one character."""
     max_tokens: builtins.int
-    """Maximum tokens to generate, `generated_tokens` included; at least 1. Unset: the model's `max_new_tokens`, else
-    until the context is full.
+    """Maximum tokens to generate, `generated_tokens` included; at least 1, or 0 with `prompt_logprobs` and n = 1. Unset:
+    the model's `max_new_tokens`, else until the context is full.
     """
     min_tokens: builtins.int
     """Minimum tokens before an end token or stop id may be chosen."""
@@ -126,6 +127,10 @@ class GenerateRequest(google.protobuf.message.Message):
     """
     priority: builtins.int
     """Order among requests of the same tenant waiting for memory: lower goes first. Between tenants, weights decide."""
+    prompt_logprobs: builtins.int
+    """Return the tokens of the prompt, with the log-probability of each but the first and of this many of the most
+    probable ones in its place, 0 to 20. They are computed without the prefix cache.
+    """
     @property
     def tokens(self) -> global___TokenPrompt:
         """Token ids; at least one."""
@@ -199,15 +204,18 @@ class GenerateRequest(google.protobuf.message.Message):
         priority: builtins.int = ...,
         grammar: specdec.v2.model_pb2.Grammar | None = ...,
         reasoning: global___Reasoning | None = ...,
+        prompt_logprobs: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "reasoning", b"reasoning", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "ignore_end_token", b"ignore_end_token", "ignore_generation_config", b"ignore_generation_config", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_digest", b"prompt_digest", "reasoning", b"reasoning", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "ignore_end_token", b"ignore_end_token", "ignore_generation_config", b"ignore_generation_config", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_digest", b"prompt_digest", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_fallback_temperature", b"_fallback_temperature"]) -> typing.Literal["fallback_temperature"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_tokens", b"_max_tokens"]) -> typing.Literal["max_tokens"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]) -> typing.Literal["prompt_logprobs"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["prompt", b"prompt"]) -> typing.Literal["text", "tokens", "chat"] | None: ...
 
@@ -578,6 +586,7 @@ class GenerateResponse(google.protobuf.message.Message):
     RESOLVED_FIELD_NUMBER: builtins.int
     REASONING_FIELD_NUMBER: builtins.int
     REASONING_TOKENS_FIELD_NUMBER: builtins.int
+    PROMPT_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Index of the sample, 0 to n - 1."""
     text: builtins.str
@@ -624,6 +633,12 @@ class GenerateResponse(google.protobuf.message.Message):
     def resolved(self) -> global___ResolvedRequest:
         """The resolved request; on the first response of each sample."""
 
+    @property
+    def prompt(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PromptToken]:
+        """Next tokens of the prompt, if `prompt_logprobs` is set. All come in responses of sample 0, in order, before its
+        first generated token.
+        """
+
     def __init__(
         self,
         *,
@@ -642,12 +657,42 @@ class GenerateResponse(google.protobuf.message.Message):
         resolved: global___ResolvedRequest | None = ...,
         reasoning: builtins.str = ...,
         reasoning_tokens: builtins.int = ...,
+        prompt: collections.abc.Iterable[global___PromptToken] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "resolved", b"resolved", "seed", b"seed", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "offered", b"offered", "reasoning", b"reasoning", "reasoning_tokens", b"reasoning_tokens", "resolved", b"resolved", "seed", b"seed", "sources", b"sources", "steps", b"steps", "text", b"text", "timings", b"timings", "token_texts", b"token_texts", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "offered", b"offered", "prompt", b"prompt", "reasoning", b"reasoning", "reasoning_tokens", b"reasoning_tokens", "resolved", b"resolved", "seed", b"seed", "sources", b"sources", "steps", b"steps", "text", b"text", "timings", b"timings", "token_texts", b"token_texts", "tokens", b"tokens"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
 
 global___GenerateResponse = GenerateResponse
+
+@typing.final
+class PromptToken(google.protobuf.message.Message):
+    """A token of the prompt."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    token: builtins.int
+    """Its id."""
+    bytes: builtins.bytes
+    """Its bytes, as in TokenPiece."""
+    @property
+    def logprobs(self) -> specdec.v2.verifier_pb2.TokenLogprobs:
+        """Its log-probabilities, given the tokens before it, without `chosen_bytes`. Unset for the first token."""
+
+    def __init__(
+        self,
+        *,
+        token: builtins.int = ...,
+        bytes: builtins.bytes = ...,
+        logprobs: specdec.v2.verifier_pb2.TokenLogprobs | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["logprobs", b"logprobs"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "logprobs", b"logprobs", "token", b"token"]) -> None: ...
+
+global___PromptToken = PromptToken
 
 @typing.final
 class ResolvedRequest(google.protobuf.message.Message):
@@ -982,6 +1027,7 @@ class CompleteResponse(google.protobuf.message.Message):
     COMPLETIONS_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
     RESOLVED_FIELD_NUMBER: builtins.int
+    PROMPT_FIELD_NUMBER: builtins.int
     seed: builtins.int
     """The seed of the request."""
     @property
@@ -992,15 +1038,20 @@ class CompleteResponse(google.protobuf.message.Message):
     def resolved(self) -> global___ResolvedRequest:
         """The resolved request."""
 
+    @property
+    def prompt(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PromptToken]:
+        """The tokens of the prompt, if `prompt_logprobs` is set."""
+
     def __init__(
         self,
         *,
         completions: collections.abc.Iterable[global___Completion] | None = ...,
         seed: builtins.int = ...,
         resolved: global___ResolvedRequest | None = ...,
+        prompt: collections.abc.Iterable[global___PromptToken] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["resolved", b"resolved"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["completions", b"completions", "resolved", b"resolved", "seed", b"seed"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["completions", b"completions", "prompt", b"prompt", "resolved", b"resolved", "seed", b"seed"]) -> None: ...
 
 global___CompleteResponse = CompleteResponse
 

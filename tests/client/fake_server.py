@@ -39,6 +39,7 @@ class Act:
     details: str = "scripted"
     status: Status | None = None  # instead of code and details
     thinks: int = 0  # number of reasoning tokens
+    prompt: int | None = None  # of the prompt's tokens, if requested; None: all
 
 
 def rich(code: int, *details: Any) -> Act:
@@ -110,7 +111,8 @@ class FakeServer(GenerationServiceServicer):
         try:
             for index in range(max(1, request.n)):
                 drawn_seed = 1000 + len(self.calls)
-                for response in responses(request, index, act.tokens, drawn_seed, thinks=act.thinks):
+                scored = act.prompt if index == 0 else 0
+                for response in responses(request, index, act.tokens, drawn_seed, thinks=act.thinks, prompt=scored):
                     yield response
             await self._play_end(act, context)
         finally:
@@ -121,7 +123,9 @@ class FakeServer(GenerationServiceServicer):
             await self._play_end(await self._begin(request.request, context), context)
         finally:
             self.freed.set()
-        answer = pb.CompleteResponse(seed=request.request.sampling.seed)
+        answer = pb.CompleteResponse(
+            seed=request.request.sampling.seed, prompt=prompt_of(request.request) if scored(request.request) else ()
+        )
         for index in range(max(1, request.request.n)):
             parts = list(responses(request.request, index, None, drawn_seed=0))
             answer.completions.add(
@@ -149,6 +153,8 @@ class FakeServer(GenerationServiceServicer):
             await self._begin(pb.GenerateRequest(text=request.text, model=request.model), context), context
         )
         ids = [*([] if request.HasField("add_special") and not request.add_special else [0]), *request.text.encode()]
+        if request.HasField("tokens"):
+            ids = list(request.tokens.ids)
         pieces = [pb.TokenPiece(text=bytes([each]).decode(errors="replace"), bytes=bytes([each])) for each in ids]
         return pb.TokenizeResponse(
             ids=ids, pieces=pieces if request.pieces else [], count=len(ids), context_tokens=1024
@@ -181,6 +187,22 @@ class FakeServer(GenerationServiceServicer):
             await context.abort(act.code, act.details)
 
 
+def scored(request: pb.GenerateRequest) -> bool:
+    return request.HasField("prompt_logprobs")
+
+
+def prompt_of(request: pb.GenerateRequest) -> list[pb.PromptToken]:
+    """Return the tokens of a prompt, those of a text as for Tokenize. Token k has the log-probability -k / 8."""
+    ids = list(request.tokens.ids) or [0, *request.text.encode()]
+    found = [pb.PromptToken(token=token, bytes=bytes([token])) for token in ids]
+    for at, entry in enumerate(found[1:], 1):
+        entry.logprobs.chosen, entry.logprobs.rank = -at / 8, 3
+        entry.logprobs.top_tokens[:] = range(97, 97 + request.prompt_logprobs)
+        entry.logprobs.top_logprobs[:] = [-0.125 * (1 + best) for best in range(request.prompt_logprobs)]
+        entry.logprobs.top_bytes[:] = [bytes([token]) for token in entry.logprobs.top_tokens]
+    return found
+
+
 def resolved_of(request: pb.GenerateRequest) -> pb.ResolvedRequest:
     """Return the server's values for fields that a request leaves unset."""
     most = request.max_tokens if request.HasField("max_tokens") else 1000
@@ -196,13 +218,36 @@ def resolved_of(request: pb.GenerateRequest) -> pb.ResolvedRequest:
 
 
 def responses(
-    request: pb.GenerateRequest, index: int, most: int | None, drawn_seed: int, *, thinks: int = 0
+    request: pb.GenerateRequest,
+    index: int,
+    most: int | None,
+    drawn_seed: int,
+    *,
+    thinks: int = 0,
+    prompt: int | None = None,
 ) -> Iterable[pb.GenerateResponse]:
-    """Yield the responses of a conforming server; the first `thinks` tokens are reasoning."""
+    """Yield the responses of a conforming server; the first `thinks` tokens are reasoning. The first `prompt` tokens of
+    the prompt are scored (None: all), if requested."""
+    first = pb.GenerateResponse()
+    if index == 0:
+        first.seed = request.sampling.seed if request.sampling.HasField("seed") else drawn_seed
+        first.model_fingerprint = MODEL
+        first.resolved.CopyFrom(resolved_of(request))
+    if index == 0 and scored(request):
+        told = prompt_of(request)[:prompt]
+        for at in range(0, len(told), CHUNK):
+            response = pb.GenerateResponse(prompt=told[at : at + CHUNK])
+            response.MergeFrom(first)
+            first.Clear()
+            yield response
+        if prompt is not None:
+            return
     decoder = codecs.getincrementaldecoder("utf-8")()
     decoder.decode(bytes(request.generated_tokens))  # the client has this text already
     begin = len(request.generated_tokens)
     end = len(TOKENS) if most is None else min(begin + most, len(TOKENS))
+    if request.HasField("max_tokens") and not request.max_tokens:
+        end = begin
     for at in range(begin, end, CHUNK):
         tokens = TOKENS[at : min(at + CHUNK, end)]
         texts = [decoder.decode(bytes([token])) for token in tokens]
@@ -230,10 +275,8 @@ def responses(
                         top_bytes=[bytes([token]), b"\7"],
                     )
                 )
-        if at == begin and index == 0:
-            response.seed = request.sampling.seed if request.sampling.HasField("seed") else drawn_seed
-            response.model_fingerprint = MODEL
-            response.resolved.CopyFrom(resolved_of(request))
+        if at == begin:
+            response.MergeFrom(first)
         yield response
     if most is None:
         steps = -(-(end - begin) // CHUNK)
@@ -244,7 +287,7 @@ def responses(
             index=index,
             finish=pb.Finish(
                 reason=model_pb2.FINISH_REASON_LENGTH,
-                usage=pb.Usage(prompt_tokens=2, completion_tokens=len(TOKENS), cached_tokens=1),
+                usage=pb.Usage(prompt_tokens=2, completion_tokens=end, cached_tokens=1),
                 speculation=pb.SpeculationStatistics(
                     steps=steps,
                     offered=CHUNK * steps,

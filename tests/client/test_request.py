@@ -23,6 +23,7 @@ EVERY_OPTION: dict[str, Any] = {
     "ignore_generation_config": True,
     "n": 2,
     "logprobs": 0,
+    "prompt_logprobs": 0,
     "temperature": 0.5,
     "top_p": 0.75,
     "fallback_temperature": 0.25,
@@ -74,6 +75,7 @@ def test_every_option_has_its_place() -> None:
         ignore_generation_config=True,
         n=2,
         logprobs=0,
+        prompt_logprobs=0,
         sampling=pb.SamplingParameters(
             temperature=0.5,
             top_p=0.75,

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.requests.sample import CommittedText
 from orchestrator.text.commit_check import CommitCheck
 from specdec.v2 import model_pb2, verifier_pb2
 from tests.orchestrator.samples import CONTEXT, END, MODEL, PROMPT, VOCABULARY, sample
@@ -43,7 +44,9 @@ def commit(generated: int, steps: list[tuple[list[int], int]], finish: int = NON
 
 
 def violation(found: Any, generated: int = 5, context: int = CONTEXT, **fields: Any) -> str:
-    return CommitCheck(sample(**fields), MODEL, context).violation(found, generated)
+    text = CommittedText(sample(**fields))
+    text.add([9] * generated)
+    return CommitCheck(sample(**fields), MODEL, context).violation(found, text)
 
 
 ordinary = st.integers(10, VOCABULARY - 1)
@@ -193,3 +196,56 @@ def test_log_probabilities_that_were_not_asked_for(wrong: list[Any]) -> None:
     right = [verifier_pb2.TokenLogprobs(chosen=-1.0, top_tokens=[1], top_logprobs=[-1.0])]
     assert violation(commit(5, [([], 10)], logprobs=right), top_logprobs=1) == ""
     assert violation(commit(5, [([], 10)], logprobs=wrong), top_logprobs=1)
+
+
+LONG = list(range(1, 31))
+"""A prompt with log-probabilities to come."""
+
+
+def scores(first: int, count: int, top: int = 2, **fields: Any) -> Any:
+    each: dict[str, Any] = {"chosen": -0.5, "top_tokens": range(top), "top_logprobs": [-1.0] * top, "rank": 3} | fields
+    return verifier_pb2.PromptLogprobs(first=first, logprobs=[verifier_pb2.TokenLogprobs(**each)] * count)
+
+
+def wrong_scores(found: Any, scored: int) -> str:
+    asking = sample(prompt=LONG, prompt_logprobs=2)
+    text = CommittedText(asking)
+    text.scored = scored
+    return CommitCheck(asking, MODEL, CONTEXT).scores_violation(found, text)
+
+
+@pytest.mark.parametrize(("scored", "first"), [(0, 1), (1, 1), (17, 17), (29, 29)])
+def test_scores_go_on_where_they_ended(scored: int, first: int) -> None:
+    for count in (1, 30 - first):
+        assert wrong_scores(scores(first, count), scored) == ""
+    assert wrong_scores(scores(first - 1, 1), scored)
+    assert wrong_scores(scores(first + 1, 1), scored)
+    assert wrong_scores(scores(first, 0), scored)
+    assert wrong_scores(scores(first, 31 - first), scored)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chosen": math.nan},
+        {"chosen": 0.5},
+        {"rank": VOCABULARY + 1},
+        {"top": 3},
+        {"top_tokens": [0, VOCABULARY]},
+        {"top_logprobs": [-1.0, math.nan]},
+        {"top_logprobs": [-1.0]},
+    ],
+)
+def test_scores_are_log_probabilities(fields: dict[str, Any]) -> None:
+    assert wrong_scores(scores(1, 5, **fields), 0)
+    assert wrong_scores(scores(1, 5, chosen=-math.inf), 0) == ""
+
+
+def test_no_token_comes_before_the_scores() -> None:
+    asking = sample(prompt_logprobs=0)
+    text = CommittedText(asking)
+    first = commit(0, [([], 10)])
+    for scored, problem in ((0, "before"), (2, "before"), (3, "")):
+        text.scored = scored
+        assert problem in CommitCheck(asking, MODEL, CONTEXT).violation(first, text)
+    assert CommitCheck(asking, MODEL, CONTEXT).violation(first, text) == ""

@@ -18,7 +18,7 @@ from specdec.local import DEMO
 from specdec.serving.errors import InvalidRequestError, PermissionDeniedError
 from specdec.serving.validation import MAX_BIASES
 from specdec.text.tokenizer import Tokenizer, TooManyTokensError
-from specdec.v2 import generation_pb2
+from specdec.v2 import generation_pb2, model_pb2
 from tests.models import CONTEXT, VOCABULARY, make
 from tests.text.tokenizers import directory, word_level
 
@@ -278,3 +278,34 @@ def test_a_token_that_the_tokenizer_has_and_the_model_has_not(tmp_path: Path) ->
         parse(generation_pb2.GenerateRequest(text="hello [PAD]"), model)
     (sample,) = parse(generation_pb2.GenerateRequest(text="hello", stop=["[PAD]"]), model).samples
     assert added.vocabulary not in sample.end_tokens  # pods would reject it, and the model never chooses it
+
+
+@pytest.mark.parametrize(
+    ("fields", "wrong"),
+    [
+        ({"max_tokens": 0}, ("max_tokens", "is 0, must be at least 1 without prompt_logprobs")),
+        ({"max_tokens": 0, "prompt_logprobs": 1, "n": 2}, ("n", "is 2, must be 1 with max_tokens 0")),
+        ({"max_tokens": 0, "prompt_logprobs": 1, "min_tokens": 1}, ("min_tokens", "must be at most max_tokens (0)")),
+        ({"prompt_logprobs": 21}, ("prompt_logprobs", "is 21, must be at most 20")),
+        (
+            {"max_tokens": 0, "prompt_logprobs": 1, "generated_tokens": [5], "sampling": sampling(seed=1)},
+            ("generated_tokens", "has 1 tokens, must have fewer than 0"),
+        ),
+    ],
+)
+def test_a_prompt_to_score_is_refused_by_field(
+    model: ServedModel, fields: dict[str, Any], wrong: tuple[str, str]
+) -> None:
+    ((field, problem),) = violations(model, **fields)
+    assert field == wrong[0]
+    assert wrong[1] in problem
+
+
+def test_a_prompt_is_scored_once_and_without_a_draft_if_nothing_follows(model: ServedModel) -> None:
+    asked: dict[str, Any] = {"tokens": generation_pb2.TokenPrompt(ids=[5, 6]), "prompt_logprobs": 3}
+    samples = parse(generation_pb2.GenerateRequest(**asked, n=3), model).samples
+    assert [sample.prompt_logprobs for sample in samples] == [3, None, None]
+    assert samples[0].speculation.remote
+    contrastive = model_pb2.ACCEPTANCE_RULE_CONTRASTIVE
+    (sample,) = parse(generation_pb2.GenerateRequest(**asked, max_tokens=0, rule=contrastive), model).samples
+    assert (sample.max_tokens, sample.speculation.remote, sample.needs_draft) == (0, False, False)
