@@ -7,14 +7,16 @@ speculation statistics.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 from specdec.client import Chunk, Finish, Logprobs
 from specdec.openai_api.json_text import Json, as_bytes, json_list, json_object
 from specdec.openai_api.logprobs import EncodedLogprobs, TextOffset, chat_logprobs, completion_logprobs
+from specdec.openai_api.prompts import AnsweredPrompt
 from specdec.wire.tool_calls import ToolCall, ToolCallReader
 from specdec.wire.tool_formats import ToolFormat
 from specdec.wire.tool_scanner import Schemas
@@ -33,12 +35,12 @@ class Frame:
     model: str
     ignored: Sequence[str] = ()  # fields of the request
 
-    def whole(self, choices: Sequence[Choice]) -> bytes:
-        """Return the complete answer as JSON; all choices must have ended."""
+    def whole(self, choices: Sequence[Choice], others: Mapping[str, str] = MappingProxyType({})) -> bytes:
+        """Return the complete answer as JSON, with `others`, fields already encoded; all choices must have ended."""
         kind = "chat.completion" if self.chat else "text_completion"
         told = self._framed(kind, usage=usage_of(choices), system_fingerprint=fingerprint(c.finish for c in choices))
         told |= self.told_ignored
-        return as_bytes(json_object(told, {"choices": json_list(choice.whole() for choice in choices)}))
+        return as_bytes(json_object(told, {"choices": json_list(choice.whole() for choice in choices), **others}))
 
     @property
     def told_ignored(self) -> Json:
@@ -66,9 +68,11 @@ class Choice:
         logprobs: bool,
         reasoning: bool = True,
         calls: Calls | None = None,
+        prompt: AnsweredPrompt | None = None,
     ) -> None:
         """`first_sample`: the first sample of its prompt, with which the prompt's tokens are counted. `reasoning`:
-        include the reasoning, if any. `calls`: collects tool calls; None if the text has none."""
+        include the reasoning, if any. `calls`: collects tool calls; None if the text has none. `prompt`: the prompt, if
+        a completion's choice shows anything of it."""
         self._calls = calls
         self.index = index
         self.first_sample = first_sample
@@ -78,7 +82,7 @@ class Choice:
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._logprobs = EncodedLogprobs(self._logprobs_of)
-        self._offset = TextOffset()
+        self._prompt = prompt or AnsweredPrompt()
         self._own: Json = {}
         self._finish: Finish | None = None
 
@@ -112,15 +116,18 @@ class Choice:
         """Keep a chunk for `whole`; `seed` is the request's."""
         self._text.append(self._said(chunk)[0])
         self._reasoning.append(self._thought(chunk))
-        self._logprobs.add(chunk.logprobs[chunk.reasoning_tokens :])
+        logprobs = chunk.logprobs[chunk.reasoning_tokens :]
+        if logprobs or chunk.finish:  # not before the prompt is complete: their offsets begin at its end
+            self._logprobs.add(logprobs)
         self._own |= self._note(chunk, seed)
 
     def whole(self) -> str:
         """Return the gathered sample as JSON."""
-        text = "".join(self._text)
+        text = self._prompt.text + "".join(self._text)
         said: Json = {"message": self._message(text)} if self._chat else {"text": text}
         told = {"index": self.index, **said, **self._end(self.finish), "specdec": self._own}
-        return json_object(told, {"logprobs": self._logprobs.whole() if self._wants_logprobs else "null"})
+        logprobs = self._logprobs.whole(self._prompt.logprobs) if self._wants_logprobs else "null"
+        return json_object(told, {"logprobs": logprobs, **self._prompt.fields})
 
     def _said(self, chunk: Chunk) -> tuple[str, list[Json]]:
         """Return a chunk's text without tool calls, and the calls completed by it."""
@@ -157,6 +164,10 @@ class Choice:
             self._finish = chunk.finish
             own |= statistics(chunk.finish)
         return own
+
+    @cached_property
+    def _offset(self) -> TextOffset:
+        return TextOffset(self._prompt.text)
 
     def _logprobs_of(self, found: Iterable[Logprobs]) -> Json:
         return chat_logprobs(found) if self._chat else completion_logprobs(found, self._offset)

@@ -96,7 +96,8 @@ def from_specdec(error: SpecdecError, names: Mapping[str, str] = MappingProxyTyp
     message, code = str(error), error.reason.lower() or error.code.name.lower()
     match error:
         case InvalidRequest():
-            found = [(_field(field, names), problem) for field, problem in error.violations]
+            told = ((_field(field, names), problem) for field, problem in error.violations)
+            found = list(dict.fromkeys(told))  # two fields may have one name there
             if found:
                 message = "; ".join(f"{field}: {problem}" for field, problem in found)
             code = "context_length_exceeded" if error.reason == "PROMPT_TOO_LONG" else "invalid_value"

@@ -44,12 +44,14 @@ RENAMED = {
 READ = frozenset(
     {
         "chat_template_kwargs",
+        "echo",
         "include_reasoning",
         "logit_bias",
         "logprobs",
         "messages",
         "parallel_tool_calls",
         "prompt",
+        "prompt_logprobs",
         "reasoning_effort",
         "response_format",
         "seed",
@@ -77,7 +79,7 @@ OF_CHAT = frozenset(
         "top_logprobs",
     }
 )
-OF_COMPLETIONS = frozenset({"prompt"})
+OF_COMPLETIONS = frozenset({"echo", "prompt"})
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -117,7 +119,6 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     # OpenAI's
     "audio": Unsupported(),
     "best_of": Unsupported(),  # except a value equal to `n`
-    "echo": _OFF,
     "function_call": Unsupported(("none",), "use tool_choice"),
     "functions": Unsupported(([],), "use tools"),
     "modalities": Unsupported((["text"],)),
@@ -148,7 +149,6 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "length_penalty": Unsupported((1.0,)),
     "logits_processors": Unsupported(([],)),
     "prompt_embeds": Unsupported(),
-    "prompt_logprobs": _ZERO,
     "return_token_ids": _OFF,
     "return_tokens_as_token_ids": _OFF,
     "skip_special_tokens": Unsupported((True,)),

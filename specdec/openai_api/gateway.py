@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,6 +15,7 @@ from specdec.openai_api.answers import Calls, Choice, Frame, fingerprint, usage_
 from specdec.openai_api.errors import from_specdec, refused, unsupported
 from specdec.openai_api.json_text import Json
 from specdec.openai_api.parts import Part, parts_of
+from specdec.openai_api.prompts import MAX_SCORES_BYTES, AnsweredPrompt, prompt_first
 from specdec.openai_api.requests import ParsedRequest
 from specdec.serving.interleaved import interleaved
 from specdec.v2.generation_pb2 import TokenizeRequest
@@ -83,22 +84,25 @@ class Gateway:
         """Generate all samples of all prompts; return the complete answer as JSON."""
         request = await self.named(request, caller)
         tool_format = await self.tool_format(request, caller)
+        prompts = _prompts(request)
         answer: _Answer | None = None
-        async with aclosing(self._chunks(request, caller)) as chunks:
+        async with aclosing(self._chunks(request, caller, prompts)) as chunks:
             async for number, chunk in chunks:
-                answer = answer or _Answer(request, caller, tool_format)
+                answer = answer or _Answer(request, caller, tool_format, prompts)
+                answer.gather_prompt(number, chunk)
                 answer.choice(number, chunk).gather(chunk, answer.seed(number, chunk))
         assert answer is not None  # a stream without chunks ends with an error
-        return answer.frame.whole(answer.choices)
+        return answer.frame.whole(answer.choices, prompts[0].fields if request.chat and prompts else {})
 
     async def events(self, request: ParsedRequest, caller: Caller) -> AsyncGenerator[Json, None]:
         """Generate all samples of all prompts; return the events of their stream. Errors before the first chunk are
         raised here."""
         request = await self.named(request, caller)
         tool_format = await self.tool_format(request, caller)
-        chunks = self._chunks(request, caller)
+        prompts = _prompts(request)
+        chunks = self._chunks(request, caller, prompts)
         first = await _first(chunks)
-        return _events(_Answer(request, caller, tool_format), first, chunks)
+        return _events(_Answer(request, caller, tool_format, prompts), first, chunks)
 
     async def parts(self, request: ParsedRequest, caller: Caller) -> AsyncGenerator[Part, None]:
         """Generate the one sample of the one prompt; return its parts. Errors before the first chunk are raised
@@ -117,11 +121,11 @@ class Gateway:
         except SpecdecError as error:
             raise from_specdec(error, names) from error
 
-    async def _chunks(self, request: ParsedRequest, caller: Caller) -> Chunks:
-        """Yield the chunks of all prompts in order of arrival."""
+    async def _chunks(self, request: ParsedRequest, caller: Caller, prompts: Sequence[AnsweredPrompt] = ()) -> Chunks:
+        """Yield the chunks of all prompts in order of arrival. If `prompts` are echoed, they are begun before."""
         places = asyncio.Semaphore(PROMPTS_AT_ONCE)
         several = len(request.prompts) > 1
-        stream = partial(self._stream, request, caller, places, several=several)
+        stream = partial(self._stream, request, caller, places, prompts, several=several)
         streams = [stream(number) for number in range(len(request.prompts))]
         try:
             async with aclosing(interleaved(streams) if several else streams[0]) as chunks:
@@ -131,17 +135,47 @@ class Gateway:
             raise from_specdec(error, request.names) from error
 
     async def _stream(
-        self, request: ParsedRequest, caller: Caller, places: asyncio.Semaphore, number: int, *, several: bool
+        self,
+        request: ParsedRequest,
+        caller: Caller,
+        places: asyncio.Semaphore,
+        prompts: Sequence[AnsweredPrompt],
+        number: int,
+        *,
+        several: bool,
     ) -> Chunks:
         """Yield the chunks of one prompt."""
         request_id = _numbered(caller.request_id, number) if several else caller.request_id
-        async with (
-            places,
-            self._client() as client,
-            client.send(request.message(number), request_id=request_id, metadata=caller.metadata) as stream,
-        ):
-            async for chunk in stream:
-                yield number, chunk
+        async with places, self._client() as client:
+            if request.echo:
+                prompts[number].begin(await _text(client, request, number, caller))
+            message = request.message(number)
+            async with (
+                client.send(message, request_id=request_id, metadata=caller.metadata) as stream,
+                aclosing(prompt_first(stream)) as chunks,
+            ):
+                async for chunk in chunks if request.scores_prompts else stream:
+                    yield number, chunk
+
+
+def _prompts(request: ParsedRequest) -> list[AnsweredPrompt]:
+    """Return the prompts as they are in the answer; empty if nothing of them is."""
+    if not request.echo and request.prompt_logprobs is None:
+        return []
+    top = request.options.logprobs if request.echo and request.logprobs else None
+    return [AnsweredPrompt(top, request.prompt_logprobs) for _ in request.prompts]
+
+
+async def _text(client: AsyncClient, request: ParsedRequest, number: int, caller: Caller) -> bytes | None:
+    """Return the text of a prompt: as given, or that of its tokens; None if these come with their scores."""
+    prompt = request.prompts[number]
+    if prompt.WhichOneof("prompt") == "text":
+        return prompt.text.encode(errors="replace")
+    if request.scores_prompts:
+        return None
+    asked = TokenizeRequest(model=request.model, tokens=prompt.tokens, pieces=True)
+    told = await client.send_tokenize(asked, metadata=caller.metadata)
+    return b"".join(piece.bytes for piece in told.pieces)
 
 
 async def _first(chunks: Chunks) -> tuple[int, Chunk]:
@@ -176,10 +210,12 @@ class _Answer:
     request: ParsedRequest
     caller: Caller
     tool_format: ToolFormat | None  # None: no tool calls in the text
+    prompts: Sequence[AnsweredPrompt]  # empty: nothing of them is in the answer
     frame: Frame = field(init=False)
     choices: list[Choice] = field(init=False)
     seeds: dict[int, int | None] = field(default_factory=dict)  # by prompt
     salt: str = field(default_factory=new_request_id)
+    scores: int = 0  # characters of the prompts' log-probabilities
 
     def __post_init__(self) -> None:
         request = self.request
@@ -194,6 +230,7 @@ class _Answer:
                 logprobs=request.logprobs,
                 reasoning=request.reasoning,
                 calls=self._calls(index),
+                prompt=self.prompts[index // request.samples] if self.prompts and not request.chat else None,
             )
             for index in range(request.samples * len(request.prompts))
         ]
@@ -207,6 +244,22 @@ class _Answer:
     def choice(self, number: int, chunk: Chunk) -> Choice:
         """Return the choice of a prompt's chunk."""
         return self.choices[self.request.samples * number + chunk.index]
+
+    def gather_prompt(self, number: int, chunk: Chunk) -> None:
+        """Keep the tokens of a prompt in a chunk; ApiError if the answer gets too long."""
+        if not self.prompts or not chunk.prompt:
+            return
+        self.scores += self.prompts[number].gather(chunk.prompt) * self.request.samples
+        if self.scores > MAX_SCORES_BYTES:
+            name = "logprobs" if self.request.prompt_logprobs is None else "prompt_logprobs"
+            limit = f"{MAX_SCORES_BYTES >> 20} MiB"
+            raise refused(name, f"the prompts' take more than {limit}: ask for fewer, or send fewer prompts")
+
+    def echo(self, number: int, chunk: Chunk) -> list[Json]:
+        """Return the pieces of a stream, one for each sample, with what a chunk tells about its prompt."""
+        piece = self.prompts[number].echo(chunk.prompt) if self.prompts else None
+        samples = self.request.samples
+        return [] if piece is None else [{"index": samples * number + sample, **piece} for sample in range(samples)]
 
     def seed(self, number: int, chunk: Chunk) -> int | None:
         """Return the seed of a prompt, known from its first chunk."""
@@ -225,10 +278,14 @@ async def _events(answer: _Answer, first: tuple[int, Chunk], rest: Chunks) -> As
         found: tuple[int, Chunk] | None = first
         while found is not None:
             number, chunk = found
-            piece = answer.choice(number, chunk).piece(chunk, answer.seed(number, chunk))
-            ended: Json = {} if chunk.finish is None else {"system_fingerprint": fingerprint([chunk.finish])}
-            yield frame.piece([piece], **usage, **ended, **told)
-            told = {}
+            if echo := answer.echo(number, chunk):
+                yield frame.piece(echo, **usage, **told)
+                told = {}
+            if not chunk.prompt or chunk.tokens or chunk.finish or chunk.resolved:
+                piece = answer.choice(number, chunk).piece(chunk, answer.seed(number, chunk))
+                ended: Json = {} if chunk.finish is None else {"system_fingerprint": fingerprint([chunk.finish])}
+                yield frame.piece([piece], **usage, **ended, **told)
+                told = {}
             found = await anext(rest, None)
     if request.usage_in_stream:
         yield frame.piece([], usage=usage_of(answer.choices))

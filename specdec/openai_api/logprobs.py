@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import codecs
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Any, Generic, Protocol, TypeVar
 
-from specdec.client import Logprobs, Piece
+from specdec.client import Logprobs, Piece, PromptToken
 from specdec.openai_api.json_text import Json, encoded, json_list, json_object
 
 MIN_LOGPROB = -9999.0
@@ -17,11 +19,11 @@ UNTOLD = Piece("", b"")
 
 
 class TextOffset:
-    """The character offset of the next token in the text."""
+    """The character offset of the next token in the text, which follows `prompt`."""
 
-    def __init__(self) -> None:
+    def __init__(self, prompt: str = "") -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._length = 0
+        self._length = len(prompt)
 
     def before(self, piece: Piece) -> int:
         """Return a token's offset and advance past it."""
@@ -46,37 +48,58 @@ def chat_logprobs(found: Iterable[Logprobs]) -> Json:
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(found: Iterable[Logprobs], offset: TextOffset) -> Json:
-    """Return log-probabilities in the format of completions."""
+class Offset(Protocol):
+    """Tells where the tokens of a text begin in it."""
+
+    def before(self, piece: Piece) -> int:
+        """Return the next token's offset in characters."""
+
+
+def completion_logprobs(found: Iterable[Logprobs | PromptToken], offset: Offset, most: int | None = None) -> Json:
+    """Return log-probabilities in the format of completions, with at most `most` of the most probable tokens."""
     told: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for entry in found:
         told["tokens"].append(entry.piece.text)
-        told["token_logprobs"].append(max(entry.chosen, MIN_LOGPROB))
-        top: dict[str, float] = {}
-        for token, logprob in entry.top.items():  # best first: of tokens with equal text the best is kept
-            top.setdefault(entry.top_pieces.get(token, UNTOLD).text, max(logprob, MIN_LOGPROB))
-        told["top_logprobs"].append(top)
         told["text_offset"].append(offset.before(entry.piece))
+        logprobs = entry.logprobs if isinstance(entry, PromptToken) else entry
+        if logprobs is None:
+            told["token_logprobs"].append(None)
+            told["top_logprobs"].append(None)
+            continue
+        told["token_logprobs"].append(max(logprobs.chosen, MIN_LOGPROB))
+        top: dict[str, float] = {}
+        for token, logprob in islice(logprobs.top.items(), most):  # best first: of tokens with equal text the best
+            top.setdefault(logprobs.top_pieces.get(token, UNTOLD).text, max(logprob, MIN_LOGPROB))
+        told["top_logprobs"].append(top)
     return told
 
 
-class EncodedLogprobs:
-    """One sample's log-probabilities, encoded as they arrive: encoding those of thousands of tokens takes seconds."""
+Entry = TypeVar("Entry")
 
-    def __init__(self, tell: Callable[[Iterable[Logprobs]], Json]) -> None:
+
+class EncodedLogprobs(Generic[Entry]):
+    """Log-probabilities encoded as they arrive: encoding those of thousands of tokens takes seconds."""
+
+    def __init__(self, tell: Callable[[Sequence[Entry]], Json]) -> None:
         """`tell` converts a chunk's log-probabilities to lists by field name."""
         self._tell = tell
         self._lists: defaultdict[str, list[str]] = defaultdict(list)
         self._others: Json = {}
 
-    def add(self, found: Iterable[Logprobs]) -> None:
-        """Add those of a chunk."""
+    def add(self, found: Sequence[Entry]) -> int:
+        """Add those of a chunk; return their number of characters."""
+        size = 0
         for name, value in self._tell(found).items():
             if isinstance(value, list):
-                self._lists[name] += map(encoded, value)
+                parts = list(map(encoded, value))
+                self._lists[name] += parts
+                size += sum(map(len, parts))
             else:
                 self._others[name] = value
+        return size
 
-    def whole(self) -> str:
-        """Return all of them as JSON."""
-        return json_object(self._others, {name: json_list(parts) for name, parts in self._lists.items()})
+    def whole(self, before: EncodedLogprobs[Any] | None = None) -> str:
+        """Return all of them as JSON, after those `before` them."""
+        earlier = {} if before is None else before._lists
+        lists = {name: json_list([*earlier.get(name, ()), *parts]) for name, parts in self._lists.items()}
+        return json_object(self._others, lists)

@@ -94,6 +94,10 @@ class ParsedRequest:
     """True if the answer includes the reasoning."""
     ignored: tuple[str, ...] = ()
     """Names of unknown fields, for the answer."""
+    echo: bool = False
+    """True if the prompts are in front of their completions."""
+    prompt_logprobs: int | None = None
+    """Number of the prompts' top log-probabilities in vLLM's field; None: no such field."""
 
     def renamed(self, names: Mapping[str, str]) -> ParsedRequest:
         """Return the request with further names of the caller's for options and gRPC fields."""
@@ -112,6 +116,11 @@ class ParsedRequest:
     @property
     def logprobs(self) -> bool:
         return self.options.HasField("logprobs")
+
+    @property
+    def scores_prompts(self) -> bool:
+        """True if the prompts' log-probabilities are computed."""
+        return self.options.HasField("prompt_logprobs")
 
     def message(self, number: int) -> GenerateRequest:
         """Return the complete message for the prompt of this number."""
@@ -146,6 +155,7 @@ def parse_fields(fields: Mapping[str, Any], *, chat: bool, strict: bool = False)
     for read in (_seed, _top_k, _logit_bias, _grammar):
         options |= dict(read(given))
     options |= dict(_logprobs(given, chat=chat))
+    options |= dict(_prompt_logprobs(given, options))
     options |= _own(given)
     names = _names(given, chat=chat)
     prompts = [conversation(given, ignored)] if chat else _prompts(given)
@@ -162,6 +172,8 @@ def parse_fields(fields: Mapping[str, Any], *, chat: bool, strict: bool = False)
         reasoning=_flag(given, "include_reasoning", default=True),
         schemas=tool_schemas(given) if chat else {},
         ignored=tuple(ignored[:MAX_IGNORED]),
+        echo=_flag(given, "echo"),
+        prompt_logprobs=given.get("prompt_logprobs"),
     )
 
 
@@ -203,7 +215,7 @@ def _check_names(given: Mapping[str, Any], *, chat: bool) -> list[str]:
     """Refuse unsupported fields; return the names of unknown ones."""
     other = OF_COMPLETIONS if chat else OF_CHAT
     hints = dict.fromkeys(other, f"is a field of {'completions' if chat else 'chats'}")
-    defaults = {"best_of": given.get("n", 1), "add_special_tokens": not chat}
+    defaults = {"best_of": given.get("n", 1), "add_special_tokens": not chat, "echo": False}
     given = {name: value for name, value in given.items() if not alike(value, defaults.get(name))}
     ignored = check_names(given, (SAME | READ | RENAMED.keys()) - other, hints=hints)
     for name, option in RENAMED.items():
@@ -226,6 +238,8 @@ def _names(given: Mapping[str, Any], *, chat: bool) -> dict[str, str]:
     for name, option in GRAMMARS.items():
         here = f"structured_outputs.{name}" if isinstance(own, dict) and own else "response_format"
         names |= {option: here, f"grammar.{option}": here}
+    if "prompt_logprobs" not in given:  # from `echo` with `logprobs`
+        names["prompt_logprobs"] = "logprobs"
     return names | ({"logprobs": "top_logprobs", "prompt": "messages"} if chat else {})
 
 
@@ -295,6 +309,23 @@ def _logprobs(given: Mapping[str, Any], *, chat: bool) -> Iterator[tuple[str, in
         raise refused(name, "needs logprobs: true")
     if wanted:
         yield "logprobs", top
+
+
+def _prompt_logprobs(given: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield the number of top log-probabilities of the prompts' tokens: the larger one of vLLM's field and, with
+    `echo`, that of the completions. Where nothing is generated, the prompts are scored in any case."""
+    wanted: list[int] = []
+    if (top := given.get("prompt_logprobs")) is not None:
+        if type(top) is not int or top < 0:
+            raise refused("prompt_logprobs", "must be a whole number, at least 0")
+        if _flag(given, "stream"):
+            raise refused("prompt_logprobs", "is not available in streams")
+        wanted.append(top)
+    if _flag(given, "echo"):
+        wanted += [options["logprobs"]] if "logprobs" in options else []
+        wanted += [0] if options.get("max_tokens") == 0 else []
+    if wanted:
+        yield "prompt_logprobs", max(wanted)
 
 
 def _grammar(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

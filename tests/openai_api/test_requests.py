@@ -146,10 +146,11 @@ def test_a_chat_is_refused_by_field(fields: dict[str, Any], param: str | None, p
 @pytest.mark.parametrize(
     ("fields", "param", "problem"),
     [
-        ({"echo": True}, "echo", "is not supported"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "is not available in streams"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs", "must be a whole number, at least 0"),
         ({"best_of": 2}, "best_of", "is not supported"),
         ({"suffix": "x"}, "suffix", "is not supported"),
-        ({"echo": 0}, "echo", "is not supported"),
+        ({"echo": 0}, "echo", "must be true or false"),
         ({"messages": MESSAGES}, "messages", "is a field of chats"),
         ({"logprobs": True}, "logprobs", "whole number"),
         ({"prompt": []}, "prompt", "must be text"),

@@ -157,3 +157,35 @@ async def test_a_prompt_that_fills_the_context_has_a_code_of_its_own(directories
         with pytest.raises(BadRequestError) as refused:
             await http.client.completions.create(model=services.model.name, prompt=prompt)
         assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "prompt")
+
+
+async def test_scores_are_equal(directories: Directories) -> None:
+    """As lm-evaluation-harness asks for them: several prompts of token ids, echoed, a token beyond them or none."""
+    prompts = [[1, 70, 80, 90, 5], list(range(3, 200))]
+    async with stack(directories.target, None) as services, front(services.address) as http:
+        async with AsyncClient(services.address) as client:
+            wanted = [await client.complete(tokens=prompt, prompt_logprobs=1, max_tokens=0) for prompt in prompts]
+        asked: Any = {"model": services.model.name, "prompt": prompts, "echo": True, "logprobs": 1, "temperature": 0}
+        for max_tokens in (0, 1):
+            answer = await http.client.completions.create(max_tokens=max_tokens, **asked)
+            for choice, want in zip(answer.choices, wanted, strict=True):
+                found = choice.logprobs
+                assert found is not None
+                assert found.token_logprobs[: len(want.prompt)] == [
+                    e.logprobs and e.logprobs.chosen for e in want.prompt
+                ]
+                assert len(found.token_logprobs) == len(want.prompt) + max_tokens
+                best = [next(iter(entry.logprobs.top.values())) for entry in want.prompt if entry.logprobs]
+                assert [max(top.values()) for top in found.top_logprobs[1 : len(want.prompt)]] == best
+                for place, token in zip(found.text_offset, found.tokens, strict=True):
+                    assert choice.text.startswith(token, place) or "\ufffd" in token
+        chat: Any = {"model": services.model.name, "messages": [{"role": "user", "content": "hello"}]}
+        with pytest.raises(BadRequestError, match="prompt_logprobs: is 21, must be at most 20"):
+            await http.client.chat.completions.create(**chat, extra_body={"prompt_logprobs": 21})
+        with pytest.raises(BadRequestError) as refusal:
+            await http.client.completions.create(**asked | {"logprobs": 25})
+        assert refusal.value.message.count("logprobs: is 25, must be at most 20") == 1
+        with pytest.raises(BadRequestError, match="max_tokens: is 0, must be at least 1"):
+            await http.client.completions.create(model=services.model.name, prompt="a", max_tokens=0)
+        with pytest.raises(BadRequestError, match="n: is 2, must be 1 with max_tokens 0"):
+            await http.client.completions.create(max_tokens=0, n=2, **asked)

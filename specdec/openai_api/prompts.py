@@ -1,0 +1,124 @@
+"""Prompts in answers: their texts in front of completions (`echo`), and their log-probabilities."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from itertools import islice
+
+from specdec.client import Chunk, Piece, PromptToken
+from specdec.openai_api.json_text import Json, encoded, json_list
+from specdec.openai_api.logprobs import MIN_LOGPROB, UNTOLD, EncodedLogprobs, Offset, TextOffset, completion_logprobs
+
+MAX_SCORES_BYTES = 64 << 20
+"""Maximum characters of the prompts' log-probabilities in one answer: that of 20 alternatives a token takes 1 KB."""
+
+
+class EchoOffset:
+    """The character offset of the next token of a prompt in the prompt's text. Tokens that are not in it, such as BOS,
+    take no characters."""
+
+    def __init__(self, text: bytes) -> None:
+        self._text = text
+        self._at = 0  # in bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0  # in characters
+
+    def before(self, piece: Piece) -> int:
+        """Return a token's offset and advance past it."""
+        begin, spelt = self._length, piece.bytes
+        if not self._text.startswith(spelt, self._at):
+            spelt = spelt.lstrip(b" ")  # some tokenizers put a space before the text
+        if self._text.startswith(spelt, self._at):
+            self._at += len(spelt)
+            self._length += len(self._decoder.decode(spelt))
+        return begin
+
+
+class AnsweredPrompt:
+    """One prompt in an answer. Its tokens are given as they come, to `gather` or, in a stream, to `echo`."""
+
+    def __init__(self, top: int | None = None, entries: int | None = None) -> None:
+        """`top`: number of top log-probabilities in front of those of completions; None: none there. `entries`: the
+        same in vLLM's field `prompt_logprobs`; None: no such field."""
+        self.text = ""  # in front of completions
+        self.logprobs = EncodedLogprobs(self._logprobs_of)
+        self._offset: Offset = TextOffset()
+        self._decoder: codecs.IncrementalDecoder | None = None  # of a text made of tokens
+        self._top = top
+        self._entries_top = entries
+        self._entries: list[str] = []
+        self._untold = False  # the text has not been streamed
+
+    def begin(self, text: bytes | None) -> None:
+        """Put a text in front of the prompt's completions, before any of their chunks. None: that of the tokens that
+        come."""
+        if text is None:
+            self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        else:
+            self.text, self._untold = text.decode(errors="replace"), True
+            self._offset = EchoOffset(text)
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """The encoded field `prompt_logprobs`, if requested."""
+        return {} if self._entries_top is None else {"prompt_logprobs": json_list(self._entries)}
+
+    def gather(self, tokens: Sequence[PromptToken]) -> int:
+        """Keep the next tokens' log-probabilities; return their number of characters."""
+        self._spell(tokens)
+        before = len(self._entries)
+        if self._entries_top is not None:
+            self._entries += [encoded(_entry(token, self._entries_top)) for token in tokens]
+        size = sum(map(len, self._entries[before:]))
+        return size if self._top is None else size + self.logprobs.add(tokens)
+
+    def echo(self, tokens: Sequence[PromptToken]) -> Json | None:
+        """Return the fields of a stream's piece with the next tokens of the prompt: a given text comes in the first
+        one. None if there is nothing new."""
+        scored, text = self._top is not None and tokens, self._spell(tokens)
+        if self._untold:
+            text, self._untold = self.text, False
+        if not (text or scored):
+            return None
+        return {"text": text, "logprobs": self._logprobs_of(tokens) if scored else None, "finish_reason": None}
+
+    def _spell(self, tokens: Sequence[PromptToken]) -> str:
+        """Add the tokens to a text made of them; return what they add."""
+        if self._decoder is None:
+            return ""
+        new = "".join(self._decoder.decode(token.piece.bytes) for token in tokens)
+        self.text += new
+        return new
+
+    def _logprobs_of(self, tokens: Sequence[PromptToken]) -> Json:
+        return completion_logprobs(tokens, self._offset, self._top)
+
+
+def _entry(token: PromptToken, top: int) -> Json | None:
+    """Return vLLM's entry of a token: by token id, its own log-probability and those of the most probable ones."""
+    found = token.logprobs
+    if found is None:
+        return None
+    ranked = enumerate(islice(found.top.items(), top), 1)
+    entry = {str(best): _told(logprob, rank, found.top_pieces.get(best, UNTOLD)) for rank, (best, logprob) in ranked}
+    return {str(token.token): _told(found.chosen, found.rank, token.piece)} | entry
+
+
+def _told(logprob: float, rank: int, piece: Piece) -> Json:
+    return {"logprob": max(logprob, MIN_LOGPROB), "rank": rank or None, "decoded_token": piece.text}
+
+
+async def prompt_first(chunks: AsyncIterable[Chunk]) -> AsyncGenerator[Chunk, None]:
+    """Yield the chunks of one prompt, those of other samples than the first, which carries the prompt, once the prompt
+    is complete."""
+    held: list[Chunk] | None = []
+    async for chunk in chunks:
+        if held is not None and chunk.index:
+            held.append(chunk)
+            continue
+        yield chunk
+        if held is not None and (chunk.tokens or chunk.finish):
+            for other in held:
+                yield other
+            held = None
