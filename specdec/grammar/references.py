@@ -1,0 +1,68 @@
+"""References between the schemas of one document: by JSON pointer, `$anchor` and `$id`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+from specdec.grammar.grammar import GrammarError
+
+MAX_REFERENCE_CHARACTERS = 1000
+"""Most characters of a reference: each is followed again wherever it is met."""
+
+
+class Document:
+    """A document with schemas that refer to one another."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._resources: dict[str, Any] | None = None  # schemas by their address
+        self._bases: dict[int, str] = {}  # addresses against which references resolve, by the identity of the schema
+
+    def resolved(self, schema: Mapping[str, Any], place: str) -> Any:
+        """Return what a schema refers to; GrammarError if it is not in this document."""
+        reference = schema["$ref"]
+        if not isinstance(reference, str) or len(reference) > MAX_REFERENCE_CHARACTERS:
+            raise GrammarError(f"{place}: must be a text of at most {MAX_REFERENCE_CHARACTERS} characters")
+        resources = self._addresses()
+        try:
+            address, fragment = urldefrag(urljoin(self._bases.get(id(schema), ""), reference))
+        except ValueError:  # no URI
+            address, fragment = reference, ""
+        fragment = unquote(fragment)
+        if fragment and not fragment.startswith("/"):
+            found = resources.get(f"{address}#{fragment}")
+        else:
+            found = resources.get(address)
+            for token in fragment.split("/")[1:]:
+                token = token.replace("~1", "/").replace("~0", "~")
+                if isinstance(found, list):
+                    number = int(token) if token.isascii() and token.isdecimal() and len(token) < 7 else len(found)
+                    found = found[number] if number < len(found) else None
+                else:
+                    found = found.get(token) if isinstance(found, dict) else None
+        if not isinstance(found, dict | bool):
+            raise GrammarError(f"{place}: {reference[:80]} is not in the schema: put what it names under $defs")
+        return found
+
+    def _addresses(self) -> Mapping[str, Any]:
+        """Return the schemas with an address: the document, and what has an `$id` or an `$anchor`."""
+        if self._resources is None:
+            self._resources = {"": self._root}
+            ahead: list[tuple[Any, str]] = [(self._root, "")]
+            while ahead:
+                found, base = ahead.pop()
+                if isinstance(found, dict):
+                    if isinstance(own := found.get("$id"), str):
+                        with suppress(ValueError):
+                            base = urldefrag(urljoin(base, own))[0]
+                        self._resources[base] = found
+                    if isinstance(anchor := found.get("$anchor"), str):
+                        self._resources[f"{base}#{anchor}"] = found
+                    if base:
+                        self._bases[id(found)] = base
+                parts = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
+                ahead += [(part, base) for part in parts]
+        return self._resources

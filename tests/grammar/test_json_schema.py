@@ -1,0 +1,452 @@
+"""Schemas of real generators, rewritten for llguidance, allow the same values; what has no equivalent is refused by
+name."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema.validators import Draft202012Validator, validator_for
+
+from specdec.grammar.grammar import GrammarError
+from specdec.grammar.json_schema import LARGEST, MAX_COMBINATIONS, MAX_TOLD_CHARACTERS, MAX_UNIQUE, supported, supported_source
+from tests.grammar.followed import Followed
+
+INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+COLOURS = {"enum": ["red", "green"], "type": "string"}
+KIND = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["a", "b", "c"]}, "x": {"type": "integer"}},
+    "required": ["kind"],
+}
+TREE = {
+    "$defs": {
+        "Node": {
+            "type": "object",
+            "properties": {
+                "tags": {"type": "array", "items": COLOURS, "uniqueItems": True},
+                "next": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}], "default": None},
+            },
+            "required": ["tags", "next"],
+            "additionalProperties": False,
+        }
+    },
+    "$ref": "#/$defs/Node",
+}
+
+SCHEMAS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
+    "zod record": (
+        {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "boolean"}},
+        [{}, {"a": True, "b": False}],
+        [{"a": 1}],
+    ),
+    "zod record of an enum": (
+        {
+            "type": "object",
+            "propertyNames": COLOURS,
+            "additionalProperties": {"type": "integer"},
+            "required": ["red", "green"],
+        },
+        [{"red": 1, "green": 2}],
+        [{"red": 1}, {"red": 1, "green": 2, "blue": 3}, {"red": "x", "green": 1}],
+    ),
+    "pydantic dict of constrained names": (
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^(?!x)[a-z]+$", "maxLength": 3},
+            "additionalProperties": {"type": "integer"},
+            "minProperties": 1,
+        },
+        [{"abc": 1}, {"a": 1, "b": 2}],
+        [{}, {"xa": 1}, {"abcd": 1}, {"A": 1}],
+    ),
+    "names beside properties": (
+        {
+            "type": "object",
+            "properties": {"aa": {"type": "string"}, "b": {"type": "string"}},
+            "propertyNames": {"pattern": "^a"},
+            "additionalProperties": {"type": "integer"},
+        },
+        [{"aa": "x", "ab": 1}, {}],
+        [{"b": "x"}, {"aa": 1}, {"ab": "x"}, {"c": 1}],
+    ),
+    "names beside patterns": (
+        {
+            "type": "object",
+            "patternProperties": {"^a": {"type": "string"}},
+            "propertyNames": {"maxLength": 2},
+            "additionalProperties": {"type": "integer"},
+        },
+        [{"ab": "x", "b": 1}],
+        [{"abc": "x"}, {"ab": 1}, {"bcd": 1}, {"b": "x"}],
+    ),
+    "unique boolean": (
+        {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True},
+        [[], [True, False]],
+        [[True, True]],
+    ),
+    "set of an enum": (
+        {"type": "array", "uniqueItems": True, "items": {"enum": ["a", "b", "c", "d"]}, "minItems": 1},
+        [["a"], ["d", "a"], ["b", "c", "d", "a"]],
+        [[], ["a", "a"], ["a", "b", "a"], ["e"]],
+    ),
+    "unique and short": ({"type": "array", "uniqueItems": True, "maxItems": 1}, [[], [5]], [[1, 2]]),
+    "a cycle of definitions": (
+        TREE,
+        [{"tags": [], "next": {"tags": ["green", "red"], "next": None}}],
+        [{"tags": ["red", "red"], "next": None}, {"tags": []}],
+    ),
+    "draft-07": (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "definitions": {"id": {"type": "integer", "minimum": 1}},
+            "type": "array",
+            "items": [{"$ref": "#/definitions/id"}, {"const": "x"}],
+            "additionalItems": {"type": "null"},
+        },
+        [[1], [1, "x"], [1, "x", None]],
+        [[0], [1, "y"], [1, "x", 2]],
+    ),
+    "draft-07 dependencies": (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "type": "object",
+            "properties": {"a": {}, "b": {}, "c": {"type": "integer"}},
+            "dependencies": {"a": ["b"], "b": {"properties": {"c": {"minimum": 5}}}},
+            "additionalProperties": False,
+        },
+        [{}, {"c": 1}, {"a": 1, "b": 2}, {"b": 1, "c": 5}],
+        [{"a": 1}, {"b": 1, "c": 4}, {"a": 1, "c": 5}],
+    ),
+    "dependentRequired": (
+        {
+            "type": "object",
+            "properties": {"card": {"type": "integer"}, "address": {"type": "string"}},
+            "dependentRequired": {"card": ["address"]},
+        },
+        [{}, {"address": "x"}, {"card": 1, "address": "x"}],
+        [{"card": 1}],
+    ),
+    "dependentSchemas": (
+        {
+            "type": "object",
+            "properties": {"a": {}, "b": {}},
+            "dependentSchemas": {"a": {"properties": {"b": {"type": "null"}}}},
+        },
+        [{}, {"a": 1}, {"b": 1}, {"a": 1, "b": None}],
+        [{"a": 1, "b": 1}],
+    ),
+    "if, then, else": (
+        {
+            **KIND,
+            "if": {"properties": {"kind": {"const": "a"}}},
+            "then": {"required": ["x"]},
+            "else": {"properties": {"x": False}},
+        },
+        [{"kind": "a", "x": 1}, {"kind": "b"}],
+        [{"kind": "a"}, {"kind": "b", "x": 1}, {}],
+    ),
+    "several ifs": (
+        {
+            **KIND,
+            "allOf": [
+                {"if": {"properties": {"kind": {"const": kind}}}, "then": {"properties": {"x": {"minimum": least}}}}
+                for kind, least in (("a", 1), ("b", 2), ("c", 3))
+            ],
+        },
+        [{"kind": "a", "x": 1}, {"kind": "c", "x": 3}, {"kind": "b"}],
+        [{"kind": "b", "x": 1}, {"kind": "c", "x": 2}],
+    ),
+    "an if for each of many kinds": (
+        {
+            "type": "object",
+            "properties": {"kind": {"type": "string"}, "x": {"type": "integer"}},
+            "required": ["kind"],
+            "if": {"properties": {"kind": {"enum": ["k0", "k1"]}}},
+            "then": {"required": ["x"]},
+            "allOf": [
+                {
+                    "if": {"properties": {"kind": {"const": f"k{n}"}}, "required": ["kind"]},
+                    "then": {"properties": {"x": {"minimum": n}}},
+                    **({"else": {"properties": {"x": {"maximum": 50 + n}}}} if n < 2 else {}),
+                }
+                for n in range(30)
+            ],
+        },
+        [{"kind": "k1", "x": 1}, {"kind": "k29", "x": 29}, {"kind": "k20"}, {"kind": "z", "x": 50}],
+        [{"kind": "k1"}, {"kind": "k29", "x": 28}, {"kind": "z", "x": 51}, {"kind": "k0", "x": 60}, {"x": 1}],
+    ),
+    "not an enum": ({"type": "string", "not": {"enum": ["a", "ab"]}}, ["", "b", "abc"], ["a", "ab", 1]),
+    "not a type": ({"not": {"type": ["string", "number"]}}, [None, True, [1], {"a": 1}], ["a", 1, 1.5]),
+    "not a number": ({"type": "integer", "minimum": 0, "maximum": 9, "not": {"enum": [3, 5]}}, [0, 4, 9], [3, 5, 10]),
+    "not a pattern": ({"type": "string", "not": {"pattern": "^_"}}, ["a", "", "a_"], ["_a"]),
+    "not required": (
+        {"type": "object", "properties": {"a": {}, "b": {}}, "not": {"required": ["a", "b"]}},
+        [{}, {"a": 1}],
+        [{"a": 1, "b": 1}],
+    ),
+    "not one of two": (
+        {"not": {"anyOf": [{"type": "string"}, {"properties": {"a": {"type": "number"}}, "required": ["a"]}]}},
+        [{"a": "x"}, {"b": 1}],
+        ["x", {"a": 1}, 1],
+    ),
+    "unevaluatedProperties": (
+        {
+            "$defs": {"base": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+            "allOf": [{"$ref": "#/$defs/base"}, {"properties": {"b": {"type": "string"}}}],
+            "unevaluatedProperties": False,
+        },
+        [{"a": 1}, {"a": 1, "b": "x"}],
+        [{"a": 1, "c": 2}, {"b": "x"}, {"a": "x"}],
+    ),
+    "contains": (
+        {"type": "array", "items": {"type": "integer"}, "contains": {"minimum": 5}, "maxItems": 3},
+        [[5], [1, 1, 7]],
+        [[], [1, 2], [1, 1, 1, 7]],
+    ),
+    "contains at least none": ({"type": "array", "contains": {"const": 1}, "minContains": 0}, [[], [2]], [1]),
+    "contains none": (
+        {"type": "array", "contains": {"const": 1}, "minContains": 0, "maxContains": 0},
+        [[], [2, "x"]],
+        [[1], [2, 1]],
+    ),
+    "contains what all items are": (
+        {"type": "array", "items": {"type": "null"}, "contains": {"type": "null"}, "maxContains": 2},
+        [[None], [None, None]],
+        [[], [None, None, None]],
+    ),
+    "unknown format": ({"type": "string", "format": "cuid"}, ["x"], [1]),
+    "format of names": ({"type": "string", "format": "json-pointer"}, ["", "/a~1b"], ["a", "/~2"]),
+    "look-ahead": ({"type": "string", "pattern": "^(?=.*[0-9])(?!.*x)[a-z0-9]+$"}, ["a1"], ["a", "x1"]),
+    "pattern and format": (
+        {"type": "string", "format": "email", "pattern": r"^(?!\.)(?!.*\.\.)[a-z.]+@[a-z]+\.de$"},
+        ["a.b@c.de"],
+        [".a@c.de", "a..b@c.de", "a@c.com"],
+    ),
+    "int64": (INT64, [0, 2**63 - 1, -LARGEST], [2**63, -(2**63) - 1, 1.5]),
+    "uint64": ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, [0, 2**53 + 1, LARGEST], [-1, 2**64]),
+    "float32": (
+        {"type": "number", "minimum": -3.4028234663852886e38, "maximum": 3.4028234663852886e38},
+        [1.5, 1e9],
+        ["x"],
+    ),
+    "a bound between two floats": ({"type": "integer", "minimum": 2**53 + 3}, [2**53 + 4, 2**53 + 5], [2**53 + 2, 0]),
+    "annotations": (
+        {
+            "type": "string",
+            "title": "t",
+            "examples": ["x"],
+            "contentEncoding": "base64",
+            "readOnly": True,
+            "x-order": 1,
+        },
+        ["x"],
+        [1],
+    ),
+    "anchors and ids": (
+        {
+            "$id": "https://example.com/root.json",
+            "$defs": {
+                "a": {"$anchor": "here", "type": "integer"},
+                "b": {"$id": "other.json", "$defs": {"c": {"type": "null"}}, "$ref": "#/$defs/c"},
+            },
+            "type": "array",
+            "prefixItems": [
+                {"$ref": "#here"},
+                {"$ref": "other.json"},
+                {"$ref": "https://example.com/root.json#/$defs/a"},
+            ],
+            "items": False,
+        },
+        [[1, None, 2]],
+        [["x"], [1, 2], [1, None, "x"]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_rewritten_schema_allows_what_the_original_does(name: str) -> None:
+    schema, valid, invalid = SCHEMAS[name]
+    validator = validator_for(schema, Draft202012Validator)(schema)
+    followed = Followed.of_schema(schema)
+    assert [value for value in valid if not validator.is_valid(value)] == []
+    assert [value for value in valid if not followed.takes_value(value)] == []
+    assert [value for value in invalid if followed.takes_value(value)] == []
+    drawn = [text for text in (followed.text(seed) for seed in range(5)) if text is not None]
+    assert [text for text in drawn if not validator.is_valid(json.loads(text))] == []
+
+
+VALUES = st.sampled_from(
+    [{"const": 1}, {"enum": [1, 2]}, {"type": "string"}, {"type": "integer"}, {"minimum": 2}, True]
+)
+NAMES = st.sampled_from(["a", "b", "c"])
+PARTS = st.one_of(
+    st.builds(lambda name, value: {"properties": {name: value}}, NAMES, VALUES),
+    st.builds(lambda name, value: {"properties": {name: value}, "required": [name]}, NAMES, VALUES),
+    st.builds(lambda names: {"required": names}, st.lists(NAMES, min_size=1, max_size=2, unique=True)),
+)
+CONDITIONS = st.recursive(
+    PARTS,
+    lambda inner: st.one_of(
+        st.builds(lambda part: {"not": part}, inner),
+        st.builds(lambda asked, then: {"if": asked, "then": then}, inner, inner),
+        st.builds(lambda asked, other: {"if": asked, "else": other}, inner, inner),
+        st.builds(lambda *parts: {"anyOf": list(parts)}, inner, inner),
+        st.builds(lambda *parts: {"allOf": list(parts)}, inner, inner),
+        st.builds(lambda name, needed: {"dependentRequired": {name: [needed]}}, NAMES, NAMES),
+        st.builds(lambda name, part: {"dependentSchemas": {name: part}}, NAMES, inner),
+    ),
+    max_leaves=3,
+)
+ANY: list[Any] = [None, 1, 2, 3, "x"]
+"""Values of a property; None: it is missing."""
+
+
+@settings(max_examples=40)
+@given(CONDITIONS, st.booleans())
+def test_conditions_hold_for_exactly_the_same_objects(condition: dict[str, Any], is_open: bool) -> None:
+    schema = {"type": "object", "properties": {name: {"type": ["integer", "string"]} for name in "abc"}, **condition}
+    if "properties" in condition:
+        schema = {"type": "object", "properties": {name: {"type": ["integer", "string"]} for name in "abc"}}
+        schema["allOf"] = [condition]
+    schema["additionalProperties"] = is_open
+    validator = Draft202012Validator(schema)
+    objects = [
+        {name: value for name, value in zip("abc", values, strict=True) if value is not None}
+        for values in itertools.product(ANY[:4], ANY[::2], (None, 1, "x"))
+    ]
+    try:
+        followed = Followed.of_schema(schema)
+    except GrammarError as error:
+        impossible = "matches no text" in str(error) or "Unsatisfiable" in str(error)
+        possible = [value for value in objects if validator.is_valid(value)]
+        if (impossible and not possible) or "integer has no opposite" in str(error):
+            return
+        raise
+    wrong = [value for value in objects if followed.takes_value(value) != validator.is_valid(value)]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        (
+            {"properties": {"a": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}}},
+            f"/properties/a/uniqueItems: cannot be enforced: items must be an enum of at most {MAX_UNIQUE} values",
+        ),
+        ({"items": {"contains": {"const": 1}}}, "/items/contains: cannot be enforced: it needs maxItems of at most 16"),
+        ({"anyOf": [{"pattern": "(?<=a)b"}]}, "/anyOf/0/pattern: cannot be enforced: it looks behind"),
+        ({"not": {"items": {"type": "string"}}}, "/not/items: cannot be enforced within not or if"),
+        ({"not": {"type": "integer"}}, "/not/type: cannot be enforced within not or if: integer has no opposite"),
+        ({"if": {"oneOf": []}, "then": {}}, "/if/oneOf: cannot be enforced within not or if"),
+        ({"$ref": "https://example.com/x.json"}, "/$ref: https://example.com/x.json is not in the schema"),
+        ({"$dynamicRef": "#node"}, "/$dynamicRef: cannot be enforced: use $ref"),
+        ({"const": 2**53 + 1}, "/const: cannot be enforced: 9007199254740993 has more digits than a 64-bit float"),
+        ({"minimum": 2**70}, "/minimum: cannot be enforced: must be between"),
+        ({"properties": {"a/b": 5}}, "/properties/a~1b: must be an object, true or false"),
+        ({"propertyNames": {"format": "email"}}, "/propertyNames/format: cannot be enforced for names: use pattern"),
+        (
+            {"anyOf": [{"properties": {"a": {}}}, {}], "unevaluatedProperties": False},
+            "/unevaluatedProperties: cannot be enforced beside alternatives",
+        ),
+        (
+            {"dependentRequired": {name: ["z"] for name in "abcdef"}},
+            f"/: has conditions that make more than {MAX_COMBINATIONS} combinations",
+        ),
+        ({"not": {}}, "matches no text"),
+        (
+            json.loads('{"properties": {"a long name of a property": ' * 30 + '{"not": {"const": []}}' + "}}" * 30),
+            " ... ",
+        ),
+    ],
+    ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "",
+)
+def test_what_has_no_equivalent_is_refused_with_its_place(schema: dict[str, Any], problem: str) -> None:
+    with pytest.raises(GrammarError) as raised:
+        supported(schema)
+    assert problem in str(raised.value)
+    assert len(str(raised.value)) <= MAX_TOLD_CHARACTERS + len(" ... ")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": 5, "properties": 5, "required": 5, "enum": 5, "allOf": 5, "pattern": 5, "format": 5},
+        {"patternProperties": [], "dependencies": 5, "dependentRequired": {"a": 5}, "items": 5},
+        {"minimum": "5", "maxItems": True, "prefixItems": {}, "contains": 5, "$ref": 5},
+        {"propertyNames": 5, "unevaluatedProperties": 5, "not": 5},
+        {"if": 5, "then": 5},
+        {"$id": 5, "$anchor": 5, "$ref": "#x"},
+        {"$id": "http://[", "$ref": "http://["},
+        {"$defs": {"a": {"$ref": "#/$defs/a"}}, "not": {"$ref": "#/$defs/a"}},
+        {"$defs": {"a": {"$ref": "#/$defs/a"}}, "propertyNames": {"$ref": "#/$defs/a"}},
+        {"$defs": {"a": {"$ref": "#/$defs/a"}}, "items": {"$ref": "#/$defs/a"}, "uniqueItems": True},
+        {"enum": ["\ud800"], "minimum": float("nan"), "maximum": float("inf")},
+    ],
+    ids=lambda schema: json.dumps(schema)[:60],
+)
+def test_schemas_that_make_no_sense_break_nothing(schema: dict[str, Any]) -> None:
+    with contextlib.suppress(GrammarError):
+        supported_source(json.dumps(schema)).encode()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"if": {"properties": {f"p{n}": {"const": n}}}, "then": {"required": ["x"]}} for n in range(500)]},
+        {"not": {"anyOf": [{"enum": [f"{n}x{m}" for m in range(50)]} for n in range(100)]}},
+        {"$defs": {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)} | {"d40": {}}}
+        | {"not": {"$ref": "#/$defs/d0"}},
+        {"$defs": {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(2000)} | {"d2000": {}}, "$ref": "#/$defs/d0"},
+        {"allOf": [{"pattern": f"^(?!{n}(a|b)*a(a|b){{9}}$)"} for n in range(200)]},
+        {"not": {"enum": [f"value {n}" for n in range(5000)]}},
+        {"propertyNames": {"pattern": "^a", "enum": [f"value {n}" for n in range(5000)]}},
+    ],
+    ids=["ifs", "values", "doubling", "chain", "patterns", "not an enum", "names"],
+)
+def test_large_schemas_end_in_time(schema: dict[str, Any]) -> None:
+    with contextlib.suppress(GrammarError):
+        supported_source(json.dumps(schema))
+
+
+def test_a_lenient_schema_is_left_alone() -> None:
+    schema = {"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}
+    assert supported(schema) == schema
+    assert Followed.of_schema(schema).takes_value([1, 1])
+
+
+KEYWORDS = st.sampled_from(
+    [
+        *("$anchor", "$defs", "$id", "$ref", "additionalItems", "additionalProperties", "allOf", "anyOf", "const"),
+        *("contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "enum", "exclusiveMaximum"),
+        *("exclusiveMinimum", "format", "if", "items", "maxContains", "maxItems", "maxLength", "maxProperties"),
+        *("maximum", "minContains", "minItems", "minLength", "minProperties", "minimum", "not", "oneOf", "pattern"),
+        *("patternProperties", "prefixItems", "properties", "propertyNames", "required", "then", "type"),
+        *("unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
+    ]
+)
+JSON = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.sampled_from([0, 1, 5, -1, 2**53 + 1, 10**400, 1.5, float("inf"), float("nan")]),
+        st.sampled_from(
+            ["", "a", "#", "#/$defs/a", "#/not", "#a", "object", "string", "integer", "email", "^(?!a)b$", "("]
+        ),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.one_of(KEYWORDS, st.sampled_from("ab")), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(KEYWORDS, JSON, max_size=6))
+def test_nothing_but_a_refusal_is_raised(schema: dict[str, Any]) -> None:
+    with contextlib.suppress(GrammarError):
+        supported(schema)
