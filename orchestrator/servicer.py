@@ -288,7 +288,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         *,
         streamed: bool = True,
     ) -> Request:
-        """Parse a request: in a thread, since tokenising takes a while, or at once if its prompt is a few token ids."""
+        """Parse a request: in a thread, since tokenising and rewriting a schema take a while, or at once if its prompt
+        is a few token ids and its text free."""
         size = request.ByteSize()
         tenant = request.tenant if account.tenant is None else account.tenant.name
         work = partial(
@@ -300,7 +301,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             streamed=streamed,
             arrived=self._clock(),
         )
-        if request.WhichOneof("prompt") == "tokens" and size <= SHORT_BYTES:
+        plain = request.WhichOneof("prompt") == "tokens" and not (request.json_schema or request.HasField("grammar"))
+        if plain and size <= SHORT_BYTES:
             parsed = work()
         else:
             parsed = await (self._short if size <= LONG_BYTES else self._long).run(work, tenant)

@@ -16,6 +16,8 @@ from orchestrator.tenants.file import Tenant
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Rule, Sampling, sampling_violations
 from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, CandidateSource, SpeculationOptions, drafters_of
+from specdec.grammar.grammar import GrammarError
+from specdec.grammar.json_schema import supported_source
 from specdec.serving.echo import echo
 from specdec.serving.errors import (
     InvalidRequestError,
@@ -307,20 +309,35 @@ def _reasoning(
 def _grammar(
     message: generation_pb2.GenerateRequest, model: ServedModel, violations: list[tuple[str, str]]
 ) -> model_pb2.Grammar | None:
-    """Return the grammar of the text; None if it is free. At most one field may set it."""
-    said = {
-        "grammar": message.grammar if message.HasField("grammar") else None,
-        "json_schema": model_pb2.Grammar(json_schema=message.json_schema) if message.json_schema else None,
-        "chat.tools": None if violations else tool_grammar(message.chat, model),
-    }
-    found = {field: grammar for field, grammar in said.items() if grammar is not None}
-    if len(found) > 1:
-        violations.append((next(iter(found)), f"is set together with {list(found)[1]}, must be the only grammar"))
-    return next(iter(found.values()), None)
+    """Return the grammar of the text: of its answer, and of calls in its place; None if it is free."""
+    answer = message.grammar if message.HasField("grammar") else None
+    if message.json_schema:
+        if answer is not None:
+            violations.append(("grammar", "is set together with json_schema, must be the only grammar"))
+        answer = model_pb2.Grammar(json_schema=message.json_schema)
+    if violations:
+        return None
+    if answer is not None and answer.WhichOneof("kind") is None:
+        return answer  # the checks of grammars refuse it
+    try:
+        return tool_grammar(message.chat, model, None if answer is None else _supported(answer))
+    except GrammarError as error:
+        violations.append((grammar_field(message), str(error)))
+        return None
+
+
+def _supported(grammar: model_pb2.Grammar) -> model_pb2.Grammar:
+    """Return a grammar with its schema, if it is one, as the services take it; GrammarError if they cannot."""
+    if grammar.WhichOneof("kind") != "json_schema":
+        return grammar
+    found = model_pb2.Grammar()
+    found.CopyFrom(grammar)
+    found.json_schema = supported_source(grammar.json_schema)
+    return found
 
 
 def grammar_field(message: generation_pb2.GenerateRequest) -> str:
-    """Return the field that sets the grammar of a valid request."""
+    """Return the field that sets the grammar of a request: of the answer, if calls may take its place."""
     if message.HasField("grammar"):
         return f"grammar.{message.grammar.WhichOneof('kind')}"
     return "json_schema" if message.json_schema else "chat.tools"

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.grammar.compiler import STYLE
-from specdec.grammar.grammar import lark_string
+from specdec.grammar.grammar import GrammarError, lark_string
+from specdec.grammar.json_schema import FORMAT_PATTERNS, LIBRARY_FORMATS, Work, json_text, supported
 from specdec.wire.tool_arguments import is_text, property_schemas, resolved, types_of
 from specdec.wire.tool_formats import TaggedCall
 
@@ -36,10 +37,10 @@ class Marks:
 
 
 def json_rule(name: str, schema: Mapping[str, Any]) -> str:
-    """Return a rule for JSON of a schema, on one line unless the schema's own `x-guidance` sets other white space."""
+    """Return a rule for JSON of a supported schema, on one line unless its own `x-guidance` sets other white space."""
     own = schema.get("x-guidance")
     style = {**STYLE, **(own if isinstance(own, dict) else {})}
-    return f"{name}: %json " + json.dumps({**schema, "x-guidance": style})
+    return f"{name}: %json " + json_text({**schema, "x-guidance": style})
 
 
 DEFINITIONS = ("$defs", "definitions")
@@ -91,7 +92,7 @@ OF_STRING = frozenset(
 KEY = re.compile(r"[^<>\"\s]+")
 
 
-def tagged_problem(schema: Mapping[str, Any], style: TaggedCall) -> str:
+def tagged_problem(schema: Mapping[str, Any], style: TaggedCall, work: Work) -> str:
     """Return why a schema cannot be enforced; empty if it can."""
     if others := sorted(set(schema) - OF_OBJECT):
         return f"has {others[0]}, which cannot be enforced in the model's format of calls"
@@ -101,8 +102,14 @@ def tagged_problem(schema: Mapping[str, Any], style: TaggedCall) -> str:
     for name, inner in properties.items():
         if not KEY.fullmatch(name):
             return f"has a property {json.dumps(name)[:80]}, which the model's format cannot name"
-        if is_text(types_of(inner, schema)) and (problem := _string_problem(inner, schema, style)):
-            return f"has a property {name} {problem}"
+        if is_text(types_of(inner, schema)):
+            if problem := _string_problem(inner, schema, style):
+                return f"has a property {name} {problem}"
+            continue
+        try:
+            supported(_with_definitions(inner, schema), work)
+        except GrammarError as error:
+            return f"has a property {name} that cannot be used: {error}"
     missing = [name for name in _required(schema) if name not in properties]
     return f"requires {json.dumps(missing[0])[:80]}, which is not one of its properties" if missing else ""
 
@@ -115,8 +122,11 @@ def _required(schema: Mapping[str, Any]) -> list[str]:
 def _string_problem(inner: Mapping[str, Any], root: Mapping[str, Any], style: TaggedCall) -> str:
     schema = resolved(inner, root)
     beside = set(inner) - {"$ref", "default", "description", "title"} if "$ref" in inner else set()
-    if others := sorted((set(schema) - OF_STRING) | beside):
-        return f"with {others[0]}, which cannot be enforced for a string in the model's format"
+    others = (set(schema) - OF_STRING) | beside
+    if schema.get("format") not in (*LIBRARY_FORMATS, *FORMAT_PATTERNS):
+        others.discard("format")  # an annotation
+    if others:
+        return f"with {min(others)}, which cannot be enforced for a string in the model's format"
     if any(isinstance(schema.get(key), list) and not all(map(_is_plain, schema[key])) for key in ("anyOf", "oneOf")):
         return "with alternatives, which cannot be enforced for a string in the model's format"
     if any(type(schema[key]) is not int or schema[key] < 0 for key in ("minLength", "maxLength") if key in schema):
@@ -161,9 +171,8 @@ def _value(
     types = types_of(schema, root)
     closing = f"{marks.spelt(style.pad)} {marks.spelt(style.value[1])}"
     if not is_text(types):
-        shared = {key: root[key] for key in DEFINITIONS if key in root}
         yield f"{rule}: {rule}_json {closing}"
-        yield json_rule(f"{rule}_json", {**shared, **schema})
+        yield json_rule(f"{rule}_json", supported(_with_definitions(schema, root)))
         return
     found = resolved(schema, root)
     if (values := _values(found)) is not None:
@@ -173,6 +182,11 @@ def _value(
     yield from _text(
         rule, "(.|\\n)*" if (least, most) == (0, "") else f"(.|\\n){{{least},{most}}}", style, marker, marks
     )
+
+
+def _with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of an argument with the definitions of the whole, to which it may refer."""
+    return {key: root[key] for key in DEFINITIONS if key in root} | dict(schema)
 
 
 def _text(rule: str, pattern: str, style: TaggedCall, marker: str, marks: Marks) -> Iterator[str]:

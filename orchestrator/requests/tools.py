@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.tagged_grammar import Marks, json_rule, tagged_call, tagged_problem
+from specdec.grammar.grammar import MAX_SOURCE_BYTES, GrammarError, lark_string
+from specdec.grammar.json_schema import Work, supported
 from specdec.v2 import generation_pb2, model_pb2
 from specdec.wire.tool_formats import JsonCall, NamedCall, TaggedCall, ToolFormat
 
@@ -66,11 +68,23 @@ def _forced_violations(chat: generation_pb2.ChatPrompt, model: ServedModel) -> l
     if model.tool_format is None:
         problem = "is set, the model's chat template has no known format of calls"
         return [(field, problem) for field in forcing]
-    style = model.tool_format.call
-    if not isinstance(style, TaggedCall):
-        return []
-    problems = [(index, tagged_problem(parameters_of(tool), style)) for index, tool in enumerate(chat.tools)]
+    size = sum(len(tool.parameters.encode()) for tool in chat.tools)
+    if size > MAX_SOURCE_BYTES:
+        return [("chat.tools", f"has {size} bytes of parameters, must have at most {MAX_SOURCE_BYTES} to be enforced")]
+    style, work = model.tool_format.call, Work()
+    problems = [(index, _arguments_problem(parameters_of(tool), style, work)) for index, tool in enumerate(chat.tools)]
     return [(f"chat.tools[{index}].parameters", problem) for index, problem in problems if problem]
+
+
+def _arguments_problem(schema: Mapping[str, Any], style: JsonCall | NamedCall | TaggedCall, work: Work) -> str:
+    """Return why the arguments of a function cannot be held to their schema; empty if they can."""
+    if isinstance(style, TaggedCall):
+        return tagged_problem(schema, style, work)
+    try:
+        supported(schema, work)
+    except GrammarError as error:
+        return str(error)
+    return ""
 
 
 def turns_for_template(messages: Sequence[generation_pb2.ChatMessage]) -> list[dict[str, Any]]:
@@ -138,19 +152,61 @@ def _object(text: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def tool_grammar(chat: generation_pb2.ChatPrompt, model: ServedModel) -> model_pb2.Grammar | None:
-    """Return the grammar of a text that may or must hold calls of these tools; None if it is free."""
-    if not chat.tools:
-        return None
+def tool_grammar(
+    chat: generation_pb2.ChatPrompt, model: ServedModel, answer: model_pb2.Grammar | None = None
+) -> model_pb2.Grammar | None:
+    """Return the grammar of a text that may or must hold calls of these tools, and without calls is an `answer`; None
+    if it is free. GrammarError if an answer of this kind cannot stand beside calls."""
     wanted, must = model.tool_format, chat.tool_required or bool(chat.tool_name)
-    if wanted is None or not (must or chat.single_tool_call or any(tool.strict for tool in chat.tools)):
+    if not chat.tools or wanted is None:
+        return answer
+    held = must or chat.single_tool_call or any(tool.strict for tool in chat.tools)
+    if not held and answer is None:
         return None
-    tools = [tool for tool in chat.tools if chat.tool_name in ("", tool.name)]
+    # Only functions that are strict, or that must be called, promise that calls fit their schemas.
+    tools = {
+        tool.name: parameters_of(tool) if held else {"type": "object"}
+        for tool in chat.tools
+        if chat.tool_name in ("", tool.name)
+    }
     marks = Marks(model.tool_tokens)
     single = chat.single_tool_call or bool(chat.tool_name)
-    rules = [*_calls(wanted, marks, single), *_call_rules(tools, wanted, marks)]
-    rules += ["start: calls"] if must else _beside_text(wanted, marks, single)
-    return model_pb2.Grammar(lark="\n".join(rules))
+    beside_json = answer is not None and not must and not wanted.marker
+    rules = [*_calls(wanted, marks, single), *_call_rules(tools, wanted, marks, as_json=beside_json)]
+    if must:
+        rules.append("start: calls")
+    elif answer is None:
+        rules += _beside_text(wanted, marks, single)
+    else:
+        rules += ["start: calls | answer", *_answer_rules(answer)]
+    found = model_pb2.Grammar(lark="\n".join(rules))
+    for field in ("after_token", "opening_token"):
+        if answer is not None and answer.HasField(field):
+            setattr(found, field, getattr(answer, field))
+    return found
+
+
+def _answer_rules(answer: model_pb2.Grammar) -> Iterator[str]:
+    """Yield the rules for a text that is an answer, not calls."""
+    match answer.WhichOneof("kind"):
+        case "json_schema":
+            schema = _object(answer.json_schema)
+            if schema is None:
+                raise GrammarError("is not a JSON object")
+            yield json_rule("answer", schema)
+        case "regex":
+            yield "answer: ANSWER"
+            yield f"ANSWER: /{_in_slashes(answer.regex)}/"
+        case "choice":
+            yield "answer: " + " | ".join(map(lark_string, answer.choice.texts))
+        case _:
+            raise GrammarError("is in Lark, which cannot stand beside tools: use a JSON schema, regex or choice")
+
+
+def _in_slashes(expression: str) -> str:
+    """Return a regular expression as it is written between slashes, on one line."""
+    spelt = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n", "\\\r": r"\r"}
+    return re.sub(r"\\.|[/\n\r]", lambda found: spelt.get(found[0], found[0]), expression, flags=re.DOTALL)
 
 
 def _calls(wanted: ToolFormat, marks: Marks, single: bool) -> Iterator[str]:
@@ -186,20 +242,39 @@ def _beside_text(wanted: ToolFormat, marks: Marks, single: bool) -> Iterator[str
     yield "start: TEXT | begin body" if single else "start: (begin body)* TEXT"
 
 
-def _call_rules(tools: Sequence[generation_pb2.Tool], wanted: ToolFormat, marks: Marks) -> Iterator[str]:
+def _call_rules(
+    tools: Mapping[str, Mapping[str, Any]], wanted: ToolFormat, marks: Marks, *, as_json: bool
+) -> Iterator[str]:
+    """Yield the rules for one call. With `as_json` it is JSON from its first character on: the lexer could not tell a
+    text of fixed characters from an answer in JSON."""
     yield "call: " + " | ".join(f"call_{number}" for number in range(len(tools)))
-    for number, tool in enumerate(tools):
-        schema, arguments = parameters_of(tool), f"arguments_{number}"
+    for number, (name, schema) in enumerate(tools.items()):
+        arguments = f"arguments_{number}"
         match wanted.call:
+            case JsonCall() as style if as_json:
+                yield json_rule(f"call_{number}", _call_schema(name, style, supported(schema)))
             case JsonCall() as style:
-                head = f'{{"name": {json.dumps(tool.name)}, "{style.arguments}": '
+                head = f'{{"name": {json.dumps(name)}, "{style.arguments}": '
                 yield f'call_{number}: {marks.spelt(head)} {arguments} "}}"'
-                yield json_rule(arguments, schema)
+                yield json_rule(arguments, supported(schema))
             case NamedCall() as style:
-                head = marks.spelt(tool.name)
+                head = marks.spelt(name)
                 if style.identifier in marks.tokens:
                     head += f" ({marks.spelt(style.identifier)} /[a-zA-Z0-9]{{9}}/)?"
                 yield f"call_{number}: {head} {marks.spelt(style.opening)} {arguments}"
-                yield json_rule(arguments, schema)
+                yield json_rule(arguments, supported(schema))
             case TaggedCall() as style:
-                yield from tagged_call(f"call_{number}", tool.name, schema, style, wanted.marker, marks)
+                yield from tagged_call(f"call_{number}", name, schema, style, wanted.marker, marks)
+
+
+def _call_schema(name: str, style: JsonCall, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a whole call; its arguments' definitions and `x-guidance` move to its top."""
+    shared = {key: schema[key] for key in ("$defs", "x-guidance") if key in schema}
+    arguments = {key: value for key, value in schema.items() if key not in shared}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, style.arguments: arguments},
+        "required": ["name", style.arguments],
+        "additionalProperties": False,
+        **shared,
+    }

@@ -45,11 +45,8 @@ def conversation(given: Mapping[str, Any], ignored: list[str]) -> dict[str, Any]
 def tool_schemas(given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the functions' argument schemas by name, from a body that was already built into a message."""
     functions = [tool["function"] for tool in given.get("tools", [])]
-    return {
-        function["name"]: function["parameters"]
-        for function in functions
-        if isinstance(function.get("parameters"), dict)
-    }
+    found = {function["name"]: function.get("parameters") for function in functions}
+    return {name: schema if isinstance(schema, dict) else {} for name, schema in found.items()}
 
 
 def _check_number(field: str, what: str, number: int, most: int) -> None:

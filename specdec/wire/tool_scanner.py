@@ -133,20 +133,23 @@ def scan(cursor: Cursor, tool_format: ToolFormat, schemas: Schemas) -> Scan:
     """Return the scanner of a format, for calls from behind their marker."""
     match tool_format.call:
         case JsonCall() as style:
-            return _json_calls(cursor, style, bare=not tool_format.marker)
+            return _json_calls(cursor, style, None if tool_format.marker else schemas)
         case NamedCall() as style:
             return _named_call(cursor, style)
         case TaggedCall() as style:
             return _tagged_calls(cursor, style, tool_format.marker, schemas)
 
 
-def _json_calls(cursor: Cursor, style: JsonCall, *, bare: bool) -> Scan:
-    yield from cursor.run(_LEADING if bare else _SPACE)
+def _json_calls(cursor: Cursor, style: JsonCall, bare: Schemas | None) -> Scan:
+    """`bare` has the functions' schemas, if calls have no marker: other JSON with a name is no call then."""
+    yield from cursor.run(_SPACE if bare is None else _LEADING)
     begin = yield from cursor.peek()
-    if not begin or begin not in ("{" if bare else "{["):
+    if not begin or begin not in ("{[" if bare is None else "{"):
         return None
     text = yield from cursor.json()
     calls = None if text is None else _decoded(text, style)
+    if calls and bare and not all(call.name in bare for call in calls):
+        return None
     if calls:
         yield from _closing(cursor, style.after.strip())
     return calls

@@ -15,8 +15,8 @@ from orchestrator.requests.model import ServedModel
 from orchestrator.requests.tools import tool_grammar, tool_violations
 from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar.compiler import GrammarCompiler
-from specdec.grammar.grammar import Grammar, Kind
-from specdec.v2 import generation_pb2
+from specdec.grammar.grammar import Grammar, GrammarError, Kind
+from specdec.v2 import generation_pb2, model_pb2
 from specdec.wire.tool_calls import ToolCall, ToolCallReader
 from specdec.wire.tool_formats import FORMATS, MISTRAL_ARGS, QWEN_CODER, TaggedCall, ToolFormat, written
 from tests.models import make
@@ -65,9 +65,15 @@ def chat(schemas: dict[str, dict[str, Any]] = SCHEMAS, **fields: Any) -> generat
 class Follower:
     """Follows the grammar of a conversation, token by token."""
 
-    def __init__(self, model: ServedModel, directory: Path, asked: generation_pb2.ChatPrompt) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        directory: Path,
+        asked: generation_pb2.ChatPrompt,
+        grammar: model_pb2.Grammar | None = None,
+    ) -> None:
         assert tool_violations(asked, model) == []
-        grammar = tool_grammar(asked, model)
+        grammar = grammar or tool_grammar(asked, model)
         assert grammar is not None
         compiler = GrammarCompiler(directory / "tokenizer.json", model.vocabulary)
         self._tokenizer, self._vocabulary = model.tokenizer, model.vocabulary
@@ -225,11 +231,10 @@ def test_arguments_of_a_function_without_properties(source: Path, tmp_path: Path
     ids=lambda schema: json.dumps(schema)[:60],
 )
 def test_schemas_that_make_no_sense_break_nothing(source: Path, tmp_path: Path, schema: dict[str, Any]) -> None:
-    """Invalid schemas are rejected by the grammar trial."""
+    """Invalid schemas are refused, at the latest by the grammar trial."""
     model = model_of(source, tmp_path / "m", TEMPLATES[QWEN_CODER])
     asked = chat({"f": {"type": "object", **schema}}, tool_required=True)
-    tool_violations(asked, model)
-    assert tool_grammar(asked, model) is not None
+    assert tool_violations(asked, model) or tool_grammar(asked, model) is not None
     text = written(QWEN_CODER, [("f", {"a": "5"})])
     assert all(isinstance(call, ToolCall) for call in read(QWEN_CODER, text, {"f": schema}))
 
@@ -240,3 +245,77 @@ def test_an_argument_that_may_not_be_is_not_forced(source: Path, tmp_path: Path)
     follower = Follower(model, tmp_path / "m", chat(schema, tool_required=True))
     assert follower.takes(written(QWEN_CODER, [("f", {"b": 5})]))
     assert not follower.takes(written(QWEN_CODER, [("f", {"a": 5})]))
+
+
+ANSWER = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 7}, "degrees": {"type": "integer", "maximum": 9}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+ANSWERS = ['{"name": "weather", "degrees": 5}', '{"name": "x"}']
+
+
+def answering(asked: generation_pb2.ChatPrompt, model: ServedModel, directory: Path, **answer: Any) -> Follower:
+    found = tool_grammar(asked, model, model_pb2.Grammar(**(answer or {"json_schema": json.dumps(ANSWER)})))
+    assert found is not None
+    return Follower(model, directory, asked, found)
+
+
+def test_a_text_is_calls_or_an_answer(model: ServedModel, tmp_path: Path) -> None:
+    assert model.tool_format is not None
+    follower = answering(chat(), model, tmp_path / "m")
+    assert all(map(follower.takes, ANSWERS))
+    assert follower.takes(written(model.tool_format, CALLS))
+    assert follower.takes(written(model.tool_format, [("weather", {"city": "a longer city"})]))  # it is not strict
+    assert not follower.takes("x")
+    assert not follower.takes('{"degrees": 5}')
+    assert not follower.takes(ANSWERS[0] + written(model.tool_format, CALLS))
+    assert not follower.takes(written(model.tool_format, [("other", {})]))
+
+
+def test_strict_calls_beside_an_answer_fit_their_schema(model: ServedModel, tmp_path: Path) -> None:
+    assert model.tool_format is not None
+    asked = chat(single_tool_call=True)
+    for tool in asked.tools:
+        tool.strict = True
+    follower = answering(asked, model, tmp_path / "m")
+    assert follower.takes(ANSWERS[0])
+    assert follower.takes(written(model.tool_format, CALLS[:1]))
+    assert not follower.takes(written(model.tool_format, CALLS))
+    assert not follower.takes(written(model.tool_format, [("weather", {"city": "a longer city", "unit": "C"})]))
+    for seed in range(10):
+        text = follower.text(seed)
+        for item in read(model.tool_format, text):
+            schema = SCHEMAS[item.name] if isinstance(item, ToolCall) else ANSWER
+            jsonschema.validate(json.loads(item.arguments if isinstance(item, ToolCall) else item), schema)
+
+
+def test_a_forced_call_leaves_no_answer(model: ServedModel, tmp_path: Path) -> None:
+    assert model.tool_format is not None
+    follower = answering(chat(tool_required=True), model, tmp_path / "m")
+    assert follower.takes(written(model.tool_format, CALLS))
+    assert not any(map(follower.takes, ANSWERS))
+
+
+def test_other_answers_beside_calls(model: ServedModel, tmp_path: Path) -> None:
+    assert model.tool_format is not None
+    calls = written(model.tool_format, CALLS)
+    expression = answering(chat(), model, tmp_path / "m", regex=r"a/b\/(?:c|d)*")
+    assert expression.takes("a/b/cd")
+    assert expression.takes(calls)
+    assert not expression.takes("a/b")
+    choice = answering(chat(), model, tmp_path / "m", choice=model_pb2.Choice(texts=["yes", 'n"o']))
+    assert choice.takes('n"o')
+    assert choice.takes(calls)
+    assert not choice.takes("n")
+    with pytest.raises(GrammarError, match="is in Lark, which cannot stand beside tools"):
+        tool_grammar(chat(), model, model_pb2.Grammar(lark='start: "a"'))
+
+
+def test_an_answer_keeps_its_beginning(model: ServedModel) -> None:
+    answer = model_pb2.Grammar(json_schema="{}", after_token=5, opening_token=4)
+    found = tool_grammar(chat(), model, answer)
+    assert found is not None
+    assert (found.after_token, found.opening_token) == (5, 4)
+    assert tool_grammar(generation_pb2.ChatPrompt(), model, answer) is answer
