@@ -191,7 +191,8 @@ class Calls:
         """Yield a chunk's text, and the calls completed by it, in their order."""
         yield from map(self._item, self._reader.push(chunk.text))
         if chunk.finish is not None:
-            yield from map(self._item, self._reader.finish())
+            cut = REASONS.get(chunk.finish.reason) == "length"
+            yield from map(self._item, self._reader.finish(cut=cut))
 
     def _item(self, found: str | ToolCall) -> str | Json:
         return found if isinstance(found, str) else self._made(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import MappingProxyType
 
+from specdec.wire.cut_calls import cut_calls
 from specdec.wire.tool_formats import ToolCall as ToolCall
 from specdec.wire.tool_formats import ToolFormat
 from specdec.wire.tool_scanner import Cursor, Scan, Schemas, scan
@@ -16,7 +17,7 @@ class ToolCallReader:
 
     def __init__(self, tool_format: ToolFormat, schemas: Schemas = MappingProxyType({})) -> None:
         """`schemas` of the functions' arguments, by function, determine which values are strings, in formats where the
-        text does not."""
+        text does not, and what is a call, in formats without a marker."""
         self._format = tool_format
         self._schemas = schemas
         self._held: list[str] = []  # not yielded yet: possibly a call or its beginning
@@ -30,10 +31,20 @@ class ToolCallReader:
         if text:
             yield from self._read(text)
 
-    def finish(self) -> Iterator[str | ToolCall]:
-        """Yield the rest at the end of the text."""
+    def finish(self, *, cut: bool = False) -> Iterator[str | ToolCall]:
+        """Yield the rest at the end of the text. With `cut` the text was cut short: a call that has begun is yielded
+        with the arguments there are, which are not valid JSON then."""
+        held = "".join(self._held)
+        begun: list[str | ToolCall] = []
+        if cut and self._scan is not None:
+            begun += cut_calls(held[len(self._format.marker) :], self._format, self._schemas)
         self._cursor.over = True
-        yield from self._read("")
+        rest = list(self._read(""))
+        if begun and all(isinstance(item, str) for item in rest):
+            rest = begun
+        elif cut and len(rest) > 1 and isinstance(rest[-1], str) and self._format.closing.startswith(rest[-1].strip()):
+            rest.pop()  # the beginning of the last call's closing tag
+        yield from rest
 
     def _read(self, text: str) -> Iterator[str | ToolCall]:
         marker, cursor = self._format.marker, self._cursor

@@ -67,6 +67,11 @@ class ToolFormat:
     """Separates two calls with a marker each."""
 
     @property
+    def closing(self) -> str:
+        """The tag behind a call; empty if there is none."""
+        return "" if isinstance(self.call, NamedCall) else self.call.after.strip()
+
+    @property
     def marks(self) -> frozenset[str]:
         """Fixed texts of the format, each of which is a special token in some vocabularies."""
         style = self.call

@@ -191,3 +191,60 @@ async def test_calls_in_a_form_that_is_not_known_are_content(models: Models, tmp
             with pytest.raises(BadRequestError, match="no known format of calls") as refused:
                 await create(**asked | options)
             assert refused.value.param == param
+
+
+ANSWER = {
+    "type": "object",
+    "properties": {"degrees": {"type": "integer", "minimum": 0, "maximum": 40}},
+    "required": ["degrees"],
+    "additionalProperties": False,
+}
+BY_SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
+
+
+@pytest.mark.parametrize("called", [(HERMES, {}), (LLAMA, {})], indirect=True, ids=["hermes", "llama3_json"])
+async def test_a_text_is_calls_or_an_answer_by_a_schema(called: tuple[ToolFormat, Path, Path]) -> None:
+    """Biases start one or the other. Forced calls leave no answer, and without tools there are no calls."""
+    tool_format, target, draft = called
+    async with stack(target, draft) as services, front(services.address) as http:
+        create: Any = http.client.chat.completions.create
+        asked: dict[str, Any] = {"model": services.model.name, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 150}
+        asked |= {"response_format": BY_SCHEMA, "seed": 1, "temperature": 1.0, "parallel_tool_calls": False}
+        bias = {str(services.model.tokenizer.encode(begin, special=False)[0]): 100 for begin in ("d", "<", "n")}
+        (choice,) = (await create(**asked, tool_choice="required")).choices
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        check(choice.message.tool_calls)
+        (choice,) = (await create(**asked, tool_choice="none")).choices
+        assert choice.message.tool_calls is None
+        jsonschema.validate(json.loads(choice.message.content), ANSWER)
+        found = set[str]()
+        for seed in range(6):
+            (choice,) = (await create(**{**asked, "seed": seed}, logit_bias={} if seed % 2 else bias)).choices
+            found.add(choice.finish_reason)
+            if choice.message.tool_calls:
+                check(choice.message.tool_calls)
+                assert choice.message.content is None
+            else:
+                jsonschema.validate(json.loads(choice.message.content), ANSWER)
+        assert found <= {"stop", "tool_calls"}, tool_format.name
+
+
+@pytest.mark.parametrize("called", [(HERMES, {})], indirect=True, ids=["hermes"])
+async def test_a_call_that_was_cut_short_is_a_call(called: tuple[ToolFormat, Path, Path]) -> None:
+    tool_format, target, _ = called
+    whole = written(tool_format, [("weather", {"city": "Bonn", "unit": "C"})])
+    async with stack(target, None) as services, front(services.address) as http:
+        create: Any = http.client.chat.completions.create
+        most = len(services.model.tokenizer.encode(whole[: whole.index("Bonn")], special=False))
+        asked: dict[str, Any] = {"model": services.model.name, "messages": MESSAGES, "tools": TOOLS, "max_tokens": most}
+        asked |= {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "seed": 1}
+        (choice,) = (await create(**asked)).choices
+        assert (choice.finish_reason, choice.message.content) == ("length", None)
+        (call,) = choice.message.tool_calls
+        assert call.function.name == "weather"
+        assert call.function.arguments.startswith('{"city')
+        pieces = [event.choices[0] async for event in await create(**asked, stream=True)]
+        assert pieces[-1].finish_reason == "length"
+        assert not any(piece.delta.content for piece in pieces)
+        (streamed,) = [call for piece in pieces for call in piece.delta.tool_calls or ()]
+        assert streamed.function.arguments == call.function.arguments

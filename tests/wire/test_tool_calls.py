@@ -253,3 +253,53 @@ def test_half_a_surrogate_pair_stays_escaped() -> None:
     made.arguments.encode()
     text, made_of_name = read(HERMES, call.replace('"f"', '"\\ud83d"'))
     assert (text, made_of_name) == (call.replace('"f"', '"\\ud83d"'), [])
+
+
+WEATHER_SCHEMA: dict[str, dict[str, Any]] = {
+    "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "array"}}},
+    "time": {},
+}
+
+
+@pytest.mark.parametrize("tool_format", FORMATS.values(), ids=lambda tool_format: tool_format.name)
+def test_a_call_that_was_cut_short_has_the_arguments_there_are(tool_format: ToolFormat) -> None:
+    """At any place behind its name: whatever is returned is the beginning of the whole call's arguments, and grows."""
+    whole = written(tool_format, [("weather", {"city": "Bo\u00f6n", "days": [1, 2]})])
+    name = whole.index("weather") + len("weather")
+    last = ""
+    for end in range(name + 2, len(whole) + 1):
+        reader = ToolCallReader(tool_format, WEATHER_SCHEMA)
+        found = [*reader.push(whole[:end]), *reader.finish(cut=True)]
+        if end < whole.index("Bo") and not any(isinstance(item, ToolCall) for item in found):
+            continue
+        (call,) = found
+        assert isinstance(call, ToolCall), (whole[:end], call)
+        assert call.name == "weather"
+        assert '{"city": "Bo\u00f6n", "days": [1, 2]}'.startswith(call.arguments), (whole[:end], call.arguments)
+        assert len(call.arguments) >= len(last)
+        last = call.arguments
+    assert last == '{"city": "Bo\u00f6n", "days": [1, 2]}'
+
+
+@pytest.mark.parametrize("tool_format", FORMATS.values(), ids=lambda tool_format: tool_format.name)
+def test_calls_before_one_that_was_cut_short_are_complete(tool_format: ToolFormat) -> None:
+    whole = written(tool_format, [("time", {}), ("weather", {"city": "Bonn", "days": [1, 2]})])
+    reader = ToolCallReader(tool_format, WEATHER_SCHEMA)
+    first, second = [*reader.push(whole[: whole.index("nn")]), *reader.finish(cut=True)]
+    assert first == TIME
+    assert isinstance(second, ToolCall)
+    assert (second.name, second.arguments) == ("weather", '{"city": "Bo')
+
+
+def test_json_with_another_name_is_no_call_where_calls_have_no_marker() -> None:
+    answer = '{"name": "Bob", "parameters": {}}'
+    assert read(LLAMA, answer, schemas=WEATHER_SCHEMA) == (answer, [])
+    assert read(LLAMA, answer) == ("", [ToolCall("Bob", "{}")])
+    reader = ToolCallReader(LLAMA, WEATHER_SCHEMA)
+    assert [*reader.push(answer[:25]), *reader.finish(cut=True)] == [answer[:25]]
+
+
+@pytest.mark.parametrize("text", ["<tool_call>", '<tool_call>\n{"na', "<tool_call> is a tag", '{"name": "f"', "<tool"])
+def test_what_was_cut_before_a_name_stays_text(text: str) -> None:
+    reader = ToolCallReader(HERMES)
+    assert "".join(str(item) for item in [*reader.push(text), *reader.finish(cut=True)]) == text

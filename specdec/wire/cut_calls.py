@@ -1,0 +1,128 @@
+"""Calls at the end of a text that was cut short: what there is of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.wire.tool_arguments import is_text, property_schemas, types_of, value_of
+from specdec.wire.tool_formats import JsonCall, NamedCall, TaggedCall, ToolCall, ToolFormat
+from specdec.wire.tool_scanner import Schemas
+
+_NAME = r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*'
+_NAMED = re.compile(r"\s*([a-zA-Z0-9_.\-]+)")
+
+
+def cut_calls(text: str, tool_format: ToolFormat, schemas: Schemas) -> list[ToolCall]:
+    """Return the calls in a text from behind a marker: complete ones, and a last one whose arguments are the beginning
+    of a JSON object. Empty if the text ends before a function's name is complete, or is no call."""
+    match tool_format.call:
+        case JsonCall() as style:
+            calls = _json_calls(text, style)
+            known = bool(tool_format.marker) or not schemas or all(call.name in schemas for call in calls)
+            return calls if known else []
+        case NamedCall() as style:
+            return _named_call(text, style)
+        case TaggedCall() as style:
+            return _tagged_calls(text, style, schemas)
+
+
+def _json_calls(text: str, style: JsonCall) -> list[ToolCall]:
+    calls, at = [], len(text) - len(text.lstrip(" \n;"))
+    if style.listed and text[at : at + 1] == "[":
+        at += 1
+    decoder = json.JSONDecoder()
+    while at < len(text):
+        try:
+            entry, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            break
+        arguments = entry.get(style.arguments, {}) if isinstance(entry, dict) else None
+        if not isinstance(arguments, dict) or not isinstance(entry.get("name"), str):
+            return []
+        calls.append(ToolCall(entry["name"], json.dumps(arguments, ensure_ascii=False)))
+        at += len(text) - at - len(text[at:].lstrip(", \n;"))
+    found = re.compile(rf'{_NAME}(?:,\s*(?:"{style.arguments}"\s*(?::\s*(.*))?)?)?', re.DOTALL).match(text, at)
+    name = None if found is None else _text(found[1])
+    return calls if found is None or name is None else [*calls, ToolCall(name, _arguments(found[2] or ""))]
+
+
+def _named_call(text: str, style: NamedCall) -> list[ToolCall]:
+    found = _NAMED.match(text)
+    if found is None or style.opening not in text:
+        return []
+    return [ToolCall(found[1], _arguments(text.split(style.opening, 1)[1].lstrip()))]
+
+
+def _tagged_calls(text: str, style: TaggedCall, schemas: Schemas) -> list[ToolCall]:
+    calls = []
+    parts = text.split(style.end) if style.end else [text]
+    for number, part in enumerate(parts):
+        call = _tagged_call(part, style, schemas, whole=number < len(parts) - 1)
+        if call is None:
+            break
+        calls.append(call)
+    return calls
+
+
+def _tagged_call(text: str, style: TaggedCall, schemas: Schemas, *, whole: bool) -> ToolCall | None:
+    """Return the call in a text; None if its name is not complete."""
+    behind = style.name[1] or r"(?=[\s<])"
+    head = re.compile(rf'\s*{re.escape(style.name[0])}([^\s<>"]+){re.escape(behind) if style.name[1] else behind}')
+    found = head.match(text)
+    if found is None:
+        return None
+    name, rest = found[1], text[found.end() :]
+    schema = schemas.get(name, {})
+    arguments: dict[str, object] = {}
+    properties = property_schemas(schema)
+    while style.key[0] in rest:
+        key, between, value = rest.split(style.key[0], 1)[1].partition(style.key[1])
+        if style.value[0]:
+            _, between, value = value.partition(style.value[0])
+        if not between:
+            break
+        inner = properties.get(key, {})
+        value, ended, rest = value.partition(style.value[1])
+        if not ended:
+            value = _without_beginning(value, style.pad + style.value[1])
+            return ToolCall(name, _with_last(arguments, key, value.removeprefix(style.pad), inner, schema))
+        value = value.removeprefix(style.pad).removesuffix(style.pad)
+        arguments[key] = value_of(value, inner, schema)
+    written = json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(name, written if whole else written[:-1])
+
+
+def _with_last(
+    arguments: Mapping[str, object], key: str, value: str, inner: Mapping[str, Any], schema: Mapping[str, Any]
+) -> str:
+    """Return the beginning of a JSON object whose last value was cut."""
+    head = json.dumps({**arguments, key: 0}, ensure_ascii=False)[:-2]
+    if not is_text(types_of(inner, schema)):
+        return head + value
+    return head + json.dumps(value, ensure_ascii=False)[:-1]
+
+
+def _without_beginning(text: str, end: str) -> str:
+    """Return a text without what may be the beginning of `end`."""
+    found = next((n for n in range(min(len(text), len(end) - 1), 0, -1) if end.startswith(text[-n:])), 0)
+    return text[: len(text) - found]
+
+
+def _arguments(text: str) -> str:
+    """Return arguments as far as they go: without what follows a complete object."""
+    try:
+        found, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return text
+    return text[:end] if isinstance(found, dict) else text
+
+
+def _text(written: str) -> str | None:
+    try:
+        found = json.loads(written)
+    except ValueError:
+        return None
+    return found if isinstance(found, str) else None
