@@ -10,10 +10,13 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from specdec.client import build_request
+from specdec.grammar.ebnf import in_lark, is_ebnf
+from specdec.grammar.grammar import GrammarError
 from specdec.openai_api.conversation import conversation, tool_schemas
 from specdec.openai_api.errors import ApiError, refused, unknown, unsupported
 from specdec.openai_api.fields import (
@@ -30,6 +33,9 @@ from specdec.v2.generation_pb2 import GenerateRequest
 
 GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
 """Fields of `structured_outputs` to client options."""
+
+NO_TAGS = "structural tags are not supported: use tools, or a grammar"
+"""Problem with vLLM's structural tags: they hold any of its other constraints, among text that is free."""
 
 LONG = frozenset({"messages", "prompt", "response_format", "specdec", "structured_outputs", "tools"})
 """Fields exempt from MAX_ENTRIES; the whole body has its own limits (`structure.py`)."""
@@ -256,10 +262,10 @@ def _built(options: Mapping[str, Any], names: Mapping[str, str]) -> GenerateRequ
         raise ApiError(400, name + message[len(option) :], param=name, code="invalid_value") from None
 
 
-def _flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+def _flag(given: Mapping[str, Any], name: str, *, default: bool = False, where: str = "") -> bool:
     value = given.get(name, default)
     if not isinstance(value, bool):
-        raise refused(name, "must be true or false")
+        raise refused(where + name, "must be true or false")
     return value
 
 
@@ -336,19 +342,66 @@ def _grammar(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     if not isinstance(own, dict):
         raise refused("structured_outputs", "must be an object")
     own = {name: value for name, value in own.items() if value is not None}
+    layout = _layout(own)
     for name in own:
-        if name not in GRAMMARS:
-            known = ", ".join(sorted(GRAMMARS))
+        if name not in (*GRAMMARS, "json_object"):
+            known = ", ".join(sorted((*GRAMMARS, "json_object")))
             raise unknown(f"structured_outputs.{name}", f"unknown parameter, must be one of {known}")
+    if "json_object" in own and not _flag(own, "json_object", where="structured_outputs."):
+        del own["json_object"]  # it asks for nothing
+    if layout and not {"json", "json_object"} & own.keys():
+        raise refused("structured_outputs.whitespace_pattern", "needs json or json_object")
     if len(own) > 1 or (own and kind != "text"):
         raise refused("structured_outputs", "must have one constraint, and none with response_format")
+    if kind == "structural_tag":
+        raise refused("response_format", NO_TAGS)
     if kind not in ("text", "json_object", "json_schema"):
         raise refused("response_format", "must be an object whose type is text, json_object or json_schema")
     if kind == "text":
         _check_format(wanted, "response_format", "type")
-        yield from ((GRAMMARS[name], value) for name, value in own.items())
+        yield from (_constraint(name, value, layout) for name, value in own.items())
     else:
         yield "json_schema", _schema(wanted)
+
+
+def _layout(own: dict[str, Any]) -> dict[str, str]:
+    """Take the fields about white space, and others of vLLM's without effect, out of `structured_outputs`. Return
+    `x-guidance` of a schema with the layout that they ask for; empty for the usual one."""
+    if own.pop("structural_tag", None) is not None:
+        raise refused("structured_outputs.structural_tag", NO_TAGS)
+    for name in ("disable_any_whitespace", "disable_additional_properties"):
+        asked = _flag(own, name, where="structured_outputs.")
+        own.pop(name, None)
+        if asked and name == "disable_additional_properties":
+            instead = "is not supported: set additionalProperties to false in the schema"
+            raise refused(f"structured_outputs.{name}", instead)
+    pattern = own.pop("whitespace_pattern", None)
+    if pattern is None:
+        return {}
+    if not isinstance(pattern, str):
+        raise refused("structured_outputs.whitespace_pattern", "must be a regular expression")
+    return {"whitespace_pattern": pattern, "item_separator": ",", "key_separator": ":"}
+
+
+def _constraint(name: str, value: object, layout: Mapping[str, str]) -> tuple[str, Any]:
+    """Return the option for one field of `structured_outputs`."""
+    match name:
+        case "json_object":
+            return "json_schema", {"type": "object", **({"x-guidance": layout} if layout else {})}
+        case "json" if layout:
+            schema = value
+            if isinstance(value, str):
+                with suppress(ValueError, RecursionError):
+                    schema = json.loads(value)
+            if not isinstance(schema, dict):
+                raise refused("structured_outputs.json", "must be an object with whitespace_pattern")
+            return "json_schema", {**schema, "x-guidance": {**schema.get("x-guidance", {}), **layout}}
+        case "grammar" if isinstance(value, str) and is_ebnf(value):
+            try:
+                return "lark", in_lark(value)
+            except GrammarError as error:
+                raise refused("structured_outputs.grammar", str(error)) from None
+    return GRAMMARS[name], value
 
 
 def _schema(wanted: Mapping[str, Any]) -> dict[str, Any]:

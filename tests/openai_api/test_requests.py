@@ -42,7 +42,7 @@ def completion(**fields: Any) -> ParsedRequest:
         ({"response_format": {"type": "yaml"}}, "response_format", "text, json_object or json_schema"),
         ({"response_format": "json_object"}, "response_format", "text, json_object or json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "an object with a schema"),
-        ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml", "one of choice, grammar, json, regex"),
+        ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml", "one of choice, grammar, json, json_object"),
         ({"response_format": {"type": "json_object", "schema": 5}}, "response_format.schema", "must be an object"),
         ({"response_format": {"type": "json_object", "shema": {}}}, "response_format.shema", "unknown parameter"),
         ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "unknown parameter"),
@@ -57,6 +57,24 @@ def completion(**fields: Any) -> ParsedRequest:
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
             "structured_outputs",
             "none with response_format",
+        ),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "not supported: use"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", "structural tags are not supported"),
+        (
+            {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+            "structured_outputs.disable_additional_properties",
+            "set additionalProperties to false",
+        ),
+        ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object", "must be true or false"),
+        (
+            {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+            "structured_outputs.whitespace_pattern",
+            "needs json",
+        ),
+        (
+            {"structured_outputs": {"grammar": "root ::= word"}},
+            "structured_outputs.grammar",
+            "line 1, column 10: there is no rule word",
         ),
         ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex", "structured_outputs.regex = 5"),
         ({"structured_outputs": 5}, "structured_outputs", "must be an object"),
@@ -253,6 +271,13 @@ def test_what_a_text_must_look_like() -> None:
     assert completion(structured_outputs={"regex": "a+"}).message(0).grammar.regex == "a+"
     assert completion(structured_outputs={"choice": ["a", "b"]}).message(0).grammar.choice.texts == ["a", "b"]
     assert completion(structured_outputs={"grammar": "start: x"}).message(0).grammar.lark == "start: x"
+    ebnf = completion(structured_outputs={"grammar": 'root ::= "a" | "b"', "disable_any_whitespace": True})
+    assert ebnf.message(0).grammar.lark == "start: ROOT\nROOT: /(?:a|b)/"
+    assert described(chat(structured_outputs={"json_object": True})) == {"type": "object"}
+    assert chat(structured_outputs={"json_object": False}).message(0) == chat().message(0)
+    guidance = {"whitespace_pattern": " ?", "item_separator": ",", "key_separator": ":"}
+    laid_out = chat(structured_outputs={"json": json.dumps(schema), "whitespace_pattern": " ?"})
+    assert described(laid_out) == {**schema, "x-guidance": guidance}
 
 
 def test_null_is_silence() -> None:
