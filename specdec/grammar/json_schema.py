@@ -1,8 +1,9 @@
 """JSON schemas as real generators write them, rewritten into the keywords that llguidance takes.
 
-The rewritten schema is valid for the same values. What has no equivalent is refused, with its place in the schema as a
-JSON pointer. Annotations are dropped, among them formats that llguidance does not know (JSON Schema 2020-12, 7.2.1),
-and so are keywords that JSON Schema does not have.
+The rewritten schema is valid for the same values, with two exceptions: bounds that no 64-bit float equals are narrowed,
+and a property that tells the parts of a oneOf apart is always written. What has no equivalent is refused, with its place
+in the schema as a JSON pointer. Annotations are dropped, and so are keywords that JSON Schema does not have, and formats
+that llguidance does not know (annotations too: JSON Schema 2020-12, 7.2.1).
 """
 
 from __future__ import annotations
@@ -481,8 +482,13 @@ class _Rewriting:
     def _combined(self, schema: Mapping[str, Any], place: str, found: dict[str, Any], conditions: list[Schema]) -> None:
         cases, grouped = self._cases(schema, place)
         conditions += cases
+        discriminator = self._discriminator(schema.get("oneOf"), place)
         for key in ("allOf", "anyOf", "oneOf"):
-            if isinstance(parts := schema.get(key), list):
+            if key == "oneOf" and discriminator is not None:
+                named = {"required": [discriminator]}
+                ways = [self.schema(part, f"{place}/oneOf/{n}") for n, part in enumerate(schema["oneOf"])]
+                conditions.append(_any([_both(way, named) for way in ways]))
+            elif isinstance(parts := schema.get(key), list):
                 inner = [(n, part) for n, part in enumerate(parts) if id(part) not in grouped]
                 if inner or not parts:
                     found[key] = [self.schema(part, f"{place}/{key}/{n}") for n, part in inner]
@@ -526,6 +532,28 @@ class _Rewriting:
                 other = _both(other, then.get("else", True))
             conditions.append(_any([*cases, other]))
         return conditions, grouped
+
+    def _discriminator(self, parts: Any, place: str) -> str | None:
+        """Return a property with other values in each part of a oneOf, so that no value with it fits two of them; None
+        if there is none. Generators leave it out of what is required where it has a default, though they write it."""
+        found: dict[str, list[set[str]]] = {}
+        for part in _list_of(parts):
+            self._count(place)
+            for _ in range(MAX_NEGATIONS):
+                if not isinstance(part, dict) or "$ref" not in part:
+                    break
+                part = self._document.resolved(part, place)
+            if not isinstance(part, dict) or part.get("type") != "object":
+                return None
+            for name, inner in _object_of(part.get("properties")).items():
+                values = [inner["const"]] if "const" in _object_of(inner) else _list_of(_object_of(inner).get("enum"))
+                self._count(place, len(values))
+                if _are_texts(values) and values:
+                    found.setdefault(name, []).append(set(values))
+        for name, sets in found.items():
+            if len(sets) == len(parts) > 0 and len(set().union(*sets)) == sum(map(len, sets)):
+                return name
+        return None
 
     def _conditional(self, schema: Mapping[str, Any], place: str) -> Schema:
         """Return if, then and else as alternatives that exclude one another."""

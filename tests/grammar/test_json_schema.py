@@ -229,6 +229,11 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     ),
     "unknown format": ({"type": "string", "format": "cuid"}, ["x"], [1]),
     "format of names": ({"type": "string", "format": "json-pointer"}, ["", "/a~1b"], ["a", "/~2"]),
+    "version of a uuid": (
+        {"type": "string", "format": "uuid4"},
+        ["12345678-1234-4234-8234-123456789abc"],
+        ["12345678-1234-1234-8234-123456789abc", "x"],
+    ),
     "look-ahead": ({"type": "string", "pattern": "^(?=.*[0-9])(?!.*x)[a-z0-9]+$"}, ["a1"], ["a", "x1"]),
     "pattern and format": (
         {"type": "string", "format": "email", "pattern": r"^(?!\.)(?!.*\.\.)[a-z.]+@[a-z]+\.de$"},
@@ -254,6 +259,22 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         },
         ["x"],
         [1],
+    ),
+    "oneOf with a discriminator that has a default": (
+        {
+            "$defs": {
+                name: {
+                    "type": "object",
+                    "properties": {"kind": {"const": name, "default": name}, name: {"type": "integer"}},
+                    "required": [name],
+                }
+                for name in ("cat", "dog")
+            },
+            "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
+            "discriminator": {"propertyName": "kind"},
+        },
+        [{"kind": "cat", "cat": 1}, {"kind": "dog", "dog": 2}],
+        [{"kind": "cat", "dog": 1}, {"kind": "cow", "cat": 1}, {"cat": 1, "dog": 2}],
     ),
     "anchors and ids": (
         {
