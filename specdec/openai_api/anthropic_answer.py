@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -118,8 +117,7 @@ class MessageAnswer:
         self.blocks.append(block)
         yield self._event("content_block_start", content_block=block)
         yield self._event("content_block_delta", delta={"type": "input_json_delta", "partial_json": call.arguments})
-        given = json.loads(call.arguments)
-        block["input"] = given if isinstance(given, dict) else {}
+        block["input"] = call.input or {}  # that of a call that was cut off is in the stream alone
         yield self._event("content_block_stop")
 
     def _end(self, part: EndPart) -> Iterator[Json]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from specdec.client import Chunk, Finish, Logprobs
 from specdec.openai_api.answers import REASONS, Calls
@@ -27,11 +29,20 @@ class TextPart:
 
 @dataclass(frozen=True)
 class CallPart:
-    """A complete tool call."""
+    """A tool call."""
 
     id: str
     name: str
-    arguments: str  # JSON
+    arguments: str  # JSON, or the beginning of it in a call that was cut off
+
+    @property
+    def input(self) -> dict[str, Any] | None:
+        """The arguments as an object; None if the sample ended within them."""
+        try:
+            found = json.loads(self.arguments)
+        except ValueError:
+            return None
+        return found if isinstance(found, dict) else None
 
 
 @dataclass(frozen=True)

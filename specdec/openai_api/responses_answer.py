@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from specdec.client import Finish, Logprobs
@@ -160,12 +160,12 @@ class ResponseAnswer:
 
     def _call(self, call: CallPart) -> Iterator[Json]:
         if call.name in self._request.custom_tools:
-            prefix, kind, field, value = "ctc", "custom_tool_call", "input", _custom_input(call.arguments)
+            prefix, kind, field, value = "ctc", "custom_tool_call", "input", _custom_input(call)
         else:
             prefix, kind, field, value = "fc", "function_call", "arguments", call.arguments
         item = {"id": self._name(prefix), "type": kind, "call_id": call.id, "name": call.name}
         yield self._open({**item, "status": "in_progress", field: ""})
-        self.output[-1] = item = {**item, "status": "completed", field: value}
+        self.output[-1] = item = {**item, "status": "incomplete" if call.input is None else "completed", field: value}
         yield self._of_item(f"response.{kind}_{field}.delta", delta=value)
         name = {} if kind == "custom_tool_call" else {"name": call.name}
         yield self._of_item(f"response.{kind}_{field}.done", **{field: value}, **name)
@@ -187,8 +187,10 @@ class ResponseAnswer:
         }
 
 
-def _custom_input(arguments: str) -> str:
+def _custom_input(call: CallPart) -> str:
     """Return the input of a custom tool: the one argument of its function, if the model has kept to that."""
-    found = json.loads(arguments)
-    value = found.get(CUSTOM_INPUT) if isinstance(found, dict) else None
-    return value if isinstance(value, str) else arguments
+    found = call.input
+    if found is None:  # cut off, mostly within this argument
+        found = replace(call, arguments=call.arguments + '"}').input or {}
+    value = found.get(CUSTOM_INPUT)
+    return value if isinstance(value, str) else call.arguments

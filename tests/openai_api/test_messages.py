@@ -197,6 +197,11 @@ async def test_tools_are_called_as_in_a_chat(models: Models, tmp_path: Path) -> 
             max_tokens=120,
         )
         assert json.loads(chat.choices[0].message.tool_calls[0].function.arguments) == call.input
+        for most in range(10, found.usage.output_tokens, 10):
+            short = await client.messages.create(**asked | {"max_tokens": most})
+            assert short.stop_reason == "max_tokens"
+            for block in short.content:
+                assert block.type != "tool_use" or block.input in ({}, call.input)
         counted = await client.messages.count_tokens(model=services.model.name, messages=HI, tools=[TOOL])
         assert counted.input_tokens == found.usage.input_tokens + (found.usage.cache_read_input_tokens or 0)
         turns: Any = [

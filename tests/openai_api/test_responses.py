@@ -359,6 +359,11 @@ async def test_tools_are_called_as_in_a_chat(models: Models, tmp_path: Path) -> 
         streamed = [event async for event in await http.client.responses.create(**asked, stream=True)]
         (done,) = [event for event in streamed if event.type == "response.function_call_arguments.done"]
         assert done.arguments == call.arguments
+        short = [await http.client.responses.create(**asked | {"max_output_tokens": most}) for most in range(10, 80, 5)]
+        cut = [i for answer in short for i in answer.output if i.type == "function_call" and i.status == "incomplete"]
+        assert cut
+        assert {item.name for item in cut} == {"weather"}
+        assert all(item.arguments.startswith("{") or not item.arguments for item in cut)
         (quote,) = services.model.tokenizer.encode('"', special=False)  # ends the input soon
         custom = asked | {"tools": [CUSTOM], "tool_choice": {"type": "custom", "name": "patch"}}
         custom["extra_body"] = {"seed": 5, "logit_bias": {str(OPEN): -100, str(quote): 20}}
