@@ -1,8 +1,8 @@
 """JSON schemas as real generators write them, rewritten into the keywords that llguidance takes.
 
 The rewritten schema is valid for the same values, with two exceptions: bounds that no 64-bit float equals are narrowed,
-and a property that tells the parts of a oneOf apart is always written. What has no equivalent is refused, with its place
-in the schema as a JSON pointer. Annotations are dropped, and so are keywords that JSON Schema does not have, and formats
+and a property that tells the parts of a oneOf apart is always written. What has no equivalent is refused with its place
+in the schema, a JSON pointer. Annotations are dropped, and so are keywords that JSON Schema does not have, and formats
 that llguidance does not know (annotations too: JSON Schema 2020-12, 7.2.1).
 """
 
