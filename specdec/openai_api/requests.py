@@ -29,13 +29,14 @@ from specdec.openai_api.fields import (
     alike,
     check_names,
 )
+from specdec.openai_api.structural_tags import tags_in_lark
 from specdec.v2.generation_pb2 import GenerateRequest
 
 GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
 """Fields of `structured_outputs` to client options."""
 
-NO_TAGS = "structural tags are not supported: use tools, or a grammar"
-"""Problem with vLLM's structural tags: they hold any of its other constraints, among text that is free."""
+FURTHER = ("json_object", "structural_tag")
+"""Further fields of `structured_outputs`, which are turned into one of these options."""
 
 LONG = frozenset({"messages", "prompt", "response_format", "specdec", "structured_outputs", "tools"})
 """Fields exempt from MAX_ENTRIES; the whole body has its own limits (`structure.py`)."""
@@ -344,8 +345,8 @@ def _grammar(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     own = {name: value for name, value in own.items() if value is not None}
     layout = _layout(own)
     for name in own:
-        if name not in (*GRAMMARS, "json_object"):
-            known = ", ".join(sorted((*GRAMMARS, "json_object")))
+        if name not in (*GRAMMARS, *FURTHER):
+            known = ", ".join(sorted((*GRAMMARS, *FURTHER)))
             raise unknown(f"structured_outputs.{name}", f"unknown parameter, must be one of {known}")
     if "json_object" in own and not _flag(own, "json_object", where="structured_outputs."):
         del own["json_object"]  # it asks for nothing
@@ -354,7 +355,8 @@ def _grammar(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     if len(own) > 1 or (own and kind != "text"):
         raise refused("structured_outputs", "must have one constraint, and none with response_format")
     if kind == "structural_tag":
-        raise refused("response_format", NO_TAGS)
+        yield "lark", tags_in_lark(wanted, "response_format")
+        return
     if kind not in ("text", "json_object", "json_schema"):
         raise refused("response_format", "must be an object whose type is text, json_object or json_schema")
     if kind == "text":
@@ -367,8 +369,6 @@ def _grammar(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _layout(own: dict[str, Any]) -> dict[str, str]:
     """Take the fields about white space, and others of vLLM's without effect, out of `structured_outputs`. Return
     `x-guidance` of a schema with the layout that they ask for; empty for the usual one."""
-    if own.pop("structural_tag", None) is not None:
-        raise refused("structured_outputs.structural_tag", NO_TAGS)
     for name in ("disable_any_whitespace", "disable_additional_properties"):
         asked = _flag(own, name, where="structured_outputs.")
         own.pop(name, None)
@@ -386,13 +386,15 @@ def _layout(own: dict[str, Any]) -> dict[str, str]:
 def _constraint(name: str, value: object, layout: Mapping[str, str]) -> tuple[str, Any]:
     """Return the option for one field of `structured_outputs`."""
     match name:
+        case "structural_tag":
+            tags = _parsed(value)
+            if not isinstance(tags, dict):
+                raise refused("structured_outputs.structural_tag", "must be an object, or the JSON of one")
+            return "lark", tags_in_lark(tags, "structured_outputs.structural_tag")
         case "json_object":
             return "json_schema", {"type": "object", **({"x-guidance": layout} if layout else {})}
         case "json" if layout:
-            schema = value
-            if isinstance(value, str):
-                with suppress(ValueError, RecursionError):
-                    schema = json.loads(value)
+            schema = _parsed(value)
             if not isinstance(schema, dict):
                 raise refused("structured_outputs.json", "must be an object with whitespace_pattern")
             return "json_schema", {**schema, "x-guidance": {**schema.get("x-guidance", {}), **layout}}
@@ -402,6 +404,14 @@ def _constraint(name: str, value: object, layout: Mapping[str, str]) -> tuple[st
             except GrammarError as error:
                 raise refused("structured_outputs.grammar", str(error)) from None
     return GRAMMARS[name], value
+
+
+def _parsed(value: object) -> object:
+    """Return the value of a JSON text; any other value, or a text that is not JSON, as it is."""
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def _schema(wanted: Mapping[str, Any]) -> dict[str, Any]:

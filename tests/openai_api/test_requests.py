@@ -58,8 +58,33 @@ def completion(**fields: Any) -> ParsedRequest:
             "structured_outputs",
             "none with response_format",
         ),
-        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "not supported: use"),
-        ({"response_format": {"type": "structural_tag"}}, "response_format", "structural tags are not supported"),
+        ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag", "must be an object"),
+        (
+            {"structured_outputs": {"structural_tag": "{}"}},
+            "structured_outputs.structural_tag.triggers",
+            "list of texts",
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+            "response_format.format",
+            "use structures and triggers",
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "triggers": ["<f"], "structures": [{"begin": "<g"}]}},
+            "response_format.structures[0]",
+            "must be an object with begin, schema and end",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "structural_tag",
+                    "triggers": ["<f"],
+                    "structures": [{"begin": "<g", "schema": {}, "end": "</g>"}],
+                }
+            },
+            "response_format.structures[0].begin",
+            "must begin with one of the triggers",
+        ),
         (
             {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
             "structured_outputs.disable_additional_properties",

@@ -1,0 +1,63 @@
+"""vLLM's structural tags: free text in which each trigger begins a tag, whose content fits a schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from specdec.grammar.grammar import lark_string
+from specdec.openai_api.errors import refused, unknown
+
+
+def tags_in_lark(given: Mapping[str, Any], field: str) -> str:
+    """Return the grammar of a text with these tags, in Lark; ApiError if they are invalid or unsupported. `field` names
+    them to the caller."""
+    for name, value in given.items():
+        if name == "format" and value is not None:
+            raise refused(f"{field}.format", "is not supported: use structures and triggers")
+        if name not in ("type", "structures", "triggers") and value is not None:
+            raise unknown(f"{field}.{name}")
+    structures, triggers = given.get("structures"), given.get("triggers")
+    if not isinstance(triggers, list) or not triggers or not all(isinstance(text, str) and text for text in triggers):
+        raise refused(f"{field}.triggers", "must be a list of texts")
+    if not isinstance(structures, list) or not structures:
+        raise refused(f"{field}.structures", "must be a list of objects with begin, schema and end")
+    begun: dict[str, list[int]] = {trigger: [] for trigger in triggers}
+    for number, structure in enumerate(structures):
+        begun[_trigger(structure, triggers, f"{field}.structures[{number}]")].append(number)
+    return "\n".join(_rules(structures, {trigger: numbers for trigger, numbers in begun.items() if numbers}))
+
+
+def _trigger(structure: Any, triggers: list[str], field: str) -> str:
+    """Return the trigger of a structure: the first that its beginning has."""
+    if not isinstance(structure, dict) or not isinstance(structure.get("schema"), dict):
+        raise refused(field, "must be an object with begin, schema and end")
+    for name, value in structure.items():
+        if name not in ("begin", "schema", "end"):
+            raise unknown(f"{field}.{name}")
+        if name != "schema" and not isinstance(value, str):
+            raise refused(f"{field}.{name}", "must be a text")
+    begin = structure.get("begin", "")
+    found = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
+    if found is None:
+        raise refused(f"{field}.begin", "must begin with one of the triggers")
+    return found
+
+
+def _rules(structures: list[Any], begun: Mapping[str, list[int]]) -> Iterator[str]:
+    yield "start: tag* TEXT"
+    yield r"TEXT: /(.|\n)*/"
+    yield "tag: " + " | ".join(f"head_{place} ({_choice(numbers)})" for place, numbers in enumerate(begun.values()))
+    for place, trigger in enumerate(begun):
+        yield f"head_{place}[lazy]: TEXT {lark_string(trigger)}"  # ends with the first trigger in the text
+        for number in begun[trigger]:
+            structure = structures[number]
+            begin, end = structure["begin"].removeprefix(trigger), structure.get("end", "")
+            parts = [lark_string(begin) if begin else "", f"schema_{number}", lark_string(end) if end else ""]
+            yield f"tag_{number}: {' '.join(filter(None, parts))}"
+            yield f"schema_{number}: %json {json.dumps(structure['schema'])}"
+
+
+def _choice(numbers: list[int]) -> str:
+    return " | ".join(f"tag_{number}" for number in numbers)

@@ -1,0 +1,55 @@
+"""Structural tags: text is free but for its tags, which fit their schemas."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from specdec.grammar.grammar import Kind
+from specdec.openai_api.requests import parse
+from specdec.openai_api.structural_tags import tags_in_lark
+from tests.grammar.followed import Followed
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Bonn", "Rome"]}}, "required": ["city"]}
+TAGS: dict[str, Any] = {
+    "type": "structural_tag",
+    "structures": [
+        {"begin": "<function=weather>", "schema": {**CITY, "additionalProperties": False}, "end": "</function>"},
+        {"begin": "<function=time>", "schema": {"type": "integer"}, "end": "</function>"},
+        {"begin": "[[", "schema": {"type": "null"}, "end": "]]"},
+    ],
+    "triggers": ["<function=", "[["],
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ("", True),
+        ("free text,\n with <b> and <function", True),
+        ('<function=weather>{"city": "Bonn"}</function>', True),
+        ('before <function=weather>{"city":"Rome"}</function> between [[null]] after', True),
+        ("<function=time>5</function><function=time>6</function>", True),
+        ('<function=weather>{"city": "Oslo"}</function>', False),
+        ("<function=time>5", False),
+        ("<function=other>5</function>", False),
+        ("<function=time>null</function>", False),
+        ("text [[5]]", False),
+        ("text [[", False),
+    ],
+)
+def test_which_texts_fit(text: str, fits: bool) -> None:
+    assert Followed(Kind.LARK, tags_in_lark(TAGS, "tags")).takes(text) is fits
+
+
+def test_they_are_one_grammar_under_every_name() -> None:
+    def grammar(**fields: Any) -> str:
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+        return parse(json.dumps(body).encode(), chat=True).message(0).grammar.lark
+
+    want = tags_in_lark(TAGS, "tags")
+    assert grammar(response_format=TAGS) == want
+    assert grammar(structured_outputs={"structural_tag": json.dumps(TAGS)}) == want
+    assert grammar(structured_outputs={"structural_tag": TAGS}) == want
