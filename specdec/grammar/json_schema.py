@@ -12,9 +12,24 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise, permutations
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 from specdec.grammar.grammar import MAX_SOURCE_BYTES, GrammarError, Kind, source_violation
+from specdec.grammar.json_values import (
+    BOUNDS,
+    LARGEST,
+    are_objects,
+    are_texts,
+    bound,
+    inexact,
+    is_at_most,
+    is_exact,
+    is_number,
+    is_one_of,
+    list_of,
+    object_of,
+    pointer_part,
+)
 from specdec.grammar.languages import Languages
 from specdec.grammar.patterns import EVERY, PatternError, TooLargeError, UnreadableError
 from specdec.grammar.references import Document
@@ -59,17 +74,6 @@ FORMAT_PATTERNS = {
 
 COPIED = frozenset(["maxLength", "maxProperties", "minLength", "minProperties", "multipleOf", "required", "type"])
 """Keywords that llguidance enforces, with values that hold no schema."""
-
-BOUNDS = {
-    "minimum": ("exclusiveMaximum", 1),
-    "exclusiveMinimum": ("maximum", 1),
-    "maximum": ("exclusiveMinimum", -1),
-    "exclusiveMaximum": ("minimum", -1),
-}
-"""Bounds of numbers: the opposite one, and the direction away from the bound."""
-
-LARGEST = 2**63 - 1024
-"""The largest bound llguidance can hold a number to: below 2^63, as a 64-bit float."""
 
 OTHER_TYPES = ("null", "boolean", "string", "array", "object")
 """All types but numbers."""
@@ -117,7 +121,7 @@ class Work:
 def supported(schema: Mapping[str, Any], work: Work | None = None) -> Mapping[str, Any]:
     """Return an equivalent schema that llguidance takes; GrammarError if there is none. With llguidance's `lenient` the
     schema itself, since what cannot be enforced is to be ignored."""
-    if _object_of(schema.get("x-guidance")).get("lenient") is True:
+    if object_of(schema.get("x-guidance")).get("lenient") is True:
         return schema
     try:
         return _Rewriting(schema, work or Work()).whole()
@@ -185,7 +189,7 @@ class _Rewriting:
                     f"{place or '/'}: has conditions that make more than {MAX_COMBINATIONS} combinations: list the "
                     "allowed objects in anyOf"
                 )
-            found["allOf"] = [*_list_of(found.get("allOf")), *conditions]
+            found["allOf"] = [*list_of(found.get("allOf")), *conditions]
         return found
 
     def _count(self, place: str, size: int = 0) -> None:
@@ -199,9 +203,9 @@ class _Rewriting:
     def _values(self, schema: Mapping[str, Any], place: str, found: dict[str, Any]) -> None:
         for key in ("const", "enum"):
             if key in schema:
-                inexact, size = _inexact(schema[key])
+                rounded, size = inexact(schema[key])
                 self._count(place, size)
-                for wrong in inexact:
+                for wrong in rounded:
                     raise _refused(place, key, f"{wrong} has more digits than a 64-bit float; write it as a string")
                 found[key] = schema[key]
 
@@ -215,15 +219,15 @@ class _Rewriting:
             elif value * away > LARGEST:
                 raise _refused(place, key, f"must be between -{LARGEST} and {LARGEST}")
             else:
-                found[key] = _bound(value, away)
+                found[key] = bound(value, away)
         if schema.get("maximum") == 2**63 - 1 and schema.get("type") == "integer":
             found["maximum"] = 2**63 - 1  # the one bound above LARGEST that is exact
 
     def _string(self, schema: Mapping[str, Any], place: str, found: dict[str, Any], conditions: list[Schema]) -> None:
         patterns = []
-        if _names(name := schema.get("format"), LIBRARY_FORMATS):
+        if is_one_of(name := schema.get("format"), LIBRARY_FORMATS):
             found["format"] = name
-        elif _names(name, FORMAT_PATTERNS):
+        elif is_one_of(name, FORMAT_PATTERNS):
             patterns.append(FORMAT_PATTERNS[name])
         if isinstance(pattern := schema.get("pattern"), str):
             patterns += self._patterns(pattern, place, "pattern")
@@ -275,7 +279,7 @@ class _Rewriting:
         found |= limits
         if "contains" in schema:
             self._contains(schema, place, found, conditions)
-        if schema.get("uniqueItems") is True and not _at_most(limits.get("maxItems"), 1):
+        if schema.get("uniqueItems") is True and not is_at_most(limits.get("maxItems"), 1):
             values = None if prefix else self._finite(items)
             if values is not None and len(values) <= MAX_UNIQUE:
                 self._count(place, math.factorial(len(values)) * 8)
@@ -296,14 +300,14 @@ class _Rewriting:
         least, most = schema.get("minContains", 1), schema.get("maxContains")
         self._count(place, len(repr(wanted)) + len(repr(items)))
         if wanted in (True, {}) or json.dumps(wanted) == json.dumps(items):  # every item fits
-            if _is_number(least) and _is_number(found.get("minItems", 0)):
+            if is_number(least) and is_number(found.get("minItems", 0)):
                 found["minItems"] = max(least, found.get("minItems", 0))
-            if most is not None and _is_number(most) and _is_number(found.get("maxItems", most)):
+            if most is not None and is_number(most) and is_number(found.get("maxItems", most)):
                 found["maxItems"] = min(most, found.get("maxItems", most))
         elif least == 0 and most in (0, None):
             if most == 0:
                 conditions.append({"items": self.negation(wanted, f"{place}/contains")})
-        elif least == 1 and most is None and _at_most(schema.get("maxItems"), MAX_CONTAINING):
+        elif least == 1 and most is None and is_at_most(schema.get("maxItems"), MAX_CONTAINING):
             fitting = self.schema(wanted, f"{place}/contains")
             self._count(place, MAX_CONTAINING**2)
             conditions.append(
@@ -322,26 +326,27 @@ class _Rewriting:
         found |= {key: schema[key] for key in ("properties", "patternProperties") if key in schema}
         if isinstance(properties := schema.get("properties"), dict):
             found["properties"] = {
-                name: self.schema(inner, f"{place}/properties/{_pointer(name)}") for name, inner in properties.items()
+                name: self.schema(inner, f"{place}/properties/{pointer_part(name)}")
+                for name, inner in properties.items()
             }
         if isinstance(patterns := schema.get("patternProperties"), dict):
             found["patternProperties"] = {}
             for name, inner in patterns.items():
                 key = self._key_pattern(name, f"{place}/patternProperties")
-                value = self.schema(inner, f"{place}/patternProperties/{_pointer(name)}")
+                value = self.schema(inner, f"{place}/patternProperties/{pointer_part(name)}")
                 found["patternProperties"][key] = _both(found["patternProperties"].get(key, True), value)
         if "additionalProperties" in schema:
             found["additionalProperties"] = self.schema(schema["additionalProperties"], f"{place}/additionalProperties")
-        elif "unevaluatedProperties" in schema and _are_objects(found, "properties", "patternProperties"):
+        elif "unevaluatedProperties" in schema and are_objects(found, "properties", "patternProperties"):
             self._unevaluated(schema, place, found)
-        if "propertyNames" in schema and _are_objects(found, "properties", "patternProperties"):
+        if "propertyNames" in schema and are_objects(found, "properties", "patternProperties"):
             self._named(schema, place, found)
         for key in ("dependencies", "dependentRequired", "dependentSchemas"):
             if not isinstance(schema.get(key, {}), dict):
                 raise GrammarError(f"{place}/{key}: must be an object")
             for name, wanted in schema.get(key, {}).items():
-                inner = f"{place}/{key}/{_pointer(name)}"
-                then = {"required": [name, *wanted]} if _are_texts(wanted) else self.schema(wanted, inner)
+                inner = f"{place}/{key}/{pointer_part(name)}"
+                then = {"required": [name, *wanted]} if are_texts(wanted) else self.schema(wanted, inner)
                 absent = {"properties": {name: False}}
                 conditions.append({"anyOf": [absent, {"allOf": [{"required": [name]}, then]}]})
 
@@ -398,7 +403,7 @@ class _Rewriting:
             return None
         if schema.get("type", "string") != "string":
             return None
-        values = [schema["const"]] if "const" in schema else _list_of(schema["enum"])
+        values = [schema["const"]] if "const" in schema else list_of(schema["enum"])
         return dict.fromkeys(value for value in values if isinstance(value, str))
 
     def _names_language(self, schema: Schema, place: str) -> int:
@@ -425,9 +430,9 @@ class _Rewriting:
                 case "minLength" | "maxLength" if type(value) is int and value >= 0:
                     times = (value, None) if key == "minLength" else (0, value)
                     parts.append(languages.repetition(languages.characters(EVERY), *times))
-                case "format" if _names(value, FORMAT_PATTERNS):
+                case "format" if is_one_of(value, FORMAT_PATTERNS):
                     parts.append(languages.of_pattern(FORMAT_PATTERNS[value]))
-                case "format" if _names(value, LIBRARY_FORMATS):
+                case "format" if is_one_of(value, LIBRARY_FORMATS):
                     raise GrammarError(f"{inner}: cannot be enforced for names: use pattern")
                 case "anyOf" | "allOf" if isinstance(value, list):
                     found = [self._names_language(item, f"{inner}/{n}") for n, item in enumerate(value)]
@@ -461,15 +466,15 @@ class _Rewriting:
         seen.add(id(schema))
         if "additionalProperties" in schema or (len(seen) > 1 and "unevaluatedProperties" in schema):
             return True
-        names |= dict.fromkeys(_object_of(schema.get("properties")))
-        patterns |= dict.fromkeys(_object_of(schema.get("patternProperties")))
-        always = list(_list_of(schema.get("allOf")))
+        names |= dict.fromkeys(object_of(schema.get("properties")))
+        patterns |= dict.fromkeys(object_of(schema.get("patternProperties")))
+        always = list(list_of(schema.get("allOf")))
         if "$ref" in schema:
             always.append(self._document.resolved(schema, place))
         every = [self._evaluated(part, place, names, patterns, seen) for part in always]
-        perhaps = [*_list_of(schema.get("anyOf")), *_list_of(schema.get("oneOf"))]
+        perhaps = [*list_of(schema.get("anyOf")), *list_of(schema.get("oneOf"))]
         perhaps += [schema[key] for key in ("if", "then", "else") if key in schema]
-        perhaps += _object_of(schema.get("dependentSchemas")).values()
+        perhaps += object_of(schema.get("dependentSchemas")).values()
         for part in perhaps:
             more, further = dict[str, None](), dict[str, None]()
             whole = self._evaluated(part, place, more, further, set(seen))
@@ -506,7 +511,7 @@ class _Rewriting:
         schemas with these ifs, by identity. One by one their combinations would be too many."""
         groups: dict[str, list[tuple[list[Any], Mapping[str, Any]]]] = {}
         if schema.get("type") == "object":
-            parts = [part for part in _list_of(schema.get("allOf")) if _object_of(part).keys() <= IF_ALONE]
+            parts = [part for part in list_of(schema.get("allOf")) if object_of(part).keys() <= IF_ALONE]
             for part in (schema, *parts):
                 if "if" in part and (found := _asked_value(part["if"], schema.get("required"))) is not None:
                     groups.setdefault(found[0], []).append((found[1], part))
@@ -537,7 +542,7 @@ class _Rewriting:
         """Return a property with other values in each part of a oneOf, so that no value with it fits two of them; None
         if there is none. Generators leave it out of what is required where it has a default, though they write it."""
         found: dict[str, list[set[str]]] = {}
-        for part in _list_of(parts):
+        for part in list_of(parts):
             self._count(place)
             for _ in range(MAX_NEGATIONS):
                 if not isinstance(part, dict) or "$ref" not in part:
@@ -545,10 +550,10 @@ class _Rewriting:
                 part = self._document.resolved(part, place)
             if not isinstance(part, dict) or part.get("type") != "object":
                 return None
-            for name, inner in _object_of(part.get("properties")).items():
-                values = [inner["const"]] if "const" in _object_of(inner) else _list_of(_object_of(inner).get("enum"))
+            for name, inner in object_of(part.get("properties")).items():
+                values = [inner["const"]] if "const" in object_of(inner) else list_of(object_of(inner).get("enum"))
                 self._count(place, len(values))
-                if _are_texts(values) and values:
+                if are_texts(values) and values:
                     found.setdefault(name, []).append(set(values))
         for name, sets in found.items():
             if len(sets) == len(parts) > 0 and len(set().union(*sets)) == sum(map(len, sets)):
@@ -577,7 +582,7 @@ class _Rewriting:
             raise GrammarError(f"{place}: cannot be enforced: it negates more than {MAX_NEGATIONS} levels of schemas")
         ways: list[Schema] = []
         for key, value in schema.items():
-            ways += self._ways_out(key, value, schema, f"{place}/{_pointer(key)}")
+            ways += self._ways_out(key, value, schema, f"{place}/{pointer_part(key)}")
         self._negations -= 1
         return _any(ways)
 
@@ -599,19 +604,19 @@ class _Rewriting:
                 except (PatternError, UnreadableError) as error:
                     raise GrammarError(f"{place}: cannot be enforced within not or if: it {error}") from None
                 return [{"type": "string", "allOf": [{"pattern": text} for text in texts]}]
-            case "minLength" | "minItems" | "minProperties" if _is_number(value):
+            case "minLength" | "minItems" | "minProperties" if is_number(value):
                 opposite = {"type": TYPE_OF[key[3:]], f"max{key[3:]}": value - 1}
                 return [opposite] if value > 0 else []
-            case "maxLength" | "maxItems" | "maxProperties" if _is_number(value):
+            case "maxLength" | "maxItems" | "maxProperties" if is_number(value):
                 return [{"type": TYPE_OF[key[3:]], f"min{key[3:]}": value + 1}]
-            case "minimum" | "exclusiveMinimum" | "maximum" | "exclusiveMaximum" if _is_number(value):
+            case "minimum" | "exclusiveMinimum" | "maximum" | "exclusiveMaximum" if is_number(value):
                 opposite = {"type": "number"}
                 self._numbers({BOUNDS[key][0]: value}, place, opposite)
                 return [opposite]
-            case "required" if _are_texts(value):
+            case "required" if are_texts(value):
                 return [{"type": "object", "properties": {name: False}} for name in value]
             case "properties" if isinstance(value, dict):
-                broken = {name: self.negation(inner, f"{place}/{_pointer(name)}") for name, inner in value.items()}
+                broken = {name: self.negation(inner, f"{place}/{pointer_part(name)}") for name, inner in value.items()}
                 return [
                     {"type": "object", "properties": {name: inner}, "required": [name]}
                     for name, inner in broken.items()
@@ -641,7 +646,7 @@ class _Rewriting:
                 return [self._entered(self.negation, schema, place)]
             case "items" | "additionalProperties" | "unevaluatedProperties" if value in (True, {}):
                 return []
-            case "format" if not _names(value, LIBRARY_FORMATS) and not _names(value, FORMAT_PATTERNS):
+            case "format" if not is_one_of(value, LIBRARY_FORMATS) and not is_one_of(value, FORMAT_PATTERNS):
                 return []
         if key in CONSTRAINTS:
             raise GrammarError(f"{place}: cannot be enforced within not or if")
@@ -649,10 +654,10 @@ class _Rewriting:
 
     def _unmet(self, name: str, needed: Any, place: str) -> Schema:
         """Return a schema for objects with a property, but without what it needs."""
-        if _are_texts(needed):
+        if are_texts(needed):
             ways: Schema = _any([{"properties": {other: False}} for other in needed])
         else:
-            ways = self.negation(needed, f"{place}/{_pointer(name)}")
+            ways = self.negation(needed, f"{place}/{pointer_part(name)}")
         return _both({"type": "object", "required": [name]}, ways)
 
     def _other_types(self, value: Any, place: str) -> Sequence[Schema]:
@@ -668,9 +673,9 @@ class _Rewriting:
         """Return schemas for all values but these."""
         if any(isinstance(value, list | dict) for value in values):
             raise GrammarError(f"{place}: cannot be enforced within not or if: has a list or an object")
-        inexact, size = _inexact(list(values))
+        rounded, size = inexact(list(values))
         self._count(place, size)
-        for wrong in inexact:
+        for wrong in rounded:
             raise GrammarError(f"{place}: cannot be enforced: {wrong} has more digits than a 64-bit float")
         strings = [value for value in values if isinstance(value, str)]
         numbers = sorted({value for value in values if isinstance(value, int | float) and not isinstance(value, bool)})
@@ -714,7 +719,7 @@ class _Rewriting:
             values = [False, True] if kinds == "boolean" else [None]
         if values is None or any(isinstance(value, list | dict) for value in values):
             return None
-        distinct = {json.dumps(value + 0.0 if _is_exact(value) else value): value for value in values}
+        distinct = {json.dumps(value + 0.0 if is_exact(value) else value): value for value in values}
         return list(distinct.values())
 
     # References.
@@ -764,7 +769,7 @@ CONSTRAINTS = UNDENIED.union(
 
 
 def _refused(place: str, key: str, why: str) -> GrammarError:
-    return GrammarError(f"{place}/{_pointer(key)}: cannot be enforced: {why}")
+    return GrammarError(f"{place}/{pointer_part(key)}: cannot be enforced: {why}")
 
 
 def _can_stay(pattern: str, error: PatternError) -> bool:
@@ -777,84 +782,17 @@ def _asked_value(asked: Any, required: Any) -> tuple[str, list[Any]] | None:
     properties; None if it asks for anything else."""
     if not isinstance(asked, dict) or not asked.keys() <= {"properties", "required", "type"}:
         return None
-    properties = _object_of(asked.get("properties"))
+    properties = object_of(asked.get("properties"))
     if len(properties) != 1 or asked.get("type", "object") != "object":
         return None
     ((name, inner),) = properties.items()
-    needed = _list_of(asked.get("required"))
-    if not set(map(str, needed)) <= {name} or name not in (*needed, *_list_of(required)):
+    needed = list_of(asked.get("required"))
+    if not set(map(str, needed)) <= {name} or name not in (*needed, *list_of(required)):
         return None
     if not isinstance(inner, dict) or inner.keys() - {"type"} not in ({"const"}, {"enum"}):
         return None
-    values = [inner["const"]] if "const" in inner else _list_of(inner["enum"])
+    values = [inner["const"]] if "const" in inner else list_of(inner["enum"])
     return (name, values) if all(isinstance(value, str) for value in values) else None
-
-
-def _pointer(key: str) -> str:
-    """Return a key as part of a JSON pointer, cut to what an error can show."""
-    return key.replace("~", "~0").replace("/", "~1")[:40]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_exact(value: Any) -> bool:
-    """Return True for a number that a 64-bit float holds."""
-    return _is_number(value) and abs(value) <= 2**53
-
-
-def _names(value: Any, known: Iterable[str]) -> TypeGuard[str]:
-    """Return True if a value is one of these names."""
-    return isinstance(value, str) and value in known
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _are_objects(schema: Mapping[str, Any], *keys: str) -> bool:
-    """Return True unless a keyword's value is of the wrong type, which compilation refuses."""
-    return all(isinstance(schema.get(key, {}), dict) for key in keys)
-
-
-def _at_most(value: Any, limit: int) -> bool:
-    return _is_number(value) and value <= limit
-
-
-def _object_of(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _list_of(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _inexact(value: Any) -> tuple[list[str], int]:
-    """Return the numbers in a value that llguidance would write as another number, since it holds them as 64-bit
-    floats, and how many values there are in all."""
-    ahead, found, size = [value], list[str](), 0
-    while ahead:
-        size += 1
-        match ahead.pop():
-            case dict() as inner:
-                ahead += inner.values()
-            case list() as inner:
-                ahead += inner
-            case int() as number if abs(number) > 2**53 and (abs(number) >= 2**63 or int(float(number)) != number):
-                found.append(str(number)[:40] if number.bit_length() < 1000 else "a number")
-    return found, size
-
-
-def _bound(value: float, away: int) -> float:
-    """Return the nearest bound that llguidance holds a number to exactly, among those that allow no further number:
-    above `value` if `away` is 1, else below."""
-    if value * away < -LARGEST:
-        return -LARGEST * away
-    if isinstance(value, float):
-        return value
-    rounded = float(value)
-    return int(rounded if (int(rounded) - value) * away >= 0 else math.nextafter(rounded, math.inf * away))
 
 
 def _alternatives(schema: Schema) -> list[Schema]:

@@ -15,13 +15,13 @@ from jsonschema.validators import Draft202012Validator, validator_for
 
 from specdec.grammar.grammar import GrammarError
 from specdec.grammar.json_schema import (
-    LARGEST,
     MAX_COMBINATIONS,
     MAX_TOLD_CHARACTERS,
     MAX_UNIQUE,
     supported,
     supported_source,
 )
+from specdec.grammar.json_values import LARGEST
 from tests.grammar.followed import Followed
 
 INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
