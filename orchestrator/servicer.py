@@ -17,6 +17,7 @@ from orchestrator.metrics import metrics
 from orchestrator.models.catalog import Catalog, largest
 from orchestrator.models.revision import Revision
 from orchestrator.models.stats import OrchestratorStats
+from orchestrator.pod_stats import Peer, PodStats
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pod
 from orchestrator.pods.readiness import VERIFIER
@@ -78,6 +79,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._siblings = siblings
         self._started = time.monotonic()
         self.timelines = Timelines()
+        self._pod_stats = PodStats(self._peers)
         self._short = BoundedThreads("prompts", PARSING_THREADS, MAX_WAITING_SHORT)
         self._long = BoundedThreads("long prompts", 1, MAX_WAITING_LONG)
 
@@ -161,6 +163,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     completion.tokens.extend(response.tokens)
                     completion.sources.extend(response.sources)
                     completion.logprobs.extend(response.logprobs)
+                    completion.rejected.extend(response.rejected)
                     if response.HasField("finish"):
                         completion.finish.CopyFrom(response.finish)
         return answer
@@ -190,7 +193,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             generation_pb2.GenerationServiceGetStatsRequest, generation_pb2.GenerationServiceGetStatsResponse
         ],
     ) -> generation_pb2.GenerationServiceGetStatsResponse:
-        return self._told()
+        told = self._told()
+        if request.pods:
+            views = list(zip(self._pods(), [*told.verifiers, *told.drafts], strict=True))
+            await self._pod_stats.enter(views)  # pods may come and go meanwhile
+        return told
 
     def metrics(self) -> list[Metric]:
         reached = {revision.key: revision.readiness.reaches_verifier for revision in self._catalog}
@@ -246,10 +253,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 revisions=[revision.name for revision in revisions if revision.name],
             )
 
-    def _pods(self) -> Iterator[Pod]:
+    def _peers(self) -> Iterator[Peer]:
+        """Yield all pods, verifiers first, as in GetStats."""
         for revision in self._catalog.all:
-            yield from revision.peers.verifiers
-            yield from revision.peers.drafts or ()
+            yield from (Peer(pod, drafts=False) for pod in revision.peers.verifiers)
+        for revision in self._catalog.all:
+            yield from (Peer(pod, drafts=True) for pod in revision.peers.drafts or ())
+
+    def _pods(self) -> Iterator[Pod]:
+        return (peer.pod for peer in self._peers())
 
     def _check_caller(self, method: str, metadata: Metadata) -> None:
         """Require an operator's API key for statistics and traces, and a tenant's for all other calls of this

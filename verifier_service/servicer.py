@@ -360,6 +360,7 @@ class VerifierServicer(
             deadline=deadline if message.attempt <= 1 else None,
             checksum=opening_checksum,
             coalesce_commits=message.coalesce_commits,
+            rejected_candidates=message.rejected_candidates,
             grammar=self._grammars.compiled(message.grammar, message.tenant),
             prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
             scored_tokens=message.scored_tokens,
@@ -408,6 +409,10 @@ def response(result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyRespo
         logprobs=list(map(_logprobs, result.logprobs)),
         offered=result.offered,
         accepted=result.accepted,
+        rejected=[
+            model_pb2.RejectedCandidate(position=r.position, depth=r.depth, token=r.token, source=r.source)  # type: ignore[arg-type]
+            for r in result.rejected
+        ],
         finish_reason=result.finish,  # type: ignore[arg-type]
         forward_us=int(1e6 * times.forward),
         step_us=int(1e6 * times.step),

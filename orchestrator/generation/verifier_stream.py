@@ -61,6 +61,7 @@ class VerifierStream(PeerStream):
             end_tokens=sorted(sample.end_tokens),
             min_tokens=sample.min_tokens,
             grammar=sample.grammar,
+            rejected_candidates=sample.rejected_candidates,
             top_logprobs=sample.top_logprobs,
             policy=policy,
             tenant=sample.tenant,

@@ -151,6 +151,7 @@ def parse(
         shown_tokens=frozenset(model.tool_tokens.values()) if message.chat.tools else frozenset(),
         reasoning=reasoning,
         time=time if message.WhichOneof("prompt") == "chat" else None,
+        rejected_candidates=message.rejected_candidates,
     )
     return Request(
         seed,

@@ -36,6 +36,7 @@ class Sample:
     priority: int = 0  # within the tenant: lower goes first
     revision: str = ""  # of the model at the start of the text; empty: any
     coalesce_commits: bool = False  # nobody reads while the text is generated
+    rejected_candidates: bool = False  # return them
     grammar: model_pb2.Grammar | None = None  # what the text must look like
     shown_tokens: frozenset[int] = frozenset()  # special tokens to be shown nevertheless
     reasoning: Reasoning | None = None  # at the start of the text, if any

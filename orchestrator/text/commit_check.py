@@ -53,7 +53,14 @@ class CommitCheck:
         if text.unscored:
             return f"it comes before the log-probabilities of {text.unscored} tokens of the prompt"
         generated = len(text.generated)
-        checks = (self._wrong_tokens, self._wrong_counts, self._wrong_end, self._wrong_logprobs, self._wrong_figures)
+        checks = (
+            self._wrong_tokens,
+            self._wrong_counts,
+            self._wrong_end,
+            self._wrong_logprobs,
+            self._wrong_rejected,
+            self._wrong_figures,
+        )
         return next((problem for check in checks if (problem := check(commit, generated))), "")
 
     def _wrong_tokens(self, commit: verifier_pb2.Commit, generated: int) -> str:
@@ -125,6 +132,20 @@ class CommitCheck:
             ids = (*logprobs.top_tokens, max(1, logprobs.rank) - 1)
             if max(ids) >= vocabulary or not all(number <= ROUNDING for number in numbers):
                 return f"log-probabilities {numbers} of tokens {list(logprobs.top_tokens)}, rank {logprobs.rank}"
+        return ""
+
+    def _wrong_rejected(self, commit: verifier_pb2.Commit, generated: int) -> str:
+        """Check that there are rejected candidates only if requested, no more than were verified, in the vocabulary
+        and near the committed tokens."""
+        rejected, most = commit.rejected, commit.offered - commit.accepted if self._sample.rejected_candidates else 0
+        if len(rejected) > most:
+            return f"it has {len(rejected)} rejected candidates, at most {most} were rejected"
+        end = generated + len(commit.committed.tokens)
+        for found in rejected:
+            if found.token >= self._model.vocabulary or found.source not in ACCEPTED:
+                return f"it has the rejected candidate {found.token} of source {found.source}"
+            if not generated <= found.position - found.depth <= end:
+                return f"it has a rejected candidate at {found.position}, {found.depth} below the text"
         return ""
 
     def _wrong_figures(self, commit: verifier_pb2.Commit, _: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from orchestrator.requests.model import ServedModel
@@ -161,6 +161,7 @@ class SampleTranscript:
             ),
             steps=commit.steps,
             offered=commit.offered,
+            rejected=self._rejected(commit, ended=bool(reason)),
         )
         if reason:
             self.finish_reason = reason
@@ -188,6 +189,14 @@ class SampleTranscript:
 
     def _spell_top(self, logprobs: verifier_pb2.TokenLogprobs) -> None:
         logprobs.top_bytes[:] = [self._piece(best) for best in logprobs.top_tokens]
+
+    def _rejected(self, commit: verifier_pb2.Commit, *, ended: bool) -> Iterator[model_pb2.RejectedCandidate]:
+        """Yield a commit's rejected candidates with their bytes, except those past the end of a text that has
+        `ended`."""
+        for candidate in commit.rejected:
+            if not ended or candidate.position - candidate.depth < self._completion_tokens:
+                candidate.bytes = self._piece(candidate.token)
+                yield candidate
 
     def _count(self, commit: verifier_pb2.Commit, kept: int) -> None:
         statistics = self.statistics

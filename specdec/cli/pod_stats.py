@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import grpc
-from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from specdec.v2.draft_pb2 import DraftServiceGetStatsRequest, DraftServiceGetStatsResponse
@@ -19,6 +17,7 @@ from specdec.v2.generation_pb2 import GenerationServiceGetStatsRequest, Generati
 from specdec.v2.generation_pb2_grpc import GenerationServiceStub
 from specdec.v2.verifier_pb2 import GetStatsRequest, GetStatsResponse
 from specdec.v2.verifier_pb2_grpc import VerifierServiceStub
+from specdec.wire.message_values import values_of
 
 Stats = GenerationServiceGetStatsResponse | GetStatsResponse | DraftServiceGetStatsResponse
 
@@ -28,9 +27,6 @@ SERVICES: tuple[tuple[str, Callable[[grpc.Channel], Any], Message], ...] = (
     ("draft", DraftServiceStub, DraftServiceGetStatsRequest()),
 )
 """(role, stub, request), in the order in which they are tried."""
-
-_LONG = (FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64)
-"""Types converted to strings by MessageToDict, since JavaScript's numbers cannot hold 64 bits."""
 
 
 class NoSuchServiceError(Exception):
@@ -44,7 +40,7 @@ class PodStats(NamedTuple):
     stats: Stats
 
     def as_json(self) -> dict[str, Any]:
-        return {"role": self.role, **_values(self.stats)}
+        return {"role": self.role, **values_of(self.stats)}
 
 
 def ask(channel: grpc.Channel, seconds: float, metadata: Sequence[tuple[str, str]] = ()) -> PodStats:
@@ -57,25 +53,3 @@ def ask(channel: grpc.Channel, seconds: float, metadata: Sequence[tuple[str, str
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 raise
     raise NoSuchServiceError
-
-
-def _values(message: Message) -> dict[str, Any]:
-    """Return a message's fields by name, in MessageToDict's form, but with numbers as numbers."""
-    found = MessageToDict(message, always_print_fields_with_no_presence=True, preserving_proto_field_name=True)
-    return _with_numbers(message.DESCRIPTOR, found)
-
-
-def _with_numbers(kind: Any, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields in the order of their declaration, with numbers in place of strings."""
-    return {field.name: _with_number(field, found[field.name]) for field in kind.fields if field.name in found}
-
-
-def _with_number(field: Any, value: Any) -> Any:
-    inner = field.message_type
-    if field.type in _LONG:
-        return int(value)
-    if inner is None:
-        return value
-    if inner.GetOptions().map_entry:
-        return {key: _with_number(inner.fields_by_name["value"], item) for key, item in value.items()}
-    return [_with_numbers(inner, item) for item in value] if isinstance(value, list) else _with_numbers(inner, value)

@@ -23,6 +23,8 @@ from specdec.v2.generation_pb2 import (
     CompleteRequest,
     GenerateRequest,
     GenerateResponse,
+    GenerationServiceGetStatsRequest,
+    GenerationServiceGetStatsResponse,
     ListModelsRequest,
     TokenizeRequest,
 )
@@ -141,6 +143,16 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
     ) -> Tokenized:
         """Return the tokens of the prompt of a `TokenizeRequest`, as `tokenize` does."""
         return read_tokenized(await self._ask(lambda stub: stub.Tokenize, request, timeout, self._with(metadata)))
+
+    async def send_stats(
+        self,
+        request: GenerationServiceGetStatsRequest,
+        *,
+        timeout: float | EllipsisType | None = ...,
+        metadata: Sequence[tuple[str, str | bytes]] = (),
+    ) -> GenerationServiceGetStatsResponse:
+        """Return the statistics of an orchestrator; AccessDenied unless the caller may see them."""
+        return await self._ask(lambda stub: stub.GetStats, request, timeout, self._with(metadata))
 
     async def close(self) -> None:
         """Cancel all calls and close all connections."""

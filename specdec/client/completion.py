@@ -39,6 +39,17 @@ class PromptToken:
 
 
 @dataclass(frozen=True)
+class Rejected:
+    """A candidate that was verified and rejected."""
+
+    position: int  # generated tokens of the text before it
+    depth: int  # rejected candidates above it; 0: another token was committed in its place
+    token: int
+    piece: Piece
+    source: str  # who proposed it, as in `Chunk.sources`
+
+
+@dataclass(frozen=True)
 class SpeculationLimits:
     """Limits of speculation; None: not requested."""
 
@@ -122,6 +133,7 @@ class Chunk:
     seed: int | None  # of the request; in the first chunk
     model_fingerprint: str  # of the generating model; empty after the first chunk
     resolved: Resolved | None  # the request with defaults resolved; in the first chunk of each sample
+    rejected: tuple[Rejected, ...] = ()  # candidates, if requested; those of one step in preorder
     reasoning: str = ""  # of a chat
     reasoning_tokens: int = 0  # number of leading `tokens` that are reasoning
     prompt: Sequence[PromptToken] = ()  # next tokens of the prompt, if requested; only in chunks of sample 0
@@ -136,6 +148,7 @@ class Completion:
     sources: list[str]  # of each token, as in Chunk
     logprobs: list[Logprobs]  # of each token, if requested
     finish: Finish
+    rejected: tuple[Rejected, ...] = ()  # candidates, as in Chunk
     reasoning: str = ""  # of a chat
     reasoning_tokens: int = 0  # number of leading `tokens` that are reasoning
 
@@ -198,6 +211,7 @@ def read_chunk(response: pb.GenerateResponse, *, before_seconds: float = 0.0) ->
         seed=response.seed if response.HasField("seed") else None,
         model_fingerprint=response.model_fingerprint,
         resolved=_read_resolved(response.resolved) if response.HasField("resolved") else None,
+        rejected=_read_rejected(response.rejected),
         reasoning=response.reasoning,
         reasoning_tokens=response.reasoning_tokens,
         prompt=list(map(_read_prompt_token, response.prompt)),
@@ -213,6 +227,7 @@ def read_result(response: pb.CompleteResponse) -> Result:
             sources=[_SOURCES.get(source, "unspecified") for source in completion.sources],
             logprobs=[_read_logprobs(logprobs) for logprobs in completion.logprobs],
             finish=_read_finish(completion.finish),
+            rejected=_read_rejected(completion.rejected),
             reasoning=completion.reasoning,
             reasoning_tokens=completion.reasoning_tokens,
         )
@@ -237,6 +252,12 @@ def read_models(response: pb.ListModelsResponse) -> list[Model]:
         )
         for m in response.models
     ]
+
+
+def _read_rejected(rejected: Sequence[model_pb2.RejectedCandidate]) -> tuple[Rejected, ...]:
+    return tuple(
+        Rejected(r.position, r.depth, r.token, _piece(r.bytes), _SOURCES.get(r.source, "unspecified")) for r in rejected
+    )
 
 
 def _read_finish(finish: pb.Finish) -> Finish:

@@ -122,6 +122,8 @@ class GenerateOptions(TypedDict, total=False):
         "Use a lookahead window of this size, even at a loss: W positions, n-grams of N tokens, G guesses.",
     ]
 
+    rejected_candidates: Annotated[bool | None, "Return the candidates that were verified and rejected."]
+
     tenant: Annotated[str | None, "Name of the tenant. The prefix cache is shared only within a tenant."]
     priority: Annotated[int | None, "Order among waiting requests of the same tenant: lower goes first. Default: 0."]
     generated_tokens: Annotated[

@@ -60,6 +60,7 @@ _RULES = {
 }
 # Options stored in a field of the same name, by message.
 _PLAIN = {
+    "rejected_candidates",
     "model", "max_tokens", "min_tokens", "stop_tokens", "ignore_end_token", "ignore_generation_config", "n", "logprobs",
     "fallback_temperature", "generated_tokens", "tenant", "priority", "model_fingerprint", "prompt_digest",
     "prompt_logprobs",

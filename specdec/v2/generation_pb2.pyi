@@ -11,6 +11,7 @@ import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import google.protobuf.struct_pb2
 import google.protobuf.timestamp_pb2
+import specdec.v2.draft_pb2
 import specdec.v2.model_pb2
 import specdec.v2.verifier_pb2
 import sys
@@ -83,6 +84,7 @@ class GenerateRequest(google.protobuf.message.Message):
     GRAMMAR_FIELD_NUMBER: builtins.int
     REASONING_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    REJECTED_CANDIDATES_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Model name; empty for the only one served. NAME@REVISION selects a revision; otherwise one is drawn by traffic
     share, the same one for the same prompt and seed as long as the shares do not change.
@@ -131,6 +133,8 @@ class GenerateRequest(google.protobuf.message.Message):
     """Return the tokens of the prompt, with the log-probability of each but the first and of this many of the most
     probable ones in its place, 0 to 20. They are computed without the prefix cache.
     """
+    rejected_candidates: builtins.bool
+    """Return the candidates that were verified and rejected."""
     @property
     def tokens(self) -> global___TokenPrompt:
         """Token ids; at least one."""
@@ -205,9 +209,10 @@ class GenerateRequest(google.protobuf.message.Message):
         grammar: specdec.v2.model_pb2.Grammar | None = ...,
         reasoning: global___Reasoning | None = ...,
         prompt_logprobs: builtins.int | None = ...,
+        rejected_candidates: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "ignore_end_token", b"ignore_end_token", "ignore_generation_config", b"ignore_generation_config", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_digest", b"prompt_digest", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "ignore_end_token", b"ignore_end_token", "ignore_generation_config", b"ignore_generation_config", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_digest", b"prompt_digest", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "rejected_candidates", b"rejected_candidates", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_fallback_temperature", b"_fallback_temperature"]) -> typing.Literal["fallback_temperature"] | None: ...
     @typing.overload
@@ -587,6 +592,7 @@ class GenerateResponse(google.protobuf.message.Message):
     REASONING_FIELD_NUMBER: builtins.int
     REASONING_TOKENS_FIELD_NUMBER: builtins.int
     PROMPT_FIELD_NUMBER: builtins.int
+    REJECTED_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Index of the sample, 0 to n - 1."""
     text: builtins.str
@@ -639,6 +645,10 @@ class GenerateResponse(google.protobuf.message.Message):
         first generated token.
         """
 
+    @property
+    def rejected(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[specdec.v2.model_pb2.RejectedCandidate]:
+        """Candidates verified in these steps and rejected, if requested; without those past the end of the text."""
+
     def __init__(
         self,
         *,
@@ -658,9 +668,10 @@ class GenerateResponse(google.protobuf.message.Message):
         reasoning: builtins.str = ...,
         reasoning_tokens: builtins.int = ...,
         prompt: collections.abc.Iterable[global___PromptToken] | None = ...,
+        rejected: collections.abc.Iterable[specdec.v2.model_pb2.RejectedCandidate] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "resolved", b"resolved", "seed", b"seed", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "offered", b"offered", "prompt", b"prompt", "reasoning", b"reasoning", "reasoning_tokens", b"reasoning_tokens", "resolved", b"resolved", "seed", b"seed", "sources", b"sources", "steps", b"steps", "text", b"text", "timings", b"timings", "token_texts", b"token_texts", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "offered", b"offered", "prompt", b"prompt", "reasoning", b"reasoning", "reasoning_tokens", b"reasoning_tokens", "rejected", b"rejected", "resolved", b"resolved", "seed", b"seed", "sources", b"sources", "steps", b"steps", "text", b"text", "timings", b"timings", "token_texts", b"token_texts", "tokens", b"tokens"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
 
 global___GenerateResponse = GenerateResponse
@@ -1068,6 +1079,7 @@ class Completion(google.protobuf.message.Message):
     FINISH_FIELD_NUMBER: builtins.int
     REASONING_FIELD_NUMBER: builtins.int
     REASONING_TOKENS_FIELD_NUMBER: builtins.int
+    REJECTED_FIELD_NUMBER: builtins.int
     text: builtins.str
     """The text."""
     reasoning: builtins.str
@@ -1090,6 +1102,10 @@ class Completion(google.protobuf.message.Message):
     def finish(self) -> global___Finish:
         """How the completion ended."""
 
+    @property
+    def rejected(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[specdec.v2.model_pb2.RejectedCandidate]:
+        """Rejected candidates, as in GenerateResponse."""
+
     def __init__(
         self,
         *,
@@ -1100,9 +1116,10 @@ class Completion(google.protobuf.message.Message):
         finish: global___Finish | None = ...,
         reasoning: builtins.str = ...,
         reasoning_tokens: builtins.int = ...,
+        rejected: collections.abc.Iterable[specdec.v2.model_pb2.RejectedCandidate] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["finish", b"finish"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["finish", b"finish", "logprobs", b"logprobs", "reasoning", b"reasoning", "reasoning_tokens", b"reasoning_tokens", "sources", b"sources", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["finish", b"finish", "logprobs", b"logprobs", "reasoning", b"reasoning", "reasoning_tokens", b"reasoning_tokens", "rejected", b"rejected", "sources", b"sources", "text", b"text", "tokens", b"tokens"]) -> None: ...
 
 global___Completion = Completion
 
@@ -1304,9 +1321,15 @@ class GenerationServiceGetStatsRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    PODS_FIELD_NUMBER: builtins.int
+    pods: builtins.bool
+    """Also ask the pods for their statistics: PodView.verifier, PodView.draft."""
     def __init__(
         self,
+        *,
+        pods: builtins.bool = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["pods", b"pods"]) -> None: ...
 
 global___GenerationServiceGetStatsRequest = GenerationServiceGetStatsRequest
 
@@ -1536,6 +1559,8 @@ class PodView(google.protobuf.message.Message):
     CAPACITY_FIELD_NUMBER: builtins.int
     NUMERICS_FINGERPRINT_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
+    VERIFIER_FIELD_NUMBER: builtins.int
+    DRAFT_FIELD_NUMBER: builtins.int
     address: builtins.str
     """Its address."""
     breaker: global___BreakerState.ValueType
@@ -1552,6 +1577,14 @@ class PodView(google.protobuf.message.Message):
     def capacity(self) -> specdec.v2.model_pb2.PodCapacity:
         """Its last reported capacity. Unset: no recent report; it reports while it has sessions."""
 
+    @property
+    def verifier(self) -> specdec.v2.verifier_pb2.GetStatsResponse:
+        """A verifier's."""
+
+    @property
+    def draft(self) -> specdec.v2.draft_pb2.DraftServiceGetStatsResponse:
+        """A draft service's."""
+
     def __init__(
         self,
         *,
@@ -1562,8 +1595,11 @@ class PodView(google.protobuf.message.Message):
         capacity: specdec.v2.model_pb2.PodCapacity | None = ...,
         numerics_fingerprint: builtins.str = ...,
         model: builtins.str = ...,
+        verifier: specdec.v2.verifier_pb2.GetStatsResponse | None = ...,
+        draft: specdec.v2.draft_pb2.DraftServiceGetStatsResponse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["capacity", b"capacity"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "breaker", b"breaker", "capacity", b"capacity", "model", b"model", "numerics_fingerprint", b"numerics_fingerprint", "sessions", b"sessions", "unfit_reason", b"unfit_reason"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["capacity", b"capacity", "draft", b"draft", "stats", b"stats", "verifier", b"verifier"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "breaker", b"breaker", "capacity", b"capacity", "draft", b"draft", "model", b"model", "numerics_fingerprint", b"numerics_fingerprint", "sessions", b"sessions", "stats", b"stats", "unfit_reason", b"unfit_reason", "verifier", b"verifier"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["stats", b"stats"]) -> typing.Literal["verifier", "draft"] | None: ...
 
 global___PodView = PodView

@@ -441,6 +441,40 @@ class Choice(google.protobuf.message.Message):
 global___Choice = Choice
 
 @typing.final
+class RejectedCandidate(google.protobuf.message.Message):
+    """A candidate that was verified and rejected. Those of one step are in preorder: a candidate, then those below it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: builtins.int
+    DEPTH_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    position: builtins.int
+    """Generated tokens of the text before it."""
+    depth: builtins.int
+    """Rejected candidates above it; 0: another token was committed in its place."""
+    token: builtins.int
+    """The candidate."""
+    source: global___TokenSource.ValueType
+    """Who proposed it: the source of its token, had it been accepted."""
+    bytes: builtins.bytes
+    """Its bytes, as in TokenPiece. Set by the orchestrator, which has the tokenizer; a verifier's value is dropped."""
+    def __init__(
+        self,
+        *,
+        position: builtins.int = ...,
+        depth: builtins.int = ...,
+        token: builtins.int = ...,
+        source: global___TokenSource.ValueType = ...,
+        bytes: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "depth", b"depth", "position", b"position", "source", b"source", "token", b"token"]) -> None: ...
+
+global___RejectedCandidate = RejectedCandidate
+
+@typing.final
 class Extend(google.protobuf.message.Message):
     """Candidates below a committed prefix, as paths. Self-contained: late, repeated or reordered messages do no harm."""
 

@@ -118,6 +118,7 @@ class VerifyOpen(google.protobuf.message.Message):
     GRAMMAR_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     SCORED_TOKENS_FIELD_NUMBER: builtins.int
+    REJECTED_CANDIDATES_FIELD_NUMBER: builtins.int
     rule: specdec.v2.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule of the request."""
     max_tokens: builtins.int
@@ -150,6 +151,8 @@ class VerifyOpen(google.protobuf.message.Message):
     """With `prompt_logprobs`: leading tokens of the prompt that need none, since an earlier session of the text has
     returned theirs.
     """
+    rejected_candidates: builtins.bool
+    """Report the candidates that were verified and rejected."""
     @property
     def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the prompt. At least one."""
@@ -200,9 +203,10 @@ class VerifyOpen(google.protobuf.message.Message):
         grammar: specdec.v2.model_pb2.Grammar | None = ...,
         prompt_logprobs: builtins.int | None = ...,
         scored_tokens: builtins.int = ...,
+        rejected_candidates: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "checksum", b"checksum", "contrast", b"contrast", "grammar", b"grammar", "policy", b"policy", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "top_logprobs", b"top_logprobs"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "attempt", b"attempt", "checksum", b"checksum", "coalesce_commits", b"coalesce_commits", "contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "top_logprobs", b"top_logprobs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "attempt", b"attempt", "checksum", b"checksum", "coalesce_commits", b"coalesce_commits", "contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "rejected_candidates", b"rejected_candidates", "rule", b"rule", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "top_logprobs", b"top_logprobs"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_checksum", b"_checksum"]) -> typing.Literal["checksum"] | None: ...
     @typing.overload
@@ -358,6 +362,7 @@ class Commit(google.protobuf.message.Message):
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     PREEMPTIONS_FIELD_NUMBER: builtins.int
     UNDRAFTED_TOKENS_FIELD_NUMBER: builtins.int
+    REJECTED_FIELD_NUMBER: builtins.int
     offered: builtins.int
     """Candidates verified."""
     accepted: builtins.int
@@ -404,6 +409,10 @@ class Commit(google.protobuf.message.Message):
     def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenLogprobs]:
         """Log-probabilities, one entry per token, if requested."""
 
+    @property
+    def rejected(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[specdec.v2.model_pb2.RejectedCandidate]:
+        """Candidates verified and rejected, if requested."""
+
     def __init__(
         self,
         *,
@@ -426,9 +435,10 @@ class Commit(google.protobuf.message.Message):
         cached_tokens: builtins.int = ...,
         preemptions: builtins.int = ...,
         undrafted_tokens: builtins.int = ...,
+        rejected: collections.abc.Iterable[specdec.v2.model_pb2.RejectedCandidate] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["committed", b"committed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "cached_tokens", b"cached_tokens", "checksum", b"checksum", "committed", b"committed", "drafted_sessions", b"drafted_sessions", "drafting_wanted", b"drafting_wanted", "finish_reason", b"finish_reason", "forward_us", b"forward_us", "logprobs", b"logprobs", "min_candidate_probability", b"min_candidate_probability", "offered", b"offered", "preemptions", b"preemptions", "queued_us", b"queued_us", "round_trip_us", b"round_trip_us", "sources", b"sources", "step_us", b"step_us", "steps", b"steps", "undrafted_tokens", b"undrafted_tokens", "waited_us", b"waited_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "cached_tokens", b"cached_tokens", "checksum", b"checksum", "committed", b"committed", "drafted_sessions", b"drafted_sessions", "drafting_wanted", b"drafting_wanted", "finish_reason", b"finish_reason", "forward_us", b"forward_us", "logprobs", b"logprobs", "min_candidate_probability", b"min_candidate_probability", "offered", b"offered", "preemptions", b"preemptions", "queued_us", b"queued_us", "rejected", b"rejected", "round_trip_us", b"round_trip_us", "sources", b"sources", "step_us", b"step_us", "steps", b"steps", "undrafted_tokens", b"undrafted_tokens", "waited_us", b"waited_us"]) -> None: ...
 
 global___Commit = Commit
 

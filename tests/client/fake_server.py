@@ -27,6 +27,10 @@ MODEL = "f1"  # fingerprint of its model
 DIGEST = "d1"  # of every prompt
 REASONING = pb.Reasoning(opening_token=3, closing_token=4)  # of every chat
 REVISION = "fake@r1"  # for every request
+REJECTED = [
+    model_pb2.RejectedCandidate(position=1, token=120, source=model_pb2.TOKEN_SOURCE_NGRAM, bytes=b"x"),
+    model_pb2.RejectedCandidate(position=2, depth=1, token=121, source=model_pb2.TOKEN_SOURCE_NGRAM, bytes=b"y"),
+]  # in the first response of every sample, if requested
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ class FakeServer(GenerationServiceServicer):
         self.refused_peers: list[str] = []  # by call without a known key
         self.calls: list[Call] = []
         self.listings: list[Call] = []
+        self.stats = pb.GenerationServiceGetStatsResponse()
+        self.stats_requests: list[pb.GenerationServiceGetStatsRequest] = []
         self.called = asyncio.Event()
         self.held = asyncio.Event()  # a call has sent its tokens and holds
         self.freed = asyncio.Event()  # a handler has ended; a holding one ends only by cancellation
@@ -163,7 +169,9 @@ class FakeServer(GenerationServiceServicer):
     async def GetStats(
         self, request: pb.GenerationServiceGetStatsRequest, context: Any
     ) -> pb.GenerationServiceGetStatsResponse:
-        return pb.GenerationServiceGetStatsResponse()
+        await self._check_key(context)
+        self.stats_requests.append(request)
+        return self.stats
 
     async def _check_key(self, context: Any) -> None:
         known = None if self.keys is None else [f"Bearer {key}" for key in self.keys]
@@ -277,6 +285,8 @@ def responses(
                 )
         if at == begin:
             response.MergeFrom(first)
+            if request.rejected_candidates:
+                response.rejected.extend(REJECTED)
         yield response
     if most is None:
         steps = -(-(end - begin) // CHUNK)

@@ -24,6 +24,7 @@ EVERY_OPTION: dict[str, Any] = {
     "n": 2,
     "logprobs": 0,
     "prompt_logprobs": 0,
+    "rejected_candidates": True,
     "temperature": 0.5,
     "top_p": 0.75,
     "fallback_temperature": 0.25,
@@ -76,6 +77,7 @@ def test_every_option_has_its_place() -> None:
         n=2,
         logprobs=0,
         prompt_logprobs=0,
+        rejected_candidates=True,
         sampling=pb.SamplingParameters(
             temperature=0.5,
             top_p=0.75,

@@ -132,6 +132,7 @@ LIES = {
     "an end token in the midst": put_tokens([10, END, 12, 13]),
     "an end token that ends nothing": put_tokens([10, 11, 12, END]),
     "log-probabilities that nobody asked for": lambda found: found.logprobs.add(chosen=-1.0),
+    "rejected candidates that nobody asked for": lambda found: found.rejected.add(position=5, token=9, source=DRAFT),
     "a probability of NaN": put("min_candidate_probability", math.nan),
     "a probability above 1": put("min_candidate_probability", 1.5),
     "a probability below 0": put("min_candidate_probability", -0.5),
@@ -249,3 +250,28 @@ def test_no_token_comes_before_the_scores() -> None:
         text.scored = scored
         assert problem in CommitCheck(asking, MODEL, CONTEXT).violation(first, text)
     assert CommitCheck(asking, MODEL, CONTEXT).violation(first, text) == ""
+
+
+def rejected(position: int = 5, depth: int = 0, token: int = 9, source: int = DRAFT) -> Any:
+    return model_pb2.RejectedCandidate(position=position, depth=depth, token=token, source=source)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("found", "sound"),
+    [
+        ([rejected()], True),
+        ([rejected(6), rejected(7, depth=1), rejected(8, depth=1)], True),
+        ([rejected()] * 7, True),
+        ([rejected()] * 8, False),  # of 8 verified candidates one is accepted
+        ([rejected(4)], False),
+        ([rejected(8)], False),
+        ([rejected(5, depth=6)], False),
+        ([rejected(token=VOCABULARY)], False),
+        ([rejected(source=BONUS)], False),
+        ([rejected(source=99)], False),
+    ],
+)
+def test_rejected_candidates_are_near_the_tokens(found: list[Any], sound: bool) -> None:
+    problem = violation(commit(5, [([10], 11)], rejected=found), rejected_candidates=True)
+    assert (problem == "") is sound
+    assert violation(commit(5, [([10], 11)], rejected=found))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.parsing import parse
 from orchestrator.text.transcript import SampleTranscript
@@ -38,3 +40,29 @@ def test_tokens_of_logprobs_are_spelt_whatever_the_verifier_says(tmp_path: Path)
     assert response is not None
     assert b"".join(each.chosen_bytes for each in response.logprobs).strip() == b"hey"
     assert [list(each.top_bytes) for each in response.logprobs] == [[spelt(each), spelt(3)] for each in tokens]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_rejected_candidates_are_spelt_and_end_with_the_text(tmp_path: Path, ends: bool) -> None:
+    model = ServedModel.of(ModelDirectory(make("llama", tmp_path / "m")))
+    asked = generation_pb2.GenerateRequest(text="abc", rejected_candidates=True, stop=["y"] if ends else [])
+    sample = parse(asked, model).samples[0]
+    assert sample.rejected_candidates
+    transcript = SampleTranscript(sample, model, 0.0)
+    tokens = model.tokenizer.encode("hey!", special=False)
+    end = next(at for at, token in enumerate(tokens) if b"y" in model.tokenizer.piece(token)) + 1
+    places = [(0, 0), (end, 1), (end, 0), (end + 1, 1)]  # position, depth
+    commit = verifier_pb2.Commit(
+        committed=model_pb2.Committed(tokens=tokens),
+        sources=[model_pb2.TOKEN_SOURCE_CORRECTION] * len(tokens),
+        rejected=[
+            model_pb2.RejectedCandidate(position=position, depth=depth, token=tokens[0], bytes=b"lie")
+            for position, depth in places
+        ],
+        offered=4,
+        steps=len(tokens),
+    )
+    response = transcript.take(commit)
+    assert response is not None
+    assert [(each.position, each.depth) for each in response.rejected] == places[: 2 if ends else 4]
+    assert {each.bytes for each in response.rejected} == {model.tokenizer.piece(tokens[0])}

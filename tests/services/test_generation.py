@@ -49,6 +49,23 @@ async def test_stream_and_answer_hold_the_same(services: Stack) -> None:
     assert elapsed == sorted(elapsed)
 
 
+async def test_rejected_candidates_are_told(services: Stack) -> None:
+    """With the candidates accepted, all that were verified, up to the end of the text."""
+    always = Speculation(drafters=[REMOTE], forced=True)
+    options: dict[str, Any] = {"sampling": WARM, "max_tokens": 60, "ignore_end_token": True, "speculation": always}
+    responses = await stream(services, request_of(PROMPT, rejected_candidates=True, **options))
+    whole = await services.generate(PROMPT, rejected_candidates=True, **options)
+    streamed = [candidate for response in responses for candidate in response.rejected]
+    tokens = [token for response in responses for token in response.tokens]
+    for finish, rejected in ((responses[-1].finish, streamed), (whole.finish, list(whole.rejected))):
+        speculation = finish.speculation
+        assert len(rejected) == speculation.offered - speculation.accepted > 0
+        assert {candidate.source for candidate in rejected} == {model_pb2.TOKEN_SOURCE_REMOTE_DRAFT}
+        assert all(c.token != tokens[c.position] for c in rejected if c.depth == 0)
+        assert all(c.bytes == services.model.tokenizer.piece(c.token) for c in rejected)
+    assert not (await services.generate(PROMPT, **options)).rejected
+
+
 async def test_what_is_not_streamed_has_time(services: Stack) -> None:
     """Unless it may have to stop at a string unknown to the verifier."""
     asked = request_of(PROMPT, max_tokens=3)

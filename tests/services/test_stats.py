@@ -15,6 +15,7 @@ from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2, verifier_pb2, 
 from tests.services.conftest import Directories
 from tests.services.test_memory import Gate
 from tests.stack import ALWAYS, CAPACITY, Stack, long_steps, request_of, stack, until
+from verifier_service.servicer import VerifierServicer
 
 PROMPT = [50 + i for i in range(20)]
 OPTIONS: dict[str, Any] = {"max_tokens": 30, "ignore_end_token": True}
@@ -62,6 +63,35 @@ async def test_each_service_says_who_it_is(directories: Directories) -> None:
     assert (verifier.max_sessions, verifier.max_waiting, draft.max_sessions) == (512, 128, 256)
     assert draft.kv_tokens == CAPACITY - 1
     assert list(orchestrator.models) == list(models)
+
+
+class CountingVerifier(VerifierServicer):
+    """Counts how often it is asked for statistics."""
+
+    asked = 0
+
+    async def GetStats(self, request: Any, context: Any) -> verifier_pb2.GetStatsResponse:
+        type(self).asked += 1
+        return await super().GetStats(request, context)
+
+
+async def test_the_orchestrator_asks_its_pods_on_request(directories: Directories) -> None:
+    """Once for many callers; a pod that does not answer is shown without."""
+    request = generation_pb2.GenerationServiceGetStatsRequest(pods=True)
+    async with stack(directories.target, directories.near, verifier_kind=CountingVerifier) as services:
+        without, before = await of_orchestrator(services), CountingVerifier.asked
+        told = await asyncio.gather(*(services.stub.GetStats(request) for _ in range(20)))
+        assert CountingVerifier.asked == before + 1
+        stats, own, draft = told[0], await of_verifier(services), await of_draft(services)
+        await services.drafts[0].stop()
+        async with asyncio.timeout(10):
+            while (await services.stub.GetStats(request)).drafts[0].HasField("draft"):
+                await asyncio.sleep(0.05)
+    assert [pod.WhichOneof("stats") for pod in (*without.verifiers, *without.drafts)] == [None, None]
+    assert stats.verifiers[0].verifier.identity == own.identity
+    assert stats.verifiers[0].verifier.kv_tokens == own.kv_tokens > 0
+    assert stats.drafts[0].draft.identity == draft.identity
+    assert [pod.address for pod in stats.drafts] == [services.drafts[0].address]
 
 
 async def test_the_orchestrator_counts_what_clients_were_told(directories: Directories) -> None:

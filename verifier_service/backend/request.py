@@ -27,6 +27,7 @@ class VerifierSessionRequest:
     deadline: float | None = None  # of the caller, in `time.monotonic`
     checksum: int = 0  # of the VerifyOpen
     coalesce_commits: bool = False  # the client does not read along
+    rejected_candidates: bool = False  # report them
     grammar: CompiledGrammar | None = None  # of the generated text
     prompt_logprobs: int | None = None  # as `top_logprobs`, for the prompt
     scored_tokens: int = 0  # leading tokens of the prompt that need no logprobs

@@ -24,6 +24,16 @@ class TokenSource(IntEnum):
     GRAMMAR = 8
 
 
+@dataclass(frozen=True, slots=True)
+class RejectedCandidate:
+    """A candidate that was verified and rejected."""
+
+    position: int  # generated tokens before it
+    depth: int  # rejected candidates above it
+    token: int
+    source: int  # TokenSource, had it been accepted
+
+
 class FinishReason(IntEnum):
     """The reason why a text ended; numbers as in specdec.v2.FinishReason."""
 
@@ -46,6 +56,7 @@ class VerifyResult:
     sources: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     accepted: int = 0
+    rejected: list[RejectedCandidate] = field(default_factory=list)  # if requested; in preorder within a step
     finish: int = 0  # FinishReason; 0: continues
     steps: int = 1
     undrafted: int = 0  # tokens of steps that wanted a remote draft's candidates and had none
@@ -58,6 +69,7 @@ class VerifyResult:
         self.sources += later.sources
         self.logprobs += later.logprobs
         self.accepted += later.accepted
+        self.rejected += later.rejected
         self.finish = later.finish
         self.steps += later.steps
         self.undrafted += later.undrafted

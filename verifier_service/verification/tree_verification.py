@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from typing import Protocol
 
 import numpy as np
@@ -28,7 +28,15 @@ from specdec.decoding.tree import Node
 from specdec.engine.engine import Pass
 from specdec.grammar.grammar import GrammarError
 from specdec.serving.errors import GrammarFailureError
-from verifier_service.backend.result import BONUS, CORRECTION, PLAIN, REMOTE_DRAFT, PromptScores, VerifyResult
+from verifier_service.backend.result import (
+    BONUS,
+    CORRECTION,
+    PLAIN,
+    REMOTE_DRAFT,
+    PromptScores,
+    RejectedCandidate,
+    VerifyResult,
+)
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.sessions.step_rows import ScheduledRows, TreeRows
@@ -202,10 +210,24 @@ class TreeVerification:
 
     def apply(self, now: float) -> VerifyResult:
         """Apply the result to the session and return it."""
+        if self.session.request.rejected_candidates and self.planned.tree is not None:
+            self.result.rejected = list(self._rejected(self.planned.tree))
         if self.planned.undrafted:
             self.result.undrafted = len(self.result.tokens)
         self.session.apply(self.result, self.planned.count, now)
         return self.result
+
+    def _rejected(self, tree: TreeRows) -> Iterator[RejectedCandidate]:
+        """Yield the candidates of this step that were not accepted, in preorder; called before the root moves."""
+        prompt = len(self.session.request.prompt)
+        accepted = self._node.path()
+        for node, taken in zip_longest([self.session.tree.root, *accepted], accepted):
+            ahead = [(child, 0) for child in node.children.values() if child is not taken]
+            while ahead:
+                candidate, depth = ahead.pop()
+                if id(candidate) in tree.results:
+                    yield RejectedCandidate(candidate.position - prompt, depth, candidate.token, candidate.origin)
+                    ahead += [(child, depth + 1) for child in candidate.children.values()]
 
     def _tested(self, tree: TreeRows, token: int) -> Node | None:
         """Return the chosen candidate if it was in this step, and update the n-grams' confidence with this place."""

@@ -27,7 +27,16 @@ from tests.verifier_service.fakes import (
 )
 from tests.verifier_service.step_loop.helpers import REMOTE, SAMPLINGS, WARM, check_over, client, turns
 from verifier_service.backend.request import Policy
-from verifier_service.backend.result import BONUS, CONTEXT, CORRECTION, LENGTH, PLAIN, REMOTE_DRAFT, STOP
+from verifier_service.backend.result import (
+    BONUS,
+    CONTEXT,
+    CORRECTION,
+    LENGTH,
+    PLAIN,
+    REMOTE_DRAFT,
+    STOP,
+    RejectedCandidate,
+)
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.settings.tuning import DEFAULTS, CommitTuning, Tuning
 from verifier_service.speculation.controller import Mode, SpeculationController
@@ -88,6 +97,24 @@ class TestTokens:
         run(loop, rest)
         assert rest.tokens == whole.tokens[11:]
         check_over(loop, engine, whole, rest)
+
+    @pytest.mark.parametrize("asked", [False, True])
+    def test_rejected_candidates_are_reported(self, asked: bool) -> None:
+        """In preorder, of side branches and past the last accepted candidate; and only if asked for."""
+        loop = step_loop(TextEngine(8), controller=Decided(Mode.REMOTE_DRAFT))
+        one = client(loop, 10, 1, 12, rejected_candidates=asked)
+        turns(loop, 1)
+        at = len(one.tokens)
+        right, then = one.want[at : at + 2]
+        wrong, other, last = [token for token in range(2, 7) if token not in (right, then)][:3]
+        # Below the text: `right` with `other` and `last` in a chain below it, and `wrong` beside it.
+        paths = Paths([right, other, last, wrong], [0, 1, 2, 0], [-0.1, -0.1, -0.1, -2.0])
+        one.session.extend(one.session.tree.base, paths, 0.0)
+        turns(loop, 1)
+        result = one.mail.results[-1]
+        assert (result.offered, result.accepted, result.tokens) == (4, 1, [right, then])
+        want = [(at, 0, wrong), (at + 1, 0, other), (at + 2, 1, last)]
+        assert result.rejected == [RejectedCandidate(*each, REMOTE_DRAFT) for each in want if asked]
 
     @pytest.mark.parametrize("always", [False, True])
     def test_the_controller_says_whether_candidates_are_used(self, always: bool) -> None:

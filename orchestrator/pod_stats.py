@@ -1,0 +1,75 @@
+"""The pods' own statistics, for operators: asked of all pods at once, and no more often than they change visibly."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import grpc
+
+from orchestrator.pods.errors import LostError
+from orchestrator.pods.pods import Pod
+from orchestrator.pods.unary import answer_of
+from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2, verifier_pb2, verifier_pb2_grpc
+
+ASK_SECONDS = 1.0
+"""Timeout in seconds for a pod."""
+
+KNOWN_SECONDS = 0.5
+"""Seconds for which the answers are cached: one caller must not make calls to all pods at any rate."""
+
+MAX_BYTES = 1 << 16
+"""Size of an answer, in bytes, above which it is dropped: a pod may send anything."""
+
+Stats = verifier_pb2.GetStatsResponse | draft_pb2.DraftServiceGetStatsResponse
+
+
+class Peer(NamedTuple):
+    """A pod, and whether it is a draft service."""
+
+    pod: Pod
+    drafts: bool
+
+
+class PodStats:
+    """The last answers of all pods."""
+
+    def __init__(self, peers: Callable[[], Iterable[Peer]]) -> None:
+        """`peers` returns the pods known now."""
+        self._peers = peers
+        self._asking = asyncio.Lock()
+        self._known: dict[Pod, Stats] = {}
+        self._known_until = float("-inf")
+
+    async def enter(self, views: Iterable[tuple[Pod, generation_pb2.PodView]]) -> None:
+        """Enter the statistics of the pods that answer into their views."""
+        async with self._asking:
+            if time.monotonic() > self._known_until:
+                peers = list(self._peers())
+                answers = await asyncio.gather(*map(_ask, peers))
+                found = zip(peers, answers, strict=True)
+                self._known = {peer.pod: answer for peer, answer in found if answer is not None}
+                self._known_until = time.monotonic() + KNOWN_SECONDS
+        for pod, view in views:
+            match self._known.get(pod):
+                case verifier_pb2.GetStatsResponse() as stats:
+                    view.verifier.CopyFrom(stats)
+                case draft_pb2.DraftServiceGetStatsResponse() as stats:
+                    view.draft.CopyFrom(stats)
+
+
+async def _ask(peer: Peer) -> Stats | None:
+    """Return a pod's statistics, None if it has none to give."""
+    verifier: Any = verifier_pb2_grpc.VerifierServiceStub(peer.pod.channel)
+    draft: Any = draft_pb2_grpc.DraftServiceStub(peer.pod.channel)
+    try:
+        told: Stats = await (
+            answer_of(draft.GetStats, draft_pb2.DraftServiceGetStatsRequest(), ASK_SECONDS)
+            if peer.drafts
+            else answer_of(verifier.GetStats, verifier_pb2.GetStatsRequest(), ASK_SECONDS)
+        )
+    except (grpc.aio.AioRpcError, LostError):
+        return None
+    return told if told.ByteSize() <= MAX_BYTES else None
