@@ -60,6 +60,10 @@ def main(
     strict_fields: Annotated[
         bool, typer.Option(help="Refuse unknown fields. By default they are ignored, and the answer names them.")
     ] = False,
+    page: Annotated[
+        bool,
+        typer.Option(help="Serve a page that shows speculation at /, and the statistics it shows to operators' keys."),
+    ] = True,
     response_store: Annotated[
         str,
         typer.Option(
@@ -147,6 +151,7 @@ def main(
         most_connections=max_connections,
         keep_alive_seconds=keep_alive_seconds,
         origins=allow_origin or (),
+        with_page=page,
         store=store,
         strict=strict_fields,
     )

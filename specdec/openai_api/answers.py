@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from specdec.client import Chunk, Finish, Logprobs
-from specdec.openai_api.json_text import Json, as_bytes, json_list, json_object
+from specdec.openai_api.json_text import Json, as_bytes, encoded, json_list, json_object
 from specdec.openai_api.logprobs import EncodedLogprobs, TextOffset, chat_logprobs, completion_logprobs
 from specdec.openai_api.prompts import AnsweredPrompt
 from specdec.wire.tool_calls import ToolCall, ToolCallReader
@@ -66,18 +66,21 @@ class Choice:
         first_sample: bool,
         chat: bool,
         logprobs: bool,
+        chunks: bool = False,
         reasoning: bool = True,
         calls: Calls | None = None,
         prompt: AnsweredPrompt | None = None,
     ) -> None:
         """`first_sample`: the first sample of its prompt, with which the prompt's tokens are counted. `reasoning`:
         include the reasoning, if any. `calls`: collects tool calls; None if the text has none. `prompt`: the prompt, if
-        a completion's choice shows anything of it."""
+        a completion's choice shows anything of it. `chunks`: include the tokens of each chunk."""
         self._calls = calls
         self.index = index
         self.first_sample = first_sample
         self._chat = chat
         self._wants_logprobs = logprobs
+        self._wants_chunks = chunks
+        self._chunks: list[str] = []
         self._wants_reasoning = reasoning
         self._text: list[str] = []
         self._reasoning: list[str] = []
@@ -110,6 +113,8 @@ class Choice:
         piece["logprobs"] = self._logprobs_of(logprobs) if logprobs else None
         piece |= {"finish_reason": None} if chunk.finish is None else self._end(chunk.finish)
         own = self._note(chunk, seed)
+        if self._wants_chunks and chunk.tokens:
+            own["chunks"] = [self._chunk(chunk)]
         return piece | ({"specdec": own} if own else {})
 
     def gather(self, chunk: Chunk, seed: int | None) -> None:
@@ -120,14 +125,17 @@ class Choice:
         if logprobs or chunk.finish:  # not before the prompt is complete: their offsets begin at its end
             self._logprobs.add(logprobs)
         self._own |= self._note(chunk, seed)
+        if self._wants_chunks and chunk.tokens:
+            self._chunks.append(encoded(self._chunk(chunk)))
 
     def whole(self) -> str:
         """Return the gathered sample as JSON."""
         text = self._prompt.text + "".join(self._text)
         said: Json = {"message": self._message(text)} if self._chat else {"text": text}
-        told = {"index": self.index, **said, **self._end(self.finish), "specdec": self._own}
+        told = {"index": self.index, **said, **self._end(self.finish)}
+        own = json_object(self._own, {"chunks": json_list(self._chunks)} if self._wants_chunks else {})
         logprobs = self._logprobs.whole(self._prompt.logprobs) if self._wants_logprobs else "null"
-        return json_object(told, {"logprobs": logprobs, **self._prompt.fields})
+        return json_object(told, {"specdec": own, "logprobs": logprobs, **self._prompt.fields})
 
     def _said(self, chunk: Chunk) -> tuple[str, list[Json]]:
         """Return a chunk's text without tool calls, and the calls completed by it."""
@@ -152,6 +160,27 @@ class Choice:
         if reason == "stop" and self._calls is not None and self._calls.made:
             reason = "tool_calls"
         return {"finish_reason": reason, "stop_reason": finish.stop or None}
+
+    def _chunk(self, chunk: Chunk) -> Json:
+        """Return the tokens of a chunk and who proposed them; times in seconds. Unwanted reasoning has no texts."""
+        hidden = 0 if self._wants_reasoning else chunk.reasoning_tokens
+        told: Json = {
+            "tokens": chunk.tokens,
+            "token_texts": [""] * hidden + chunk.token_texts[hidden:],
+            "sources": chunk.sources,
+            "reasoning_tokens": chunk.reasoning_tokens,
+            "steps": chunk.steps,
+            "offered": chunk.offered,
+            "elapsed_seconds": round(chunk.elapsed_seconds, 6),
+            "forward_seconds": round(chunk.forward_seconds, 6),
+            "step_seconds": round(chunk.step_seconds, 6),
+        }
+        if chunk.rejected:
+            told["rejected"] = [
+                {"position": r.position, "depth": r.depth, "token": r.token, "text": r.piece.text, "source": r.source}
+                for r in chunk.rejected
+            ]
+        return told
 
     def _note(self, chunk: Chunk, seed: int | None) -> Json:
         """Record the finish, if the chunk has one; return the chunk's part of the field `specdec`."""

@@ -26,6 +26,7 @@ from specdec.openai_api.endpoints import Messages, Responses
 from specdec.openai_api.errors import ApiError, overloaded, too_many
 from specdec.openai_api.event_stream import IGNORED_HEADER, MISTAKE, EventStream, ignored_header
 from specdec.openai_api.gateway import Caller, Gateway
+from specdec.openai_api.page_files import HOME, page_routes
 from specdec.openai_api.parsing import Parser
 from specdec.openai_api.presence import CallerLeftError, while_present
 from specdec.openai_api.requests import parse
@@ -38,7 +39,8 @@ log = structlog.get_logger()
 COMPLETIONS, CHAT, MODELS, HEALTH = "/v1/completions", "/v1/chat/completions", "/v1/models", "/health"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 COUNT = f"{MESSAGES}/count_tokens"
-ROUTES = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, COUNT, MODELS, HEALTH)
+STATS = "/v1/specdec/stats"
+ROUTES = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, COUNT, MODELS, HEALTH, STATS, HOME)
 
 KEY_HEADERS = ("x-api-key", "api-key")
 """Headers in which other clients send the API key, Anthropic's and Azure's."""
@@ -60,12 +62,13 @@ def make_app(
     most_requests: int,
     body_seconds: float = BODY_SECONDS,
     origins: Sequence[str] = (),
+    with_page: bool = False,
     store: ResponseStore | None = None,
     strict: bool = False,
 ) -> ASGIApp:
     """Return the ASGI application. `serves` returns whether an orchestrator takes requests now; `most_requests` limits
     the requests in progress; pages of `origins` may send requests from browsers. Without `store`, no responses are
-    stored. With `strict`, unknown fields are refused."""
+    stored. With `strict`, unknown fields are refused. `with_page`: serve the page, and the statistics it shows."""
     started = int(time.time())
     bodies = Bodies(body_seconds)
     parser = Parser()
@@ -113,6 +116,10 @@ def make_app(
                 return JSONResponse(entry | {"id": wanted})
         raise ApiError(404, f"model: {wanted!r} is not served here", param="model", code="model_not_found")
 
+    async def stats(request: Request) -> JSONResponse:
+        found = await while_present(request.receive, gateway.stats(_caller(request)))
+        return JSONResponse(found, headers={"cache-control": "no-store"})
+
     async def health(_: Request) -> JSONResponse:
         works = await serves()
         return JSONResponse({"status": "ok" if works else "no orchestrator is available"}, 200 if works else 503)
@@ -139,6 +146,7 @@ def make_app(
             Route(f"{RESPONSES}/{{response}}/cancel", responses.cancel, methods=["POST"], middleware=[admission]),
             Route(MESSAGES, messages.create, methods=["POST"], middleware=[admission]),
             Route(COUNT, messages.count_tokens, methods=["POST"], middleware=[admission]),
+            *([Route(STATS, stats, middleware=[admission]), *page_routes()] if with_page else []),
             Route(MODELS, models, middleware=[admission]),
             Route(f"{MODELS}/{{model:path}}", models, middleware=[admission]),
             Route(HEALTH, health),

@@ -18,12 +18,16 @@ from specdec.openai_api.parts import Part, parts_of
 from specdec.openai_api.prompts import MAX_SCORES_BYTES, AnsweredPrompt, prompt_first
 from specdec.openai_api.requests import ParsedRequest
 from specdec.serving.interleaved import interleaved
-from specdec.v2.generation_pb2 import TokenizeRequest
+from specdec.v2.generation_pb2 import GenerationServiceGetStatsRequest, TokenizeRequest
+from specdec.wire.message_values import values_of
 from specdec.wire.request_id import REQUEST_ID_CHARACTERS, new_request_id
 from specdec.wire.tool_formats import FORMATS, ToolFormat
 
 PROMPTS_AT_ONCE = 8
 """Maximum concurrent prompts of one request: each counts toward the tenant's limits."""
+
+STATS_SECONDS = 5.0
+"""Timeout in seconds for statistics."""
 
 Lend = Callable[[], AbstractAsyncContextManager[AsyncClient]]
 
@@ -55,6 +59,15 @@ class Gateway:
     async def models(self, caller: Caller) -> list[Model]:
         """Return the served models visible to the caller."""
         return await _models(self._control_client, caller)
+
+    async def stats(self, caller: Caller) -> Json:
+        """Return the statistics of an orchestrator and its pods, as far as the caller may see them."""
+        try:
+            async with self._control_client() as client:
+                asked = GenerationServiceGetStatsRequest(pods=True)
+                return values_of(await client.send_stats(asked, timeout=STATS_SECONDS, metadata=caller.metadata))
+        except SpecdecError as error:
+            raise from_specdec(error) from error
 
     async def check_key(self, authorization: str) -> None:
         """Check a key with the cheapest call of an orchestrator; ApiError if it is unknown."""
@@ -107,6 +120,8 @@ class Gateway:
     async def parts(self, request: ParsedRequest, caller: Caller) -> AsyncGenerator[Part, None]:
         """Generate the one sample of the one prompt; return its parts. Errors before the first chunk are raised
         here."""
+        if request.chunks:
+            raise unsupported("specdec.chunks", "is for /v1/completions and /v1/chat/completions")
         tool_format = await self.tool_format(request, caller)
         calls = None if tool_format is None else Calls(tool_format, new_request_id(), request.schemas)
         chunks = self._chunks(request, caller)
@@ -228,6 +243,7 @@ class _Answer:
                 first_sample=index % request.samples == 0,
                 chat=request.chat,
                 logprobs=request.logprobs,
+                chunks=request.chunks,
                 reasoning=request.reasoning,
                 calls=self._calls(index),
                 prompt=self.prompts[index // request.samples] if self.prompts and not request.chat else None,

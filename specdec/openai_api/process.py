@@ -45,6 +45,7 @@ async def serve(
     most_connections: int,
     keep_alive_seconds: int,
     origins: Sequence[str] = (),
+    with_page: bool = True,
     store: ResponseStore | None = None,
     strict: bool = False,
 ) -> None:
@@ -58,7 +59,13 @@ async def serve(
     orchestrators = Orchestrators(asking.targets, asking.tls)
     gateway = Gateway(orchestrators.client, orchestrators.control_client, orchestrators.key_client)
     routes = make_app(
-        gateway, orchestrators.serve, most_requests=most_connections, origins=origins, store=store, strict=strict
+        gateway,
+        orchestrators.serve,
+        most_requests=most_connections,
+        origins=origins,
+        store=store,
+        strict=strict,
+        with_page=with_page,
     )
     app = Counted(routes, ROUTES)
     server = HttpServer(

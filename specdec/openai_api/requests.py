@@ -53,6 +53,7 @@ OWN = frozenset(
         "max_branches",
         "max_candidates",
         "max_depth",
+        "rejected_candidates",
         "rule",
         "speculation",
         "split_reasoning",
@@ -60,6 +61,9 @@ OWN = frozenset(
     }
 )
 """Client options allowed in the field `specdec`, without counterparts in other servers."""
+
+CHUNKS = "chunks"
+"""Field of `specdec` that asks for the tokens of every chunk, with their sources."""
 
 COMPLETION_TOKENS = 16
 """OpenAI's default for max_tokens of a completion. A chat may fill the context."""
@@ -99,6 +103,8 @@ class ParsedRequest:
     """The functions' argument schemas by name."""
     reasoning: bool = True
     """True if the answer includes the reasoning."""
+    chunks: bool = False
+    """True if the answer includes the tokens of its chunks."""
     ignored: tuple[str, ...] = ()
     """Names of unknown fields, for the answer."""
     echo: bool = False
@@ -176,6 +182,7 @@ def parse_fields(fields: Mapping[str, Any], *, chat: bool, strict: bool = False)
         names=names,
         stream=_flag(given, "stream"),
         usage_in_stream=_usage_in_stream(given),
+        chunks=_chunks(given),
         reasoning=_flag(given, "include_reasoning", default=True),
         schemas=tool_schemas(given) if chat else {},
         ignored=tuple(ignored[:MAX_IGNORED]),
@@ -441,10 +448,23 @@ def _own(given: Mapping[str, Any]) -> dict[str, Any]:
     own = given.get("specdec", {})
     if not isinstance(own, dict):
         raise refused("specdec", "must be an object")
+    known = OWN | {CHUNKS}
     for name in own:
-        if name not in OWN:
-            raise unknown(f"specdec.{name}", f"unknown parameter, must be one of {', '.join(sorted(OWN))}")
-    return own
+        if name not in known:
+            raise unknown(f"specdec.{name}", f"unknown parameter, must be one of {', '.join(sorted(known))}")
+    return {name: value for name, value in own.items() if name != CHUNKS}
+
+
+def _chunks(given: Mapping[str, Any]) -> bool:
+    """Return whether the answer includes the tokens of its chunks."""
+    own = given.get("specdec", {})
+    chunks, rejected = own.get(CHUNKS), own.get("rejected_candidates")
+    for name, value in ((CHUNKS, chunks), ("rejected_candidates", rejected)):
+        if not isinstance(value, bool | None):
+            raise refused(f"specdec.{name}", "must be true or false")
+    if rejected and not chunks:
+        raise refused("specdec.rejected_candidates", f"needs specdec.{CHUNKS}: true")
+    return bool(chunks)
 
 
 def _usage_in_stream(given: Mapping[str, Any]) -> bool:

@@ -35,6 +35,7 @@ async def front(
     most_connections: int = 100,
     body_seconds: float = BODY_SECONDS,
     origins: Sequence[str] = (),
+    with_page: bool = False,
     store: ResponseStore | None = None,
 ) -> AsyncIterator[Front]:
     """Yield the server, with a client that does not retry."""
@@ -45,7 +46,13 @@ async def front(
     async with AsyncClient(orchestrators, max_retries=1) as client:
         gateway = Gateway(*3 * [lambda: nullcontext(client)])
         made = make_app(
-            gateway, health, most_requests=most_connections, body_seconds=body_seconds, origins=origins, store=store
+            gateway,
+            health,
+            most_requests=most_connections,
+            body_seconds=body_seconds,
+            origins=origins,
+            store=store,
+            with_page=with_page,
         )
         app = Counted(made, ROUTES)
         server = HttpServer(app, bound("127.0.0.1", 0), most_connections=most_connections)

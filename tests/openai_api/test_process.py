@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import signal
 import ssl
 import sys
@@ -16,6 +17,7 @@ import httpx2
 import openai
 import pytest
 
+from specdec.openai_api.__main__ import main
 from specdec.serving.tls import server_credentials
 from specdec.v2.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from specdec.wire.tls_files import TlsFiles
@@ -86,6 +88,12 @@ async def test_both_sides_with_tls(tmp_path: Path) -> None:
             answer = await client.completions.create(model="fake", prompt="def")
     await orchestrator.stop(0)
     assert answer.choices[0].text == TEXT
+
+
+async def test_the_page_can_be_turned_off() -> None:
+    assert inspect.signature(main).parameters["page"].default is True
+    async with running("--orchestrator", "127.0.0.1:1", "--no-page") as (_, address), httpx2.AsyncClient() as client:
+        assert (await client.get(f"http://{address}/")).status_code == 404
 
 
 async def test_metrics_are_at_their_port() -> None:

@@ -1,0 +1,74 @@
+"""The page's scripts count as the server does."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+
+import pytest
+
+from specdec.openai_api.page_files import FOLDER
+from specdec.v2.model_pb2 import TokenSource
+from specdec.wire.sources import ACCEPTED, accepted_histogram, histogram_entries, source_name
+
+NODE = shutil.which("node")
+
+SCRIPT = """
+import { readFileSync } from "node:fs";
+const { Figures } = await import(process.argv[1]);
+const told = [];
+for (const chunks of JSON.parse(readFileSync(0, "utf8"))) {
+  const figures = new Figures();
+  const steps = chunks.map((chunk) => figures.take(chunk).length);
+  told.push({ ...figures, steps: figures.steps, columns: steps, accepted: figures.accepted, rate: figures.rate });
+}
+console.log(JSON.stringify(told));
+"""
+
+
+def chunks_of(rng: random.Random) -> list[dict[str, object]]:
+    """Return the chunks of a random answer; the last one may end with a candidate."""
+    candidates, own = [int(s) for s in ACCEPTED], [s for s in TokenSource.values() if s and s not in ACCEPTED]
+    found: list[dict[str, object]] = []
+    count = rng.randint(1, 6)
+    for number in range(count):
+        steps = rng.randint(1, 3)
+        sources: list[int] = []
+        for _ in range(steps):
+            sources += [*rng.choices(candidates, k=rng.randint(0, 5)), rng.choice(own)]
+        if number == count - 1 and rng.random() < 0.5:
+            sources, steps = [*sources, *rng.choices(candidates, k=2)], steps + rng.randint(1, 2)
+        found.append(
+            {
+                "tokens": [rng.randint(0, 99) for _ in sources],
+                "sources": [source_name(source) for source in sources],
+                "numbers": sources,
+                "steps": steps,
+                "offered": 4 * steps,
+                "elapsed_seconds": 0.5 * (number + 1),
+            }
+        )
+    return found
+
+
+@pytest.mark.skipif(NODE is None, reason="there is no Node")
+def test_figures_are_those_of_the_server() -> None:
+    rng = random.Random(7)
+    answers = [chunks_of(rng) for _ in range(50)]
+    command = [NODE or "", "--input-type=module", "-e", SCRIPT, (FOLDER / "figures.js").as_uri()]
+    done = subprocess.run(command, input=json.dumps(answers), capture_output=True, text=True, check=True, timeout=60)
+    for chunks, told in zip(answers, json.loads(done.stdout), strict=True):
+        sources: list[int] = [source for chunk in chunks for source in chunk["numbers"]]  # type: ignore[attr-defined]
+        per_chunk = [accepted_histogram(c["numbers"], c["steps"]) for c in chunks]  # type: ignore[arg-type]
+        histogram = sum(per_chunk[1:], per_chunk[0])
+        assert told["histogram"] == histogram_entries(histogram)
+        assert told["tokens"] == len(sources)
+        assert told["sources"] == {source_name(s): sources.count(s) for s in sources}
+        assert (told["steps"], told["offered"]) == (histogram.total(), 4 * histogram.total())
+        above = [sum(histogram[i] for i in histogram if i > at) for at in range(max(histogram))]
+        assert told["accepted"] == pytest.approx([steps / histogram.total() for steps in above])
+        if len(chunks) > 1:
+            first = len(chunks[0]["numbers"])  # type: ignore[arg-type]
+            assert told["rate"] == pytest.approx((len(sources) - first) / (0.5 * (len(chunks) - 1)))
