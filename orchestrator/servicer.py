@@ -130,6 +130,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     account.spend_tokens(len(response.tokens))
                     if first:
                         response.seed = valid.seed
+                        if request.return_prompt_token_ids:
+                            response.prompt_token_ids[:] = valid.samples[0].prompt
                         first = False
                     await context.write(response)
 
@@ -143,6 +145,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             valid = await self._parse(request.request, revision, peers, account, timeline, streamed=False)
             account.spend_tokens(valid.given_tokens)
             answer = generation_pb2.CompleteResponse(seed=valid.seed)
+            if request.request.return_prompt_token_ids:
+                answer.prompt_token_ids[:] = valid.samples[0].prompt
             completions = [answer.completions.add() for _ in valid.samples]
             size = 0
             async with aclosing(self._responses(valid, revision, peers, context, timeline)) as responses:
@@ -314,7 +318,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             arrived=self._clock(),
         )
         plain = request.WhichOneof("prompt") == "tokens" and not (request.json_schema or request.HasField("grammar"))
-        if plain and size <= SHORT_BYTES:
+        excluding = request.sampling.allowed_tokens or request.sampling.bad_words  # takes milliseconds
+        if plain and size <= SHORT_BYTES and not excluding:
             parsed = work()
         else:
             parsed = await (self._short if size <= LONG_BYTES else self._long).run(work, tenant)

@@ -71,6 +71,7 @@ NEEDED = {
     "orchestrator": "orchestrator",
     "openai": "openai",
     "up": "all",
+    "serve": "all",
     "export": "export",
     "import-gguf": "verifier",
     "bench": "dev",

@@ -82,6 +82,7 @@ class ServedModel:
 
     @property
     def most_request(self) -> int:
-        """Upper bound in bytes on a valid request: text, or tokens of 5 bytes each and as many to resume, turns of a
-        chat with some 10 bytes around each, a ban of every token, and 256 KiB for the rest."""
-        return self.most_text + 20 * self.context + 5 * self.vocabulary + (256 << 10)
+        """Upper bound in bytes on a valid request: text, or tokens of 5 bytes each, four contexts of them to truncate
+        and one to resume, turns of a chat with some 10 bytes around each, a ban and a permission of every token, and
+        512 KiB for the rest."""
+        return self.most_text + 30 * self.context + 10 * self.vocabulary + (512 << 10)

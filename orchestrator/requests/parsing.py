@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from orchestrator.requests.model import ServedModel
-from orchestrator.requests.prompt import prompt_tokens, time_of
+from orchestrator.requests.prompt import most_prompt_tokens, prompt_tokens, time_of
 from orchestrator.requests.reasoning import Reasoning, reasoning_after, reasoning_from
 from orchestrator.requests.sample import Request, Sample, digest
 from orchestrator.requests.tools import tool_grammar
@@ -47,6 +47,10 @@ MAX_SAMPLES = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 256
 """Number of stop strings, and characters of each: all are searched for in every piece of text."""
+
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 256
+"""Number of bad words, and characters of each: all are tokenised."""
 
 MAX_STOP_TOKENS = 1024
 """Number of stop tokens: models have a handful. The services take four times as many end tokens (`MAX_END_TOKENS`)."""
@@ -98,6 +102,7 @@ def parse(
     if len(end_tokens) > MAX_STOP_TOKENS:  # a resumed text has all of them as stop tokens
         problem = f"makes {len(end_tokens)} end tokens with the model's own, may make at most {MAX_STOP_TOKENS}"
         violations.append(("stop_tokens", problem))
+    sampling = replace(sampling, banned_tokens=sampling.banned_tokens | _excluded(message.sampling, model, violations))
     violations += sampling_violations(sampling, model.vocabulary, end_tokens if message.min_tokens else frozenset())
     violations += rule_violations(message.rule, message.contrast, sampling)
 
@@ -149,6 +154,8 @@ def parse(
         coalesce_commits=not streamed and not message.stop,
         grammar=grammar,
         shown_tokens=frozenset(model.tool_tokens.values()) if message.chat.tools else frozenset(),
+        show_special=message.show_special_tokens,
+        include_stop=message.include_stop,
         reasoning=reasoning,
         time=time if message.WhichOneof("prompt") == "chat" else None,
         rejected_candidates=message.rejected_candidates,
@@ -204,6 +211,29 @@ def _sampling(asked: generation_pb2.SamplingParameters, default: Sampling) -> Sa
     )
 
 
+def _excluded(
+    asked: generation_pb2.SamplingParameters, model: ServedModel, violations: list[tuple[str, str]]
+) -> frozenset[int]:
+    """Return the tokens excluded by `allowed_tokens` and `bad_words`; faults are appended to `violations`."""
+    allowed = list(asked.allowed_tokens)
+    violations += token_violations("sampling.allowed_tokens", allowed, model.vocabulary)
+    excluded = set(range(model.vocabulary)).difference(allowed) if allowed else set()
+    for index, word in enumerate(asked.bad_words):
+        field = f"sampling.bad_words[{index}]"
+        bare = word.lstrip()
+        if not bare or len(word) > MAX_BAD_WORD_CHARACTERS:
+            problem = f"has {len(word)} characters, must have 1 to {MAX_BAD_WORD_CHARACTERS}, not only white space"
+            violations.append((field, problem))
+            break
+        alone, spaced = (model.tokenizer.encode(text, special=False) for text in (bare, f" {bare}"))
+        if len(alone) != 1:
+            problem = f"is {len(alone)} tokens of this model, must be 1: only single tokens can be banned"
+            violations.append((field, problem))
+            break
+        excluded |= {*alone, *(spaced if len(spaced) == 1 else ())}
+    return frozenset(excluded)
+
+
 def _length_violations(message: generation_pb2.GenerateRequest, max_tokens: int, room: int) -> list[tuple[str, str]]:
     """Return what is wrong with the length and limits of the text, where the context has `room` after the prompt, and
     with its resumption."""
@@ -228,7 +258,7 @@ def _prompt_sizes(message: generation_pb2.GenerateRequest, model: ServedModel) -
     chat, context = message.chat.messages, model.context
     found = [
         too_many("text", len(message.text.encode()), model.most_text, "bytes"),
-        too_many("tokens.ids", len(message.tokens.ids), context, "tokens"),
+        too_many("tokens.ids", len(message.tokens.ids), most_prompt_tokens(message, model), "tokens"),
         too_many("chat.messages", len(chat), context, "messages"),
     ]
     if len(chat) <= context:
@@ -249,6 +279,8 @@ def _sizes(message: generation_pb2.GenerateRequest, model: ServedModel) -> list[
         too_many("model_fingerprint", len(message.model_fingerprint), MAX_FINGERPRINT_CHARACTERS, "characters"),
         too_many("prompt_digest", len(message.prompt_digest), MAX_FINGERPRINT_CHARACTERS, "characters"),
         *size_violations(message.sampling, model.vocabulary),
+        too_many("sampling.allowed_tokens", len(message.sampling.allowed_tokens), model.vocabulary, "tokens"),
+        too_many("sampling.bad_words", len(message.sampling.bad_words), MAX_BAD_WORDS, "words"),
     ]
     if message.n > MAX_SAMPLES:
         found.append(("n", f"is {message.n}, must be at most {MAX_SAMPLES}"))

@@ -17,18 +17,31 @@ from specdec.v2 import generation_pb2
 MAX_ARGUMENTS = 16 << 10
 """Largest size in bytes of a chat template's arguments."""
 
+TRUNCATED = 4
+"""Contexts of tokens in a prompt that is then truncated: tokenising takes memory for all of them."""
+
+
+def most_prompt_tokens(message: generation_pb2.GenerateRequest, model: ServedModel) -> int:
+    """Return the maximum tokens of a prompt, before it is truncated."""
+    return model.context * (TRUNCATED if message.truncate_prompt_tokens else 1)
+
 
 def prompt_tokens(
     message: generation_pb2.GenerateRequest, model: ServedModel, time: datetime, violations: list[tuple[str, str]]
 ) -> list[int]:
-    """Return the prompt's tokens; a chat template sees `time`. Faults are appended to `violations`; PromptTooLongError
-    if there is no room for one more token."""
-    most = model.context - 1
+    """Return the prompt's tokens, truncated if requested; a chat template sees `time`. Faults are appended to
+    `violations`; PromptTooLongError if there is no room for one more token."""
+    kept = message.truncate_prompt_tokens
+    if kept >= model.context:
+        violations.append(("truncate_prompt_tokens", f"is {kept}, must be below the context of {model.context}"))
+        return []
+    most = most_prompt_tokens(message, model) - 1
     try:
         match message.WhichOneof("prompt"):
             case "text":
                 if message.text:
-                    return model.tokenizer.encode(message.text, limit=most)
+                    ids = model.tokenizer.encode(message.text, limit=most)
+                    return _truncated_text(message.text, ids, kept, model, violations) if kept else ids
                 violations.append(("text", "is empty, must hold at least 1 character"))
             case "tokens":
                 ids = list(message.tokens.ids)
@@ -37,15 +50,16 @@ def prompt_tokens(
                 if not ids:
                     violations.append(("tokens.ids", "is empty, must hold at least 1 token"))
                 violations += token_violations("tokens.ids", ids, model.vocabulary)
-                return ids
+                return ids[-kept:]
             case "chat":
                 size = message.chat.template_arguments.ByteSize()
                 if too_long := too_many("chat.template_arguments", size, MAX_ARGUMENTS, "bytes"):
                     violations.append(too_long)
-                elif wrong := tool_violations(message.chat, model):
+                elif wrong := tool_violations(message.chat, model) or _end_violations(message.chat):
                     violations += wrong
                 elif message.chat.messages:
-                    return model.tokenizer.encode(_rendered(message.chat, model, time), special=False, limit=most)
+                    text = _rendered(message.chat, model, time)
+                    return model.tokenizer.encode(text, special=False, limit=most)[-kept:]
                 else:
                     violations.append(("chat.messages", "is empty, must hold at least 1 message"))
             case _:
@@ -54,8 +68,27 @@ def prompt_tokens(
         violations.append(("chat", str(error)))
     except TooManyTokensError as error:
         problem = f"has {error}, the context of {model.context} leaves no room"
+        if kept:
+            problem = f"has {error}, must have at most {most} to be truncated"
         raise PromptTooLongError([("prompt", problem)]) from None
     return []
+
+
+def _truncated_text(
+    text: str, ids: list[int], kept: int, model: ServedModel, violations: list[tuple[str, str]]
+) -> list[int]:
+    """Return the last tokens of a text, `kept` of them with the special tokens around it. As transformers does, this
+    drops tokens of the text only."""
+    if len(ids) <= kept:
+        return ids
+    plain = model.tokenizer.encode(text, special=False)
+    added = len(ids) - len(plain)
+    if added >= kept:
+        problem = f"is {kept}, must be more than the {added} special tokens around a text"
+        violations.append(("truncate_prompt_tokens", problem))
+        return []
+    before = next((at for at in range(added + 1) if ids[at : at + len(plain)] == plain), added)
+    return [*ids[:before], *plain[added - kept :], *ids[before + len(plain) :]]
 
 
 def time_of(message: generation_pb2.GenerateRequest, arrived: datetime, violations: list[tuple[str, str]]) -> datetime:
@@ -69,6 +102,13 @@ def time_of(message: generation_pb2.GenerateRequest, arrived: datetime, violatio
     return arrived.replace(microsecond=0)
 
 
+def _end_violations(chat: generation_pb2.ChatPrompt) -> list[tuple[str, str]]:
+    """Return what is wrong with the end of a conversation."""
+    if chat.continue_final_message and chat.messages and chat.messages[-1].tool_calls:
+        return [("chat.continue_final_message", "is set, the last message must have no calls")]
+    return []
+
+
 def _rendered(chat: generation_pb2.ChatPrompt, model: ServedModel, time: datetime) -> str:
     """Render a conversation with the model's chat template; ChatTemplateError if the template fails, PromptTooLongError
     if the result is too long."""
@@ -77,7 +117,14 @@ def _rendered(chat: generation_pb2.ChatPrompt, model: ServedModel, time: datetim
     except ValueError as error:  # a number JSON does not have, such as NaN
         raise ChatTemplateError(f"template_arguments: {error}") from None
     tools = tools_for_template(chat.tools)
-    text = model.tokenizer.render(turns_for_template(chat.messages), time, arguments, tools)
+    text = model.tokenizer.render(
+        turns_for_template(chat.messages),
+        time,
+        arguments,
+        tools,
+        generation_prompt=not chat.no_generation_prompt,
+        continues=chat.continue_final_message,
+    )
     if (length := len(text.encode())) > model.most_text:
         problem = f"renders to {length} bytes of text, the context has room for {model.most_text}"
         raise PromptTooLongError([("chat", problem)])

@@ -39,6 +39,8 @@ class Sample:
     rejected_candidates: bool = False  # return them
     grammar: model_pb2.Grammar | None = None  # what the text must look like
     shown_tokens: frozenset[int] = frozenset()  # special tokens to be shown nevertheless
+    show_special: bool = False  # all special tokens are shown
+    include_stop: bool = False  # the text includes what ended it
     reasoning: Reasoning | None = None  # at the start of the text, if any
     time: datetime | None = None  # seen by the chat template
     prompt_logprobs: int | None = None  # as `top_logprobs`, for the prompt; of the first sample only
@@ -123,6 +125,7 @@ def resolved(sample: Sample, model: str) -> generation_pb2.ResolvedRequest:
             frequency_penalty=sampling.frequency_penalty,
             presence_penalty=sampling.presence_penalty,
         ),
+        prompt_tokens=len(sample.prompt),
         max_tokens=sample.max_tokens,
         end_tokens=sorted(sample.end_tokens),
         prompt_digest=digest(sample.prompt),

@@ -31,4 +31,5 @@ def tokenize(message: generation_pb2.TokenizeRequest, model: ServedModel) -> gen
         pieces=[generation_pb2.TokenPiece(text=piece.decode(errors="replace"), bytes=piece) for piece in pieces],
         count=len(ids),
         context_tokens=model.context,
+        text=model.tokenizer.decode(ids, special=True) if message.text_of_tokens else "",
     )

@@ -26,16 +26,24 @@ class Detokenizer:
     """An incremental decoder: the pieces joined equal the library's decoding of all tokens at once, and no piece
     changes later. Tokens are held back until they make whole characters (`Characters`); special tokens are skipped."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], shown: frozenset[int] = frozenset()) -> None:
-        """`shown` are the special tokens to be spelt. If the prompt ends inside a character, the text begins with
-        it."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        shown: frozenset[int] = frozenset(),
+        *,
+        special: bool = False,
+    ) -> None:
+        """`shown` are the special tokens to be spelt between texts; with `special`, all of them are spelt as the
+        library does. If the prompt ends inside a character, the text begins with it."""
         self._tokenizer = tokenizer
-        self._shown = shown
+        self._shown = frozenset() if special else shown
+        self._special = special
         self._characters = tokenizer.characters()
         context: list[int] = []
         found = whole = 0
         for token in reversed(prompt[-SEARCHED:]):
-            if tokenizer.is_spelt(token):
+            if tokenizer.is_spelt(token, special=special):
                 context.append(token)
                 found += not self._characters.is_byte(token)
                 if found == CONTEXT:
@@ -46,7 +54,7 @@ class Detokenizer:
                 whole = count
         self._context = context[:whole]  # makes whole characters
         self._pending, broken = self._characters.left_open(context[whole:])  # not yet spelt
-        self._spelt = len(tokenizer.decode(self._context + self._pending)) - broken  # characters not to return again
+        self._spelt = len(self._decode(self._context + self._pending)) - broken  # characters not to return again
 
     def push(self, token: int) -> str:
         """Return the text this token completes; empty while a character is incomplete."""
@@ -55,7 +63,7 @@ class Detokenizer:
             self._characters = self._tokenizer.characters()
             self._context, self._spelt = [], 0
             return text
-        if not self._tokenizer.is_spelt(token):
+        if not self._tokenizer.is_spelt(token, special=self._special):
             return ""
         self._pending.append(token)
         return self._spell() if self._characters.whole_after(token) else ""
@@ -66,14 +74,17 @@ class Detokenizer:
 
     def _spell(self) -> str:
         """Return the text of the pending tokens after their context, and make them the context."""
-        new = self._tokenizer.decode(self._context + self._pending)[self._spelt :]
+        new = self._decode(self._context + self._pending)[self._spelt :]
         if new or not self._spelt:
             # Tokens that spell nothing alone (a space dropped at the beginning) cannot serve as context.
-            alone = self._tokenizer.decode(self._pending[-CONTEXT:])
+            alone = self._decode(self._pending[-CONTEXT:])
             self._context = (self._pending if alone else self._context + self._pending)[-CONTEXT:]
-            self._spelt = len(alone or self._tokenizer.decode(self._context))
+            self._spelt = len(alone or self._decode(self._context))
         self._pending = []
         return new
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, special=self._special)
 
 
 class TextStream:
@@ -86,26 +97,37 @@ class TextStream:
         stop: Sequence[str],
         shown: frozenset[int] = frozenset(),
         *,
+        special: bool = False,
         mark: int | None = None,
         drops_space: bool = False,
+        include_stop: bool = False,
     ) -> None:
-        """`shown` are the special tokens to be spelt. `mark` is a hidden token before the text. With `drops_space`,
-        white space at the beginning is dropped."""
+        """`shown` and `special` are the Detokenizer's. `mark` is a hidden token before the text. With `drops_space`,
+        white space at the beginning is dropped; with `include_stop`, the text includes the stop string or the end
+        token."""
         self._tokenizer = tokenizer
         self._drops_space = drops_space
-        self._detokenizer = Detokenizer(tokenizer, prompt, shown)
+        self._detokenizer = Detokenizer(tokenizer, prompt, shown, special=special)
         self._shown = shown
+        self._special = special
         unshown = "" if mark is None else self._text_of(mark)
-        self._stop = StopStrings(stop, tokenizer, unshown)
+        self._include_stop = include_stop
+        self._stop = StopStrings(stop, tokenizer, unshown, include_stop=include_stop)
         self._stop.pass_over(unshown)
 
     def push(self, token: int) -> Spelt:
         spelt = self._release(self._detokenizer.push(token))
-        is_spelt = token in self._shown or self._tokenizer.is_spelt(token)
-        return spelt if spelt.stop or is_spelt else self._pass_over(token, spelt.text)
+        return spelt if spelt.stop or self.shows(token) else self._pass_over(token, spelt.text)
+
+    def shows(self, token: int) -> bool:
+        """Return True if the text includes this token."""
+        return token in self._shown or self._tokenizer.is_spelt(token, special=self._special)
 
     def end(self, token: int) -> Spelt:
-        """Return the text held back before the end token. The token is not shown, but may complete a stop string."""
+        """Return the text held back before the end token. Unless the text includes it, the token is not shown, but may
+        complete a stop string."""
+        if self._include_stop:
+            return self.push(token)
         spelt = self._release(self._detokenizer.flush())
         return spelt if spelt.stop else self._pass_over(token, spelt.text)
 
@@ -146,9 +168,13 @@ class StopStrings:
     for in the text with special tokens spelt out (`pass_over`); the client gets the shown part of it.
     """
 
-    def __init__(self, stop: Sequence[str], tokenizer: Tokenizer, unshown: str = "") -> None:
-        """`unshown` is the text of another hidden token, special or not."""
+    def __init__(
+        self, stop: Sequence[str], tokenizer: Tokenizer, unshown: str = "", *, include_stop: bool = False
+    ) -> None:
+        """`unshown` is the text of another hidden token, special or not. With `include_stop`, the text includes the
+        stop string."""
         self._stop = tuple(stop)
+        self._include_stop = include_stop
         self._with_special = tuple(
             text for text in stop if tokenizer.names_special_token(text) or (unshown and unshown in text)
         )
@@ -183,10 +209,10 @@ class StopStrings:
         found = [(at, stop) for stop in self._stop if (at := visible.find(stop)) >= 0]
         found += [(places[at], stop) for stop in self._with_special if (at := held.find(stop)) >= 0]
         if found:
-            # The earliest stop string; of two at the same place, the longer. In either case the text ends before it.
+            # The earliest stop string; of two at the same place, the longer.
             at, stop = min(found, key=lambda pair: (pair[0], -len(pair[1])))
             self._held, self._shown = "", []
-            return Spelt(visible[:at], stop)
+            return Spelt(visible[:at] + (stop if self._include_stop else ""), stop)
         begin = len(held) - max((_overlap(held, stop) for stop in self._with_special), default=0)
         if overlap := max(_overlap(visible, stop) for stop in self._stop):
             # The offset in `_held` of the overlap's first character.
@@ -225,11 +251,7 @@ class SampleText:
         reasoning = sample.reasoning
         self._opening = None if reasoning is None or reasoning.begun else reasoning.opening  # if only space precedes it
         self._closing = reasoning.closing if reasoning is not None and reasoning.begun else None  # in reasoning only
-        self._stream = (
-            TextStream(tokenizer, sample.prompt, sample.stop, sample.shown_tokens)
-            if self._closing is None
-            else TextStream(tokenizer, sample.prompt, (), drops_space=True)
-        )
+        self._stream = self._answer(sample.prompt) if self._closing is None else self._thought(sample.prompt)
         self._ending = {
             token: stop
             for stop in sample.stop
@@ -262,20 +284,21 @@ class SampleText:
         self.reasoning_tokens += self._closing is not None
         if token != self._closing:
             return self._stream.push(token)
-        spelt, sample = self._stream.finish(), self._sample
+        spelt = self._stream.finish()
         self._closing = None
-        drops = sample.grammar is None
-        self._stream = TextStream(self._tokenizer, [], sample.stop, sample.shown_tokens, mark=token, drops_space=drops)
+        self._stream = self._answer([], mark=token)
         return spelt
 
     def end(self, token: int) -> Spelt:
-        """Take the end token, without showing it; return the text it completes, and the stop string it is or completes,
-        if any."""
+        """Take the end token, which is not shown unless the text includes it; return the text it completes, and the
+        stop string it is or completes, if any."""
         self.reasoning_tokens += self._closing is not None
         spelt = self._stream.end(token)
         if spelt.stop or token not in self._ending:
             return spelt
-        return Spelt(spelt.text + self._stream.finish().text, self._ending[token])
+        stop = self._ending[token]
+        unshown = stop if self._sample.include_stop and not self._stream.shows(token) else ""
+        return Spelt(spelt.text + self._stream.finish().text + unshown, stop)
 
     def finish(self) -> Spelt:
         """Return the text held back, to be shown with the last token; called after the last token."""
@@ -284,5 +307,23 @@ class SampleText:
     def _open(self) -> None:
         assert self._sample.reasoning is not None
         self._opening, self._closing = None, self._sample.reasoning.closing
-        self._stream = TextStream(self._tokenizer, [], (), drops_space=True)
+        self._stream = self._thought([])
         self.reasoning_tokens += 1
+
+    def _thought(self, prompt: Sequence[int]) -> TextStream:
+        """Return the stream of a reasoning."""
+        return TextStream(self._tokenizer, prompt, (), special=self._sample.show_special, drops_space=True)
+
+    def _answer(self, prompt: Sequence[int], *, mark: int | None = None) -> TextStream:
+        """Return the stream of the answer, after the mark that closes its reasoning if there is one."""
+        sample = self._sample
+        return TextStream(
+            self._tokenizer,
+            prompt,
+            sample.stop,
+            sample.shown_tokens,
+            special=sample.show_special,
+            mark=mark,
+            drops_space=mark is not None and sample.grammar is None,
+            include_stop=sample.include_stop,
+        )

@@ -24,7 +24,7 @@ from specdec.cli.export import export
 from specdec.cli.failure import ending
 from specdec.cli.generate import generate
 from specdec.cli.import_gguf import import_gguf
-from specdec.cli.services import draft, evaluate, openai, orchestrator, up, verifier, warm_up
+from specdec.cli.services import draft, evaluate, openai, orchestrator, serve, up, verifier, warm_up
 from specdec.cli.stats import stats
 from specdec.cli.tokenize import tokenize
 from specdec.cli.trace import trace
@@ -59,7 +59,7 @@ def specdec(
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.callback()(specdec)
-for service in (draft, verifier, orchestrator, openai, up, warm_up, evaluate):
+for service in (draft, verifier, orchestrator, openai, up, serve, warm_up, evaluate):
     app.command(context_settings=PASS_ON)(ending(service))
 for command in (doctor, export, import_gguf, stats, trace, generate, chat, tokenize, api_key):
     app.command()(ending(command))

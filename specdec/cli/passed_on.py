@@ -9,14 +9,28 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
 
 from specdec.roles import load
 
-PACKAGES = {"verifier": "verifier_service", "draft": "draft_service", "orchestrator": "orchestrator"}
+PACKAGES = {
+    "verifier": "verifier_service",
+    "draft": "draft_service",
+    "orchestrator": "orchestrator",
+    "openai": "specdec.openai_api",
+}
+
+OPTIONAL = {"openai": ("starlette", "uvicorn")}
+"""Roles that `specdec up` can do without, and the packages they need: the options of one that cannot run are absent."""
 
 SET_BY_UP = frozenset(
-    {"model", "models", "draft_model", "verifier", "draft", "port", "stop_with_stdin", "share_port", "return"}
+    {
+        *("model", "models", "draft_model", "verifier", "draft", "orchestrator", "port", "stop_with_stdin"),
+        *("share_port", "return"),
+    }
 )
 """Names of options set by `specdec up` itself: which service serves what, and where."""
 
@@ -27,10 +41,10 @@ Values = dict[str, Any]
 """Values of a service's options by parameter name, without those not given."""
 
 
-def passing_on(command: Callable[..., None]) -> Callable[..., None]:
+def passing_on(command: Callable[..., None], *, model: str = "") -> Callable[..., None]:
     """Return a command with the services' options added; it passes their values to `command` as the parameter `passed`,
-    by service."""
-    added = {role: dict(_parameters(role)) for role in PACKAGES}
+    by service. `model` names an option of `command` that becomes the argument MODEL."""
+    added = {role: dict(_parameters(role)) if _installed(role) else {} for role in PACKAGES}
 
     def run(**given: Any) -> None:
         passed: dict[str, Values] = {}
@@ -40,6 +54,9 @@ def passing_on(command: Callable[..., None]) -> Callable[..., None]:
         command(**given, passed=passed)
 
     hints = get_type_hints(command, include_extras=True)
+    if model:
+        kind, option = get_args(hints[model])
+        hints[model] = Annotated[kind, typer.Argument(metavar="MODEL", help=option.help)]
     own = (parameter for name, parameter in inspect.signature(command).parameters.items() if name != "passed")
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what typer reads
         [
@@ -55,6 +72,10 @@ def passing_on(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def _installed(role: str) -> bool:
+    return all(find_spec(package) is not None for package in OPTIONAL.get(role, ()))
+
+
 def _parameters(role: str) -> Iterator[tuple[str, inspect.Parameter]]:
     """Yield (name, parameter) for each option of a service that may be passed on, with the service's prefix."""
     hints = get_type_hints(load(f"{PACKAGES[role]}.__main__").main, include_extras=True)
@@ -62,6 +83,7 @@ def _parameters(role: str) -> Iterator[tuple[str, inspect.Parameter]]:
         kind, option = get_args(hints[name])
         option, spelled = copy.copy(option), name.replace("_", "-")
         declared = f"--{role}-{spelled}"
+        kind = bool if kind == bool | None else kind
         option.param_decls = (f"{declared}/--{role}-no-{spelled}" if kind is bool else declared,)
         if name in ALSO_BARE:
             option.param_decls = (f"--{spelled}", *option.param_decls)

@@ -47,10 +47,19 @@ def evaluate(context: typer.Context) -> None:
 
 def up(context: typer.Context) -> None:
     """Start all three services on this machine, and restart them if they die."""
+    _serve_all(context)
+
+
+def serve(context: typer.Context) -> None:
+    """Start all three services for MODEL: the same as `up --target MODEL`."""
+    _serve_all(context, model="target")
+
+
+def _serve_all(context: typer.Context, model: str = "") -> None:
     check_installed(
         "numpy", "structlog", "yaml", "grpc_reflection", "grpc_status"
     )  # otherwise the error would name the extra of one service
     from specdec.cli.passed_on import passing_on
     from specdec.cli.up import up
 
-    run_command(passing_on(up), context.command_path, context.args)
+    run_command(passing_on(up, model=model), context.command_path, context.args)

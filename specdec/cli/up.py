@@ -49,8 +49,8 @@ def _pod(role: str, address: str, process: int) -> dict[str, Any]:
     return found
 
 
-def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a description as lines: one per service, then how to send requests."""
+def lines(found: Mapping[str, Any], *, https: bool = False) -> Iterator[str]:
+    """Yield a description as lines: one per service, then how to send requests, by `https` or without encryption."""
     for role, pod in found["pods"].items():
         parts = [f"{pod['memory_bytes'] / 1e9:.2f} GB of memory now"]
         if "model" in pod:
@@ -63,7 +63,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     asked = "" if found["address"] == usual else f" --address {found['address']}"
     yield f'Try it: specdec generate "def main("{asked}'
     if openai := found["services"].get("openai"):
-        yield f"With any OpenAI client: OPENAI_BASE_URL=http://{openai}/v1"
+        yield f"With any OpenAI client: OPENAI_BASE_URL=http{'s' * https}://{openai}/v1"
     yield "Ctrl-C stops all services."
 
 
@@ -146,8 +146,8 @@ def up(
     """Start all three services on this machine, and restart them if they die. Ctrl-C stops them.
 
     Every option of a service is also one of this command, prefixed with the service's name: --verifier-step-rows 64,
-    --draft-device cuda, --orchestrator-workers 2. `specdec verifier --help`, `specdec draft --help` and `specdec
-    orchestrator --help` list them.
+    --draft-device cuda, --orchestrator-workers 2, --openai-allow-origin https://chat.example.com. `specdec verifier
+    --help`, `specdec draft --help`, `specdec orchestrator --help` and `specdec openai --help` list them.
     """
     from specdec.cli.up import description, lines
     from specdec.engine.engine import UnsupportedModelError
@@ -165,19 +165,22 @@ def up(
     of_verifier: Values = {name: value for name, value in given.items() if value is not None} | passed["verifier"]
     of_draft = passed["draft"]
     of_orchestrator: Values = {"host": host} | passed["orchestrator"]
-    of_openai: Values = {"host": host}
+    of_openai: Values = {"host": host} | passed["openai"]
     draining = (of_verifier, of_draft, of_orchestrator, of_openai)
     drain = max(float(values.get("drain_seconds", DRAIN_SECONDS)) for values in draining)
     for values in draining:  # a text ends with the first of its services: use one drain time
         values.setdefault("drain_seconds", drain)
     try:
         # 1. Validate early, before any service loads its model.
+        if passed["openai"] and openai_port is None:
+            options = ", ".join(f"--openai-{name.replace('_', '-')}" for name in passed["openai"])
+            fail(f"{options}: needs --openai-port, which starts the HTTP API", ExitStatus.USAGE)
         secured = "tls_cert" in of_orchestrator or bool(os.environ.get("SPECDEC_ORCHESTRATOR_TLS_CERT"))
-        if openai_port is not None and secured:
+        trusted = "orchestrator_tls_ca" in of_openai or bool(os.environ.get("SPECDEC_OPENAI_ORCHESTRATOR_TLS_CA"))
+        if openai_port is not None and secured and not trusted:
             fail(
                 "--openai-port: does not reach an orchestrator with --orchestrator-tls-cert "
-                "(SPECDEC_ORCHESTRATOR_TLS_CERT); leave it out, and also run `specdec openai --orchestrator-tls-ca "
-                "FILE`",
+                "(SPECDEC_ORCHESTRATOR_TLS_CERT); give --openai-orchestrator-tls-ca FILE too",
                 ExitStatus.USAGE,
             )
         models = ModelPaths.chosen(target, draft, local_draft)
@@ -224,7 +227,8 @@ def up(
             forced=lambda: len(stop) > 1,
         ) as stack:
             found = description(stack)
-            print(json.dumps(found) if json_output else "\n".join(lines(found)), flush=True)
+            https = "tls_cert" in of_openai or bool(os.environ.get("SPECDEC_OPENAI_TLS_CERT"))
+            print(json.dumps(found) if json_output else "\n".join(lines(found, https=https)), flush=True)
             upkeep = Upkeep(stack, say)
             while not stop:
                 time.sleep(0.2)

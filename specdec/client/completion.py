@@ -112,6 +112,7 @@ class Resolved:
     prompt_digest: str  # of the prompt's tokens
     time: datetime | None  # current time passed to the chat template; None without one
     model: str = ""  # the revision serving the request, as NAME@REVISION; empty if the model has no named ones
+    prompt_tokens: int = 0  # tokens of the prompt; 0 from an older server
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ class Chunk:
     reasoning: str = ""  # of a chat
     reasoning_tokens: int = 0  # number of leading `tokens` that are reasoning
     prompt: Sequence[PromptToken] = ()  # next tokens of the prompt, if requested; only in chunks of sample 0
+    prompt_token_ids: list[int] | None = None  # if requested; in the first chunk
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ class Result:
     resolved: Resolved  # the request with defaults resolved
     request_id: str = ""  # in logs and traces of the services
     prompt: Sequence[PromptToken] = ()  # the tokens of the prompt, if requested
+    prompt_token_ids: list[int] | None = None  # if requested
 
     @property
     def text(self) -> str:
@@ -215,6 +218,7 @@ def read_chunk(response: pb.GenerateResponse, *, before_seconds: float = 0.0) ->
         reasoning=response.reasoning,
         reasoning_tokens=response.reasoning_tokens,
         prompt=list(map(_read_prompt_token, response.prompt)),
+        prompt_token_ids=list(response.prompt_token_ids) or None,
     )
 
 
@@ -233,8 +237,13 @@ def read_result(response: pb.CompleteResponse) -> Result:
         )
         for completion in response.completions
     ]
-    prompt = list(map(_read_prompt_token, response.prompt))
-    return Result(completions, response.seed, _read_resolved(response.resolved), prompt=prompt)
+    return Result(
+        completions,
+        response.seed,
+        _read_resolved(response.resolved),
+        prompt=list(map(_read_prompt_token, response.prompt)),
+        prompt_token_ids=list(response.prompt_token_ids) or None,
+    )
 
 
 def read_models(response: pb.ListModelsResponse) -> list[Model]:
@@ -312,6 +321,7 @@ def _read_resolved(resolved: pb.ResolvedRequest) -> Resolved:
         prompt_digest=resolved.prompt_digest,
         time=resolved.time.ToDatetime(UTC) if resolved.HasField("time") else None,
         model=resolved.model,
+        prompt_tokens=resolved.prompt_tokens,
     )
 
 

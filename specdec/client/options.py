@@ -49,8 +49,18 @@ class GenerateOptions(TypedDict, total=False):
         "With `tools`: auto, required (only calls), none, or one function, in the format of OpenAI's API. Default: "
         "auto.",
     ]
+    add_generation_prompt: Annotated[
+        bool | None, "With `messages`: False ends the prompt after the last message. Default: True."
+    ]
+    continue_final_message: Annotated[
+        bool | None, "With `messages`: True continues the content of the last message, in place of a new turn."
+    ]
     split_reasoning: Annotated[bool | None, "False: reasoning stays in the text, with its marks. Default: True."]
     parallel_tool_calls: Annotated[bool | None, "With `tools`: False allows at most one call. Default: True."]
+    truncate_prompt_tokens: Annotated[
+        int | None, "Keep only the last N tokens of the prompt, and special tokens around plain text. Default: all."
+    ]
+    return_prompt_token_ids: Annotated[bool | None, "Send the prompt's token ids in the first chunk."]
     model: Annotated[str | None, "Model name, if several are served."]
 
     max_tokens: Annotated[
@@ -58,6 +68,8 @@ class GenerateOptions(TypedDict, total=False):
     ]
     min_tokens: Annotated[int | None, "Minimum tokens before an end token."]
     stop: Annotated[str | Sequence[str] | None, "Stop strings: the text ends before the first one."]
+    include_stop: Annotated[bool | None, "The text includes the stop string or end token that ended it."]
+    show_special_tokens: Annotated[bool | None, "The text includes special tokens, all but the end token."]
     stop_tokens: Annotated[Iterable[int] | None, "Token ids that end the text, in addition to the model's own."]
     ignore_end_token: Annotated[bool | None, "Continue past the model's end tokens."]
     n: Annotated[int | None, "Samples, 1 to 16. Default: 1."]
@@ -78,13 +90,17 @@ class GenerateOptions(TypedDict, total=False):
     top_p: Annotated[float | None, "Sample from the smallest set of tokens whose probabilities sum to this, in (0, 1]."]
     top_k: Annotated[int | None, "Sample from the K most probable tokens; 0 keeps all."]
     min_p: Annotated[
-        float | None, "Sample from tokens at least this probable relative to the most probable one, in [0, 1)."
+        float | None, "Sample from tokens at least this probable relative to the most probable one, in [0, 1]."
     ]
     repetition_penalty: Annotated[float | None, "In [0.01, 100]; 1 is off."]
     frequency_penalty: Annotated[float | None, "In [-2, 2]; 0 is off."]
     presence_penalty: Annotated[float | None, "In [-2, 2]; 0 is off."]
     logit_bias: Annotated[Mapping[int, float] | None, "Added to the logits, by token id; each in [-100, 100]."]
     banned_tokens: Annotated[Iterable[int] | None, "Token ids that are never chosen."]
+    allowed_tokens: Annotated[Iterable[int] | None, "The only token ids that may be chosen, end tokens included."]
+    bad_words: Annotated[
+        Sequence[str] | None, "Words that are never chosen, alone or after a space; each one token of the model."
+    ]
     seed: Annotated[int | None, "Sampling seed. Default: drawn by the server, and sent in the first chunk."]
 
     json_schema: Annotated[

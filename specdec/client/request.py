@@ -60,15 +60,16 @@ _RULES = {
 }
 # Options stored in a field of the same name, by message.
 _PLAIN = {
-    "rejected_candidates",
     "model", "max_tokens", "min_tokens", "stop_tokens", "ignore_end_token", "ignore_generation_config", "n", "logprobs",
     "fallback_temperature", "generated_tokens", "tenant", "priority", "model_fingerprint", "prompt_digest",
-    "prompt_logprobs",
+    "prompt_logprobs", "show_special_tokens", "include_stop", "return_prompt_token_ids", "truncate_prompt_tokens",
+    "rejected_candidates",
 }  # fmt: skip
 _SAMPLING = {
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
-    "logit_bias", "banned_tokens", "seed",
+    "logit_bias", "banned_tokens", "allowed_tokens", "bad_words", "seed",
 }  # fmt: skip
+_ENDS = ("add_generation_prompt", "continue_final_message")
 _CONTRAST = {"alpha", "amateur_temperature"}
 _SPECULATION = {"forced", "max_candidates", "max_depth", "max_branches"}
 
@@ -86,7 +87,7 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
     prompts = given.keys() & {"prompt", "tokens", "messages"}
     if len(prompts) > 1:
         raise ValueError(f"a request has one prompt, not several: {', '.join(sorted(prompts))}")
-    for name in ("time", "template_arguments", "tools"):
+    for name in ("time", "template_arguments", "tools", *_ENDS):
         if name in given and "messages" not in given:
             raise ValueError(f"{name} is given, but no messages: only chat templates use it")
     for name in ("tool_choice", "parallel_tool_calls"):
@@ -134,6 +135,13 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
             request.chat.time.FromDatetime(value)
         elif name == "template_arguments":
             _put_arguments(request.chat, value)
+        elif name in _ENDS:
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} = {value!r}: must be true or false")
+            if name == "continue_final_message":
+                request.chat.continue_final_message = value
+            else:
+                request.chat.no_generation_prompt = not value
         elif name == "tools":
             put_tools(pb.ChatPrompt() if given.get("tool_choice") == "none" else request.chat, value)
         elif name == "tool_choice":

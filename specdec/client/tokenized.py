@@ -17,6 +17,7 @@ class Tokenized:
     ids: list[int]
     pieces: list[Piece]  # of each token, if requested
     context_tokens: int  # longest text of the model, prompt included
+    text: str = ""  # of the tokens, if requested, with special tokens
 
     @property
     def count(self) -> int:
@@ -44,4 +45,4 @@ def build_tokenize_request(
 def read_tokenized(response: pb.TokenizeResponse) -> Tokenized:
     """Convert the answer of `Tokenize`."""
     pieces = [Piece(piece.text, piece.bytes) for piece in response.pieces]
-    return Tokenized(list(response.ids), pieces, response.context_tokens)
+    return Tokenized(list(response.ids), pieces, response.context_tokens, response.text)

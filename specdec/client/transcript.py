@@ -49,6 +49,7 @@ class Transcript:
         if not self._empty:
             response.ClearField("seed")
             response.ClearField("model_fingerprint")
+            response.ClearField("prompt_token_ids")
         if self._repeated and response.prompt:
             repeated = min(self._repeated, len(response.prompt))
             self._repeated -= repeated

@@ -57,6 +57,14 @@ def main(
             help="Allowed CORS origin, such as https://chat.example.com; * for any. May be repeated. Default: none.",
         ),
     ] = None,
+    serve_metrics: Annotated[
+        bool | None,
+        typer.Option(
+            "--serve-metrics/--no-serve-metrics",
+            help="Serve the Prometheus metrics at /metrics of this port too, to callers whose key is accepted. "
+            "Default: only if --host is a loopback address.",
+        ),
+    ] = None,
     strict_fields: Annotated[
         bool, typer.Option(help="Refuse unknown fields. By default they are ignored, and the answer names them.")
     ] = False,
@@ -154,6 +162,7 @@ def main(
         with_page=page,
         store=store,
         strict=strict_fields,
+        serve_metrics_here=serve_metrics,
     )
     run_program(serving, "openai")
 

@@ -7,7 +7,7 @@ speculation statistics.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -36,11 +36,15 @@ class Frame:
     ignored: Sequence[str] = ()  # fields of the request
 
     def whole(self, choices: Sequence[Choice], others: Mapping[str, str] = MappingProxyType({})) -> bytes:
-        """Return the complete answer as JSON, with `others`, fields already encoded; all choices must have ended."""
+        """Return the complete answer as JSON, with `others`, fields already encoded; all choices must have ended. Token
+        ids of the prompt are a chat's, but a completion's choices have their own."""
         kind = "chat.completion" if self.chat else "text_completion"
         told = self._framed(kind, usage=usage_of(choices), system_fingerprint=fingerprint(c.finish for c in choices))
         told |= self.told_ignored
-        return as_bytes(json_object(told, {"choices": json_list(choice.whole() for choice in choices), **others}))
+        parts = {"choices": json_list(choice.whole() for choice in choices), **others}
+        if self.chat and (prompt := choices[0].encoded_prompt):
+            parts["prompt_token_ids"] = prompt
+        return as_bytes(json_object(told, parts))
 
     @property
     def told_ignored(self) -> Json:
@@ -70,10 +74,13 @@ class Choice:
         reasoning: bool = True,
         calls: Calls | None = None,
         prompt: AnsweredPrompt | None = None,
+        token_ids: bool = False,
+        stop_tokens: Collection[int] = (),
     ) -> None:
         """`first_sample`: the first sample of its prompt, with which the prompt's tokens are counted. `reasoning`:
         include the reasoning, if any. `calls`: collects tool calls; None if the text has none. `prompt`: the prompt, if
-        a completion's choice shows anything of it. `chunks`: include the tokens of each chunk."""
+        a completion's choice shows anything of it. `chunks`: include the tokens of each chunk; `token_ids`: include
+        token ids. `stop_tokens`: the request's own end tokens."""
         self._calls = calls
         self.index = index
         self.first_sample = first_sample
@@ -82,6 +89,17 @@ class Choice:
         self._wants_chunks = chunks
         self._chunks: list[str] = []
         self._wants_reasoning = reasoning
+        self._wants_token_ids = token_ids
+        self._stop_tokens = stop_tokens
+        self._tokens: list[str] = []  # ids, in decimal
+        self._last_token: int | None = None
+        self._completion_tokens = 0
+        self.prompt_tokens = 0
+        """Tokens of the prompt, once known."""
+        self.prompt_token_ids: list[int] | None = None
+        """Token ids of the prompt, for the first piece of a stream, if requested."""
+        self.encoded_prompt = ""
+        """The same as JSON, for a complete answer."""
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._logprobs = EncodedLogprobs(self._logprobs_of)
@@ -99,8 +117,15 @@ class Choice:
         delta = {"role": "assistant", "content": ""}
         return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
+    @property
+    def usage(self) -> Json:
+        """The token counts so far."""
+        prompt, completion = self.prompt_tokens, self._completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
     def piece(self, chunk: Chunk, seed: int | None) -> Json:
         """Return a chunk as the choice of a stream event; `seed` is the request's."""
+        own = self._note(chunk, seed)
         piece: Json = {"index": self.index, "text": chunk.text}
         if self._chat:
             text, calls = self._said(chunk)
@@ -115,6 +140,10 @@ class Choice:
         own = self._note(chunk, seed)
         if self._wants_chunks and chunk.tokens:
             own["chunks"] = [self._chunk(chunk)]
+        if self._wants_token_ids:
+            piece["token_ids"] = chunk.tokens
+        if self.prompt_token_ids is not None and not self._chat:
+            piece["prompt_token_ids"], self.prompt_token_ids = self.prompt_token_ids, None
         return piece | ({"specdec": own} if own else {})
 
     def gather(self, chunk: Chunk, seed: int | None) -> None:
@@ -127,6 +156,8 @@ class Choice:
         self._own |= self._note(chunk, seed)
         if self._wants_chunks and chunk.tokens:
             self._chunks.append(encoded(self._chunk(chunk)))
+        if self._wants_token_ids:
+            self._tokens += map(str, chunk.tokens)
 
     def whole(self) -> str:
         """Return the gathered sample as JSON."""
@@ -135,7 +166,12 @@ class Choice:
         told = {"index": self.index, **said, **self._end(self.finish)}
         own = json_object(self._own, {"chunks": json_list(self._chunks)} if self._wants_chunks else {})
         logprobs = self._logprobs.whole(self._prompt.logprobs) if self._wants_logprobs else "null"
-        return json_object(told, {"specdec": own, "logprobs": logprobs, **self._prompt.fields})
+        parts = {"specdec": own, "logprobs": logprobs, **self._prompt.fields}
+        if self._wants_token_ids:
+            parts["token_ids"] = json_list(self._tokens)
+        if self.encoded_prompt and not self._chat:
+            parts["prompt_token_ids"] = self.encoded_prompt
+        return json_object(told, parts)
 
     def _said(self, chunk: Chunk) -> tuple[str, list[Json]]:
         """Return a chunk's text without tool calls, and the calls completed by it."""
@@ -155,11 +191,13 @@ class Choice:
         return {"role": "assistant", "content": None if silent else text, **others}
 
     def _end(self, finish: Finish) -> Json:
-        """Return the finish fields; `stop_reason` is vLLM's."""
+        """Return the finish fields. `stop_reason` is vLLM's: the stop string, or the token of the request, that ended
+        the text."""
         reason = REASONS.get(finish.reason, "stop")
         if reason == "stop" and self._calls is not None and self._calls.made:
             reason = "tool_calls"
-        return {"finish_reason": reason, "stop_reason": finish.stop or None}
+        token = self._last_token if finish.reason == "stop" and self._last_token in self._stop_tokens else None
+        return {"finish_reason": reason, "stop_reason": finish.stop or token}
 
     def _chunk(self, chunk: Chunk) -> Json:
         """Return the tokens of a chunk and who proposed them; times in seconds. Unwanted reasoning has no texts."""
@@ -183,8 +221,11 @@ class Choice:
         return told
 
     def _note(self, chunk: Chunk, seed: int | None) -> Json:
-        """Record the finish, if the chunk has one; return the chunk's part of the field `specdec`."""
+        """Record a chunk's token counts, its last token and its finish, if it has one; return its part of the field
+        `specdec`."""
         own: Json = {}
+        self._completion_tokens += len(chunk.tokens)
+        self._last_token = chunk.tokens[-1] if chunk.tokens else self._last_token
         if chunk.resolved is not None:
             resolved = asdict(chunk.resolved)
             resolved["time"] = None if chunk.resolved.time is None else chunk.resolved.time.isoformat()

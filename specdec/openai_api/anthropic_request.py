@@ -99,10 +99,11 @@ def parse_messages(fields: Mapping[str, Any], *, strict: bool = False, counts: b
     if "max_tokens" not in given and not counts:
         raise refused("max_tokens", "is missing")
     messages, places = _chat_messages(given, ignored)
-    if messages[-1]["role"] == "assistant" and not counts:
-        problem = "is an assistant's: the text of a message cannot be continued here"
-        raise unsupported(places[-1], problem)
     chat = {name: value for name, value in given.items() if name in SAME}
+    if (last := messages[-1])["role"] == "assistant" and not last.get("tool_calls"):
+        chat["continue_final_message"] = True  # prefill
+    elif last["role"] == "assistant" and not counts:
+        raise refused(places[-1], "ends with calls, which must be followed by their results")
     chat |= {"messages": messages, "stop": given.get("stop_sequences"), **_tools(given, ignored)}
     chat |= {**_thinking(given, ignored), **_output(given, ignored)}
     try:

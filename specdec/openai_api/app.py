@@ -9,16 +9,18 @@ from functools import partial
 from typing import Any
 
 import structlog
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specdec import __version__
 from specdec.openai_api.anthropic_answer import error_body
 from specdec.openai_api.bodies import BODY_SECONDS, Bodies, Unread
 from specdec.openai_api.callers import Callers, network_of
@@ -26,21 +28,42 @@ from specdec.openai_api.endpoints import Messages, Responses
 from specdec.openai_api.errors import ApiError, overloaded, too_many
 from specdec.openai_api.event_stream import IGNORED_HEADER, MISTAKE, EventStream, ignored_header
 from specdec.openai_api.gateway import Caller, Gateway
-from specdec.openai_api.page_files import HOME, page_routes
+from specdec.openai_api.page_files import page_routes
 from specdec.openai_api.parsing import Parser
 from specdec.openai_api.presence import CallerLeftError, while_present
 from specdec.openai_api.requests import parse
 from specdec.openai_api.response_store import ResponseStore
+from specdec.openai_api.routes import (
+    ALIASES,
+    CANCEL,
+    CHAT,
+    COMPLETIONS,
+    COUNT,
+    DETOKENIZE,
+    DOCS,
+    HEALTH,
+    INPUTS,
+    ITEM,
+    LIVE,
+    MESSAGES,
+    METRICS,
+    MODELS,
+    OPENAPI,
+    PAGE_HEADERS,
+    PING,
+    RESPONSES,
+    STATS,
+    TOKENIZE,
+    VERSION,
+    advice,
+    openapi,
+    page,
+)
+from specdec.openai_api.tokens import Tokens
 from specdec.serving.errors import OverloadedError, TenantLimitError
 from specdec.wire.request_id import REQUEST_ID, is_request_id, new_request_id
 
 log = structlog.get_logger()
-
-COMPLETIONS, CHAT, MODELS, HEALTH = "/v1/completions", "/v1/chat/completions", "/v1/models", "/health"
-RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
-COUNT = f"{MESSAGES}/count_tokens"
-STATS = "/v1/specdec/stats"
-ROUTES = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, COUNT, MODELS, HEALTH, STATS, HOME)
 
 KEY_HEADERS = ("x-api-key", "api-key")
 """Headers in which other clients send the API key, Anthropic's and Azure's."""
@@ -50,6 +73,9 @@ CARRIED = ("authorization", "traceparent", "tracestate")
 
 CALLER = "specdec.caller"
 """ASGI scope key for an admitted request's caller."""
+
+MAX_PATH_CHARACTERS = 200
+"""Maximum characters of an unknown path in an error message."""
 
 TOLD = (REQUEST_ID, "retry-after", IGNORED_HEADER)
 """Response headers exposed to pages in browsers."""
@@ -65,10 +91,13 @@ def make_app(
     with_page: bool = False,
     store: ResponseStore | None = None,
     strict: bool = False,
+    metrics: Callable[[], bytes] | None = None,
 ) -> ASGIApp:
     """Return the ASGI application. `serves` returns whether an orchestrator takes requests now; `most_requests` limits
     the requests in progress; pages of `origins` may send requests from browsers. Without `store`, no responses are
-    stored. With `strict`, unknown fields are refused. `with_page`: serve the page, and the statistics it shows."""
+    stored. With `strict`, unknown fields are refused. `with_page`: serve the page, and the statistics it shows.
+    `metrics` returns those of this server, for admitted callers, in Prometheus's text format; None if they are not
+    served here."""
     started = int(time.time())
     bodies = Bodies(body_seconds)
     parser = Parser()
@@ -79,6 +108,7 @@ def make_app(
 
     responses = Responses(gateway, parser, bodies, caller, store, strict=strict)
     messages = Messages(gateway, parser, bodies, caller, strict=strict)
+    tokens = Tokens(gateway, parser, bodies, caller, strict=strict)
 
     async def generate(request: Request, *, chat: bool) -> Response | EventStream:
         body = await bodies.read(request, request.scope[CALLER])
@@ -124,6 +154,26 @@ def make_app(
         works = await serves()
         return JSONResponse({"status": "ok" if works else "no orchestrator is available"}, 200 if works else 503)
 
+    async def live(_: Request) -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    async def version(_: Request) -> JSONResponse:
+        return JSONResponse({"version": __version__})
+
+    async def scraped(_: Request) -> Response:
+        if metrics is None:
+            raise ApiError(404, f"{METRICS}: is not served here, see --serve-metrics and --metrics-port")
+        return Response(metrics(), media_type=CONTENT_TYPE_LATEST)
+
+    generating = {COMPLETIONS: completions, CHAT: chat_completions}
+    described, shown = openapi(), page()
+
+    async def description(_: Request) -> JSONResponse:
+        return JSONResponse(described)
+
+    async def docs(_: Request) -> HTMLResponse:
+        return HTMLResponse(shown, headers=PAGE_HEADERS)
+
     handlers: dict[Any, Any] = {
         ApiError: _answer_error,
         OverloadedError: _answer_overloaded,
@@ -137,19 +187,29 @@ def make_app(
     )
     app = Starlette(
         routes=[
-            Route(COMPLETIONS, completions, methods=["POST"], middleware=[admission]),
-            Route(CHAT, chat_completions, methods=["POST"], middleware=[admission]),
+            *(
+                Route(path, generating[stands_for], methods=["POST"], middleware=[admission])
+                for path, stands_for in [(path, path) for path in generating] + list(ALIASES.items())
+            ),
             Route(RESPONSES, responses.create, methods=["POST"], middleware=[admission]),
-            Route(f"{RESPONSES}/{{response}}", responses.retrieve, methods=["GET"], middleware=[admission]),
-            Route(f"{RESPONSES}/{{response}}", responses.delete, methods=["DELETE"], middleware=[admission]),
-            Route(f"{RESPONSES}/{{response}}/input_items", responses.input_items, middleware=[admission]),
-            Route(f"{RESPONSES}/{{response}}/cancel", responses.cancel, methods=["POST"], middleware=[admission]),
+            Route(ITEM, responses.retrieve, methods=["GET"], middleware=[admission]),
+            Route(ITEM, responses.delete, methods=["DELETE"], middleware=[admission]),
+            Route(INPUTS, responses.input_items, middleware=[admission]),
+            Route(CANCEL, responses.cancel, methods=["POST"], middleware=[admission]),
             Route(MESSAGES, messages.create, methods=["POST"], middleware=[admission]),
             Route(COUNT, messages.count_tokens, methods=["POST"], middleware=[admission]),
             *([Route(STATS, stats, middleware=[admission]), *page_routes()] if with_page else []),
             Route(MODELS, models, middleware=[admission]),
             Route(f"{MODELS}/{{model:path}}", models, middleware=[admission]),
+            Route(TOKENIZE, tokens.tokenize, methods=["POST"], middleware=[admission]),
+            Route(DETOKENIZE, tokens.detokenize, methods=["POST"], middleware=[admission]),
+            Route(METRICS, scraped, middleware=[admission]),
+            Route(VERSION, version, middleware=[admission]),
+            Route(OPENAPI, description, middleware=[admission]),
+            Route(DOCS, docs, middleware=[admission]),
             Route(HEALTH, health),
+            Route(PING, health, methods=["GET", "POST"]),
+            Route(LIVE, live),
         ],
         middleware=[browsers] if origins else [],
         exception_handlers=handlers,
@@ -244,9 +304,10 @@ async def _answer_overloaded(request: Request, error: OverloadedError) -> JSONRe
 
 async def _answer_http_error(request: Request, error: HTTPException) -> JSONResponse:
     """Answer an unknown route or a wrong method."""
+    path, allowed = request.url.path, (error.headers or {}).get("Allow", "")
     what = {
-        404: f"{request.url.path}: there is no such endpoint",
-        405: f"{request.method} is not allowed for this endpoint",
+        404: f"{path[:MAX_PATH_CHARACTERS]}: there is no such endpoint: {advice(path)}",
+        405: f"{request.method} is not allowed for this endpoint" + (allowed and f": use {allowed}"),
     }
     answer = _answered(request, ApiError(error.status_code, what.get(error.status_code, error.detail)))
     answer.headers.update(error.headers or {})

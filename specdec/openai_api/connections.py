@@ -20,10 +20,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specdec.openai_api.app import HEALTH
 from specdec.openai_api.bodies import EVICTABLE, LINGER_BYTES, LINGER_SECONDS
 from specdec.openai_api.callers import network_of
 from specdec.openai_api.errors import ApiError, overloaded
+from specdec.openai_api.routes import PROBES
 
 MAX_HEADER_BYTES = 32 << 10
 """Maximum bytes of a request line with headers: h11 takes 1 us per byte in the worst case, on the event loop."""
@@ -324,7 +324,7 @@ def health_alone(app: ASGIApp) -> ASGIApp:
                 MutableHeaders(scope=message)["connection"] = "close"
             await send(message)
 
-        if scope["method"] in ("GET", "HEAD") and scope["path"] == HEALTH:
+        if scope["method"] in ("GET", "HEAD") and scope["path"] in PROBES:
             await app(scope, receive, closing)
         else:
             body = json.dumps(NO_ROOM.body).encode()

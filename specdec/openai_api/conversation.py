@@ -11,7 +11,10 @@ from specdec.openai_api.fields import MAX_NAME_CHARACTERS
 OF_TURN = ("name", "tool_call_id", "tool_calls")
 """Message fields besides role, content and reasoning."""
 
-MEANT = ("audio", "function_call", "prefix")
+PREFIX = "prefix"
+"""Field of the assistant's last message, which is then continued."""
+
+MEANT = ("audio", "function_call", PREFIX)
 """Message fields that would change the prompt, and are not supported. Others are ignored, and named in the answer."""
 
 REASONING = ("reasoning", "reasoning_content")
@@ -36,10 +39,18 @@ def conversation(given: Mapping[str, Any], ignored: list[str]) -> dict[str, Any]
         raise refused("messages", "must be a list of at least one message")
     _check_number("messages", "messages", len(messages), MAX_MESSAGES)
     _check_number("messages", "tool_calls", sum(map(_calls, messages)), MAX_CALLS)
-    turns = [_message(message, f"messages[{index}]", ignored) for index, message in enumerate(messages)]
+    turns = [
+        _message(message, f"messages[{index}]", ignored, last=index == len(messages) - 1)
+        for index, message in enumerate(messages)
+    ]
     if (effort := given.get("reasoning_effort")) is not None:  # as in vLLM, for templates that have this variable
         arguments = {"reasoning_effort": effort, **arguments}
-    return {"messages": turns, "template_arguments": arguments or None, **dict(_tools(given))}
+    return {
+        "messages": turns,
+        "template_arguments": arguments or None,
+        **dict(_tools(given)),
+        **dict(_end(given, messages[-1])),
+    }
 
 
 def tool_schemas(given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -47,6 +58,21 @@ def tool_schemas(given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     functions = [tool["function"] for tool in given.get("tools", [])]
     found = {function["name"]: function.get("parameters") for function in functions}
     return {name: schema if isinstance(schema, dict) else {} for name, schema in found.items()}
+
+
+def _end(given: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Yield how the prompt ends, if not with the beginning of the assistant's turn. The last message may say itself
+    that it is to be continued (`prefix`, as at Mistral and DeepSeek)."""
+    flags = {name: given[name] for name in ("add_generation_prompt", "continue_final_message") if name in given}
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise refused(name, "must be true or false")
+    if last.get("prefix") or flags.get("continue_final_message"):
+        if flags.get("add_generation_prompt"):
+            raise refused("add_generation_prompt", "is true, must be false with continue_final_message")
+        yield "continue_final_message", True
+    elif flags.get("add_generation_prompt") is False:
+        yield "add_generation_prompt", False
 
 
 def _check_number(field: str, what: str, number: int, most: int) -> None:
@@ -59,7 +85,7 @@ def _calls(message: object) -> int:
     return len(calls) if isinstance(calls, list) else 0
 
 
-def _message(message: object, name: str, ignored: list[str]) -> dict[str, Any]:
+def _message(message: object, name: str, ignored: list[str], *, last: bool) -> dict[str, Any]:
     """Return a message of the conversation. Text parts are joined; other kinds of parts are refused. An assistant's
     content may be empty."""
     if not isinstance(message, dict):
@@ -67,6 +93,10 @@ def _message(message: object, name: str, ignored: list[str]) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     for key, value in message.items():
         if key in {"role", "content", "refusal", *OF_TURN, *REASONING} or value in (None, [], "", False):
+            continue
+        if key == PREFIX and last and role == "assistant":
+            if value is not True:
+                raise refused(f"{name}.{key}", "must be true or false")
             continue
         if key in MEANT:
             raise unsupported(f"{name}.{key}")

@@ -237,8 +237,8 @@ class Messages:
         caller, owner = self._caller(http)
         body = await self._bodies.read(http, owner)
         request = await self._parser.parse(len(body), partial(_parsed_count, body, strict=self._strict), owner)
-        counted = self._gateway.count_tokens(request, {**PROMPT_FIELDS, **NAMES}, caller)
-        return JSONResponse({"input_tokens": await while_present(http.receive, counted)})
+        tokenized = self._gateway.tokenized(request, {**PROMPT_FIELDS, **NAMES}, caller)
+        return JSONResponse({"input_tokens": (await while_present(http.receive, tokenized)).count})
 
 
 def _reader(body: bytes, *, strict: bool) -> Reader:

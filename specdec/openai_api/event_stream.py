@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import MappingProxyType
@@ -14,6 +13,7 @@ import structlog
 from starlette.types import Receive, Scope, Send
 
 from specdec.openai_api.errors import ApiError
+from specdec.openai_api.json_text import as_bytes, encoded
 from specdec.openai_api.presence import CallerLeftError, while_present
 
 log = structlog.get_logger()
@@ -37,7 +37,7 @@ MISTAKE = ApiError(500, "internal error, see the log of the server", "server_err
 
 
 def event_of(content: Mapping[str, Any]) -> bytes:
-    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n".encode()
+    return as_bytes(f"data: {encoded(content, ascii=True)}\n\n")
 
 
 def typed_event_of(content: Mapping[str, Any]) -> bytes:

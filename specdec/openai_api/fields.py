@@ -16,6 +16,7 @@ from specdec.openai_api.errors import unsupported
 
 SAME = frozenset(
     {
+        "bad_words",
         "frequency_penalty",
         "max_tokens",
         "min_p",
@@ -28,22 +29,28 @@ SAME = frozenset(
         "stop",
         "temperature",
         "top_p",
+        "truncate_prompt_tokens",
     }
 )
 """Fields equal to client options in name and meaning. Fields outside of OpenAI's API have vLLM's names."""
 
 RENAMED = {
+    "allowed_token_ids": "allowed_tokens",
     "ignore_eos": "ignore_end_token",
+    "include_stop_str_in_output": "include_stop",
     "max_completion_tokens": "max_tokens",
     "n_predict": "max_tokens",  # llama.cpp's
     "repeat_penalty": "repetition_penalty",  # llama.cpp's
+    "return_token_ids": "return_prompt_token_ids",  # those of the text come anyway
     "stop_token_ids": "stop_tokens",
 }
 """Fields equal to client options of another name."""
 
 READ = frozenset(
     {
+        "add_generation_prompt",
         "chat_template_kwargs",
+        "continue_final_message",
         "echo",
         "include_reasoning",
         "logit_bias",
@@ -55,6 +62,7 @@ READ = frozenset(
         "reasoning_effort",
         "response_format",
         "seed",
+        "skip_special_tokens",
         "specdec",
         "stream",
         "stream_options",
@@ -67,9 +75,17 @@ READ = frozenset(
 )
 """Fields read individually in `requests.py`."""
 
+FLAGS = frozenset({"ignore_end_token", "include_stop", "return_prompt_token_ids"})
+"""Client options that are true or false."""
+
+LEAST = {"max_tokens": 1, "min_tokens": 0, "n": 1, "truncate_prompt_tokens": 1}
+"""Client options that are whole numbers, and their minimum."""
+
 OF_CHAT = frozenset(
     {
+        "add_generation_prompt",
         "chat_template_kwargs",
+        "continue_final_message",
         "include_reasoning",
         "messages",
         "parallel_tool_calls",
@@ -130,14 +146,10 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "verbosity": Unsupported(("medium",)),
     "web_search_options": Unsupported(),
     # vLLM's
-    "add_generation_prompt": Unsupported((True,)),
     "add_special_tokens": Unsupported(),
-    "allowed_token_ids": Unsupported(([],), "use structured_outputs, or specdec.banned_tokens"),
-    "bad_words": Unsupported(([],), "use specdec.banned_tokens"),
     "bad_words_token_ids": Unsupported(([],), "use specdec.banned_tokens"),
     "cache_salt": Unsupported(instead="prefixes are shared within a tenant only"),
     "chat_template": Unsupported(instead="the model's own is used"),
-    "continue_final_message": _OFF,
     "documents": Unsupported(([],)),
     "guided_choice": _GUIDED,
     "guided_decoding_backend": _GUIDED,
@@ -145,16 +157,12 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "guided_json": _GUIDED,
     "guided_regex": _GUIDED,
     "guided_whitespace_pattern": _GUIDED,
-    "include_stop_str_in_output": _OFF,
     "length_penalty": Unsupported((1.0,)),
     "logits_processors": Unsupported(([],)),
     "prompt_embeds": Unsupported(),
-    "return_token_ids": _OFF,
     "return_tokens_as_token_ids": _OFF,
-    "skip_special_tokens": Unsupported((True,)),
     "spaces_between_special_tokens": Unsupported((True,)),
     "thinking_token_budget": Unsupported(),
-    "truncate_prompt_tokens": Unsupported(),
     "use_beam_search": _OFF,
     # llama.cpp's
     "dry_multiplier": _ZERO,

@@ -11,9 +11,10 @@ from functools import partial
 
 from specdec.client import AsyncClient, Chunk, Model, SpecdecError
 from specdec.client.endpoint import Metadata
+from specdec.client.tokenized import Tokenized
 from specdec.openai_api.answers import Calls, Choice, Frame, fingerprint, usage_of
 from specdec.openai_api.errors import from_specdec, refused, unsupported
-from specdec.openai_api.json_text import Json
+from specdec.openai_api.json_text import Json, json_list
 from specdec.openai_api.parts import Part, parts_of
 from specdec.openai_api.prompts import MAX_SCORES_BYTES, AnsweredPrompt, prompt_first
 from specdec.openai_api.requests import ParsedRequest
@@ -102,8 +103,9 @@ class Gateway:
         async with aclosing(self._chunks(request, caller, prompts)) as chunks:
             async for number, chunk in chunks:
                 answer = answer or _Answer(request, caller, tool_format, prompts)
+                answer.note(number, chunk)
                 answer.gather_prompt(number, chunk)
-                answer.choice(number, chunk).gather(chunk, answer.seed(number, chunk))
+                answer.choice(number, chunk).gather(chunk, answer.seeds[number])
         assert answer is not None  # a stream without chunks ends with an error
         return answer.frame.whole(answer.choices, prompts[0].fields if request.chat and prompts else {})
 
@@ -128,11 +130,11 @@ class Gateway:
         first = await _first(chunks)
         return parts_of(_of_one_prompt(first, chunks), calls, reasoning=request.reasoning)
 
-    async def count_tokens(self, request: TokenizeRequest, names: Names, caller: Caller) -> int:
-        """Return the number of tokens of a prompt. `names`: how the caller's API names the fields, for errors."""
+    async def tokenized(self, request: TokenizeRequest, names: Names, caller: Caller) -> Tokenized:
+        """Return the tokens of a prompt. `names`: how the caller's API names the fields, for errors."""
         try:
             async with self._client() as client:
-                return (await client.send_tokenize(request, metadata=caller.metadata)).count
+                return await client.send_tokenize(request, metadata=caller.metadata)
         except SpecdecError as error:
             raise from_specdec(error, names) from error
 
@@ -237,6 +239,7 @@ class _Answer:
         kind = "chatcmpl" if request.chat else "cmpl"
         begun, answer_id = int(time.time()), f"{kind}-{self.caller.request_id}"
         self.frame = Frame(request.chat, answer_id, begun, request.model, request.ignored)
+        stop_tokens = frozenset(request.options.stop_tokens)
         self.choices = [
             Choice(
                 index,
@@ -247,6 +250,8 @@ class _Answer:
                 reasoning=request.reasoning,
                 calls=self._calls(index),
                 prompt=self.prompts[index // request.samples] if self.prompts and not request.chat else None,
+                token_ids=request.token_ids,
+                stop_tokens=stop_tokens,
             )
             for index in range(request.samples * len(request.prompts))
         ]
@@ -277,9 +282,17 @@ class _Answer:
         samples = self.request.samples
         return [] if piece is None else [{"index": samples * number + sample, **piece} for sample in range(samples)]
 
-    def seed(self, number: int, chunk: Chunk) -> int | None:
-        """Return the seed of a prompt, known from its first chunk."""
-        return self.seeds.setdefault(number, chunk.seed)
+    def note(self, number: int, chunk: Chunk) -> None:
+        """Record what only the first chunk of a prompt tells. Its token ids are encoded as they come: those of all
+        prompts take a tenth of a second."""
+        if number in self.seeds:
+            return
+        self.seeds[number] = chunk.seed
+        ids = chunk.prompt_token_ids
+        encoded = "" if ids is None or self.request.stream else json_list(map(str, ids))
+        for choice in self.choices[self.request.samples * number :][: self.request.samples]:
+            choice.prompt_tokens = 0 if chunk.resolved is None else chunk.resolved.prompt_tokens
+            choice.prompt_token_ids, choice.encoded_prompt = ids, encoded
 
 
 async def _events(answer: _Answer, first: tuple[int, Chunk], rest: Chunks) -> AsyncGenerator[Json, None]:
@@ -287,18 +300,27 @@ async def _events(answer: _Answer, first: tuple[int, Chunk], rest: Chunks) -> As
     request, frame = answer.request, answer.frame
     usage: Json = {"usage": None} if request.usage_in_stream else {}
     told = frame.told_ignored
+    answer.note(*first)
     async with aclosing(rest):
         if request.chat:
+            if (prompt := answer.choices[0].prompt_token_ids) is not None:
+                told = {**told, "prompt_token_ids": prompt}
+            if request.usage_in_pieces:
+                usage = {"usage": answer.choices[0].usage}
             yield frame.piece([choice.opening() for choice in answer.choices], **usage, **told)
             told = {}
         found: tuple[int, Chunk] | None = first
         while found is not None:
             number, chunk = found
+            answer.note(number, chunk)
             if echo := answer.echo(number, chunk):
                 yield frame.piece(echo, **usage, **told)
                 told = {}
             if not chunk.prompt or chunk.tokens or chunk.finish or chunk.resolved:
-                piece = answer.choice(number, chunk).piece(chunk, answer.seed(number, chunk))
+                choice = answer.choice(number, chunk)
+                piece = choice.piece(chunk, answer.seeds[number])
+                if request.usage_in_pieces:
+                    usage = {"usage": choice.usage}
                 ended: Json = {} if chunk.finish is None else {"system_fingerprint": fingerprint([chunk.finish])}
                 yield frame.piece([piece], **usage, **ended, **told)
                 told = {}

@@ -1,16 +1,50 @@
-"""JSON assembled from encoded parts, so that a long answer is encoded as it arrives, not all at once."""
+"""JSON assembled from encoded parts, so that a long answer is encoded as it arrives, once, and not all at its end."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
+from uuid import uuid4
 
 Json = dict[str, Any]
 
 
-def encoded(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+_PLACE = f"encoded {uuid4().hex}"
+"""Stands for an encoded list until its text is put there; nobody else can write it."""
+
+
+class EncodedList:
+    """A list that is encoded as it grows: it may stand in any number of answers and events at hardly any cost."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+
+    def extend(self, values: Iterable[object]) -> None:
+        self._parts += map(encoded, values)
+
+    @property
+    def text(self) -> str:
+        """The list as JSON."""
+        return json_list(self._parts)
+
+
+def encoded(value: object, *, ascii: bool = False) -> str:
+    """Return a value, which may contain encoded lists, as JSON. With `ascii`, other characters are escaped, except in
+    those lists."""
+    found: list[str] = []
+
+    def place(part: object) -> str:
+        if not isinstance(part, EncodedList):
+            raise TypeError(f"{type(part).__name__} is no JSON")
+        found.append(part.text)
+        return _PLACE
+
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=ascii, default=place)
+    if not found:
+        return text
+    first, *others = text.split(f'"{_PLACE}"')
+    return first + "".join(part + other for part, other in zip(found, others, strict=True))
 
 
 def json_object(fields: Mapping[str, object], others: Mapping[str, str]) -> str:

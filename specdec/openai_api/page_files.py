@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-HOME = "/"
+from specdec.openai_api.routes import HOME
 
 FOLDER = Path(__file__).parent / "page"
 

@@ -8,15 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
+from prometheus_client import generate_latest
 
-from specdec.openai_api.app import ROUTES, make_app
+from specdec.openai_api.app import make_app
 from specdec.openai_api.gateway import Gateway
 from specdec.openai_api.http_server import HttpServer, ServerTls
 from specdec.openai_api.metrics import Counted
 from specdec.openai_api.orchestrators import Orchestrators
 from specdec.openai_api.response_store import ResponseStore
+from specdec.openai_api.routes import ROUTES
+from specdec.serving.metrics.endpoint import LoopCollector, registry_with
 from specdec.serving.process import logs
-from specdec.serving.process.listening import ListenError, bound
+from specdec.serving.process.listening import ListenError, bound, is_loopback
 from specdec.serving.process.server import (
     STOP_SIGNALS,
     ServerSettings,
@@ -48,8 +51,12 @@ async def serve(
     with_page: bool = True,
     store: ResponseStore | None = None,
     strict: bool = False,
+    serve_metrics_here: bool | None = None,
 ) -> None:
-    """Run the server until SIGINT, SIGTERM or, if configured, the end of stdin. Prints the line `ready HOST:PORT`."""
+    """Run the server until SIGINT, SIGTERM or, if configured, the end of stdin. Prints the line `ready HOST:PORT`.
+
+    `serve_metrics_here`: whether /metrics is a route; None: if the server listens on loopback.
+    """
     logs.configure("openai", settings.log_level)
     stop = stop_asked_for(settings)
     listener = bound(settings.host, settings.port)
@@ -58,6 +65,11 @@ async def serve(
     tls = None if settings.tls is None else ServerTls(settings.tls)
     orchestrators = Orchestrators(asking.targets, asking.tls)
     gateway = Gateway(orchestrators.client, orchestrators.control_client, orchestrators.key_client)
+
+    def exposed() -> bytes:
+        return generate_latest(registry)
+
+    here = is_loopback(settings.host) if serve_metrics_here is None else serve_metrics_here
     routes = make_app(
         gateway,
         orchestrators.serve,
@@ -66,8 +78,10 @@ async def serve(
         store=store,
         strict=strict,
         with_page=with_page,
+        metrics=exposed if here else None,
     )
     app = Counted(routes, ROUTES)
+    registry = registry_with(LoopCollector(app.metrics))
     server = HttpServer(
         app,
         listener,

@@ -20,6 +20,8 @@ from specdec.grammar.grammar import GrammarError
 from specdec.openai_api.conversation import conversation, tool_schemas
 from specdec.openai_api.errors import ApiError, refused, unknown, unsupported
 from specdec.openai_api.fields import (
+    FLAGS,
+    LEAST,
     MAX_IGNORED,
     OF_CHAT,
     OF_COMPLETIONS,
@@ -38,7 +40,9 @@ GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "choice", "gramma
 FURTHER = ("json_object", "structural_tag")
 """Further fields of `structured_outputs`, which are turned into one of these options."""
 
-LONG = frozenset({"messages", "prompt", "response_format", "specdec", "structured_outputs", "tools"})
+LONG = frozenset(
+    {"allowed_token_ids", "messages", "prompt", "response_format", "specdec", "structured_outputs", "tools"}
+)
 """Fields exempt from MAX_ENTRIES; the whole body has its own limits (`structure.py`)."""
 
 OWN = frozenset(
@@ -71,6 +75,9 @@ COMPLETION_TOKENS = 16
 TEMPERATURE = 1.0
 """OpenAI's default temperature, used if neither the request nor the model's generation_config.json sets one."""
 
+UNLIMITED = -1
+"""llama.cpp's `n_predict` for a text that may fill the context."""
+
 MAX_ENTRIES = 4096
 """Maximum values in a list or object option, however nested; equal to the limit on logit biases."""
 
@@ -99,6 +106,9 @@ class ParsedRequest:
     """Option and gRPC field names to the caller's names."""
     stream: bool
     usage_in_stream: bool
+    """True if the stream ends with the usage."""
+    usage_in_pieces: bool
+    """True if each event of the stream has its choice's usage so far."""
     schemas: Mapping[str, Mapping[str, Any]]
     """The functions' argument schemas by name."""
     reasoning: bool = True
@@ -125,6 +135,11 @@ class ParsedRequest:
     def calls_tools(self) -> bool:
         """True if the text may contain tool calls to parse."""
         return len(self.prompts[0].chat.tools) > 0
+
+    @property
+    def token_ids(self) -> bool:
+        """True if the answer has the token ids of prompt and text."""
+        return self.options.return_prompt_token_ids
 
     @property
     def logprobs(self) -> bool:
@@ -158,19 +173,31 @@ def parse_fields(fields: Mapping[str, Any], *, chat: bool, strict: bool = False)
     if isinstance(own := given.get("specdec"), dict):  # the whole vocabulary may be banned
         _check_entries("specdec", {name: value for name, value in own.items() if name != "banned_tokens"})
     options = {name: value for name, value in given.items() if name in SAME}
-    options |= {RENAMED[name]: value for name, value in given.items() if name in RENAMED}
+    options |= {
+        RENAMED[name]: value
+        for name, value in given.items()
+        if name in RENAMED and (name, value) != ("n_predict", UNLIMITED)
+    }
+    own_options = _own(given)
+    names = _names(given, chat=chat)
     for name, value in options.items():
-        if isinstance(value, bool) and name != "ignore_end_token":  # protobuf would accept true as 1
+        field = names.get(name, name)
+        if name in FLAGS and not isinstance(value, bool):  # protobuf would accept 1 as true, and true as 1
+            raise refused(field, "must be true or false")
+        if isinstance(value, bool) and name not in FLAGS:
             wanted = "text" if name in ("model", "stop") else "a number"
-            raise refused(name, f"is {json.dumps(value)}, must be {wanted}")
-    if not chat:
+            raise refused(field, f"is {json.dumps(value)}, must be {wanted}")
+        # max_tokens of 0 is refused with the request's other faults
+        least = LEAST.get(name, 0)
+        if name in LEAST and isinstance(value, int) and (value < 0 or (value < least and name != "max_tokens")):
+            raise refused(field, f"is {value}, must be at least {least}")
+    if not (chat or given.get("n_predict") == UNLIMITED):
         options.setdefault("max_tokens", COMPLETION_TOKENS)
-    for read in (_seed, _top_k, _logit_bias, _grammar):
+    for read in (_seed, _top_k, _logit_bias, _special_tokens, _grammar):
         options |= dict(read(given))
     options |= dict(_logprobs(given, chat=chat))
     options |= dict(_prompt_logprobs(given, options))
-    options |= _own(given)
-    names = _names(given, chat=chat)
+    options |= own_options
     prompts = [conversation(given, ignored)] if chat else _prompts(given)
     if ignored and strict:
         raise unknown(ignored[0])
@@ -181,8 +208,8 @@ def parse_fields(fields: Mapping[str, Any], *, chat: bool, strict: bool = False)
         options=_built(options | {"fallback_temperature": TEMPERATURE}, names),
         names=names,
         stream=_flag(given, "stream"),
-        usage_in_stream=_usage_in_stream(given),
         chunks=_chunks(given),
+        **_stream_options(given),
         reasoning=_flag(given, "include_reasoning", default=True),
         schemas=tool_schemas(given) if chat else {},
         ignored=tuple(ignored[:MAX_IGNORED]),
@@ -308,6 +335,12 @@ def _logit_bias(given: Mapping[str, Any]) -> Iterator[tuple[str, dict[int, float
         yield "logit_bias", {int(token): value for token, value in bias.items()}
 
 
+def _special_tokens(given: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Yield whether the text includes special tokens."""
+    if not _flag(given, "skip_special_tokens", default=True):
+        yield "show_special_tokens", True
+
+
 def _logprobs(given: Mapping[str, Any], *, chat: bool) -> Iterator[tuple[str, int]]:
     """Yield the number of top log-probabilities beside the chosen token's. Chats enable them with a separate flag."""
     name = "top_logprobs" if chat else "logprobs"
@@ -345,6 +378,8 @@ def _prompt_logprobs(given: Mapping[str, Any], options: Mapping[str, Any]) -> It
 def _grammar(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the grammar option: from `response_format`, OpenAI's field, or `structured_outputs`, vLLM's."""
     wanted = given.get("response_format", {"type": "text"})
+    if isinstance(wanted, dict) and wanted.get("type") == "json":
+        wanted = _of_tgi(wanted)
     kind = wanted.get("type") if isinstance(wanted, dict) else None
     own = given.get("structured_outputs", {})
     if not isinstance(own, dict):
@@ -421,6 +456,14 @@ def _parsed(value: object) -> object:
     return value
 
 
+def _of_tgi(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `response_format` of TGI, as huggingface_hub sends it, in OpenAI's form."""
+    _check_format(wanted, "response_format", "type", "value")
+    if not isinstance(schema := wanted.get("value"), dict):
+        raise refused("response_format.value", "must be a schema, an object")
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
 def _schema(wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of a `response_format`. As in servers of open models, json_object may carry one too."""
     if wanted["type"] == "json_object":
@@ -467,7 +510,8 @@ def _chunks(given: Mapping[str, Any]) -> bool:
     return bool(chunks)
 
 
-def _usage_in_stream(given: Mapping[str, Any]) -> bool:
+def _stream_options(given: Mapping[str, Any]) -> dict[str, bool]:
+    """Return which usage the stream has, by attribute of ParsedRequest."""
     options = given.get("stream_options", {})
     if not isinstance(options, dict):
         raise refused("stream_options", "must be an object")
@@ -475,11 +519,14 @@ def _usage_in_stream(given: Mapping[str, Any]) -> bool:
         raise refused("stream_options", "is for streams only: set stream")
     wanted = {name: value for name, value in options.items() if value is not None}
     for name in wanted:
-        if name not in ("include_usage", "include_obfuscation"):
+        if name not in ("include_usage", "continuous_usage_stats", "include_obfuscation"):
             raise unknown(f"stream_options.{name}")
     if _flag(wanted, "include_obfuscation"):
         raise unsupported("stream_options.include_obfuscation")
-    return _flag(wanted, "include_usage")
+    return {
+        "usage_in_stream": _flag(wanted, "include_usage"),
+        "usage_in_pieces": _flag(wanted, "continuous_usage_stats"),  # vLLM's
+    }
 
 
 def _prompts(given: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import structlog
 
 from specdec.openai_api.errors import ApiError
-from specdec.openai_api.json_text import Json
+from specdec.openai_api.json_text import Json, encoded
 from specdec.serving.bounded_threads import BoundedThreads
 from specdec.serving.errors import OverloadedError
 
@@ -149,7 +149,7 @@ class ResponseStore:
         return self._clock() - self._seconds
 
     def _put(self, caller: str, items: Sequence[Json], response: Json) -> bool:
-        told = [json.dumps(value) for value in (list(items), response["output"], response)]
+        told = [encoded(value, ascii=True) for value in (list(items), response["output"], response)]
         size = sum(map(len, told))
         if size > self._most_bytes:
             return False

@@ -10,7 +10,7 @@ from typing import Any
 from specdec.client import Finish, Logprobs
 from specdec.openai_api.answers import statistics
 from specdec.openai_api.errors import ApiError
-from specdec.openai_api.json_text import Json
+from specdec.openai_api.json_text import EncodedList, Json
 from specdec.openai_api.logprobs import chat_logprobs
 from specdec.openai_api.parts import CallPart, EndPart, Part, ReasoningPart, TextPart
 from specdec.openai_api.responses_request import CUSTOM_INPUT, ResponsesRequest, carried
@@ -130,13 +130,13 @@ class ResponseAnswer:
             self._item = {"id": name, "type": kind, "status": "in_progress", **of_message, "content": []}
             yield self._open(self._item)
             part: Json = {"type": "output_text" if kind == "message" else "reasoning_text", "text": ""}
-            part |= {"annotations": [], "logprobs": []} if kind == "message" else {}
+            part |= {"annotations": [], "logprobs": EncodedList()} if kind == "message" else {}
             self._item["content"], self._text = [part], []
             yield self._of_item("response.content_part.added", content_index=0, part=dict(part))
         told: list[Json] = chat_logprobs(logprobs)["content"] if self._request.includes_logprobs else []
         self._text.append(text)
         if kind == "message":
-            self._item["content"][0]["logprobs"] += told
+            self._item["content"][0]["logprobs"].extend(told)
             yield self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=told)
         else:
             yield self._of_item("response.reasoning_text.delta", content_index=0, delta=text)

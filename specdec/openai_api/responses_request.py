@@ -20,10 +20,13 @@ from specdec.openai_api.requests import ParsedRequest, parse_fields
 
 SAME = frozenset(
     {
+        "allowed_token_ids",
+        "bad_words",
         "chat_template_kwargs",
         "frequency_penalty",
         "ignore_eos",
         "include_reasoning",
+        "include_stop_str_in_output",
         "logit_bias",
         "min_p",
         "min_tokens",
@@ -33,6 +36,7 @@ SAME = frozenset(
         "priority",
         "repetition_penalty",
         "seed",
+        "skip_special_tokens",
         "specdec",
         "stop",
         "stop_token_ids",
@@ -41,6 +45,7 @@ SAME = frozenset(
         "temperature",
         "top_k",
         "top_p",
+        "truncate_prompt_tokens",
     }
 )
 """Fields equal to those of a chat."""

@@ -41,6 +41,10 @@ MAX_TEMPLATES = 64
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
 """Variables of the conversation itself; arguments cannot set them."""
 
+CONTINUED = "\ue000continued\ue000"
+"""Stands at the end of a content to be continued while it is rendered. The template may trim white space or add an end
+of the turn: what it writes before this is the beginning of the text."""
+
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names of a turn's reasoning; the first one present is used."""
 
@@ -70,17 +74,31 @@ class ChatTemplates:
         time: datetime,
         variables: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        generation_prompt: bool = True,
+        continues: bool = False,
     ) -> str:
-        """Render the prompt of the assistant's next turn, at this time; exceptions of the template propagate."""
+        """Render the prompt of the assistant's next turn, at this time; exceptions of the template propagate.
+        `generation_prompt`: end with the beginning of that turn. If the text `continues` the last message, the prompt
+        ends with the content of that message."""
         template = self._templates[DEFAULT if tools is None else self._for_tools]
-        return template.render(
+        turns = [_turn(message) for message in messages]
+        if continues:
+            turns[-1]["content"] += CONTINUED
+        text = template.render(
             variables,
-            messages=[_turn(message) for message in messages],
+            messages=turns,
             tools=None if tools is None else [dict(tool) for tool in tools],
             documents=None,
-            add_generation_prompt=True,
+            add_generation_prompt=generation_prompt and not continues,
             strftime_now=time.strftime,
         )
+        if not continues:
+            return text
+        prompt, *rest = text.split(CONTINUED)
+        if len(rest) != 1:
+            _refuse("it does not write the content of the last message once, which therefore cannot be continued")
+        return prompt
 
 
 def _turn(message: Mapping[str, Any]) -> dict[str, Any]:

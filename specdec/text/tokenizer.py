@@ -91,16 +91,17 @@ class Tokenizer:
         """The number of its tokens."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
-    def is_spelt(self, token: int) -> bool:
-        """Return True if decoded texts include a token: it is known, and not special."""
-        return token not in self._special_tokens and self._tokenizer.id_to_token(token) is not None
+    def is_spelt(self, token: int, *, special: bool = False) -> bool:
+        """Return True if decoded texts include a token: it is known, and not special unless those are included too."""
+        return (special or token not in self.special_tokens) and self._tokenizer.id_to_token(token) is not None
 
     def names_special_token(self, text: str) -> bool:
         """Return True if this text contains the text of a special token."""
         return self._special_texts is not None and self._special_texts.search(text) is not None
 
     @cached_property
-    def _special_tokens(self) -> frozenset[int]:
+    def special_tokens(self) -> frozenset[int]:
+        """The special tokens, which decoding skips."""
         return frozenset(self._special_ids.values())
 
     @cached_property
@@ -150,8 +151,9 @@ class Tokenizer:
     def _bytes(self) -> TokenBytes:
         return TokenBytes(self._tokenizer)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return str(self._library(self._tokenizer.decode, list(tokens), skip_special_tokens=True))
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of tokens, of special ones only if wanted."""
+        return str(self._library(self._tokenizer.decode, list(tokens), skip_special_tokens=not special))
 
     @staticmethod
     def _library(function: Callable[..., Any], *values: Any, **options: Any) -> Any:
@@ -169,17 +171,29 @@ class Tokenizer:
         time: datetime,
         arguments: Mapping[str, Any] = MappingProxyType({}),
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        generation_prompt: bool = True,
+        continues: bool = False,
     ) -> str:
-        """Render a conversation as the prompt text of the assistant's next turn. `messages` have a `role`, a `content`,
-        and optional fields for calls. `time` is the only clock visible to the template. `arguments` are further
-        variables; ChatTemplateError if one has the name of a built-in variable, or the template fails."""
+        """Render a conversation as the prompt text of the assistant's next turn, or of the rest of the last message if
+        the text `continues` it. `generation_prompt`: end with the template's beginning of that turn. `messages` have a
+        `role`, a `content`, and optional fields for calls. `time` is the only clock visible to the template.
+        `arguments` are further variables; ChatTemplateError if one has the name of a built-in variable, or the template
+        fails."""
         if self.chat_templates is None:
             raise ChatTemplateError("the model has no chat template")
         for name in arguments:
             if name in self._special or name in RESERVED:
                 raise ChatTemplateError(f"{name!r} cannot be set by an argument of the template")
         try:
-            return self.chat_templates.render(messages, time, self._special | dict(arguments), tools)
+            return self.chat_templates.render(
+                messages,
+                time,
+                self._special | dict(arguments),
+                tools,
+                generation_prompt=generation_prompt,
+                continues=continues,
+            )
         except Exception as error:  # a template is a program: it may raise anything
             raise ChatTemplateError(f"the model's chat template failed: {error}") from error
 

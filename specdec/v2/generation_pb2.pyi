@@ -85,6 +85,10 @@ class GenerateRequest(google.protobuf.message.Message):
     REASONING_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     REJECTED_CANDIDATES_FIELD_NUMBER: builtins.int
+    SHOW_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    INCLUDE_STOP_FIELD_NUMBER: builtins.int
+    RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Model name; empty for the only one served. NAME@REVISION selects a revision; otherwise one is drawn by traffic
     share, the same one for the same prompt and seed as long as the shares do not change.
@@ -135,6 +139,18 @@ class GenerateRequest(google.protobuf.message.Message):
     """
     rejected_candidates: builtins.bool
     """Return the candidates that were verified and rejected."""
+    show_special_tokens: builtins.bool
+    """Spell special tokens out in the text, all but the end token. Marks of reasoning are never spelt."""
+    include_stop: builtins.bool
+    """Include what ended the text in it: the stop string, or the text of the end token unless that is a special token
+    that is not shown.
+    """
+    return_prompt_token_ids: builtins.bool
+    """Return the prompt's token ids with the first response."""
+    truncate_prompt_tokens: builtins.int
+    """Keep only this many of the prompt's last tokens, with the special tokens around plain text; 0: all. The prompt may
+    then have 4 times the tokens of the context before it is truncated.
+    """
     @property
     def tokens(self) -> global___TokenPrompt:
         """Token ids; at least one."""
@@ -210,9 +226,13 @@ class GenerateRequest(google.protobuf.message.Message):
         reasoning: global___Reasoning | None = ...,
         prompt_logprobs: builtins.int | None = ...,
         rejected_candidates: builtins.bool = ...,
+        show_special_tokens: builtins.bool = ...,
+        include_stop: builtins.bool = ...,
+        return_prompt_token_ids: builtins.bool = ...,
+        truncate_prompt_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "ignore_end_token", b"ignore_end_token", "ignore_generation_config", b"ignore_generation_config", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_digest", b"prompt_digest", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "rejected_candidates", b"rejected_candidates", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "ignore_end_token", b"ignore_end_token", "ignore_generation_config", b"ignore_generation_config", "include_stop", b"include_stop", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_digest", b"prompt_digest", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "rejected_candidates", b"rejected_candidates", "return_prompt_token_ids", b"return_prompt_token_ids", "rule", b"rule", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_fallback_temperature", b"_fallback_temperature"]) -> typing.Literal["fallback_temperature"] | None: ...
     @typing.overload
@@ -291,12 +311,18 @@ class ChatPrompt(google.protobuf.message.Message):
     TOOL_REQUIRED_FIELD_NUMBER: builtins.int
     TOOL_NAME_FIELD_NUMBER: builtins.int
     SINGLE_TOOL_CALL_FIELD_NUMBER: builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: builtins.int
+    NO_GENERATION_PROMPT_FIELD_NUMBER: builtins.int
     tool_required: builtins.bool
     """The text consists of calls only, at least one."""
     tool_name: builtins.str
     """The text is a call to this function."""
     single_tool_call: builtins.bool
     """At most one call."""
+    continue_final_message: builtins.bool
+    """The text continues the content of the last message, in place of a new turn. That message must have no calls."""
+    no_generation_prompt: builtins.bool
+    """The prompt ends with the last message, without the template's beginning of the assistant's turn."""
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ChatMessage]:
         """Oldest first; at least one."""
@@ -328,9 +354,11 @@ class ChatPrompt(google.protobuf.message.Message):
         tool_required: builtins.bool = ...,
         tool_name: builtins.str = ...,
         single_tool_call: builtins.bool = ...,
+        continue_final_message: builtins.bool = ...,
+        no_generation_prompt: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["template_arguments", b"template_arguments", "time", b"time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["messages", b"messages", "single_tool_call", b"single_tool_call", "template_arguments", b"template_arguments", "time", b"time", "tool_name", b"tool_name", "tool_required", b"tool_required", "tools", b"tools"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["continue_final_message", b"continue_final_message", "messages", b"messages", "no_generation_prompt", b"no_generation_prompt", "single_tool_call", b"single_tool_call", "template_arguments", b"template_arguments", "time", b"time", "tool_name", b"tool_name", "tool_required", b"tool_required", "tools", b"tools"]) -> None: ...
 
 global___ChatPrompt = ChatPrompt
 
@@ -462,6 +490,8 @@ class SamplingParameters(google.protobuf.message.Message):
     LOGIT_BIAS_FIELD_NUMBER: builtins.int
     BANNED_TOKENS_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
+    ALLOWED_TOKENS_FIELD_NUMBER: builtins.int
+    BAD_WORDS_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """0 (greedy) or more."""
     top_p: builtins.float
@@ -469,7 +499,7 @@ class SamplingParameters(google.protobuf.message.Message):
     top_k: builtins.int
     """1 or more; 0 keeps all."""
     min_p: builtins.float
-    """In [0, 1)."""
+    """In [0, 1]."""
     repetition_penalty: builtins.float
     """In [0.01, 100]; 1 is off."""
     frequency_penalty: builtins.float
@@ -486,6 +516,16 @@ class SamplingParameters(google.protobuf.message.Message):
     def banned_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token ids that are never chosen."""
 
+    @property
+    def allowed_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The only token ids that may be chosen, end tokens included; empty: all."""
+
+    @property
+    def bad_words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Words that are never chosen, neither alone nor after a space; each must be one token of the model. At most 256, of
+        256 characters each.
+        """
+
     def __init__(
         self,
         *,
@@ -499,9 +539,11 @@ class SamplingParameters(google.protobuf.message.Message):
         logit_bias: collections.abc.Mapping[builtins.int, builtins.float] | None = ...,
         banned_tokens: collections.abc.Iterable[builtins.int] | None = ...,
         seed: builtins.int | None = ...,
+        allowed_tokens: collections.abc.Iterable[builtins.int] | None = ...,
+        bad_words: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "banned_tokens", b"banned_tokens", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_tokens", b"allowed_tokens", "bad_words", b"bad_words", "banned_tokens", b"banned_tokens", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_frequency_penalty", b"_frequency_penalty"]) -> typing.Literal["frequency_penalty"] | None: ...
     @typing.overload
@@ -593,6 +635,7 @@ class GenerateResponse(google.protobuf.message.Message):
     REASONING_TOKENS_FIELD_NUMBER: builtins.int
     PROMPT_FIELD_NUMBER: builtins.int
     REJECTED_FIELD_NUMBER: builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Index of the sample, 0 to n - 1."""
     text: builtins.str
@@ -649,6 +692,10 @@ class GenerateResponse(google.protobuf.message.Message):
     def rejected(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[specdec.v2.model_pb2.RejectedCandidate]:
         """Candidates verified in these steps and rejected, if requested; without those past the end of the text."""
 
+    @property
+    def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The prompt's token ids, if requested; on the first response."""
+
     def __init__(
         self,
         *,
@@ -669,9 +716,10 @@ class GenerateResponse(google.protobuf.message.Message):
         reasoning_tokens: builtins.int = ...,
         prompt: collections.abc.Iterable[global___PromptToken] | None = ...,
         rejected: collections.abc.Iterable[specdec.v2.model_pb2.RejectedCandidate] | None = ...,
+        prompt_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "resolved", b"resolved", "seed", b"seed", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "offered", b"offered", "prompt", b"prompt", "reasoning", b"reasoning", "reasoning_tokens", b"reasoning_tokens", "rejected", b"rejected", "resolved", b"resolved", "seed", b"seed", "sources", b"sources", "steps", b"steps", "text", b"text", "timings", b"timings", "token_texts", b"token_texts", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "offered", b"offered", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "reasoning", b"reasoning", "reasoning_tokens", b"reasoning_tokens", "rejected", b"rejected", "resolved", b"resolved", "seed", b"seed", "sources", b"sources", "steps", b"steps", "text", b"text", "timings", b"timings", "token_texts", b"token_texts", "tokens", b"tokens"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
 
 global___GenerateResponse = GenerateResponse
@@ -720,12 +768,15 @@ class ResolvedRequest(google.protobuf.message.Message):
     TIME_FIELD_NUMBER: builtins.int
     REASONING_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
     """Maximum tokens to generate."""
     prompt_digest: builtins.str
     """SHA-256 over the prompt's tokens, each as 4 bytes, little-endian, hex."""
     model: builtins.str
     """The selected revision, in the format of GenerateRequest.model. Empty: the model has no named revision."""
+    prompt_tokens: builtins.int
+    """Tokens of the prompt."""
     @property
     def sampling(self) -> global___SamplingParameters:
         """The sampling parameters as used. `logit_bias`, `banned_tokens` and `seed` are not repeated."""
@@ -752,9 +803,10 @@ class ResolvedRequest(google.protobuf.message.Message):
         time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         reasoning: global___Reasoning | None = ...,
         model: builtins.str = ...,
+        prompt_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["reasoning", b"reasoning", "sampling", b"sampling", "time", b"time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["end_tokens", b"end_tokens", "max_tokens", b"max_tokens", "model", b"model", "prompt_digest", b"prompt_digest", "reasoning", b"reasoning", "sampling", b"sampling", "time", b"time"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["end_tokens", b"end_tokens", "max_tokens", b"max_tokens", "model", b"model", "prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "reasoning", b"reasoning", "sampling", b"sampling", "time", b"time"]) -> None: ...
 
 global___ResolvedRequest = ResolvedRequest
 
@@ -1039,6 +1091,7 @@ class CompleteResponse(google.protobuf.message.Message):
     SEED_FIELD_NUMBER: builtins.int
     RESOLVED_FIELD_NUMBER: builtins.int
     PROMPT_FIELD_NUMBER: builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: builtins.int
     seed: builtins.int
     """The seed of the request."""
     @property
@@ -1053,6 +1106,10 @@ class CompleteResponse(google.protobuf.message.Message):
     def prompt(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PromptToken]:
         """The tokens of the prompt, if `prompt_logprobs` is set."""
 
+    @property
+    def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The prompt's token ids, if requested."""
+
     def __init__(
         self,
         *,
@@ -1060,9 +1117,10 @@ class CompleteResponse(google.protobuf.message.Message):
         seed: builtins.int = ...,
         resolved: global___ResolvedRequest | None = ...,
         prompt: collections.abc.Iterable[global___PromptToken] | None = ...,
+        prompt_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["resolved", b"resolved"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["completions", b"completions", "prompt", b"prompt", "resolved", b"resolved", "seed", b"seed"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["completions", b"completions", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "resolved", b"resolved", "seed", b"seed"]) -> None: ...
 
 global___CompleteResponse = CompleteResponse
 
@@ -1222,6 +1280,7 @@ class TokenizeRequest(google.protobuf.message.Message):
     CHAT_FIELD_NUMBER: builtins.int
     ADD_SPECIAL_FIELD_NUMBER: builtins.int
     PIECES_FIELD_NUMBER: builtins.int
+    TEXT_OF_TOKENS_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Model name, or NAME@REVISION; empty for the only one served. A name alone selects the revision with the largest
     share.
@@ -1232,6 +1291,8 @@ class TokenizeRequest(google.protobuf.message.Message):
     """Whether to add the model's special tokens, such as BOS, to plain text. Unset: as for Generate, true."""
     pieces: builtins.bool
     """Also return the piece of each token."""
+    text_of_tokens: builtins.bool
+    """Also return the text of the tokens."""
     @property
     def tokens(self) -> global___TokenPrompt:
         """Token ids; at least one."""
@@ -1249,9 +1310,10 @@ class TokenizeRequest(google.protobuf.message.Message):
         chat: global___ChatPrompt | None = ...,
         add_special: builtins.bool | None = ...,
         pieces: builtins.bool = ...,
+        text_of_tokens: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_add_special", b"_add_special", "add_special", b"add_special", "chat", b"chat", "prompt", b"prompt", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_add_special", b"_add_special", "add_special", b"add_special", "chat", b"chat", "model", b"model", "pieces", b"pieces", "prompt", b"prompt", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_add_special", b"_add_special", "add_special", b"add_special", "chat", b"chat", "model", b"model", "pieces", b"pieces", "prompt", b"prompt", "text", b"text", "text_of_tokens", b"text_of_tokens", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_add_special", b"_add_special"]) -> typing.Literal["add_special"] | None: ...
     @typing.overload
@@ -1269,10 +1331,13 @@ class TokenizeResponse(google.protobuf.message.Message):
     PIECES_FIELD_NUMBER: builtins.int
     COUNT_FIELD_NUMBER: builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
     count: builtins.int
     """Number of tokens."""
     context_tokens: builtins.int
     """Longest text of the model in tokens, prompt included."""
+    text: builtins.str
+    """The text of the tokens with special tokens spelt out, if requested."""
     @property
     def ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token ids, in order."""
@@ -1288,8 +1353,9 @@ class TokenizeResponse(google.protobuf.message.Message):
         pieces: collections.abc.Iterable[global___TokenPiece] | None = ...,
         count: builtins.int = ...,
         context_tokens: builtins.int = ...,
+        text: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["context_tokens", b"context_tokens", "count", b"count", "ids", b"ids", "pieces", b"pieces"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context_tokens", b"context_tokens", "count", b"count", "ids", b"ids", "pieces", b"pieces", "text", b"text"]) -> None: ...
 
 global___TokenizeResponse = TokenizeResponse
 

@@ -336,7 +336,7 @@ class Sampling(google.protobuf.message.Message):
     top_p: builtins.float
     """Keep the smallest set of tokens whose probability reaches this. In (0, 1]; 1 keeps all."""
     min_p: builtins.float
-    """Keep tokens at least this probable relative to the most probable one. In [0, 1); 0 keeps all."""
+    """Keep tokens at least this probable relative to the most probable one. In [0, 1]; 0 keeps all."""
     seed: builtins.int
     """Seed of the noise. The same request with the same seed gives the same tokens."""
     @property

@@ -13,10 +13,11 @@ from draft_service.__main__ import main as draft
 from orchestrator.__main__ import main as orchestrator
 from specdec.cli.passed_on import SET_BY_UP, Values, arguments, passing_on
 from specdec.cli.up import up
+from specdec.openai_api.__main__ import main as openai
 from tests.cli.commands import command_of
 from verifier_service.__main__ import main as verifier
 
-SERVICES: dict[str, Any] = {"verifier": verifier, "draft": draft, "orchestrator": orchestrator}
+SERVICES: dict[str, Any] = {"verifier": verifier, "draft": draft, "orchestrator": orchestrator, "openai": openai}
 
 
 def run(*words: str) -> tuple[str, dict[str, Values]]:
@@ -43,12 +44,14 @@ def test_no_option_of_a_service_is_missing(role: str) -> None:
 
 def test_only_what_was_given_is_passed_on() -> None:
     words = ("--threads", "2", "--verifier-step-rows", "64", "--verifier-no-exact", "--draft-kv-tokens", "1024")
-    output, passed = run(*words, "--orchestrator-failover-seconds", "2.5", "--served-model-name", "big")
+    of_http = ("--openai-allow-origin", "https://a.example", "--openai-no-serve-metrics")
+    output, passed = run(*words, *of_http, "--orchestrator-failover-seconds", "2.5", "--served-model-name", "big")
     assert output == ""
     assert passed == {
         "verifier": {"step_rows": 64, "exact": False},
         "draft": {"kv_tokens": 1024},
         "orchestrator": {"failover_seconds": 2.5, "served_model_name": "big"},
+        "openai": {"allow_origin": ["https://a.example"], "serve_metrics": False},
     }
 
 
@@ -59,6 +62,8 @@ def test_only_what_was_given_is_passed_on() -> None:
         (("--draft-engine", "abacus"), "--draft-engine"),
         (("--orchestrator-failover-seconds", "nan"), "--orchestrator-failover-seconds"),
         (("--verifier-model", "m"), "--verifier-model"),
+        (("--openai-allow-origin", "a.example/"), "--openai-allow-origin"),
+        (("--openai-orchestrator", "a:1"), "--openai-orchestrator"),
     ],
 )
 def test_a_wrong_one_is_refused_by_its_name(words: tuple[str, ...], option: str) -> None:
@@ -71,9 +76,17 @@ def test_a_wrong_one_is_refused_by_its_name(words: tuple[str, ...], option: str)
     ("main", "required", "values"),
     [
         (verifier, ("--model", "m"), {"exact": False, "compile": True, "step_rows": 64, "dtype": "bfloat16"}),
+        (openai, (), {"allow_origin": ["https://a.example", "null"], "serve_metrics": True, "strict_fields": True}),
         (orchestrator, ("--model", "m", "--verifier", "h:1"), {"patience_ms": 2.5, "workers": 2, "host": "::1"}),
     ],
 )
 def test_the_service_reads_the_values_that_were_given(main: Any, required: tuple[str, ...], values: Values) -> None:
     context = command_of(main).make_context("service", [*required, *arguments(values)])
     assert values.items() <= context.params.items()
+
+
+def test_the_model_may_be_an_argument() -> None:
+    """Of `specdec serve`, in place of --target of `specdec up`."""
+    command = command_of(passing_on(up, model="target"))
+    context = command.make_context("serve", ["--openai-port", "0", "some/model", "--verifier-step-rows", "64"])
+    assert (str(context.params["target"]), context.params["verifier_step_rows"]) == ("some/model", 64)

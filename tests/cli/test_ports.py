@@ -101,3 +101,11 @@ def test_openais_port_is_refused_where_the_orchestrator_wants_tls(
     done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment() | variables)
     assert done.returncode == 2
     assert "--openai-port: does not reach an orchestrator with --orchestrator-tls-cert" in done.stderr
+    assert "give --openai-orchestrator-tls-ca FILE too" in done.stderr
+
+
+def test_options_of_the_http_api_need_its_port() -> None:
+    run = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--openai-strict-fields"]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment())
+    assert done.returncode == 2
+    assert "--openai-strict-fields: needs --openai-port" in done.stderr

@@ -25,6 +25,7 @@ TOKENS = list(TEXT.encode())
 CHUNK = 3  # tokens per response
 MODEL = "f1"  # fingerprint of its model
 DIGEST = "d1"  # of every prompt
+PROMPT = [11, 12]  # tokens of every prompt
 REASONING = pb.Reasoning(opening_token=3, closing_token=4)  # of every chat
 REVISION = "fake@r1"  # for every request
 REJECTED = [
@@ -159,11 +160,13 @@ class FakeServer(GenerationServiceServicer):
             await self._begin(pb.GenerateRequest(text=request.text, model=request.model), context), context
         )
         ids = [*([] if request.HasField("add_special") and not request.add_special else [0]), *request.text.encode()]
+        text = ""
         if request.HasField("tokens"):
             ids = list(request.tokens.ids)
+            text = bytes(ids).decode() if request.text_of_tokens else ""
         pieces = [pb.TokenPiece(text=bytes([each]).decode(errors="replace"), bytes=bytes([each])) for each in ids]
         return pb.TokenizeResponse(
-            ids=ids, pieces=pieces if request.pieces else [], count=len(ids), context_tokens=1024
+            ids=ids, pieces=pieces if request.pieces else [], count=len(ids), context_tokens=1024, text=text
         )
 
     async def GetStats(
@@ -220,6 +223,7 @@ def resolved_of(request: pb.GenerateRequest) -> pb.ResolvedRequest:
         max_tokens=most,
         end_tokens=[2],
         prompt_digest=DIGEST,
+        prompt_tokens=len(PROMPT),
         model=REVISION,
         reasoning=REASONING if request.HasField("chat") else None,
     )
@@ -287,6 +291,8 @@ def responses(
             response.MergeFrom(first)
             if request.rejected_candidates:
                 response.rejected.extend(REJECTED)
+            if index == 0 and request.return_prompt_token_ids:
+                response.prompt_token_ids[:] = PROMPT
         yield response
     if most is None:
         steps = -(-(end - begin) // CHUNK)
@@ -297,7 +303,7 @@ def responses(
             index=index,
             finish=pb.Finish(
                 reason=model_pb2.FINISH_REASON_LENGTH,
-                usage=pb.Usage(prompt_tokens=2, completion_tokens=end, cached_tokens=1),
+                usage=pb.Usage(prompt_tokens=len(PROMPT), completion_tokens=end, cached_tokens=1),
                 speculation=pb.SpeculationStatistics(
                     steps=steps,
                     offered=CHUNK * steps,

@@ -35,6 +35,8 @@ EVERY_OPTION: dict[str, Any] = {
     "presence_penalty": 0.5,
     "logit_bias": {7: -2.0},
     "banned_tokens": [8],
+    "allowed_tokens": [7, 9],
+    "bad_words": ["no"],
     "seed": 2**64 - 1,
     "regex": "a+",
     "grammar_after_token": 12,
@@ -52,11 +54,16 @@ EVERY_OPTION: dict[str, Any] = {
     "generated_tokens": [1, 2],
     "model_fingerprint": "f1",
     "prompt_digest": "d1",
+    "include_stop": True,
+    "show_special_tokens": True,
+    "return_prompt_token_ids": True,
+    "truncate_prompt_tokens": 11,
 }
 
 
 OTHER_GRAMMARS = ("json_schema", "lark", "choice")
-OTHERS = (*OTHER_GRAMMARS, "split_reasoning", "tools", "tool_choice", "parallel_tool_calls")
+OF_CHATS = ("add_generation_prompt", "continue_final_message", "tools", "tool_choice", "parallel_tool_calls")
+OTHERS = (*OTHER_GRAMMARS, *OF_CHATS, "split_reasoning")
 
 
 def test_every_option_has_its_place() -> None:
@@ -88,6 +95,8 @@ def test_every_option_has_its_place() -> None:
             presence_penalty=0.5,
             logit_bias={7: -2.0},
             banned_tokens=[8],
+            allowed_tokens=[7, 9],
+            bad_words=["no"],
             seed=2**64 - 1,
         ),
         speculation=pb.Speculation(
@@ -106,7 +115,22 @@ def test_every_option_has_its_place() -> None:
         priority=-2,
         model_fingerprint="f1",
         prompt_digest="d1",
+        include_stop=True,
+        show_special_tokens=True,
+        return_prompt_token_ids=True,
+        truncate_prompt_tokens=11,
     )
+
+
+def test_a_prompt_may_end_with_the_last_message() -> None:
+    hi: Any = [{"role": "user", "content": "hi"}]
+    assert build_request(messages=hi, continue_final_message=True).chat.continue_final_message
+    assert build_request(messages=hi, add_generation_prompt=False).chat.no_generation_prompt
+    assert build_request(messages=hi, add_generation_prompt=True) == build_request(messages=hi)
+    with pytest.raises(ValueError, match="continue_final_message is given, but no messages"):
+        build_request("hi", continue_final_message=True)
+    with pytest.raises(TypeError, match="add_generation_prompt = 1: must be true or false"):
+        build_request(messages=hi, add_generation_prompt=1)  # type: ignore[arg-type]
 
 
 def test_every_field_has_its_option() -> None:

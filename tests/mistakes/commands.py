@@ -120,6 +120,11 @@ MISTAKES = (
         USAGE,
         "'--served-model-name': must be a name of 1 to 256 printable characters without @",
     ),
+    Mistake(
+        "specdec orchestrator --model target --verifier a:1 --served-model-name a --served-model-name b",
+        USAGE,
+        "'--served-model-name': is given 2 times, must be given once: a model has one name",
+    ),
     Mistake("specdec orchestrator --models none.yaml", CANNOT, "--models none.yaml: No such file or directory"),
     Mistake(
         "specdec orchestrator --models models.yaml",
@@ -154,7 +159,7 @@ ASKED = (
     Mistake("specdec generate ''", REFUSED, "text: is empty, must hold at least 1 character"),
     Mistake("specdec generate 'def' --temperature -1", REFUSED, "sampling.temperature: is -1, must be a finite number"),
     Mistake("specdec generate 'def' --top-p 0", REFUSED, "sampling.top_p: is 0, must be in (0, 1]"),
-    Mistake("specdec generate 'def' --min-p 2", REFUSED, "sampling.min_p: is 2, must be in [0, 1)"),
+    Mistake("specdec generate 'def' --min-p 2", REFUSED, "sampling.min_p: is 2, must be in [0, 1]"),
     Mistake("specdec generate 'def' --top-k -1", USAGE, "top_k = -1: Value out of range"),
     Mistake("specdec generate 'def' --max-tokens 5000000000", USAGE, "max_tokens = 5000000000: Value out of range"),
     Mistake("specdec generate 'def' --stop ''", REFUSED, "stop[0]: has 0 characters, must have 1 to 256"),

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
 import openai
 
 from specdec.client import AsyncClient
-from specdec.openai_api.app import ROUTES, make_app
+from specdec.openai_api.app import make_app
 from specdec.openai_api.bodies import BODY_SECONDS
 from specdec.openai_api.gateway import Gateway
 from specdec.openai_api.http_server import HttpServer
 from specdec.openai_api.metrics import Counted
 from specdec.openai_api.response_store import ResponseStore
+from specdec.openai_api.routes import ROUTES
 from specdec.serving.process.listening import bound
 
 
@@ -37,6 +38,7 @@ async def front(
     origins: Sequence[str] = (),
     with_page: bool = False,
     store: ResponseStore | None = None,
+    metrics: Callable[[], bytes] | None = None,
 ) -> AsyncIterator[Front]:
     """Yield the server, with a client that does not retry."""
 
@@ -53,6 +55,7 @@ async def front(
             origins=origins,
             store=store,
             with_page=with_page,
+            metrics=metrics,
         )
         app = Counted(made, ROUTES)
         server = HttpServer(app, bound("127.0.0.1", 0), most_connections=most_connections)

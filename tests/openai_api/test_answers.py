@@ -8,8 +8,13 @@ import time
 import pytest
 from google.protobuf.json_format import ParseDict
 
-from specdec.client.completion import Chunk, read_chunk
+from specdec.client.completion import Chunk, Finish, read_chunk
 from specdec.openai_api.answers import Choice
+from specdec.openai_api.event_stream import typed_event_of
+from specdec.openai_api.json_text import EncodedList, encoded
+from specdec.openai_api.parts import EndPart, TextPart
+from specdec.openai_api.responses_answer import ResponseAnswer
+from specdec.openai_api.responses_request import Reader
 from specdec.v2 import generation_pb2 as pb
 
 TOP = 20
@@ -30,6 +35,11 @@ def chunk(*, spelt: bool = True, last: bool = False) -> Chunk:
     if last:
         ParseDict({"reason": "FINISH_REASON_STOP"}, response.finish)
     return read_chunk(response)
+
+
+def finish_of(chunk: Chunk) -> Finish:
+    assert chunk.finish is not None
+    return chunk.finish
 
 
 def a_choice(*, chat: bool) -> Choice:
@@ -65,3 +75,39 @@ def test_a_token_may_be_told_without_what_it_stands_for(chat: bool) -> None:
         assert len(told["top_logprobs"]) == TOP
     else:
         assert logprobs["top_logprobs"] == [{"": -0.5}]
+
+
+def test_the_last_events_of_a_response_are_not_encoded_again() -> None:
+    """Four of them have all log-probabilities: encoding them there would stall the event loop for a second."""
+    fields = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": TOP}
+    answer = ResponseAnswer(Reader(fields, strict=False).request(), "resp_1", stored=False)
+    begin = time.process_time()
+    for _ in range(1000):
+        for event in answer.add(TextPart("a", tuple(chunk().logprobs))):
+            typed_event_of(event)
+    written = time.process_time()
+    told = [typed_event_of(event) for event in answer.add(EndPart(finish_of(chunk(last=True))))]
+    told.append(typed_event_of(answer.end(stored=False)))
+    assert time.process_time() - written < (written - begin) / 10
+    contents = [json.loads(event.partition(b"data: ")[2]) for event in told]
+    assert [content["type"] for content in contents] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    logprobs = contents[0]["logprobs"]
+    assert len(logprobs) == 1000
+    assert contents[1]["part"]["logprobs"] == contents[2]["item"]["content"][0]["logprobs"] == logprobs
+    assert contents[3]["response"]["output"][0]["content"][0]["logprobs"] == logprobs
+
+
+def test_encoded_lists_stand_where_they_were() -> None:
+    first, second = EncodedList(), EncodedList()
+    first.extend([1, "\u00e9"])
+    assert json.loads(encoded({"a": first, "b": [second, {"c": first}]}, ascii=True)) == {
+        "a": [1, "\u00e9"],
+        "b": [[], {"c": [1, "\u00e9"]}],
+    }
+    with pytest.raises(TypeError, match="set is no JSON"):
+        encoded({1})

@@ -126,7 +126,10 @@ def test_blocks_become_messages() -> None:
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": "9"}, "max_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
-        ({"messages": [*HI, {"role": "assistant", "content": "so"}]}, "messages[1]"),
+        (
+            {"messages": [*HI, {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "weather"}]}]},
+            "messages[1]",
+        ),
         ({"messages": [{"role": "tool", "content": "so"}]}, "messages[0].role"),
         ({"tool_choice": {"type": []}, "tools": [TOOL]}, "tool_choice"),
         ({"tools": [{"name": ["x"]}], "tool_choice": {"type": "none"}}, "tools"),

@@ -20,8 +20,8 @@ from orchestrator.tenants.accounts import Accounts
 from orchestrator.tenants.file import TenantsFile
 from specdec import api_keys, roles
 from specdec.engine.model_directory import ModelDirectory
-from specdec.openai_api.app import STATS
 from specdec.openai_api.page_files import FOLDER, page_routes
+from specdec.openai_api.routes import STATS
 from specdec.v2 import generation_pb2 as pb
 from specdec.v2 import verifier_pb2
 from tests.client.fake_server import FakeServer

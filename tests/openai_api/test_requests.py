@@ -43,6 +43,8 @@ def completion(**fields: Any) -> ParsedRequest:
         ({"response_format": "json_object"}, "response_format", "text, json_object or json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "an object with a schema"),
         ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml", "one of choice, grammar, json, json_object"),
+        ({"response_format": {"type": "json"}}, "response_format.value", "must be a schema"),
+        ({"response_format": {"type": "json", "value": {}, "x": 1}}, "response_format.x", "unknown parameter"),
         ({"response_format": {"type": "json_object", "schema": 5}}, "response_format.schema", "must be an object"),
         ({"response_format": {"type": "json_object", "shema": {}}}, "response_format.shema", "unknown parameter"),
         ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "unknown parameter"),
@@ -106,11 +108,24 @@ def completion(**fields: Any) -> ParsedRequest:
         ({"store": True}, "store", "is not supported: use /v1/responses"),
         ({"guided_regex": "a"}, "guided_regex", "use structured_outputs"),
         ({"mirostat": 2}, "mirostat", "is not supported"),
-        ({"skip_special_tokens": False}, "skip_special_tokens", "is not supported"),
+        ({"skip_special_tokens": 0}, "skip_special_tokens", "must be true or false"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output", "must be true or false"),
+        ({"return_token_ids": "yes"}, "return_token_ids", "must be true or false"),
+        ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens", "is -1, must be at least 1"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids", "allowed_token_ids = [-1]"),
+        ({"bad_words": [5]}, "bad_words", "bad_words = [5]: must be text"),
+        ({"cache_salt": "a"}, "cache_salt", "prefixes are shared within a tenant only"),
+        ({"continue_final_message": 1}, "continue_final_message", "must be true or false"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "add_generation_prompt",
+            "must be false with continue_final_message",
+        ),
+        ({"messages": [{"role": "user", "content": "a", "prefix": True}]}, "messages[0].prefix", "is not supported"),
         ({"prompt": "def"}, "prompt", "is a field of completions"),
         ({"temperature": "hot"}, "temperature", "temperature = 'hot'"),
         ({"temperature": True}, "temperature", "must be a number"),
-        ({"ignore_eos": 1.5}, "ignore_eos", "ignore_eos = 1.5"),
+        ({"ignore_eos": 1.5}, "ignore_eos", "must be true or false"),
         ({"specdec": {"max_candidates": True}}, "specdec.max_candidates", "must be a number"),
         ({"logit_bias": {"5": True}}, "logit_bias", "must be a number"),
         ({"stop_token_ids": [True]}, "stop_token_ids", "must be a number"),
@@ -121,7 +136,10 @@ def completion(**fields: Any) -> ParsedRequest:
         ),
         ({"n": 0}, "n", "must be at least 1"),
         ({"n": 1.5}, "n", "n = 1.5"),
-        ({"max_tokens": -1}, "max_tokens", "max_tokens = -1"),
+        ({"max_tokens": -1}, "max_tokens", "max_tokens: is -1, must be at least 1"),
+        ({"max_completion_tokens": -2}, "max_completion_tokens", "is -2, must be at least 1"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "is 0, must be at least 1"),
+        ({"n": -1}, "n", "is -1, must be at least 1"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "another max_completion_tokens"),
         ({"repetition_penalty": 1.1, "repeat_penalty": 1.2}, "repetition_penalty", "another repeat_penalty"),
         ({"seed": 2**64}, "seed", "from -2^63"),
@@ -239,7 +257,8 @@ def test_every_field_that_openai_has_is_known() -> None:
     of_completions = completion_create_params.CompletionCreateParamsBase.__annotations__.keys()
     assert of_chat - known == set()
     assert of_completions - known == set()
-    assert of_chat | {"chat_template_kwargs", "include_reasoning"} >= OF_CHAT  # vLLM's
+    vllm = {"add_generation_prompt", "chat_template_kwargs", "continue_final_message", "include_reasoning"}
+    assert of_chat | vllm >= OF_CHAT
     assert of_completions >= OF_COMPLETIONS
 
 
@@ -292,6 +311,7 @@ def test_what_a_text_must_look_like() -> None:
     assert described(chat(response_format={"type": "json_object"})) == {"type": "object"}
     assert described(chat(response_format={"type": "json_object", "schema": None})) == {"type": "object"}
     assert described(chat(response_format={"type": "json_object", "schema": schema})) == schema
+    assert described(chat(response_format={"type": "json", "value": schema})) == schema  # huggingface_hub's
     assert described(chat(structured_outputs={"json": schema, "regex": None})) == schema
     assert completion(structured_outputs={"regex": "a+"}).message(0).grammar.regex == "a+"
     assert completion(structured_outputs={"choice": ["a", "b"]}).message(0).grammar.choice.texts == ["a", "b"]
@@ -322,6 +342,7 @@ def test_what_asks_for_what_happens_anyway_is_taken() -> None:
         max_tokens=5, repetition_penalty=1.5
     ).message(0)
     assert completion(seed=-1) == completion()
+    assert not completion(n_predict=-1).message(0).HasField("max_tokens")  # llama.cpp's for as much as there is room
 
 
 def test_unknown_fields_are_ignored_and_named() -> None:

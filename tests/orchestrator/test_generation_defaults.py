@@ -90,7 +90,7 @@ def test_only_do_sample_makes_it_sample(
         ("temperature", True, "is true, must be a finite number"),
         ("top_p", 0, r"is 0, must be in \(0, 1\]"),
         ("top_k", 2.5, "is 2.5, must be an integer from 0"),
-        ("min_p", 1.0, r"is 1, must be in \[0, 1\)"),
+        ("min_p", 1.5, r"is 1.5, must be in \[0, 1\]"),
         ("repetition_penalty", 0, r"is 0, must be in \[0.01, 100\]"),
         ("max_new_tokens", 0, "is 0, must be an integer from 1"),
         ("do_sample", "yes", 'is "yes", must be true or false'),

@@ -54,7 +54,7 @@ class Untouched(Tokenizer):
     def encode(self, *_: Any, **__: Any) -> list[int]:
         raise AssertionError("it was encoded")
 
-    def render(self, *_: Any) -> str:
+    def render(self, *_: Any, **__: Any) -> str:
         raise AssertionError("it was rendered")
 
 
@@ -120,8 +120,8 @@ def test_whole_numbers_stay_whole(model: ServedModel) -> None:
     seen: list[Any] = []
 
     class Recording(Untouched):
-        def render(self, messages: Any, time: Any, arguments: Any = None, tools: Any = None) -> str:
-            seen.append(arguments)
+        def render(self, *given: Any, **_: Any) -> str:
+            seen.append(given[2])
             return "x"
 
         def encode(self, *_: Any, **__: Any) -> list[int]:

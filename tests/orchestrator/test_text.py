@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
 
@@ -146,18 +147,20 @@ def ids(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
     return st.lists(st.one_of(some, whole, cut), max_size=12).map(lambda parts: [id for part in parts for id in part])
 
 
-@settings(max_examples=300, deadline=None)
-@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), special=st.booleans())
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_join_to_what_transformers_decodes(kinds: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
-    """At every cut, the text so far is a prefix of the whole, and the rest completes it."""
+def test_pieces_join_to_what_transformers_decodes(
+    kinds: dict[str, Tokenizer], kind: str, data: st.DataObject, special: bool
+) -> None:
+    """At every cut, the text so far is a prefix of the whole, and the rest completes it; with `special` tokens too."""
     tokenizer = kinds[kind]
     tokens = data.draw(ids(tokenizer))
-    detokenizer, told = Detokenizer(tokenizer, []), ""
+    detokenizer, told = Detokenizer(tokenizer, [], special=special), ""
     for count, token in enumerate(tokens, 1):
         told += detokenizer.push(token)
-        assert told + copy(detokenizer).flush() == tokenizer.decode(tokens[:count])
-    assert told + detokenizer.flush() == PUBLISHED[kind].decode(tokens, skip_special_tokens=True)
+        assert told + copy(detokenizer).flush() == tokenizer.decode(tokens[:count], special=special)
+    assert told + detokenizer.flush() == PUBLISHED[kind].decode(tokens, skip_special_tokens=not special)
 
 
 @settings(max_examples=300, deadline=None)
@@ -212,9 +215,9 @@ def test_a_long_run_of_bytes_costs_no_more_than_its_length(kinds: dict[str, Toke
     decoded: list[int] = []
 
     class Counting(type(tokenizer)):  # type: ignore[misc]
-        def decode(self, tokens: list[int]) -> str:
+        def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
             decoded.append(len(tokens))
-            return tokenizer.decode(tokens)
+            return tokenizer.decode(tokens, special=special)
 
     counting = object.__new__(Counting)
     counting.__dict__ = tokenizer.__dict__

@@ -13,7 +13,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.metrics_core import Metric
 
 from specdec.serving.interceptor import CallInterceptor
-from specdec.serving.process.health import LIVE, NOT_SERVING, SERVING, HealthServicer, report_health
+from specdec.serving.process.health import (
+    LIVE,
+    MAX_WATCHES_OF_CONNECTION,
+    NOT_SERVING,
+    SERVING,
+    UNKNOWN,
+    HealthServicer,
+    report_health,
+)
 from specdec.serving.timeline import Timelines
 
 
@@ -121,12 +129,44 @@ async def test_a_drain_is_told_whatever_is_reported_then() -> None:
 
 
 async def test_what_cannot_be_answered_has_a_status() -> None:
-    """Watch is unimplemented: a watcher that does not read would delay status changes and the drain."""
     async with asked(HealthServicer()) as stub:
         request = health_pb2.HealthCheckRequest(service="nobody")
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await stub.Check(request, timeout=10)
         assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_watcher_gets_every_change_until_the_drain() -> None:
+    """Its call ends then: the drain would wait for it."""
+    checks = HealthServicer()
+    async with asked(checks) as stub, asyncio.timeout(10):
+        watching = stub.Watch(health_pb2.HealthCheckRequest(service="a.Service"))
+        assert (await watching.read()).status == UNKNOWN
+        for serves in (True, False):
+            checks.report({"a.Service": serves})
+            checks.report({"a.Service": serves})  # no change
+            assert (await watching.read()).status == (SERVING if serves else NOT_SERVING)
+        alive = stub.Watch(health_pb2.HealthCheckRequest(service=LIVE))
+        assert (await alive.read()).status == SERVING
+        checks.report({"a.Service": True})
+        assert (await watching.read()).status == SERVING
+        checks.drain()
+        assert (await watching.read()).status == NOT_SERVING
+        for call in (watching, alive):
+            assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_watchers_are_few_and_end_after_a_while() -> None:
+    checks = HealthServicer(watch_seconds=0.2)
+    request = health_pb2.HealthCheckRequest()
+    checks.report({"": True})
+    async with asked(checks) as stub, asyncio.timeout(10):
+        watching = [stub.Watch(request) for _ in range(MAX_WATCHES_OF_CONNECTION)]
+        for call in watching:
+            assert (await call.read()).status == SERVING
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await stub.Watch(request, timeout=10).read()
+            await stub.Watch(request).read()
         assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        for call in watching:
+            assert await call.code() is grpc.StatusCode.OK
+        assert (await stub.Watch(request).read()).status == SERVING

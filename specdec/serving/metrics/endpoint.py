@@ -53,16 +53,35 @@ class ServiceCollector(Collector):
         return iter(())
 
 
+class LoopCollector(Collector):
+    """Collects a service's metrics for a scrape that is answered on its event loop."""
+
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._collect()
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+
+def registry_with(collector: Collector) -> CollectorRegistry:
+    """Return a registry of a service's metrics and those of its process."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    GCCollector(registry=registry)
+    registry.register(collector)
+    return registry
+
+
 class MetricsEndpoint:
     """An HTTP server with its own threads that serves metrics. Create it on the service's event loop."""
 
     def __init__(self, host: str, port: int, collect: Callable[[], Iterable[Metric]]) -> None:
         """Start serving; OSError if the port is unavailable."""
-        registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
-        PlatformCollector(registry=registry)
-        GCCollector(registry=registry)
-        registry.register(ServiceCollector(collect, asyncio.get_running_loop()))
+        registry = registry_with(ServiceCollector(collect, asyncio.get_running_loop()))
         self._server = _Server(host, port)
         self._server.set_app(_refusing_when_stuck(make_wsgi_app(registry)))
         self.port: int = self._server.server_port

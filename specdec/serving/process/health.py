@@ -1,13 +1,15 @@
 """Health checks (grpc.health.v1), proof against slow readers.
 
 grpcio-health-checking's servicer writes to watchers while holding a lock that every status change needs: one watcher
-that does not read would freeze the status, and the drain with it. This servicer only answers `Check`; `Watch` is
-UNIMPLEMENTED, a sign for clients not to watch.
+that does not read would freeze the status, and the drain with it. Here a watcher waits for the next change by itself,
+and gets the status of that moment. Anybody may watch, so watchers are few and end after a while; a client then watches
+again. Those beyond the limits get UNIMPLEMENTED, by which clients do without.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -18,10 +20,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 log = structlog.get_logger()
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 LIVE = "live"
 """Service name for liveness checks: always SERVING, answered by the event loop that serves everything else, so that a
 stuck one does not answer."""
+
+MAX_WATCHES, MAX_WATCHES_OF_CONNECTION = 128, 4
+"""Number of watchers, in all and of one connection."""
+
+WATCH_SECONDS = 600.0
+"""Seconds after which a watcher's call ends."""
 
 HEALTH_SECONDS = 0.25
 """Seconds between checks of whether the service works."""
@@ -45,30 +54,66 @@ class Judged(Protocol):
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """Answers health checks of services by full name, and of the process by the empty name."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch_seconds: float = WATCH_SECONDS) -> None:
         self._serves: dict[str, bool] = {}
         self._draining = False
+        self._changed = asyncio.Event()  # set by the next change, which replaces it
+        self._watch_seconds = watch_seconds
+        self._watches: Counter[str] = Counter()  # by connection
 
     def report(self, serves: Mapping[str, bool]) -> None:
         """Set which services are serving."""
-        self._serves |= serves
+        if serves.items() - self._serves.items():
+            self._serves |= serves
+            self._tell()
 
     def drain(self) -> None:
-        """Report all services as NOT_SERVING from now on."""
+        """Report all services as NOT_SERVING from now on, and end the watchers' calls, which the drain would wait
+        for."""
         self._draining = True
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _status(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus.ValueType:
+        if service == LIVE:
+            return SERVING
+        serves = self._serves.get(service)
+        if serves is None:
+            return UNKNOWN
+        return SERVING if serves and not self._draining else NOT_SERVING
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> health_pb2.HealthCheckResponse:
-        if request.service == LIVE:
-            return health_pb2.HealthCheckResponse(status=SERVING)
-        serves = self._serves.get(request.service)
-        if serves is None:
+        status = self._status(request.service)
+        if status == UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
-        return health_pb2.HealthCheckResponse(status=SERVING if serves and not self._draining else NOT_SERVING)
+        return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "health can only be checked, not watched")
+        """Send the status of a service now, and when it has changed; for an unknown service, SERVICE_UNKNOWN."""
+        peer = context.peer()
+        if self._watches.total() >= MAX_WATCHES or self._watches[peer] >= MAX_WATCHES_OF_CONNECTION:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there are too many watchers: check the health instead")
+        self._watches[peer] += 1
+        told = None
+        try:
+            async with asyncio.timeout(self._watch_seconds):
+                while True:
+                    changed = self._changed
+                    if (status := self._status(request.service)) != told:
+                        await context.write(health_pb2.HealthCheckResponse(status=status))
+                        told = status
+                    if self._draining:
+                        return
+                    await changed.wait()
+        except TimeoutError:
+            return
+        finally:
+            self._watches -= Counter({peer: 1})
 
 
 async def report_health(service: Judged, checks: HealthServicer) -> None:

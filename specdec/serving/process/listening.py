@@ -6,6 +6,7 @@ Needs nothing but sockets, so that ports can be checked before anything heavy is
 from __future__ import annotations
 
 import errno
+import ipaddress
 import itertools
 import socket
 from collections.abc import Mapping
@@ -41,6 +42,14 @@ def check_apart(addresses: Mapping[str, tuple[str, int]]) -> None:
     for (option, (host, port)), (other, (other_host, other_port)) in itertools.combinations(addresses.items(), 2):
         if port and port == other_port and (host == other_host or ANY_HOST & {host, other_host}):
             raise ListenError(f"{option} {port} and {other} {port}: two services cannot have one port, change one")
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if only this machine reaches a server that listens on this address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def bound(host: str, port: int, *, shared: bool = False, option: str = "--port") -> socket.socket:

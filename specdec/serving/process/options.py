@@ -11,6 +11,7 @@ import typer
 
 from specdec.command_line import Host, LogLevel, address, duration, number
 from specdec.serving.callers.certificate import parse_name
+from specdec.serving.process.listening import is_loopback
 from specdec.serving.process.server import ServerSettings
 from specdec.wire.address import Address
 from specdec.wire.tls_files import TlsFiles
@@ -70,8 +71,13 @@ def server_settings(
         ),
     ] = 1.0,
     reflection: Annotated[
-        bool, typer.Option(help="Enable gRPC server reflection, so that tools such as grpcurl need no proto files.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--reflection/--no-reflection",
+            help="Enable gRPC server reflection, so that tools such as grpcurl need no proto files. Default: only if "
+            "--host is a loopback address.",
+        ),
+    ] = None,
     drain_seconds: Annotated[
         float,
         duration("Seconds for running requests to finish during a shutdown; the rest are cancelled."),
@@ -103,7 +109,7 @@ def server_settings(
         metrics_port=metrics_port,
         otlp_endpoint=otlp_endpoint,
         trace_ratio=trace_ratio,
-        reflection=reflection,
+        reflection=is_loopback(host) if reflection is None else reflection,
     )
 
 

@@ -1,0 +1,199 @@
+"""`/tokenize` and `/detokenize`: the tokens of a prompt, the text of tokens. In vLLM's format and in llama.cpp's, where
+`content` is the text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from specdec.client.tokenized import Tokenized
+from specdec.openai_api.bodies import Bodies
+from specdec.openai_api.errors import refused, unknown, unsupported
+from specdec.openai_api.event_stream import ignored_header
+from specdec.openai_api.fields import MAX_IGNORED, check_names
+from specdec.openai_api.gateway import Caller, Gateway
+from specdec.openai_api.json_text import Json, as_bytes, encoded, json_list, json_object
+from specdec.openai_api.parsing import Parser
+from specdec.openai_api.presence import while_present
+from specdec.openai_api.requests import PROMPT_FIELDS, fields_of, parse_fields
+from specdec.openai_api.routes import OF_DETOKENIZE, OF_TOKENIZE
+from specdec.v2.generation_pb2 import TokenizeRequest
+
+FORMS = ("prompt", "messages", "content")
+"""The fields of a prompt; a request has one of them."""
+
+FLAGS: Mapping[str, Mapping[str, bool]] = {
+    "prompt": {"add_special_tokens": True, "return_token_strs": False},
+    "messages": {
+        "add_generation_prompt": True,
+        "add_special_tokens": False,
+        "continue_final_message": False,
+        "return_token_strs": False,
+    },
+    "content": {"add_special": False, "parse_special": True, "with_pieces": False},
+}
+"""The flags beside each of them, and their defaults."""
+
+FIXED = {
+    ("messages", "add_special_tokens"): "the chat template adds them",
+    ("content", "parse_special"): "special tokens are always parsed",
+}
+"""Flags that must have their default, and why."""
+
+MAX_BODY_WITH_TEXTS = 32 << 10
+"""Maximum bytes of a body that asks for the text of each token: reading so many takes 30 ms."""
+
+AT_ONCE = 1 << 14
+"""Token ids encoded at once, in a millisecond."""
+
+
+@dataclass(frozen=True)
+class AskedTokens:
+    """A parsed request."""
+
+    message: TokenizeRequest
+    form: str
+    ignored: tuple[str, ...] = ()
+
+
+def parse_tokenize(fields: Mapping[str, Any], *, strict: bool = False) -> AskedTokens:
+    """Parse the fields of a body of /tokenize; ApiError if they are invalid."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    forms = [form for form in FORMS if form in given]
+    if len(forms) != 1:
+        raise refused(forms[1] if forms else "prompt", f"must be given alone: one of {', '.join(FORMS)}")
+    form = forms[0]
+    flags = FLAGS[form]
+    others = {"chat_template_kwargs", "tools"} if form == "messages" else set()
+    known = {form, "model", *flags, *others}
+    ignored = check_names(given, known, hints=dict.fromkeys(OF_TOKENIZE - known, f"does not go together with {form}"))
+    values = {name: given.get(name, default) for name, default in flags.items()}
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise refused(name, "must be true or false")
+        if value is not flags[name] and (form, name) in FIXED:
+            raise unsupported(name, f"must be {encoded(flags[name])}: {FIXED[form, name]}")
+    pieces = values["with_pieces" if form == "content" else "return_token_strs"]
+    message = TokenizeRequest(model=_model(given), pieces=pieces)
+    if form == "messages":
+        of_chat = {name: given[name] for name in ("messages", *others) if name in given}
+        of_chat |= {name: values[name] for name in ("add_generation_prompt", "continue_final_message") if name in given}
+        parsed = parse_fields(of_chat, chat=True)
+        ignored += parsed.ignored
+        message.chat.CopyFrom(parsed.message(0).chat)
+    else:
+        if not isinstance(given[form], str):
+            raise refused(form, "must be text")
+        message.text = _encodable(form, given[form])
+        message.add_special = values["add_special_tokens" if form == "prompt" else "add_special"]
+    return AskedTokens(message, form, _told(ignored, strict=strict))
+
+
+def parse_detokenize(fields: Mapping[str, Any], *, strict: bool = False) -> AskedTokens:
+    """Parse the fields of a body of /detokenize; ApiError if they are invalid."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    ignored = check_names(given, OF_DETOKENIZE, hints={})
+    tokens = given.get("tokens")
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 1 << 32 for token in tokens):
+        raise refused("tokens", "must be a list of token ids")
+    message = TokenizeRequest(model=_model(given), text_of_tokens=True)
+    message.tokens.ids[:] = tokens
+    message.tokens.SetInParent()  # marks the form of an empty list
+    return AskedTokens(message, "tokens", _told(ignored, strict=strict))
+
+
+def _model(given: Mapping[str, Any]) -> str:
+    model = given.get("model", "")
+    if not isinstance(model, str):
+        raise refused("model", "must be text")
+    return _encodable("model", model)
+
+
+def _encodable(name: str, text: str) -> str:
+    """Return a text; ApiError if it has a lone surrogate, which UTF-8 lacks."""
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise refused(name, "has a lone surrogate, must be Unicode text")
+    return text
+
+
+def _told(ignored: list[str], *, strict: bool) -> tuple[str, ...]:
+    if ignored and strict:
+        raise unknown(ignored[0])
+    return tuple(ignored[:MAX_IGNORED])
+
+
+class Tokens:
+    """The endpoints."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        parser: Parser,
+        bodies: Bodies,
+        caller: Callable[[Request], tuple[Caller, str]],
+        *,
+        strict: bool = False,
+    ) -> None:
+        """`caller` returns a request's caller for orchestrators, and the name under which its share is counted. With
+        `strict`, unknown fields are refused."""
+        self._gateway = gateway
+        self._parser = parser
+        self._bodies = bodies
+        self._caller = caller
+        self._strict = strict
+
+    async def tokenize(self, http: Request) -> Response:
+        return await self._answered(http, parse_tokenize)
+
+    async def detokenize(self, http: Request) -> Response:
+        return await self._answered(http, parse_detokenize)
+
+    async def _answered(self, http: Request, parse: Callable[..., AskedTokens]) -> Response:
+        caller, owner = self._caller(http)
+        body = await self._bodies.read(http, owner)
+        asked = await self._parser.parse(len(body), partial(_parsed, body, parse, strict=self._strict), owner)
+        if asked.message.pieces and len(body) > MAX_BODY_WITH_TEXTS:
+            field = "with_pieces" if asked.form == "content" else "return_token_strs"
+            raise refused(field, f"must be false for a body of more than {MAX_BODY_WITH_TEXTS >> 10} KiB")
+        names = {**PROMPT_FIELDS, "text": asked.form, "tokens": "tokens", "tokens.ids": "tokens"}
+        found = await while_present(http.receive, self._gateway.tokenized(asked.message, names, caller))
+        answer = await self._parser.parse(len(found.ids), partial(_answer, asked, found), owner)
+        return Response(answer, headers=ignored_header(asked.ignored), media_type="application/json")
+
+
+def _parsed(body: bytes, parse: Callable[..., AskedTokens], *, strict: bool) -> AskedTokens:
+    return parse(fields_of(body), strict=strict)
+
+
+def _answer(asked: AskedTokens, found: Tokenized) -> bytes:
+    """Return the answer as JSON."""
+    own: Json = {"specdec": {"ignored": list(asked.ignored)}} if asked.ignored else {}
+    if asked.form == "tokens":  # the text under the names of vLLM and llama.cpp
+        return as_bytes(encoded({"prompt": found.text, "content": found.text, **own}))
+    if asked.form == "content":
+        if asked.message.pieces:
+            pairs = zip(found.ids, found.pieces, strict=True)
+            parts = [encoded({"id": token, "piece": _piece(piece.bytes)}) for token, piece in pairs]
+            return as_bytes(json_object(own, {"tokens": json_list(parts)}))
+        return as_bytes(json_object(own, {"tokens": _encoded_ids(found.ids)}))
+    texts = json_list(encoded(piece.text) for piece in found.pieces) if asked.message.pieces else "null"
+    counts = {"count": found.count, "max_model_len": found.context_tokens, **own}
+    return as_bytes(json_object(counts, {"tokens": _encoded_ids(found.ids), "token_strs": texts}))
+
+
+def _piece(spelt: bytes) -> str | list[int]:
+    """Return a token's text, or its bytes if they are no whole characters, as llama.cpp does."""
+    try:
+        return spelt.decode()
+    except UnicodeDecodeError:
+        return list(spelt)
+
+
+def _encoded_ids(ids: list[int]) -> str:
+    slices = (ids[at : at + AT_ONCE] for at in range(0, len(ids), AT_ONCE))
+    return json_list(",".join(map(str, part)) for part in slices)
