@@ -87,7 +87,7 @@ def metrics(
     found.counters(
         "cancelled_requests", "Requests cancelled by their callers.", MODEL, by_model(lambda counts: counts.cancelled)
     )
-    found.gauges("num_samples_running", "Samples in flight.", MODEL, by_model(lambda counts: counts.running_samples))
+    found.gauges("num_samples_running", "Samples in flight.", MODEL, by_model(lambda counts: len(counts.running)))
     found.counters(
         "samples", "Samples that ended, for any reason.", MODEL, by_model(lambda counts: counts.ended_samples)
     )

@@ -218,7 +218,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             requests=stats.by_class.total(),
             failed_requests=stats.failed_by_reason,
             cancelled_requests=stats.cancelled,
-            running_samples=stats.running_samples,
+            running_samples=len(stats.running),
             ended_samples=stats.ended_samples,
             prompt_tokens=stats.prompt_tokens,
             cached_tokens=stats.cached_tokens,
@@ -227,6 +227,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             offered_candidates=stats.offered,
             accepted_candidates=stats.accepted,
             failover_events=stats.failover_events,
+            sources=stats.sources,
+            decisions=stats.decisions,
+            all_samples=stats.all_samples,
             verifiers=[
                 pod_view(pod, revision.asked_as) for revision in self._catalog.all for pod in revision.peers.verifiers
             ],

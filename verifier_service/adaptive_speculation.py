@@ -4,7 +4,7 @@ outcome."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import structlog
@@ -52,6 +52,8 @@ class AdaptiveSpeculation:
         self.tenant_gains = TenantGains(tuning)
         self.mode = Mode.REMOTE_DRAFT
         """The mode of most sessions in the last step."""
+        self.rates: Mapping[str, float] | None = None
+        """Tokens a second by mode, as last measured for these sessions."""
         self._controllers = controllers
         self.proposers = proposers
         self._threads = threads
@@ -157,7 +159,8 @@ class AdaptiveSpeculation:
 
     def _note_mode(self, batches: Sequence[Batch]) -> None:
         if batches:
-            self.mode = max(batches, key=lambda batch: len(batch.sessions)).controller.mode
+            controller = max(batches, key=lambda batch: len(batch.sessions)).controller
+            self.mode, self.rates = controller.mode, controller.rates
 
     def forget(self, session: VerifierSession) -> None:
         """Have the proposers forget a session that left or was preempted."""

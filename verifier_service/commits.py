@@ -107,6 +107,8 @@ class CommitPublisher:
         session = entry.session
         cached, session.cached_tokens = session.cached_tokens, 0
         entry.drafting_wanted = self._eligibility.uses_remote_draft(session)
+        rates = self._eligibility.rates(session)
+        changed, entry.sent_rates = rates is not entry.sent_rates, rates
         times = StepTimes(
             *seconds,
             queued=entry.queued,
@@ -115,6 +117,7 @@ class CommitPublisher:
             outlook=Outlook(entry.drafting_wanted, self._eligibility.break_even),
             drafted=self._drafted,
             round_trip=session.draft_timing.round_trip,
+            rates=rates if changed else None,
         )
         result, entry.pending_result = entry.pending_result, None
         entry.queued, entry.last_sent_at = 0.0, time.monotonic()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, cast
@@ -50,8 +50,9 @@ from specdec.serving.validation import (
     weight_violations,
 )
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
+from specdec.wire.sources import source_name
 from verifier_service.backend.request import Policy, VerifierSessionRequest
-from verifier_service.backend.result import PromptScores, StepTimes, VerifyResult
+from verifier_service.backend.result import DecisionSums, PromptScores, StepTimes, VerifyResult, Without
 from verifier_service.backend.session_backend import BackendSession, SessionBackend
 from verifier_service.metrics import metrics
 
@@ -228,6 +229,9 @@ class VerifierServicer(
             max_waiting=self._limits.max_waiting,
             throttled=load.throttled,
             serving=self.works,
+            mode=load.mode,
+            sources={source_name(source): count for source, count in load.sources.items() if count},
+            decisions=decisions_message(load.decisions, load.rates),
         )
 
     def takes_long(self, request: verifier_pb2.VerifyRequest) -> bool:
@@ -403,6 +407,8 @@ def _logprobs(found: TokenLogprobs, rank: int = 0) -> verifier_pb2.TokenLogprobs
 
 
 def response(result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:
+    sums = DecisionSums()
+    sums.add(result.decisions)
     commit = verifier_pb2.Commit(
         committed=model_pb2.Committed(base=result.base, tokens=result.tokens),
         sources=result.sources,  # type: ignore[arg-type]
@@ -427,5 +433,19 @@ def response(result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyRespo
         checksum=result.checksum,
         round_trip_us=int(1e6 * times.round_trip),
         undrafted_tokens=result.undrafted,
+        decisions=decisions_message(sums, times.rates),
     )
     return verifier_pb2.VerifyResponse(commit=commit)
+
+
+def decisions_message(sums: DecisionSums, rates: Mapping[str, float] | None) -> model_pb2.SpeculationDecisions:
+    """Return decisions and the modes' tokens a second as a message."""
+    judged = sums.without[Without.ROW_COST] or 1
+    return model_pb2.SpeculationDecisions(
+        modes={mode: count for mode, count in sums.modes.items() if count},
+        without={reason: count for reason, count in sums.without.items() if count},
+        row_us=1e6 * sums.row / judged,
+        break_even=sums.break_even / judged,
+        best_candidate=sums.best / judged,
+        mode_rates=rates,
+    )

@@ -85,10 +85,9 @@ class Drafting:
 
     @property
     def undrafted_reason(self) -> str:
-        """Why tokens were chosen without candidates of a draft. Empty if none were, or if the request leaves the choice
-        of drafted steps to the verifier."""
-        late = self.undrafted_tokens and self._context.sample.insists_on_draft
-        return self._why_undrafted or ("late" if late else "")
+        """Why tokens were chosen without candidates of a draft. Empty if none were, or only in steps for which the
+        verifier wanted none."""
+        return self._why_undrafted or ("late" if self.undrafted_tokens else "")
 
     async def __aenter__(self) -> Self:
         if self._pods is not None:

@@ -16,7 +16,8 @@ from typing import Self
 from orchestrator.text.transcript import SampleTranscript
 from specdec.serving.errors import as_service_error
 from specdec.serving.histogram import Histogram
-from specdec.v2 import model_pb2
+from specdec.v2 import generation_pb2, model_pb2
+from specdec.wire.decisions import add_decisions
 
 FINISH_REASONS = {
     model_pb2.FINISH_REASON_STOP: "stop",
@@ -33,7 +34,7 @@ class OrchestratorStats:
     by_class: Counter[str] = field(default_factory=Counter)  # requests, by the class of their tenants
     failed: Counter[tuple[str, str]] = field(default_factory=Counter)  # requests, by error reason and tenant class
     cancelled: int = 0  # requests whose callers left
-    running_samples: int = 0
+    running: set[SampleTranscript] = field(default_factory=set)  # samples
     ended_samples: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -43,6 +44,8 @@ class OrchestratorStats:
     steps: int = 0
     offered: int = 0  # candidates
     accepted: int = 0
+    sources: Counter[str] = field(default_factory=Counter)  # tokens, by source
+    decisions: model_pb2.SpeculationDecisions = field(default_factory=model_pb2.SpeculationDecisions)
     failover_events: Counter[str] = field(default_factory=Counter)  # by reason
     fallback_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds for which texts continued without the draft they wanted, by reason."""
@@ -62,9 +65,29 @@ class OrchestratorStats:
                             sums[key] += count
                     case Histogram() as sums, more:
                         sums.merge(more)
+                    case set() as sums, more:
+                        sums |= more
+                    case model_pb2.SpeculationDecisions() as sums, more:
+                        add_decisions(sums, more)
                     case count, more:
                         setattr(found, name, count + more)
         return found
+
+    @property
+    def all_samples(self) -> generation_pb2.SampleCounts:
+        """The counts of all samples, ended or not."""
+        counts = generation_pb2.SampleCounts(
+            tokens=self.generated_tokens,
+            steps=self.steps,
+            offered_candidates=self.offered,
+            accepted_candidates=self.accepted,
+        )
+        for transcript in self.running:
+            counts.tokens += transcript.generated_tokens
+            counts.steps += transcript.statistics.steps
+            counts.offered_candidates += transcript.statistics.offered
+            counts.accepted_candidates += transcript.statistics.accepted
+        return counts
 
     @property
     def failed_by_reason(self) -> Counter[str]:
@@ -93,7 +116,7 @@ class OrchestratorStats:
     def sample(self, transcript: SampleTranscript) -> Iterator[Callable[[int], None]]:
         """Count a sample, and add its transcript's figures at its end. Yield a function to be called with the number of
         new tokens as they come."""
-        self.running_samples += 1
+        self.running.add(transcript)
         begin, last = time.monotonic(), None
 
         def came(tokens: int) -> None:
@@ -109,12 +132,12 @@ class OrchestratorStats:
             yield came
         finally:
             self.whole.observe(time.monotonic() - begin)
-            self.running_samples -= 1
+            self.running.remove(transcript)
             self.ended_samples += 1
             usage, statistics = transcript.usage, transcript.statistics
             self.prompt_tokens += usage.prompt_tokens
             self.cached_tokens += usage.cached_tokens
-            generated = usage.completion_tokens - transcript.resumed_tokens
+            generated = transcript.generated_tokens
             self.generated_tokens += generated
             if transcript.finish_reason:
                 self.finished[FINISH_REASONS[transcript.finish_reason]] += 1
@@ -122,3 +145,5 @@ class OrchestratorStats:
             self.steps += statistics.steps
             self.offered += statistics.offered
             self.accepted += statistics.accepted
+            self.sources += statistics.sources
+            add_decisions(self.decisions, statistics.decisions)

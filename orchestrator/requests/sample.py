@@ -51,11 +51,6 @@ class Sample:
         return self.rule is Rule.CONTRASTIVE
 
     @property
-    def insists_on_draft(self) -> bool:
-        """True if every step after the prompt should have candidates of a draft."""
-        return self.speculation.remote and (self.forces_drafting or self.rule is Rule.REJECTION)
-
-    @property
     def forces_drafting(self) -> bool:
         """True if a draft is used whether or not it pays."""
         return self.needs_draft or self.speculation.forced

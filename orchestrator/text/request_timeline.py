@@ -15,6 +15,7 @@ from orchestrator.text.transcript import SampleTranscript
 from specdec.serving.messages import finish_name
 from specdec.serving.timeline import Timeline, Value
 from specdec.v2 import generation_pb2
+from specdec.wire.decisions import DRAFTING_EVENTS, explained
 
 log = structlog.get_logger()
 
@@ -63,16 +64,24 @@ class SampleTimeline:
         self.event("failover", reason=reason, pod=pod)
         self._timeline.add(**{f"failovers.{reason}": 1})
 
+    def drafting(self, reason: str, pod: str) -> None:
+        """Record that a text leaves a working draft alone, or uses it again."""
+        self.event("drafting", reason=reason, pod=pod)
+        self._timeline.add(**{f"drafting.{reason}": 1})
+
     def finish(self, finish: generation_pb2.Finish) -> None:
         """Record that the text is complete."""
         reason, speculation = finish_name(finish.reason), finish.speculation
         self.event("finish", reason=reason)
-        reasons = self._timeline.attributes.setdefault("finish_reasons", [])
-        assert isinstance(reasons, list)
-        reasons.append(reason)
+        self._list("finish_reasons").append(reason)
         if speculation.undrafted_tokens:
-            why = speculation.undrafted_reason or "late"
-            self._timeline.add(**{f"undrafted_tokens.{why}": speculation.undrafted_tokens})
+            self._timeline.add(**{f"undrafted_tokens.{speculation.undrafted_reason}": speculation.undrafted_tokens})
+
+    def _list(self, name: str) -> list[str]:
+        """Return the list with an entry per sample that is this attribute."""
+        entries = self._timeline.attributes.setdefault(name, [])
+        assert isinstance(entries, list)
+        return entries
 
     @contextmanager
     def figures(self, transcript: SampleTranscript) -> Iterator[None]:
@@ -83,11 +92,16 @@ class SampleTimeline:
             usage, statistics = transcript.usage, transcript.statistics
             self._timeline.add(
                 cached_tokens=usage.cached_tokens,
-                generated_tokens=usage.completion_tokens - transcript.resumed_tokens,
+                generated_tokens=transcript.generated_tokens,
                 steps=statistics.steps,
                 offered=statistics.offered,
                 accepted=statistics.accepted,
+                **{f"tokens.{source}": count for source, count in statistics.sources.items()},
+                **{f"steps.{mode}": count for mode, count in statistics.decisions.modes.items()},
+                **{f"without_candidates.{why}": count for why, count in statistics.decisions.without.items()},
             )
+            if why := explained(statistics.decisions):
+                self._list("speculation").append(why)
 
 
 FailoverReason = Literal[
@@ -95,7 +109,7 @@ FailoverReason = Literal[
 ]
 
 EXPECTED: frozenset[FailoverReason] = frozenset({"draft_back", "draft_paused", "draft_resumed"})
-"""Events logged as info; all others are logged as warnings."""
+"""Events that need no attention."""
 
 
 class FailoverEvents:
@@ -109,6 +123,10 @@ class FailoverEvents:
     def record(self, reason: FailoverReason, pod: object, why: str = "") -> None:
         self.counts[reason] += 1
         self._of_all[reason] += 1
+        if reason in DRAFTING_EVENTS:
+            self._timeline.drafting(reason, str(pod))
+            log.info("drafting", reason=reason, pod=str(pod), why=why)
+            return
         self._timeline.failover(reason, str(pod))
         tell = log.info if reason in EXPECTED else log.warning
         tell("failover", reason=reason, pod=str(pod), why=why)

@@ -13,6 +13,7 @@ from orchestrator.requests.sample import Sample
 from orchestrator.text.sample_text import SampleText
 from specdec.serving.bounded_threads import BoundedThreads
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
+from specdec.wire.decisions import add_decisions
 from specdec.wire.sources import accepted_candidates, accepted_histogram, histogram_entries, source_name
 
 SOON_SPELT = 512
@@ -33,6 +34,7 @@ class Statistics:
     overrun: int = 0
     histogram: Counter[int] = field(default_factory=Counter)
     sources: Counter[str] = field(default_factory=Counter)
+    decisions: model_pb2.SpeculationDecisions = field(default_factory=model_pb2.SpeculationDecisions)
 
     def message(self) -> generation_pb2.SpeculationStatistics:
         return generation_pb2.SpeculationStatistics(
@@ -42,6 +44,7 @@ class Statistics:
             overrun=self.overrun,
             accepted_histogram=histogram_entries(self.histogram),
             sources=self.sources,
+            decisions=self.decisions,
         )
 
 
@@ -73,9 +76,9 @@ class SampleTranscript:
         )
 
     @property
-    def resumed_tokens(self) -> int:
-        """Number of generated tokens in the request."""
-        return len(self._sample.generated)
+    def generated_tokens(self) -> int:
+        """Number of tokens generated so far, without those in the request."""
+        return self._completion_tokens - len(self._sample.generated)
 
     async def resume(self, threads: BoundedThreads) -> None:
         """Detokenise what the client has already, in a thread unless it is short; called before the first commit."""
@@ -179,6 +182,8 @@ class SampleTranscript:
         joined.committed.base = held.committed.base
         for name in ADDED:
             setattr(joined, name, getattr(held, name) + getattr(commit, name))
+        joined.decisions.CopyFrom(held.decisions)
+        add_decisions(joined.decisions, commit.decisions)
         return joined
 
     def _spell_logprobs(self, tokens: list[int], logprobs: Iterable[verifier_pb2.TokenLogprobs]) -> None:
@@ -207,6 +212,7 @@ class SampleTranscript:
         statistics.histogram += histogram
         statistics.overrun += len(commit.committed.tokens) - kept
         statistics.sources.update(source_name(source) for source in commit.sources[:kept])
+        add_decisions(statistics.decisions, commit.decisions)
         if self._found is None:  # after a failover, `cached_tokens` would be those of the resumption
             self._found = commit.cached_tokens
 

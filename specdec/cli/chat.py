@@ -17,7 +17,7 @@ from specdec.cli.access import ApiKeyFile, ModelName, Orchestrators, Tls, TlsCa,
 from specdec.cli.conversation import Conversation, LeaveError
 from specdec.cli.failure import fail
 from specdec.cli.report import CompletionReport
-from specdec.cli.shown import coloured, for_stdout, styled
+from specdec.cli.shown import coloured, for_stdout, speculation_lines, styled
 from specdec.cli.waiting import WaitReporter
 from specdec.client import Cancelled, Client, SpecdecError, Stream
 from specdec.client.options import SpeculationChoice
@@ -69,6 +69,8 @@ def chat(
         with contextlib.suppress(ImportError):  # some Python builds lack it: no line editing
             import readline  # noqa: F401
     with Client(address, credentials=allowed.credentials, api_key=allowed.api_key, options=allowed.options) as client:
+        if at_terminal:
+            _greet(client, WaitReporter(address, access=allowed), model, address)
         while True:
             try:
                 while True:  # inside the try, so that an interrupt between two turns is caught too
@@ -93,6 +95,21 @@ def chat(
                 if not at_terminal:  # a script needs the exit status
                     raise
                 _say(str(error))
+
+
+def _greet(client: Client, waiting: WaitReporter, wanted: str | None, address: str) -> None:
+    """Say which model answers at this address. End the process if none there can, before a question is lost."""
+    with waiting:
+        models = client.models()
+    names = ", ".join(model.name for model in models)
+    if wanted is None and len(models) > 1:
+        fail(f"{address} serves several models, name one by --model: {names}", ExitStatus.USAGE)
+    model = next((model for model in models if wanted is None or model.is_asked_as(wanted)), None)
+    if model is None:
+        fail(f"--model {wanted}: {address} serves {names or 'no model'}", ExitStatus.REFUSED)
+    if not model.chat:
+        fail(f"{model.name} has no chat template: `specdec generate` continues a text", ExitStatus.REFUSED)
+    _say(f"{wanted or model.name} at {address}; /help lists the commands, Ctrl-D leaves")
 
 
 def _turn(client: Client, waiting: WaitReporter, conversation: Conversation, asks: str) -> None:
@@ -139,6 +156,9 @@ def _answer(client: Client, waiting: WaitReporter, conversation: Conversation) -
         f"{count} tokens, {count / report.seconds:.0f}/s, {s.mean_tokens_per_step:.2f} a step; "
         f"{report.finish.reason}, seed {report.seed}"
     )
+    err = Console(stderr=True)
+    for line in speculation_lines(s, err, in_colours=conversation.colours and console.is_terminal):
+        err.file.write(f"{line}\n")
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from specdec.cli.many import generate_many
 from specdec.cli.prompt_file import PromptFile, PromptFileError
 from specdec.cli.report import CompletionReport
 from specdec.cli.results_file import ResultsFile, ResultsFileError
-from specdec.cli.shown import coloured
+from specdec.cli.shown import coloured, speculation_lines
 from specdec.cli.waiting import WaitReporter
 from specdec.client import Client, Speculation, build_request
 from specdec.client.options import SpeculationChoice
@@ -156,9 +156,9 @@ def generate(
 ) -> None:
     """Continue prompts.
 
-    On a terminal, each token has the colour of its source: green for a draft model, yellow for n-gram lookup, magenta
-    for a lookahead window, blue for tokens forced by a grammar, red and cyan for the target's own token after
-    candidates, none for plain decoding.
+    On a terminal, each token has the colour of its source, and the summary says which: green for a draft model, yellow
+    for n-gram lookup, magenta for a lookahead window, blue for tokens forced by a grammar, red and cyan for the
+    target's own token after candidates, none for plain decoding.
     """
     if (prompt is None) == (prompt_file is None):
         fail("give either PROMPT or --prompt-file", ExitStatus.USAGE)
@@ -286,6 +286,8 @@ def _complete(
             f"{without_draft(s, options)}{finish.reason}, seed {report.seed}, "
             f"request {report.request_id}[/dim]"
         )
+        for line in speculation_lines(s, err, in_colours=console.is_terminal):
+            err.file.write(f"{line}\n")
 
 
 def without_draft(speculation: Speculation, options: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 from specdec.client import Chunk, Finish, SpecdecError
@@ -60,6 +61,7 @@ class CompletionReport:
                 "sources": dict(s.sources),
                 "undrafted_reason": s.undrafted_reason,
                 "undrafted_tokens": s.undrafted_tokens,
+                "decisions": asdict(s.decisions),
             },
             "seconds": seconds,
             "time_to_first_token": self._first or seconds,

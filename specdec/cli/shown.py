@@ -7,7 +7,8 @@ import sys
 from rich.color import ColorSystem
 from rich.console import Console
 
-from specdec.client import Chunk
+from specdec.client import Chunk, Speculation
+from specdec.wire.decisions import PROPOSERS
 
 STYLES = {
     "remote_draft": "green",
@@ -20,6 +21,13 @@ STYLES = {
     "plain": "default",
 }
 """Colours of tokens, by source."""
+
+SOURCES = dict(PROPOSERS) | {
+    "bonus": "target after candidates",
+    "correction": "target instead of a candidate",
+    "plain": "target without candidates",
+}
+"""Sources of tokens in words for people."""
 
 _CONTROLS = {
     code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
@@ -50,3 +58,17 @@ def coloured(chunk: Chunk, console: Console) -> str:
     begin = chunk.reasoning_tokens
     pieces = zip(chunk.token_texts[begin:], chunk.sources[begin:], strict=True)
     return "".join(styled(piece, STYLES.get(source, "default"), console) for piece, source in pieces)
+
+
+def speculation_lines(speculation: Speculation, console: Console, *, in_colours: bool) -> list[str]:
+    """Return the lines of a summary that say where the tokens are from, and what decided on candidates. With
+    `in_colours` the first is also the legend: each source has the colour of its tokens."""
+    counts = sorted(speculation.sources.items(), key=lambda entry: -entry[1])
+    from_where = [
+        styled(f"{SOURCES.get(source, source)} {count}", STYLES.get(source, "dim") if in_colours else "dim", console)
+        for source, count in counts
+    ]
+    lines = [styled("tokens by source: ", "dim", console) + styled(", ", "dim", console).join(from_where)]
+    if speculation.decisions.why:
+        lines.append(styled(f"speculation {speculation.decisions.why}", "dim", console))
+    return lines if counts else lines[1:]

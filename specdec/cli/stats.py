@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
 import time
-from typing import Annotated
+from typing import Annotated, Self
 
 import grpc
 import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from specdec import ports
 from specdec.cli.access import ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
 from specdec.cli.failure import fail, status_of
 from specdec.cli.pod_stats import NoSuchServiceError, PodStats, ask
-from specdec.cli.stats_table import printable, table
+from specdec.cli.stats_table import grid, printable, table
 from specdec.client.errors import mismatch
 from specdec.command_line import address, duration
 from specdec.exit_status import ExitStatus
@@ -45,27 +50,83 @@ def stats(
     tls_name: TlsName = None,
     api_key_file: ApiKeyFile = None,
 ) -> None:
-    """Show a service's identity and load; for an orchestrator also its pods."""
-    before: PodStats | None = None
+    """Show a service's identity and load; for an orchestrator also its pods.
+
+    On a terminal, --watch redraws in place; elsewhere it prints one block per refresh.
+    """
     allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
-    with allowed.channel(at.target) as opened:
+    show = _Json(at.target) if json_output else _Lines(at.target)
+    with allowed.channel(at.target) as opened, contextlib.ExitStack() as exits:
+        if watch is not None and not json_output and sys.stdout.isatty():
+            show = exits.enter_context(_Redrawn(at.target))
         while True:
             try:
                 seen = ask(opened, timeout, allowed.metadata)
             except (grpc.RpcError, NoSuchServiceError) as error:
                 line, status = _told(error, at.target, timeout)
-                if before is None:
+                if not show.begun:
                     fail(line, status)
-                print(f"specdec: {line}", file=sys.stderr, flush=True)  # it may return: keep watching
+                show.problem(f"specdec: {line}")  # it may return: keep watching
             else:
-                if json_output:
-                    print(json.dumps({"address": at.target, **seen.as_json()}), flush=True)
-                else:
-                    print(*([""] if before else []), *table(at.target, seen, before), sep="\n", flush=True)
-                before = seen
+                show(seen)
             if watch is None:
                 return
             time.sleep(watch)
+
+
+class _Lines:
+    """Prints each snapshot below the last one."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._before: PodStats | None = None
+
+    @property
+    def begun(self) -> bool:
+        return self._before is not None
+
+    def __call__(self, seen: PodStats) -> None:
+        if sys.stdout.isatty():
+            Console(highlight=False).print(grid(self._target, seen, None))
+        else:
+            lines = table(self._target, seen, self._before)
+            print(*([""] if self.begun else []), *lines, sep="\n", flush=True)
+        self._before = seen
+
+    def problem(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+
+class _Json(_Lines):
+    """Prints each snapshot as a JSON object."""
+
+    def __call__(self, seen: PodStats) -> None:
+        print(json.dumps({"address": self._target, **seen.as_json()}), flush=True)
+        self._before = seen
+
+
+class _Redrawn(_Lines):
+    """Shows the last snapshot in place, on a terminal; a problem is shown below it until the next one."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__(target)
+        self._live = Live(console=Console(highlight=False), auto_refresh=False, redirect_stdout=False)
+        self._shown = Table.grid()
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def __call__(self, seen: PodStats) -> None:
+        self._shown = grid(self._target, seen, self._before)
+        self._live.update(self._shown, refresh=True)
+        self._before = seen
+
+    def problem(self, line: str) -> None:
+        self._live.update(Group(self._shown, Text(line, style="red")), refresh=True)
 
 
 def _told(error: Exception, target: str, timeout: float) -> tuple[str, ExitStatus]:

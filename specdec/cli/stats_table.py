@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from rich.table import Table
+from rich.text import Text
 
 from specdec.cli.pod_stats import PodStats, Stats
 from specdec.v2.draft_pb2 import DraftServiceGetStatsResponse
 from specdec.v2.generation_pb2 import BreakerState, GenerationServiceGetStatsResponse, PodView, RevisionView
-from specdec.v2.model_pb2 import NUMERICS_MODE_EXACT, ModelIdentity, PodInfo
+from specdec.v2.model_pb2 import NUMERICS_MODE_EXACT, ModelIdentity, PodInfo, SpeculationDecisions
 from specdec.v2.verifier_pb2 import GetStatsResponse
+from specdec.wire.decisions import DRAFTING_EVENTS, MODES, explained, proposed
 
 WIDTH = 13
 """Characters of the column of names."""
@@ -22,11 +27,30 @@ Line = tuple[str, str]
 
 def table(address: str, seen: PodStats, before: PodStats | None) -> Iterator[str]:
     """Yield the lines of a snapshot; rates are relative to the snapshot `before`, if given."""
-    stats = seen.stats
     yield f"{seen.role} at {address}"
+    for name, text in subjects(seen, before):
+        yield f"  {name:{WIDTH}}{text}".rstrip()
+
+
+def grid(address: str, seen: PodStats, before: PodStats | None) -> Table:
+    """Return the same for a terminal: a text too long for its line is broken between words, below its beginning."""
+    shown = Table.grid(padding=(0, 1))
+    shown.title, shown.title_justify, shown.title_style = printable(f"{seen.role} at {address}"), "left", ""
+    shown.add_column(min_width=WIDTH, no_wrap=True, style="dim")
+    shown.add_column(overflow="fold")
+    for name, text in subjects(seen, before):
+        shown.add_row(Text(f"  {name}"), Text(text))
+    return shown
+
+
+def subjects(seen: PodStats, before: PodStats | None) -> Iterator[Line]:
+    """Yield a snapshot by subject."""
+    stats = seen.stats
     # Only compare snapshots of the same process: after a restart, counters start from 0.
     earlier = before.stats if before and before.stats.pod.process_id == stats.pod.process_id else None
     lines: Iterator[Line]
+    if now := _now(stats, earlier):
+        yield "now", now
     if isinstance(stats, GenerationServiceGetStatsResponse):
         lines = _of_orchestrator(stats, earlier)
     elif isinstance(stats, GetStatsResponse):
@@ -34,7 +58,7 @@ def table(address: str, seen: PodStats, before: PodStats | None) -> Iterator[str
     else:
         lines = _of_draft(stats, earlier)
     for name, text in lines:
-        yield f"  {name:{WIDTH}}{printable(text)}".rstrip()
+        yield name, printable(text)
 
 
 # --- common to all services -------------------------------------------------------------------------
@@ -71,8 +95,20 @@ def _off(fast_paths: Sequence[str]) -> Iterator[Line]:
         yield "" if number else "fast paths", line
 
 
-def _candidates(offered: int, accepted: int) -> str:
-    return f"{offered} verified, {accepted} accepted ({percent(accepted, offered)})"
+def _candidates(offered: int, accepted: int, sources: Mapping[str, int]) -> str:
+    by = proposed(sources)
+    return f"{offered} verified, {accepted} accepted ({percent(accepted, offered)})" + (f": {by}" if by else "")
+
+
+def _speculation(mode: str, decisions: SpeculationDecisions) -> Iterator[Line]:
+    """Yield the present mode, if known, and what decided on candidates so far."""
+    why = explained(decisions)
+    now = f"now {MODES.get(mode, mode)}" if mode else ""
+    if now or why:
+        yield "speculation", "; ".join(filter(None, (now, why and f"so far {why}")))
+    if decisions.mode_rates and "plain_faster" not in decisions.without:
+        rates = ", ".join(f"{MODES.get(mode, mode)} {rate:.0f}" for mode, rate in sorted(decisions.mode_rates.items()))
+        yield "", f"tokens/s by mode, as last measured: {rates}"
 
 
 # --- one service each -------------------------------------------------------------------------------
@@ -95,7 +131,8 @@ def _of_verifier(stats: GetStatsResponse, before: Stats | None) -> Iterator[Line
         f"{stats.prompt_tokens} tokens, of which {percent(stats.cached_tokens, stats.prompt_tokens)} cached",
     )
     refused = f"; {stats.refused_extends} messages refused" if stats.refused_extends else ""
-    yield "candidates", _candidates(stats.offered_candidates, stats.accepted_candidates) + refused
+    yield "candidates", _candidates(stats.offered_candidates, stats.accepted_candidates, stats.sources) + refused
+    yield from _speculation(stats.mode, stats.decisions)
     if stats.drafted_steps:
         yield "drafts", f"in time for {percent(stats.draft_ready_steps, stats.drafted_steps)} of their sessions' steps"
     yield "preemptions", str(stats.preemptions)
@@ -140,8 +177,11 @@ def _of_orchestrator(stats: GenerationServiceGetStatsResponse, before: Stats | N
         f"{_mean(stats.generated_tokens, stats.steps)} a step; "
         f"{stats.prompt_tokens} of prompts, {stats.cached_tokens} cached",
     )
-    yield "candidates", _candidates(stats.offered_candidates, stats.accepted_candidates)
-    yield "failover", _by_reason(stats.failover_events)
+    yield "candidates", _candidates(stats.offered_candidates, stats.accepted_candidates, stats.sources)
+    yield from _speculation("", stats.decisions)
+    events = stats.failover_events
+    yield "drafting", _by_reason({reason: events[reason] for reason in events.keys() & DRAFTING_EVENTS})
+    yield "failover", _by_reason({reason: events[reason] for reason in events.keys() - DRAFTING_EVENTS})
     yield from _pods("verifiers", stats.verifiers)
     yield from _pods("drafts", stats.drafts)
 
@@ -184,6 +224,40 @@ def _pod(pod: PodView) -> str:
 
 
 # --- numbers ----------------------------------------------------------------------------------------
+
+
+class _Counts(NamedTuple):
+    """The counters of which a watch shows the growth."""
+
+    tokens: int
+    steps: int
+    offered: int
+    accepted: int
+
+
+def _counts(stats: Stats) -> _Counts | None:
+    match stats:
+        case GenerationServiceGetStatsResponse(all_samples=counts):
+            return _Counts(counts.tokens, counts.steps, counts.offered_candidates, counts.accepted_candidates)
+        case GetStatsResponse():
+            tokens, steps = stats.committed_tokens, stats.steps
+            return _Counts(tokens, steps, stats.offered_candidates, stats.accepted_candidates)
+    return None  # a draft commits nothing
+
+
+def _now(stats: Stats, before: Stats | None) -> str:
+    """Return tokens a second and a step, and acceptance, since the snapshot before; empty without one."""
+    new, old = _counts(stats), None if before is None else _counts(before)
+    if before is None or new is None or old is None or stats.up_us <= before.up_us:
+        return ""
+    grown = _Counts(*(max(0, count - past) for count, past in zip(new, old, strict=True)))
+    of_all = " of all sessions" if isinstance(stats, GetStatsResponse) else ""
+    rate = grown.tokens / (stats.up_us - before.up_us) * 1e6
+    parts = [f"{rate:.0f} tokens/s"]
+    if grown.steps:
+        parts.append(f"{grown.tokens / grown.steps:.2f} a step{of_all}")
+        parts.append(f"{grown.accepted} of {grown.offered} candidates accepted")
+    return ", ".join(parts) + (f" ({percent(grown.accepted, grown.offered)})" if grown.offered else "")
 
 
 def _busy(stats: GetStatsResponse | DraftServiceGetStatsResponse, before: Stats | None) -> str:

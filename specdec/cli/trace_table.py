@@ -11,6 +11,9 @@ from google.protobuf.struct_pb2 import Struct
 from specdec.cli.stats_table import printable
 from specdec.v2.trace_pb2 import GetTraceResponse, Timeline
 
+SPECULATION = "speculation"
+"""Attribute with a sentence for each sample: a line of its own."""
+
 
 class TraceTable:
     """A trace, with all times relative to its beginning, in microseconds."""
@@ -51,6 +54,8 @@ class TraceTable:
             yield self._at(timeline.end_age_us), f"end{failed}{_spelled(_values(timeline.attributes))}"
 
     def _remarks(self, place: str, timeline: Timeline) -> Iterator[str]:
+        for why in _values(timeline.attributes).get(SPECULATION, ()):
+            yield printable(f"speculation: {why}")
         if not timeline.HasField("end_age_us"):
             yield printable(f"running: {place}{_spelled(_values(timeline.attributes))}")
         if timeline.dropped_events:
@@ -89,7 +94,7 @@ def _whole(value: Any) -> Any:
 
 
 def _spelled(values: Mapping[str, Any]) -> str:
-    return "".join(f" {key}={_short(value)}" for key, value in values.items())
+    return "".join(f" {key}={_short(value)}" for key, value in values.items() if key != SPECULATION)
 
 
 def _short(value: Any) -> str:

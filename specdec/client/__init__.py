@@ -23,6 +23,7 @@ from specdec.client.completion import (
     Resolved,
     Result,
     Speculation,
+    SpeculationDecisions,
     SpeculationLimits,
 )
 from specdec.client.errors import (
@@ -69,6 +70,7 @@ __all__ = [
     "ServerError",
     "SpecdecError",
     "Speculation",
+    "SpeculationDecisions",
     "SpeculationLimits",
     "Stream",
     "Tokenized",

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 from specdec.v2 import generation_pb2 as pb
 from specdec.v2 import model_pb2, verifier_pb2
+from specdec.wire.decisions import explained, main_mode
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,20 @@ class SpeculationLimits:
 
 
 @dataclass(frozen=True)
+class SpeculationDecisions:
+    """What decided how many candidates the steps of a completion had; all empty from a server that does not say it."""
+
+    mode: str  # adaptive speculation's in most steps: "off", "ngram", "local_draft", "remote_draft", or "forced"
+    why: str  # modes, steps with candidates, and why others had none, with figures: a line for a person
+    modes: dict[str, int]  # steps by mode
+    without: dict[str, int]  # steps without candidates by reason: "row_cost", "plain_faster", "nothing_proposed", ...
+    row_seconds: float  # mean over the steps of "row_cost": by which one more row lengthens a step
+    break_even: float  # mean over them: tokens that the row must bring to pay
+    best_candidate: float  # mean over them: tokens that the best candidate was expected to bring
+    mode_rates: dict[str, float]  # tokens a second by mode, as last measured by the verifier
+
+
+@dataclass(frozen=True)
 class Speculation:
     """Statistics of speculation for one completion. Of an interrupted part, only the received chunks count."""
 
@@ -67,11 +82,12 @@ class Speculation:
     accepted: int  # candidates accepted
     overrun: int  # tokens computed past a stop string and dropped
     accepted_histogram: list[int]  # entry i counts the steps with i candidates accepted
-    undrafted_reason: str  # why tokens had no candidates of a draft service; empty if that was as requested
+    undrafted_reason: str  # why tokens had no candidates of a draft service; set if `undrafted_tokens` is not 0
     undrafted_tokens: int  # tokens of steps that should have had such candidates and did not
     sources: dict[str, int]  # number of tokens by source
     failover_events: dict[str, int]  # count by reason; "resumed": resumptions of the stream by the client
     granted: SpeculationLimits  # the request's limits as granted by pods
+    decisions: SpeculationDecisions  # of an interrupted part: none
 
     @property
     def mean_tokens_per_step(self) -> float:
@@ -287,6 +303,7 @@ def _read_finish(finish: pb.Finish) -> Finish:
             sources=dict(statistics.sources),
             failover_events=dict(statistics.failover_events),
             granted=_read_limits(statistics.granted),
+            decisions=_read_decisions(statistics.decisions),
         ),
         numerics=finish.numerics_fingerprint,
         exact=finish.numerics_mode == model_pb2.NUMERICS_MODE_EXACT,
@@ -294,6 +311,19 @@ def _read_finish(finish: pb.Finish) -> Finish:
         cached_tokens=finish.usage.cached_tokens,
         reproducible=finish.reproducible,
         reasoning_tokens=finish.usage.reasoning_tokens,
+    )
+
+
+def _read_decisions(decisions: model_pb2.SpeculationDecisions) -> SpeculationDecisions:
+    return SpeculationDecisions(
+        mode=main_mode(decisions),
+        why=explained(decisions),
+        modes=dict(decisions.modes),
+        without=dict(decisions.without),
+        row_seconds=decisions.row_us / 1e6,
+        break_even=decisions.break_even,
+        best_candidate=decisions.best_candidate,
+        mode_rates=dict(decisions.mode_rates),
     )
 
 

@@ -7,6 +7,7 @@ its chunks are known.
 from __future__ import annotations
 
 from specdec.v2.generation_pb2 import GenerateResponse, SpeculationStatistics
+from specdec.wire.decisions import add_decisions
 from specdec.wire.sources import accepted_candidates, accepted_histogram, histogram_entries, source_name
 
 
@@ -55,6 +56,7 @@ def _add(total: SpeculationStatistics, part: SpeculationStatistics) -> None:
         total.sources[name] = _sum(total.sources[name], count)
     for name, count in part.failover_events.items():
         total.failover_events[name] = _sum(total.failover_events[name], count)
+    add_decisions(total.decisions, part.decisions)
     total.accepted_histogram.extend([0] * (len(part.accepted_histogram) - len(total.accepted_histogram)))
     for accepted, steps in enumerate(part.accepted_histogram):
         total.accepted_histogram[accepted] = _sum(total.accepted_histogram[accepted], steps)

@@ -971,6 +971,7 @@ class SpeculationStatistics(google.protobuf.message.Message):
     FAILOVER_EVENTS_FIELD_NUMBER: builtins.int
     GRANTED_FIELD_NUMBER: builtins.int
     UNDRAFTED_TOKENS_FIELD_NUMBER: builtins.int
+    DECISIONS_FIELD_NUMBER: builtins.int
     steps: builtins.int
     """Target steps that committed tokens."""
     offered: builtins.int
@@ -981,8 +982,8 @@ class SpeculationStatistics(google.protobuf.message.Message):
     """Tokens computed past a stop string and dropped."""
     undrafted_reason: builtins.str
     """Reason for tokens without candidates of a draft service, if any: "off", "no_draft", "tokenizer_mismatch",
-    "protocol_mismatch", "draft_lost", "draft_useless", or, if the request requires a draft (`forced`, or the REJECTION
-    rule), "late": the draft's candidates came too late.
+    "protocol_mismatch", "draft_lost", "draft_useless", or "late": the draft's candidates came too late. Set if
+    `undrafted_tokens` is not 0.
     """
     undrafted_tokens: builtins.int
     """Tokens of steps that should have had candidates of a draft service and had none: no draft was available, or it was
@@ -1008,6 +1009,10 @@ class SpeculationStatistics(google.protobuf.message.Message):
         request left open are unset.
         """
 
+    @property
+    def decisions(self) -> specdec.v2.model_pb2.SpeculationDecisions:
+        """What decided how many candidates the steps had, over all verifiers of the text."""
+
     def __init__(
         self,
         *,
@@ -1021,9 +1026,10 @@ class SpeculationStatistics(google.protobuf.message.Message):
         failover_events: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         granted: global___SpeculationLimits | None = ...,
         undrafted_tokens: builtins.int = ...,
+        decisions: specdec.v2.model_pb2.SpeculationDecisions | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["granted", b"granted"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "accepted_histogram", b"accepted_histogram", "failover_events", b"failover_events", "granted", b"granted", "offered", b"offered", "overrun", b"overrun", "sources", b"sources", "steps", b"steps", "undrafted_reason", b"undrafted_reason", "undrafted_tokens", b"undrafted_tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["decisions", b"decisions", "granted", b"granted"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "accepted_histogram", b"accepted_histogram", "decisions", b"decisions", "failover_events", b"failover_events", "granted", b"granted", "offered", b"offered", "overrun", b"overrun", "sources", b"sources", "steps", b"steps", "undrafted_reason", b"undrafted_reason", "undrafted_tokens", b"undrafted_tokens"]) -> None: ...
 
 global___SpeculationStatistics = SpeculationStatistics
 
@@ -1437,6 +1443,22 @@ class GenerationServiceGetStatsResponse(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class SourcesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     POD_FIELD_NUMBER: builtins.int
     UP_US_FIELD_NUMBER: builtins.int
     MODELS_FIELD_NUMBER: builtins.int
@@ -1458,6 +1480,9 @@ class GenerationServiceGetStatsResponse(google.protobuf.message.Message):
     DRAFTS_FIELD_NUMBER: builtins.int
     SERVING_FIELD_NUMBER: builtins.int
     REVISIONS_FIELD_NUMBER: builtins.int
+    SOURCES_FIELD_NUMBER: builtins.int
+    DECISIONS_FIELD_NUMBER: builtins.int
+    ALL_SAMPLES_FIELD_NUMBER: builtins.int
     up_us: builtins.int
     """Time since the process started, microseconds."""
     running_requests: builtins.int
@@ -1514,6 +1539,18 @@ class GenerationServiceGetStatsResponse(google.protobuf.message.Message):
     def revisions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RevisionView]:
         """The served revisions, and removed ones that still have requests."""
 
+    @property
+    def sources(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Counter: their tokens by source, as in SpeculationStatistics.sources."""
+
+    @property
+    def decisions(self) -> specdec.v2.model_pb2.SpeculationDecisions:
+        """What decided how many candidates their steps had: counters, and means of all of them."""
+
+    @property
+    def all_samples(self) -> global___SampleCounts:
+        """Counters of all samples, ended or not: rates of these are live."""
+
     def __init__(
         self,
         *,
@@ -1538,11 +1575,44 @@ class GenerationServiceGetStatsResponse(google.protobuf.message.Message):
         drafts: collections.abc.Iterable[global___PodView] | None = ...,
         serving: builtins.bool = ...,
         revisions: collections.abc.Iterable[global___RevisionView] | None = ...,
+        sources: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        decisions: specdec.v2.model_pb2.SpeculationDecisions | None = ...,
+        all_samples: global___SampleCounts | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["pod", b"pod"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted_candidates", b"accepted_candidates", "cached_tokens", b"cached_tokens", "cancelled_requests", b"cancelled_requests", "drafts", b"drafts", "ended_samples", b"ended_samples", "failed_requests", b"failed_requests", "failover_events", b"failover_events", "generated_tokens", b"generated_tokens", "models", b"models", "offered_candidates", b"offered_candidates", "pod", b"pod", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "revisions", b"revisions", "running_requests", b"running_requests", "running_samples", b"running_samples", "serving", b"serving", "steps", b"steps", "up_us", b"up_us", "verifiers", b"verifiers", "waiting_prompts", b"waiting_prompts"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["all_samples", b"all_samples", "decisions", b"decisions", "pod", b"pod"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted_candidates", b"accepted_candidates", "all_samples", b"all_samples", "cached_tokens", b"cached_tokens", "cancelled_requests", b"cancelled_requests", "decisions", b"decisions", "drafts", b"drafts", "ended_samples", b"ended_samples", "failed_requests", b"failed_requests", "failover_events", b"failover_events", "generated_tokens", b"generated_tokens", "models", b"models", "offered_candidates", b"offered_candidates", "pod", b"pod", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "revisions", b"revisions", "running_requests", b"running_requests", "running_samples", b"running_samples", "serving", b"serving", "sources", b"sources", "steps", b"steps", "up_us", b"up_us", "verifiers", b"verifiers", "waiting_prompts", b"waiting_prompts"]) -> None: ...
 
 global___GenerationServiceGetStatsResponse = GenerationServiceGetStatsResponse
+
+@typing.final
+class SampleCounts(google.protobuf.message.Message):
+    """Counters of samples."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    OFFERED_CANDIDATES_FIELD_NUMBER: builtins.int
+    ACCEPTED_CANDIDATES_FIELD_NUMBER: builtins.int
+    tokens: builtins.int
+    """Tokens generated, without resumed ones."""
+    steps: builtins.int
+    """Target steps that committed them."""
+    offered_candidates: builtins.int
+    """Candidates verified."""
+    accepted_candidates: builtins.int
+    """Candidates accepted."""
+    def __init__(
+        self,
+        *,
+        tokens: builtins.int = ...,
+        steps: builtins.int = ...,
+        offered_candidates: builtins.int = ...,
+        accepted_candidates: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_candidates", b"accepted_candidates", "offered_candidates", b"offered_candidates", "steps", b"steps", "tokens", b"tokens"]) -> None: ...
+
+global___SampleCounts = SampleCounts
 
 @typing.final
 class RevisionView(google.protobuf.message.Message):

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specdec/v2/model.proto\x12\nspecdec.v2\"\x93\x02\n\rModelIdentity\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x1c\n\x14numerics_fingerprint\x18\x05 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x06 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x07 \x01(\r\x12/\n\rnumerics_mode\x18\x08 \x01(\x0e\x32\x18.specdec.v2.NumericsMode\x12\x1f\n\x17oldest_protocol_version\x18\t \x01(\r\"b\n\x08\x43ontrast\x12\x12\n\x05\x61lpha\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12 \n\x13\x61mateur_temperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x42\x08\n\x06_alphaB\x16\n\x14_amateur_temperature\";\n\tLookahead\x12\x0e\n\x06window\x18\x01 \x01(\r\x12\r\n\x05ngram\x18\x02 \x01(\r\x12\x0f\n\x07guesses\x18\x03 \x01(\r\"\xad\x02\n\x08Sampling\x12\x1a\n\x12repetition_penalty\x18\x01 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x02 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x03 \x01(\x02\x12\x37\n\nlogit_bias\x18\x04 \x03(\x0b\x32#.specdec.v2.Sampling.LogitBiasEntry\x12\x15\n\rbanned_tokens\x18\x05 \x03(\r\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\r\n\x05top_p\x18\x08 \x01(\x02\x12\r\n\x05min_p\x18\t \x01(\x02\x12\x0c\n\x04seed\x18\n \x01(\x04\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"\xc7\x01\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x03 \x01(\tH\x00\x12$\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x12.specdec.v2.ChoiceH\x00\x12\x18\n\x0b\x61\x66ter_token\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x1a\n\ropening_token\x18\x06 \x01(\rH\x02\x88\x01\x01\x42\x06\n\x04kindB\x0e\n\x0c_after_tokenB\x10\n\x0e_opening_token\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"{\n\x11RejectedCandidate\x12\x10\n\x08position\x18\x01 \x01(\r\x12\r\n\x05\x64\x65pth\x18\x02 \x01(\r\x12\r\n\x05token\x18\x03 \x01(\r\x12\'\n\x06source\x18\x04 \x01(\x0e\x32\x17.specdec.v2.TokenSource\x12\r\n\x05\x62ytes\x18\x05 \x01(\x0c\"\x99\x01\n\x06\x45xtend\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x0f\n\x07parents\x18\x03 \x03(\r\x12\x15\n\rlogprob_bytes\x18\x04 \x01(\x0c\x12\x34\n\rdistributions\x18\x05 \x03(\x0b\x32\x1d.specdec.v2.DraftDistribution\x12\x13\n\x0b\x62\x61se_age_us\x18\x06 \x01(\r\"@\n\x11\x44raftDistribution\x12\x0e\n\x06parent\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\x0e\n\x06values\x18\x03 \x01(\x0c\")\n\tCommitted\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\">\n\x0bPodCapacity\x12\x10\n\x08sessions\x18\x01 \x01(\r\x12\x0c\n\x04room\x18\x02 \x01(\r\x12\x0f\n\x07wait_us\x18\x03 \x01(\x04\"\x8a\x01\n\tHeartbeat\x12\r\n\x05steps\x18\x01 \x01(\x04\x12)\n\x08\x63\x61pacity\x18\x02 \x01(\x0b\x32\x17.specdec.v2.PodCapacity\x12\x13\n\x0bstep_age_us\x18\x03 \x01(\x04\x12\x18\n\x10step_expected_us\x18\x04 \x01(\x04\x12\x14\n\x0c\x61waits_draft\x18\x05 \x01(\x08\"^\n\x07PodInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x12\n\nprocess_id\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0f\n\x07threads\x18\x05 \x03(\r*^\n\x0cNumericsMode\x12\x1d\n\x19NUMERICS_MODE_UNSPECIFIED\x10\x00\x12\x17\n\x13NUMERICS_MODE_EXACT\x10\x01\x12\x16\n\x12NUMERICS_MODE_FAST\x10\x02*\x8e\x01\n\x0e\x41\x63\x63\x65ptanceRule\x12\x1f\n\x1b\x41\x43\x43\x45PTANCE_RULE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x41\x43\x43\x45PTANCE_RULE_COUPLED\x10\x01\x12\x1d\n\x19\x41\x43\x43\x45PTANCE_RULE_REJECTION\x10\x02\x12\x1f\n\x1b\x41\x43\x43\x45PTANCE_RULE_CONTRASTIVE\x10\x03*y\n\x07\x44rafter\x12\x17\n\x13\x44RAFTER_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x44RAFTER_REMOTE\x10\x01\x12\x11\n\rDRAFTER_NGRAM\x10\x02\x12\x15\n\x11\x44RAFTER_LOOKAHEAD\x10\x03\x12\x17\n\x13\x44RAFTER_LOCAL_MODEL\x10\x04*\x83\x02\n\x0bTokenSource\x12\x1c\n\x18TOKEN_SOURCE_UNSPECIFIED\x10\x00\x12\x1d\n\x19TOKEN_SOURCE_REMOTE_DRAFT\x10\x01\x12\x1b\n\x17TOKEN_SOURCE_CORRECTION\x10\x02\x12\x16\n\x12TOKEN_SOURCE_BONUS\x10\x03\x12\x16\n\x12TOKEN_SOURCE_PLAIN\x10\x04\x12\x16\n\x12TOKEN_SOURCE_NGRAM\x10\x05\x12\x1a\n\x16TOKEN_SOURCE_LOOKAHEAD\x10\x06\x12\x1c\n\x18TOKEN_SOURCE_LOCAL_MODEL\x10\x07\x12\x18\n\x14TOKEN_SOURCE_GRAMMAR\x10\x08*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_CONTEXT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specdec/v2/model.proto\x12\nspecdec.v2\"\x93\x02\n\rModelIdentity\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x1c\n\x14numerics_fingerprint\x18\x05 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x06 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x07 \x01(\r\x12/\n\rnumerics_mode\x18\x08 \x01(\x0e\x32\x18.specdec.v2.NumericsMode\x12\x1f\n\x17oldest_protocol_version\x18\t \x01(\r\"b\n\x08\x43ontrast\x12\x12\n\x05\x61lpha\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12 \n\x13\x61mateur_temperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x42\x08\n\x06_alphaB\x16\n\x14_amateur_temperature\";\n\tLookahead\x12\x0e\n\x06window\x18\x01 \x01(\r\x12\r\n\x05ngram\x18\x02 \x01(\r\x12\x0f\n\x07guesses\x18\x03 \x01(\r\"\xad\x02\n\x08Sampling\x12\x1a\n\x12repetition_penalty\x18\x01 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x02 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x03 \x01(\x02\x12\x37\n\nlogit_bias\x18\x04 \x03(\x0b\x32#.specdec.v2.Sampling.LogitBiasEntry\x12\x15\n\rbanned_tokens\x18\x05 \x03(\r\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\r\n\x05top_p\x18\x08 \x01(\x02\x12\r\n\x05min_p\x18\t \x01(\x02\x12\x0c\n\x04seed\x18\n \x01(\x04\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"\xc7\x01\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x03 \x01(\tH\x00\x12$\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x12.specdec.v2.ChoiceH\x00\x12\x18\n\x0b\x61\x66ter_token\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x1a\n\ropening_token\x18\x06 \x01(\rH\x02\x88\x01\x01\x42\x06\n\x04kindB\x0e\n\x0c_after_tokenB\x10\n\x0e_opening_token\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"{\n\x11RejectedCandidate\x12\x10\n\x08position\x18\x01 \x01(\r\x12\r\n\x05\x64\x65pth\x18\x02 \x01(\r\x12\r\n\x05token\x18\x03 \x01(\r\x12\'\n\x06source\x18\x04 \x01(\x0e\x32\x17.specdec.v2.TokenSource\x12\r\n\x05\x62ytes\x18\x05 \x01(\x0c\"\xa3\x03\n\x14SpeculationDecisions\x12:\n\x05modes\x18\x01 \x03(\x0b\x32+.specdec.v2.SpeculationDecisions.ModesEntry\x12>\n\x07without\x18\x02 \x03(\x0b\x32-.specdec.v2.SpeculationDecisions.WithoutEntry\x12\x0e\n\x06row_us\x18\x03 \x01(\x02\x12\x12\n\nbreak_even\x18\x04 \x01(\x02\x12\x16\n\x0e\x62\x65st_candidate\x18\x05 \x01(\x02\x12\x43\n\nmode_rates\x18\x06 \x03(\x0b\x32/.specdec.v2.SpeculationDecisions.ModeRatesEntry\x1a,\n\nModesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a.\n\x0cWithoutEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x30\n\x0eModeRatesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"\x99\x01\n\x06\x45xtend\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x0f\n\x07parents\x18\x03 \x03(\r\x12\x15\n\rlogprob_bytes\x18\x04 \x01(\x0c\x12\x34\n\rdistributions\x18\x05 \x03(\x0b\x32\x1d.specdec.v2.DraftDistribution\x12\x13\n\x0b\x62\x61se_age_us\x18\x06 \x01(\r\"@\n\x11\x44raftDistribution\x12\x0e\n\x06parent\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\x0e\n\x06values\x18\x03 \x01(\x0c\")\n\tCommitted\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\">\n\x0bPodCapacity\x12\x10\n\x08sessions\x18\x01 \x01(\r\x12\x0c\n\x04room\x18\x02 \x01(\r\x12\x0f\n\x07wait_us\x18\x03 \x01(\x04\"\x8a\x01\n\tHeartbeat\x12\r\n\x05steps\x18\x01 \x01(\x04\x12)\n\x08\x63\x61pacity\x18\x02 \x01(\x0b\x32\x17.specdec.v2.PodCapacity\x12\x13\n\x0bstep_age_us\x18\x03 \x01(\x04\x12\x18\n\x10step_expected_us\x18\x04 \x01(\x04\x12\x14\n\x0c\x61waits_draft\x18\x05 \x01(\x08\"^\n\x07PodInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x12\n\nprocess_id\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0f\n\x07threads\x18\x05 \x03(\r*^\n\x0cNumericsMode\x12\x1d\n\x19NUMERICS_MODE_UNSPECIFIED\x10\x00\x12\x17\n\x13NUMERICS_MODE_EXACT\x10\x01\x12\x16\n\x12NUMERICS_MODE_FAST\x10\x02*\x8e\x01\n\x0e\x41\x63\x63\x65ptanceRule\x12\x1f\n\x1b\x41\x43\x43\x45PTANCE_RULE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x41\x43\x43\x45PTANCE_RULE_COUPLED\x10\x01\x12\x1d\n\x19\x41\x43\x43\x45PTANCE_RULE_REJECTION\x10\x02\x12\x1f\n\x1b\x41\x43\x43\x45PTANCE_RULE_CONTRASTIVE\x10\x03*y\n\x07\x44rafter\x12\x17\n\x13\x44RAFTER_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x44RAFTER_REMOTE\x10\x01\x12\x11\n\rDRAFTER_NGRAM\x10\x02\x12\x15\n\x11\x44RAFTER_LOOKAHEAD\x10\x03\x12\x17\n\x13\x44RAFTER_LOCAL_MODEL\x10\x04*\x83\x02\n\x0bTokenSource\x12\x1c\n\x18TOKEN_SOURCE_UNSPECIFIED\x10\x00\x12\x1d\n\x19TOKEN_SOURCE_REMOTE_DRAFT\x10\x01\x12\x1b\n\x17TOKEN_SOURCE_CORRECTION\x10\x02\x12\x16\n\x12TOKEN_SOURCE_BONUS\x10\x03\x12\x16\n\x12TOKEN_SOURCE_PLAIN\x10\x04\x12\x16\n\x12TOKEN_SOURCE_NGRAM\x10\x05\x12\x1a\n\x16TOKEN_SOURCE_LOOKAHEAD\x10\x06\x12\x1c\n\x18TOKEN_SOURCE_LOCAL_MODEL\x10\x07\x12\x18\n\x14TOKEN_SOURCE_GRAMMAR\x10\x08*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_CONTEXT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,16 +33,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_NUMERICSMODE']._serialized_start=1699
-  _globals['_NUMERICSMODE']._serialized_end=1793
-  _globals['_ACCEPTANCERULE']._serialized_start=1796
-  _globals['_ACCEPTANCERULE']._serialized_end=1938
-  _globals['_DRAFTER']._serialized_start=1940
-  _globals['_DRAFTER']._serialized_end=2061
-  _globals['_TOKENSOURCE']._serialized_start=2064
-  _globals['_TOKENSOURCE']._serialized_end=2323
-  _globals['_FINISHREASON']._serialized_start=2325
-  _globals['_FINISHREASON']._serialized_end=2447
+  _globals['_SPECULATIONDECISIONS_MODESENTRY']._loaded_options = None
+  _globals['_SPECULATIONDECISIONS_MODESENTRY']._serialized_options = b'8\001'
+  _globals['_SPECULATIONDECISIONS_WITHOUTENTRY']._loaded_options = None
+  _globals['_SPECULATIONDECISIONS_WITHOUTENTRY']._serialized_options = b'8\001'
+  _globals['_SPECULATIONDECISIONS_MODERATESENTRY']._loaded_options = None
+  _globals['_SPECULATIONDECISIONS_MODERATESENTRY']._serialized_options = b'8\001'
+  _globals['_NUMERICSMODE']._serialized_start=2121
+  _globals['_NUMERICSMODE']._serialized_end=2215
+  _globals['_ACCEPTANCERULE']._serialized_start=2218
+  _globals['_ACCEPTANCERULE']._serialized_end=2360
+  _globals['_DRAFTER']._serialized_start=2362
+  _globals['_DRAFTER']._serialized_end=2483
+  _globals['_TOKENSOURCE']._serialized_start=2486
+  _globals['_TOKENSOURCE']._serialized_end=2745
+  _globals['_FINISHREASON']._serialized_start=2747
+  _globals['_FINISHREASON']._serialized_end=2869
   _globals['_MODELIDENTITY']._serialized_start=39
   _globals['_MODELIDENTITY']._serialized_end=314
   _globals['_CONTRAST']._serialized_start=316
@@ -59,16 +65,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHOICE']._serialized_end=1006
   _globals['_REJECTEDCANDIDATE']._serialized_start=1008
   _globals['_REJECTEDCANDIDATE']._serialized_end=1131
-  _globals['_EXTEND']._serialized_start=1134
-  _globals['_EXTEND']._serialized_end=1287
-  _globals['_DRAFTDISTRIBUTION']._serialized_start=1289
-  _globals['_DRAFTDISTRIBUTION']._serialized_end=1353
-  _globals['_COMMITTED']._serialized_start=1355
-  _globals['_COMMITTED']._serialized_end=1396
-  _globals['_PODCAPACITY']._serialized_start=1398
-  _globals['_PODCAPACITY']._serialized_end=1460
-  _globals['_HEARTBEAT']._serialized_start=1463
-  _globals['_HEARTBEAT']._serialized_end=1601
-  _globals['_PODINFO']._serialized_start=1603
-  _globals['_PODINFO']._serialized_end=1697
+  _globals['_SPECULATIONDECISIONS']._serialized_start=1134
+  _globals['_SPECULATIONDECISIONS']._serialized_end=1553
+  _globals['_SPECULATIONDECISIONS_MODESENTRY']._serialized_start=1411
+  _globals['_SPECULATIONDECISIONS_MODESENTRY']._serialized_end=1455
+  _globals['_SPECULATIONDECISIONS_WITHOUTENTRY']._serialized_start=1457
+  _globals['_SPECULATIONDECISIONS_WITHOUTENTRY']._serialized_end=1503
+  _globals['_SPECULATIONDECISIONS_MODERATESENTRY']._serialized_start=1505
+  _globals['_SPECULATIONDECISIONS_MODERATESENTRY']._serialized_end=1553
+  _globals['_EXTEND']._serialized_start=1556
+  _globals['_EXTEND']._serialized_end=1709
+  _globals['_DRAFTDISTRIBUTION']._serialized_start=1711
+  _globals['_DRAFTDISTRIBUTION']._serialized_end=1775
+  _globals['_COMMITTED']._serialized_start=1777
+  _globals['_COMMITTED']._serialized_end=1818
+  _globals['_PODCAPACITY']._serialized_start=1820
+  _globals['_PODCAPACITY']._serialized_end=1882
+  _globals['_HEARTBEAT']._serialized_start=1885
+  _globals['_HEARTBEAT']._serialized_end=2023
+  _globals['_PODINFO']._serialized_start=2025
+  _globals['_PODINFO']._serialized_end=2119
 # @@protoc_insertion_point(module_scope)

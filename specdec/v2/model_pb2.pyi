@@ -475,6 +475,104 @@ class RejectedCandidate(google.protobuf.message.Message):
 global___RejectedCandidate = RejectedCandidate
 
 @typing.final
+class SpeculationDecisions(google.protobuf.message.Message):
+    """What decided how many candidates the steps of a text had. Steps that only compute a prompt are not counted."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class ModesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    @typing.final
+    class WithoutEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    @typing.final
+    class ModeRatesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    MODES_FIELD_NUMBER: builtins.int
+    WITHOUT_FIELD_NUMBER: builtins.int
+    ROW_US_FIELD_NUMBER: builtins.int
+    BREAK_EVEN_FIELD_NUMBER: builtins.int
+    BEST_CANDIDATE_FIELD_NUMBER: builtins.int
+    MODE_RATES_FIELD_NUMBER: builtins.int
+    row_us: builtins.float
+    """Means over the steps counted as "row_cost". The time by which one more row lengthens the step, microseconds."""
+    break_even: builtins.float
+    """The tokens that this row must bring to pay: the break-even probability, 0 to 1."""
+    best_candidate: builtins.float
+    """The tokens that the best candidate was expected to bring: its probability, 0 to 1."""
+    @property
+    def modes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Steps by mode of adaptive speculation: "off", "ngram", "local_draft", "remote_draft"; "forced" for a text that no
+        mode governs.
+        """
+
+    @property
+    def without(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Steps without candidates, by reason. "no_drafter": nothing that the request permits can propose; "plain_faster":
+        plain decoding was measured to be as fast; "row_cost": no candidate was worth its row; "nothing_proposed": there
+        was no candidate; "draft_gains_nothing": the draft brings this text next to nothing, and is tried again later;
+        "prompts_first": the draft pauses while prompts take the CPU cores; "prompt": the step also ended a prompt.
+        """
+
+    @property
+    def mode_rates(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """Tokens a second of the steps that the mode governs, by mode, as far as measured lately."""
+
+    def __init__(
+        self,
+        *,
+        modes: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        without: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        row_us: builtins.float = ...,
+        break_even: builtins.float = ...,
+        best_candidate: builtins.float = ...,
+        mode_rates: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["best_candidate", b"best_candidate", "break_even", b"break_even", "mode_rates", b"mode_rates", "modes", b"modes", "row_us", b"row_us", "without", b"without"]) -> None: ...
+
+global___SpeculationDecisions = SpeculationDecisions
+
+@typing.final
 class Extend(google.protobuf.message.Message):
     """Candidates below a committed prefix, as paths. Self-contained: late, repeated or reordered messages do no harm."""
 

@@ -363,6 +363,7 @@ class Commit(google.protobuf.message.Message):
     PREEMPTIONS_FIELD_NUMBER: builtins.int
     UNDRAFTED_TOKENS_FIELD_NUMBER: builtins.int
     REJECTED_FIELD_NUMBER: builtins.int
+    DECISIONS_FIELD_NUMBER: builtins.int
     offered: builtins.int
     """Candidates verified."""
     accepted: builtins.int
@@ -413,6 +414,10 @@ class Commit(google.protobuf.message.Message):
     def rejected(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[specdec.v2.model_pb2.RejectedCandidate]:
         """Candidates verified and rejected, if requested."""
 
+    @property
+    def decisions(self) -> specdec.v2.model_pb2.SpeculationDecisions:
+        """What decided how many candidates these steps had. `mode_rates` is set if they have changed since the last commit."""
+
     def __init__(
         self,
         *,
@@ -436,9 +441,10 @@ class Commit(google.protobuf.message.Message):
         preemptions: builtins.int = ...,
         undrafted_tokens: builtins.int = ...,
         rejected: collections.abc.Iterable[specdec.v2.model_pb2.RejectedCandidate] | None = ...,
+        decisions: specdec.v2.model_pb2.SpeculationDecisions | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["committed", b"committed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "cached_tokens", b"cached_tokens", "checksum", b"checksum", "committed", b"committed", "drafted_sessions", b"drafted_sessions", "drafting_wanted", b"drafting_wanted", "finish_reason", b"finish_reason", "forward_us", b"forward_us", "logprobs", b"logprobs", "min_candidate_probability", b"min_candidate_probability", "offered", b"offered", "preemptions", b"preemptions", "queued_us", b"queued_us", "rejected", b"rejected", "round_trip_us", b"round_trip_us", "sources", b"sources", "step_us", b"step_us", "steps", b"steps", "undrafted_tokens", b"undrafted_tokens", "waited_us", b"waited_us"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["committed", b"committed", "decisions", b"decisions"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "cached_tokens", b"cached_tokens", "checksum", b"checksum", "committed", b"committed", "decisions", b"decisions", "drafted_sessions", b"drafted_sessions", "drafting_wanted", b"drafting_wanted", "finish_reason", b"finish_reason", "forward_us", b"forward_us", "logprobs", b"logprobs", "min_candidate_probability", b"min_candidate_probability", "offered", b"offered", "preemptions", b"preemptions", "queued_us", b"queued_us", "rejected", b"rejected", "round_trip_us", b"round_trip_us", "sources", b"sources", "step_us", b"step_us", "steps", b"steps", "undrafted_tokens", b"undrafted_tokens", "waited_us", b"waited_us"]) -> None: ...
 
 global___Commit = Commit
 
@@ -578,6 +584,22 @@ class GetStatsResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class SourcesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     RUNNING_FIELD_NUMBER: builtins.int
     WAITING_FIELD_NUMBER: builtins.int
     KV_TOKENS_FIELD_NUMBER: builtins.int
@@ -604,6 +626,9 @@ class GetStatsResponse(google.protobuf.message.Message):
     MAX_WAITING_FIELD_NUMBER: builtins.int
     THROTTLED_FIELD_NUMBER: builtins.int
     SERVING_FIELD_NUMBER: builtins.int
+    MODE_FIELD_NUMBER: builtins.int
+    SOURCES_FIELD_NUMBER: builtins.int
+    DECISIONS_FIELD_NUMBER: builtins.int
     running: builtins.int
     """Sessions with KV memory."""
     waiting: builtins.int
@@ -650,6 +675,8 @@ class GetStatsResponse(google.protobuf.message.Message):
     """Of the waiting sessions, those throttled because their clients read slowly."""
     serving: builtins.bool
     """Whether it accepts sessions: its health is SERVING."""
+    mode: builtins.str
+    """Mode of adaptive speculation of most sessions in the last step, as in SpeculationDecisions.modes; empty: none yet."""
     @property
     def fast_paths_off(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Fast paths disabled in this process, one line each: name, reason and cost."""
@@ -661,6 +688,14 @@ class GetStatsResponse(google.protobuf.message.Message):
     @property
     def pod(self) -> specdec.v2.model_pb2.PodInfo:
         """The process that answers."""
+
+    @property
+    def sources(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Counter: tokens committed by source, as in SpeculationStatistics.sources."""
+
+    @property
+    def decisions(self) -> specdec.v2.model_pb2.SpeculationDecisions:
+        """What decided how many candidates the steps of all texts had: counters, and means since the pod started."""
 
     def __init__(
         self,
@@ -691,8 +726,11 @@ class GetStatsResponse(google.protobuf.message.Message):
         max_waiting: builtins.int = ...,
         throttled: builtins.int = ...,
         serving: builtins.bool = ...,
+        mode: builtins.str = ...,
+        sources: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        decisions: specdec.v2.model_pb2.SpeculationDecisions | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["identity", b"identity", "pod", b"pod"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted_candidates", b"accepted_candidates", "busy_us", b"busy_us", "cached_tokens", b"cached_tokens", "committed_tokens", b"committed_tokens", "draft_ready_steps", b"draft_ready_steps", "drafted_steps", b"drafted_steps", "fast_paths_off", b"fast_paths_off", "identity", b"identity", "kv_cached_tokens", b"kv_cached_tokens", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "max_sessions", b"max_sessions", "max_waiting", b"max_waiting", "offered_candidates", b"offered_candidates", "pod", b"pod", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "refused_extends", b"refused_extends", "rows", b"rows", "running", b"running", "serving", b"serving", "sessions", b"sessions", "steps", b"steps", "throttled", b"throttled", "up_us", b"up_us", "waiting", b"waiting"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["decisions", b"decisions", "identity", b"identity", "pod", b"pod"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted_candidates", b"accepted_candidates", "busy_us", b"busy_us", "cached_tokens", b"cached_tokens", "committed_tokens", b"committed_tokens", "decisions", b"decisions", "draft_ready_steps", b"draft_ready_steps", "drafted_steps", b"drafted_steps", "fast_paths_off", b"fast_paths_off", "identity", b"identity", "kv_cached_tokens", b"kv_cached_tokens", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "max_sessions", b"max_sessions", "max_waiting", b"max_waiting", "mode", b"mode", "offered_candidates", b"offered_candidates", "pod", b"pod", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "refused_extends", b"refused_extends", "rows", b"rows", "running", b"running", "serving", b"serving", "sessions", b"sessions", "sources", b"sources", "steps", b"steps", "throttled", b"throttled", "up_us", b"up_us", "waiting", b"waiting"]) -> None: ...
 
 global___GetStatsResponse = GetStatsResponse

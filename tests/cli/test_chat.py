@@ -83,7 +83,7 @@ def turns(server: FakeServer) -> list[tuple[str, str]]:
 
 async def test_a_conversation() -> None:
     async with FakeServer() as server, chatting(server.address, "--system", "be brief") as terminal:
-        await terminal.shows("> ")
+        await terminal.shows(re.escape(f"fake at {server.address}; /help lists the commands") + ".*> ")
         terminal.type("hello\n")
         await terminal.shows(re.escape(TEXT))
         await terminal.shows(r"a step; length, seed \d+")
@@ -175,6 +175,15 @@ async def test_a_question_whose_answer_was_cut_off_in_its_reasoning_is_kept() ->
         terminal.type("/again\n")
         await terminal.shows("a step; length")
     assert turns(server) == [("user", "hello")]
+
+
+async def test_what_cannot_be_asked_is_told_before_the_first_question(unused_tcp_port: int) -> None:
+    async with FakeServer() as server, chatting(server.address, "--model", "other") as terminal:
+        await terminal.shows(re.escape(f"--model other: {server.address} serves fake"))
+        assert await asyncio.wait_for(terminal.process.wait(), PATIENCE) == 65
+    async with chatting(f"127.0.0.1:{unused_tcp_port}") as terminal:
+        await terminal.shows("no server answers")
+        assert await asyncio.wait_for(terminal.process.wait(), PATIENCE) == 69
 
 
 async def test_a_script_hears_of_an_error_by_the_exit_status() -> None:

@@ -152,7 +152,8 @@ def test_generate_reports_json(up: Up, tmp_path: Path) -> None:
             )
         }
         assert set(report["speculation"]) == {
-            *("steps", "offered", "accepted", "mean_tokens_per_step", "sources", "undrafted_reason", "undrafted_tokens")
+            *("steps", "offered", "accepted", "mean_tokens_per_step", "sources"),
+            *("undrafted_reason", "undrafted_tokens", "decisions"),
         }
         assert report["tokens"] == other["tokens"]
         assert report["seed"] == 7

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import json
+import os
+import pty
 import signal
 import socket
 import sys
@@ -16,6 +20,7 @@ import pytest
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2_grpc
+from rich.console import Console
 
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
@@ -26,7 +31,7 @@ from orchestrator.pods.pods import Pods
 from orchestrator.requests.model import ServedModel
 from orchestrator.servicer import GenerationServicer
 from specdec.cli.pod_stats import PodStats, Stats
-from specdec.cli.stats_table import percent, span, table
+from specdec.cli.stats_table import grid, percent, span, table
 from specdec.engine.model_directory import ModelDirectory
 from specdec.exit_status import ExitStatus
 from specdec.local import DEMO
@@ -37,8 +42,9 @@ from specdec.v2.generation_pb2 import (
     BREAKER_STATE_OPEN,
     GenerationServiceGetStatsResponse,
     PodView,
+    SampleCounts,
 )
-from specdec.v2.model_pb2 import ModelIdentity, PodCapacity, PodInfo
+from specdec.v2.model_pb2 import ModelIdentity, PodCapacity, PodInfo, SpeculationDecisions
 from specdec.v2.verifier_pb2 import GetStatsResponse
 from tests.draft_service.fakes import Engine
 from tests.stack import served
@@ -158,12 +164,25 @@ VERIFIER = GetStatsResponse(
     offered_candidates=8,
     accepted_candidates=6,
     fast_paths_off=["a: off, b; c", "d: off, e; f"],
+    mode="off",
+    sources={"ngram": 4, "remote_draft": 2, "plain": 7},
+    decisions=SpeculationDecisions(
+        modes={"off": 5, "ngram": 3},
+        without={"plain_faster": 5, "row_cost": 1},
+        row_us=1400,
+        break_even=0.5,
+        best_candidate=0.25,
+        mode_rates={"off": 90.0, "ngram": 80.0},
+    ),
 )
 ORCHESTRATOR = GenerationServiceGetStatsResponse(
     pod=PodInfo(version="1.2", process_id=7),
     requests=9,
     failed_requests={"OVERLOADED": 3},
-    failover_events={"verifier_lost": 2, "draft_back": 1},
+    failover_events={"verifier_lost": 2, "draft_back": 1, "draft_paused": 38, "draft_useless": 3},
+    decisions=SpeculationDecisions(modes={"ngram": 3}, mode_rates={"ngram": 80.0}),
+    sources={"ngram": 6, "bonus": 3},
+    all_samples=SampleCounts(tokens=900, steps=300, offered_candidates=800, accepted_candidates=600),
     verifiers=[
         PodView(address="a:1", breaker=BREAKER_STATE_OPEN),
         PodView(
@@ -190,7 +209,10 @@ def test_the_lines_of_a_verifier() -> None:
         "  sessions     3 open (at most 5): 2 running, 1 waiting (at most 4 new ones), 1 of them throttled",
         "  KV memory    1000 tokens, 10 % held, 5 % cached",
         "  steps        10 of 3.5 rows each; 25 % busy since the start",
-        "  candidates   8 verified, 6 accepted (75 %)",
+        "  candidates   8 verified, 6 accepted (75 %): n-grams 4, draft service 2",
+        "  speculation  now off; so far off (5 steps), n-grams (3 steps): 2 of 8 steps had candidates; 5 had none: "
+        "plain decoding is as fast (tokens/s: plain 90, n-grams 80); 1 had none: a row costs 1.4 ms and must bring "
+        "0.50 tokens, the best candidate brings 0.25",
         "  fast paths   a: off, b; c",
         "               d: off, e; f",
     ):
@@ -201,6 +223,9 @@ def test_the_lines_of_an_orchestrator() -> None:
     shown = lines("orchestrator", ORCHESTRATOR)
     for line in (
         "  requests     9: 0 running, 0 cancelled, failed: 3 OVERLOADED",
+        "  speculation  so far n-grams: 3 of 3 steps had candidates",
+        f"{' ' * 15}tokens/s by mode, as last measured: n-grams 80",
+        "  drafting     38 draft_paused, 3 draft_useless",
         "  failover     1 draft_back, 2 verifier_lost",
         "  verifiers    a:1    breaker open, 0 sessions from here",
         f"{' ' * 15}b.c:1  unfit: draft_lost, breaker half-open, 1 session from here, 4 in all, room for 6 more",
@@ -214,6 +239,63 @@ def test_rates_are_those_since_the_look_before() -> None:
     assert "  candidates   30 sent in 0 messages (10/s)" in lines("draft", DRAFT, before)
     before.pod.process_id = 8  # another process: its counters are unrelated
     assert "  candidates   30 sent in 0 messages" in lines("draft", DRAFT, before)
+
+
+def test_a_watch_shows_what_happens_now() -> None:
+    """Also of texts that have not ended."""
+    before = GenerationServiceGetStatsResponse(
+        pod=PodInfo(version="1.2", process_id=7),
+        all_samples=SampleCounts(tokens=400, steps=100, offered_candidates=300, accepted_candidates=250),
+    )
+    after = GenerationServiceGetStatsResponse()
+    after.CopyFrom(ORCHESTRATOR)
+    after.up_us = 2_000_000
+    assert lines("orchestrator", after, before)[1] == (
+        "  now          250 tokens/s, 2.50 a step, 350 of 500 candidates accepted (70 %)"
+    )
+    idle = GenerationServiceGetStatsResponse()
+    idle.CopyFrom(after)
+    idle.up_us += 1_000_000
+    assert lines("orchestrator", idle, after)[1] == "  now          0 tokens/s"
+    assert not any(line.startswith("  now") for line in lines("draft", DRAFT, DRAFT))
+
+
+def test_a_terminal_gets_texts_broken_between_words() -> None:
+    console = Console(file=io.StringIO(), width=60, highlight=False)
+    console.print(grid("h:1", PodStats("verifier", VERIFIER), None))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue().splitlines()
+    assert shown[0].rstrip() == "verifier at h:1"
+    words = {word for line in shown for word in line.split()}
+    assert {"fingerprint", "context,", "throttled"} <= words
+    assert all(line.startswith(("  ", "verifier")) for line in shown)
+    assert any(line.startswith(" " * 14) and line.strip() for line in shown)
+
+
+async def test_a_watch_at_a_terminal_is_drawn_in_place(services: dict[str, str]) -> None:
+    ours, theirs = pty.openpty()
+    command = (sys.executable, "-m", "specdec.cli", "stats", services["draft"], "--watch", "0.1")
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+    )
+    os.close(theirs)
+    seen = b""
+    async with asyncio.timeout(60):
+        while seen.count(b"draft at") < 3:
+            seen += await asyncio.to_thread(os.read, ours, 65536)
+        process.send_signal(signal.SIGINT)
+        drained = asyncio.create_task(asyncio.to_thread(_drain, ours))
+        assert await process.wait() == ExitStatus.INTERRUPTED
+        await drained
+    os.close(ours)
+    assert b"\x1b[1A" in seen  # the cursor goes up over the last block
+    assert b"Traceback" not in seen
+
+
+def _drain(end: int) -> None:
+    with contextlib.suppress(OSError):  # the process has ended
+        while os.read(end, 65536):
+            pass
 
 
 @pytest.mark.parametrize("stats", [VERIFIER, ORCHESTRATOR, DRAFT], ids=["verifier", "orchestrator", "draft"])

@@ -62,7 +62,7 @@ def works(pod: Pod) -> bool:
     if isinstance(pod, VerifierPod):
         return pod.loop.pool.held > 0
     assert isinstance(pod.service, GenerationServicer)
-    return any(each.stats.running_samples for each in pod.service._catalog)
+    return any(each.stats.running for each in pod.service._catalog)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -228,3 +228,15 @@ async def test_contrast_waits_no_longer_for_several_useless_drafts_than_for_one(
     (error,) = sink.errors
     assert isinstance(error, PeerLostError)
     assert error.reason == "DRAFT_REQUIRED"
+
+
+async def test_undrafted_tokens_have_a_reason_whatever_the_request_leaves_open() -> None:
+    """As by default: the verifier decides which steps are drafted."""
+    peers = Peers(Pods(), Pods(["127.0.0.1:1"]))
+    async with Drafting(context(peers), Sink()) as drafting:
+        drafting.on_opened(verifier_pb2.VerifyOpened(max_nodes=8))
+        drafting.on_commit(commit())
+        assert not drafting.undrafted_reason
+        drafting.on_commit(commit(undrafted=2))
+        assert (drafting.undrafted_tokens, drafting.undrafted_reason) == (2, "late")
+    await peers.close()

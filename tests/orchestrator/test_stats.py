@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +15,18 @@ from specdec.serving.errors import DeadlineError
 from specdec.v2 import generation_pb2, model_pb2
 
 
+class Text(SimpleNamespace):
+    """A transcript's figures."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
 def transcript(tokens: int) -> Any:
     """Return a transcript that began with two tokens and now has `tokens`."""
-    return SimpleNamespace(
+    return Text(
         usage=generation_pb2.Usage(prompt_tokens=5, completion_tokens=tokens),
         statistics=Statistics(),
-        resumed_tokens=2,
+        generated_tokens=tokens - 2,
         finish_reason=model_pb2.FINISH_REASON_UNSPECIFIED,
     )
 
@@ -40,3 +47,29 @@ def test_a_text_that_breaks_off_is_not(error: BaseException) -> None:
         raise error
     assert (stats.generated_tokens, stats.finished_tokens) == (10, 0)
     assert not stats.finished
+
+
+def test_the_counts_of_all_samples_grow_while_they_run() -> None:
+    stats, one, other = OrchestratorStats(), transcript(12), transcript(5)
+    one.statistics = Statistics(steps=4, offered=8, accepted=6, sources=Counter(ngram=6, bonus=4))
+    with stats.sample(one), stats.sample(other):
+        seen = OrchestratorStats.summed([stats, OrchestratorStats()])
+        assert (len(seen.running), seen.generated_tokens) == (2, 0)
+        assert seen.all_samples == generation_pb2.SampleCounts(
+            tokens=13, steps=4, offered_candidates=8, accepted_candidates=6
+        )
+        other.generated_tokens = 9
+        assert stats.all_samples.tokens == 19
+    assert not stats.running
+    assert (stats.all_samples.tokens, stats.generated_tokens) == (19, 19)
+    assert stats.sources == {"ngram": 6, "bonus": 4}
+
+
+def test_decisions_of_samples_are_summed() -> None:
+    stats, text = OrchestratorStats(), transcript(3)
+    text.statistics.decisions.CopyFrom(model_pb2.SpeculationDecisions(modes={"off": 2}, without={"plain_faster": 2}))
+    for _ in range(2):
+        with stats.sample(text):
+            pass
+    assert OrchestratorStats.summed([stats, stats]).decisions.modes == {"off": 8}
+    assert stats.decisions.without == {"plain_faster": 4}

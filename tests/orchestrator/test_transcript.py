@@ -66,3 +66,23 @@ def test_rejected_candidates_are_spelt_and_end_with_the_text(tmp_path: Path, end
     assert response is not None
     assert [(each.position, each.depth) for each in response.rejected] == places[: 2 if ends else 4]
     assert {each.bytes for each in response.rejected} == {model.tokenizer.piece(tokens[0])}
+
+
+def test_decisions_of_a_texts_commits_are_summed(tmp_path: Path) -> None:
+    model = ServedModel.of(ModelDirectory(make("llama", tmp_path / "m")))
+    request = parse(generation_pb2.GenerateRequest(text="abc", max_tokens=2), model)
+    transcript = SampleTranscript(request.samples[0], model, 0.0)
+    for reason, row_us in ((0, 1000), (model_pb2.FINISH_REASON_LENGTH, 3000)):
+        decisions = model_pb2.SpeculationDecisions(modes={"off": 1}, without={"row_cost": 1}, row_us=row_us)
+        commit = verifier_pb2.Commit(
+            committed=model_pb2.Committed(tokens=[5]),
+            sources=[model_pb2.TOKEN_SOURCE_PLAIN],
+            steps=1,
+            finish_reason=reason,  # type: ignore[arg-type]
+            decisions=decisions,
+        )
+        response = transcript.take(commit)
+    assert response is not None
+    assert response.finish.speculation.decisions == model_pb2.SpeculationDecisions(
+        modes={"off": 2}, without={"row_cost": 2}, row_us=2000
+    )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 from specdec.decoding.logprobs import TokenLogprobs
@@ -46,6 +46,60 @@ REMOTE_DRAFT, CORRECTION, BONUS, PLAIN, NGRAM, LOOKAHEAD, LOCAL_MODEL, GRAMMAR =
 STOP, LENGTH, CONTEXT = FinishReason
 
 
+class Without(StrEnum):
+    """The reason why a step of a session had no candidates; names as in specdec.v2.SpeculationDecisions."""
+
+    NO_DRAFTER = "no_drafter"
+    """None of the drafters that the session permits is there."""
+    PLAIN_FASTER = "plain_faster"
+    """Its mode permits none of them: others were measured to be as fast."""
+    ROW_COST = "row_cost"
+    """No candidate was worth its row."""
+    NOTHING_PROPOSED = "nothing_proposed"
+    DRAFT_GAINS_NOTHING = "draft_gains_nothing"
+    """Its draft has brought it next to nothing, and is tried again later."""
+    PROMPTS_FIRST = "prompts_first"
+    """Its draft pauses while prompts take the CPU cores."""
+    PROMPT = "prompt"
+    """The step also computed the end of its prompt."""
+
+
+class Decision(NamedTuple):
+    """What decided how many candidates a step of a session had."""
+
+    mode: str  # of adaptive speculation, or "forced"
+    without: Without | None = None  # None: it had candidates
+    row: float = 0.0  # with ROW_COST: seconds by which one more row lengthens the step
+    break_even: float = 0.0  # with ROW_COST: tokens that this row must bring to pay
+    best: float = 0.0  # with ROW_COST: tokens expected of the best candidate
+
+
+FORCED = "forced"
+"""The name told instead of a mode for sessions that none governs."""
+
+MODES = ("off", "ngram", "local_draft", "remote_draft", FORCED)
+
+
+@dataclass(slots=True)
+class DecisionSums:
+    """Sums over decisions. All keys are there from the start, so that any thread can read them."""
+
+    modes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MODES, 0))  # steps
+    without: dict[str, int] = field(default_factory=lambda: dict.fromkeys(map(str, Without), 0))  # steps, by reason
+    row: float = 0.0  # this and the following: over the steps with ROW_COST
+    break_even: float = 0.0
+    best: float = 0.0
+
+    def add(self, decisions: Iterable[Decision]) -> None:
+        for decision in decisions:
+            self.modes[decision.mode] += 1
+            if decision.without is not None:
+                self.without[decision.without] += 1
+                self.row += decision.row
+                self.break_even += decision.break_even
+                self.best += decision.best
+
+
 @dataclass(slots=True)
 class VerifyResult:
     """The tokens added to a session by one step or by consecutive ones, and their sources."""
@@ -61,6 +115,7 @@ class VerifyResult:
     steps: int = 1
     undrafted: int = 0  # tokens of steps that wanted a remote draft's candidates and had none
     checksum: int = 0  # as in specdec.v2.Commit
+    decisions: list[Decision] = field(default_factory=list)  # one per step; none if the loop does not speculate
 
     def join(self, later: VerifyResult) -> None:
         """Append the result of the following steps."""
@@ -74,6 +129,7 @@ class VerifyResult:
         self.steps += later.steps
         self.undrafted += later.undrafted
         self.checksum = later.checksum
+        self.decisions += later.decisions
 
 
 MAX_SCORES_A_MESSAGE = 64
@@ -105,3 +161,4 @@ class StepTimes:
     outlook: Outlook = NO_DRAFT_PAYS
     drafted: int = 0  # sessions of the pod with a draft
     round_trip: float = 0.0  # to the session's draft and back; 0: unknown
+    rates: Mapping[str, float] | None = None  # tokens a second by mode, if they have changed since its last commit

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specdec.serving.errors import TooLateError
 from specdec.serving.histogram import Histogram
-from verifier_service.backend.result import VerifyResult
+from verifier_service.backend.result import DecisionSums, TokenSource, VerifyResult
 
 LAST_BIN = 16
 """Last bin of the histogram of accepted candidates per step: larger numbers count there."""
@@ -49,6 +49,9 @@ class VerifierStats:
     proposing: float = 0.0  # seconds of proposers before steps
     delayed: float = 0.0  # seconds of step delay
     mode: str = ""  # last choice of adaptive speculation; empty: none yet
+    rates: Mapping[str, float] | None = None  # tokens a second by mode, as last measured; replaced as a whole
+    decisions: DecisionSums = field(default_factory=DecisionSums)
+    sources: dict[int, int] = field(default_factory=lambda: dict.fromkeys(map(int, TokenSource), 0))  # tokens
     queue_seconds: Histogram = field(default_factory=Histogram)  # from a session's arrival to its admission
     accepted_lengths: list[int] = field(default_factory=lambda: [0] * (LAST_BIN + 1))
     """Steps of sessions with candidates, by the number accepted."""
@@ -67,6 +70,9 @@ class VerifierStats:
             self.committed += len(result.tokens)
             self.drafted += result.offered
             self.accepted += result.accepted
+            self.decisions.add(result.decisions)
+            for source in result.sources:
+                self.sources[source] += 1
             if result.offered:
                 self.accepted_lengths[min(result.accepted, LAST_BIN)] += 1
 

@@ -6,9 +6,9 @@ is made in this order:
 - Yielding: decoding sessions sit out while urgent prompts of other tenants are computed (`TenantShares.urgent`), if
   that makes the step shorter by more than a factor: T_v(p + d) > worth_a_wait * T_v(p + d'), with p urgent prompt rows,
   d decoding sessions, and d' of them that do not yield. This happens in at most `most_waiting_steps` steps in a row.
-- Speculation: candidates of all sessions together, for the highest goodput (`token_budget.py`). If a tenant would
-  get less than its part of its goodput alone (`Division.is_fair`), every tenant's candidates are chosen apart, within
-  its part of the step.
+- Speculation: candidates of all sessions together, for the highest goodput (`token_budget.py`), and the best candidate
+  of each session that is forced to speculate, even at a loss. If a tenant would get less than its part of its goodput
+  alone (`Division.is_fair`), every tenant's candidates are chosen apart, within its part of the step.
 - Prompts: chunks fill the rest of the step (`prefill.py`). c tokens of a tenant with t seconds left in its part fit
   beside r rows if s * (T_v(r + c) - T_v(r)) <= t. Rows of prompts with log-probabilities have logits: all of these and
   the candidates together are at most `MAX_STEP_CANDIDATES`.
@@ -27,7 +27,7 @@ from specdec.decoding.tree import Node
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.kv.slots import Slots
 from specdec.engine.working_memory import MAX_STEP_CANDIDATES
-from verifier_service.backend.result import VerifyResult
+from verifier_service.backend.result import VerifyResult, Without
 from verifier_service.costs.token_budget import select_candidates
 from verifier_service.proposers.ngrams import open_windows, window_rows
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
@@ -38,6 +38,7 @@ from verifier_service.scheduling.shares import Urgent, prompt_weights
 from verifier_service.scheduling.step_shares import Division, StepShares
 from verifier_service.sessions.ngram import LookaheadRows
 from verifier_service.sessions.running_session import RunningSession
+from verifier_service.sessions.session import VerifierSession
 from verifier_service.sessions.step_rows import ScheduledRows
 from verifier_service.settings.tuning import Tuning
 from verifier_service.speculation.eligibility import Eligibility
@@ -158,6 +159,7 @@ class Planner:
         for entry, rows in entries[: len(speculating)]:
             rows.undrafted = self._eligibility.lacks_remote_draft(entry.session)
             rows.drafted = not rows.undrafted and self._eligibility.uses_remote_draft(entry.session)
+        self._explain(entries, len(speculating), decoding, taken, break_even)
         expected = latency.of(taken) + sum(entry.grammar for entry, _ in entries)
         plan = StepPlan(pack, written, entries, taken, expected, sitting_out, division)
         return plan if plan.decodes_only else replace(plan, expected=plan.expected * self._prefill_slowdown.factor)
@@ -191,6 +193,7 @@ class Planner:
         self._waited = 0
         break_even = select_candidates([], self._threads.latency, plan.rows, 0, explore=True).break_even
         self._eligibility.observe_break_even(break_even, self._tuning.break_even_smoothing)
+        self._explain(entries, 0, len(entries), plan.rows, break_even)
         return replace(plan, entries=entries)
 
     def idle(self) -> None:
@@ -223,6 +226,33 @@ class Planner:
             self._threads.observe(plan.rows, seconds)
         else:
             self._prefill_slowdown.observe(self._threads.latency.of(plan.rows), seconds)
+
+    def _explain(
+        self,
+        entries: Sequence[tuple[RunningSession, ScheduledRows]],
+        speculating: int,
+        decoding: int,
+        taken: int,
+        break_even: float,
+    ) -> None:
+        """Enter into the rows of sessions what decided on their candidates. The first `speculating` of the `decoding`
+        ones could have some; the step has `taken` rows."""
+        eligibility, row = self._eligibility, 0.0
+        for place, (entry, rows) in enumerate(entries):
+            session = entry.session
+            if rows.root_row is None:
+                continue
+            if rows.tree is not None:
+                rows.decision = eligibility.decision(session)
+            elif place >= decoding:
+                rows.decision = eligibility.decision(session, Without.PROMPT)
+            elif place < speculating and not session.candidates().nodes:
+                rows.decision = eligibility.decision(session, Without.NOTHING_PROPOSED)
+            elif place >= speculating and (why := eligibility.why_plain(session)) is not Without.ROW_COST:
+                rows.decision = eligibility.decision(session, why)
+            else:
+                row = row or self._threads.latency.of(taken + 1) - self._threads.latency.of(taken)
+                rows.decision = eligibility.row_cost(session, row, break_even)
 
     def _schedule(
         self,
@@ -267,6 +297,7 @@ class Planner:
             )
             if found.exploring is not None:
                 latency.explore(found.exploring)
+            _insist(sessions, found.nodes, free)
             free -= sum(map(len, found.nodes))
             # One experiment a step: with two, their costs could not be told apart.
             may_explore = may_explore and found.exploring is None
@@ -275,6 +306,7 @@ class Planner:
         offers = [session.candidates() for session in sessions]
         together = select_candidates(offers, latency, decoding, free, spent)
         chosen = together.nodes
+        _insist(sessions, chosen, free)
         own: dict[str, Alone] = {}
         for tenant, places in _places(speculating).items():
             roots = len(division.tenants[tenant].decoders)
@@ -301,6 +333,7 @@ class Planner:
             # Fewer than it would have alone: choose the best of them again.
             if most < alone.count:
                 nodes = select_candidates([offers[i] for i in alone.places], latency, roots, most, spent).nodes
+            _insist(some, nodes, most)
             count = sum(map(len, nodes))
             opened = open_windows(some, nodes, roots, most - count, latency, eligibility)
             free -= count + sum(len(window.nodes) for window in opened if window is not None)
@@ -393,6 +426,16 @@ class Planner:
             else:
                 plain.append(entry)
         return prompts, plain, speculating
+
+
+def _insist(sessions: Sequence[VerifierSession], chosen: list[list[Node]], most: int) -> None:
+    """Add the best candidate of each session that is forced to speculate and got none, as long as there are at most
+    `most` in all."""
+    left = most - sum(map(len, chosen))
+    for place, session in enumerate(sessions):
+        if left > 0 and session.policy.forced and not chosen[place] and (best := session.candidates().nodes):
+            chosen[place] = best[:1]
+            left -= 1
 
 
 def _places(entries: Sequence[RunningSession]) -> dict[str, list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ class RunningSession:
     pending_result: VerifyResult | None = None  # of the steps since its last commit was sent
     last_sent_at: float = 0.0  # time of its last commit
     drafting_wanted: bool = False  # value in its last commit
+    sent_rates: Mapping[str, float] | None = None  # of modes, as last sent
     admitted_at: float = 0.0  # time of its last admission
     had_memory: float = 0.0  # seconds with memory, before its last preemption
     cost: float = 0.0  # charged to its tenant, in prompt tokens

@@ -10,6 +10,7 @@ import numpy as np
 from specdec.decoding.tree import Node
 from specdec.engine.batch import Packer
 from specdec.engine.kv.slots import Slots
+from verifier_service.backend.result import Decision
 from verifier_service.sessions.ngram import LookaheadRows
 
 
@@ -34,6 +35,7 @@ class ScheduledRows:
     tree: TreeRows | None = None
     drafted: bool = False  # wanted a remote draft's candidates, and had some for the next token
     undrafted: bool = False  # wanted them, and had none
+    decision: Decision | None = None  # what decided on its candidates; None: they are not decided on
 
     @property
     def rows(self) -> int:

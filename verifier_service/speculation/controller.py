@@ -18,7 +18,7 @@ tokens over the time of all. For the same reason, texts with unhelpful drafts ar
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -56,6 +56,7 @@ class ModeStats:
     best: Mode  # by the measurements so far
     probes: dict[Mode, Probe]  # of all other modes
     rates: dict[Mode, float] = field(default_factory=dict)  # tokens a second of the modes measured so far
+    told_rates: Mapping[str, float] | None = None  # the same by name; replaced as a whole
     probing: Mode | None = None  # the mode under probe
     clock: float = 0.0  # seconds of steps
     warmup: float = 0.0  # seconds left
@@ -105,6 +106,7 @@ class ModeStats:
         self.tokens, self.seconds, self.steps, self.speculated, self.speculated_seconds = 0, 0.0, 0, 0, 0.0
         before = self.rates.get(self.best, rate) if self.probing is None else rate  # a probe's old rate is stale
         self.rates[self.mode] = before + 0.5 * (rate - before)
+        self.told_rates = {mode.value: measured for mode, measured in self.rates.items()}
         # A second window counts even with few candidates: a poor draft's candidates are not worth a row, yet steps are
         # delayed for it.
         disappoints = (conclusive or not first) and self.rates[self.best] < plain_rate
@@ -183,6 +185,8 @@ class SpeculationController:
         self._tuning = tuning
         self._stats: dict[BatchProfile, ModeStats] = {}
         self._mode = Mode.REMOTE_DRAFT
+        self.rates: Mapping[str, float] | None = None
+        """Tokens a second by mode, as last measured for batches like the last one; replaced as a whole."""
         # Recent session counts, as exponents of `_kind`.
         self._sessions = Lingering(tuning.linger_seconds)
         self._exempt = Lingering(tuning.linger_seconds)
@@ -208,7 +212,7 @@ class SpeculationController:
         kind = _kind(batch)
         self._sessions.see(kind.sessions, now)
         self._exempt.see(kind.exempt, now)
-        self._mode = self._of(self._at_least(self._beside_exempt(kind))).mode
+        self._use(self._at_least(self._beside_exempt(kind)))
 
     def update(self, batch: BatchProfile, *, speculated: bool, tokens: int, seconds: float, plain_rate: float) -> None:
         """Add the outcome of a step.
@@ -224,7 +228,12 @@ class SpeculationController:
         stats = self._of(kind)
         if stats.mode is self._mode:  # else the step was planned under another kind
             stats.update(tokens, seconds, plain_rate, speculated=speculated)
-        self._mode = self._of(self._at_least(kind)).mode
+        self._use(self._at_least(kind))
+
+    def _use(self, kind: BatchProfile) -> None:
+        """Use the mode of this kind of batch."""
+        stats = self._of(kind)
+        self._mode, self.rates = stats.mode, stats.told_rates
 
     def _at_least(self, kind: BatchProfile) -> BatchProfile:
         """Return the kind of batch counting just departed sessions."""

@@ -3,10 +3,12 @@ candidate."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from verifier_service.backend.result import FORCED, Decision, Without
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.speculation.controller import BatchProfile, Controllers, Mode
 
@@ -68,6 +70,42 @@ class Eligibility:
         if not policy.forced and self._controllers.of(session).mode is not Mode.LOCAL_DRAFT:
             return False
         return self._local_model is not None and self._local_model.serves(session)
+
+    def decision(self, session: VerifierSession, without: Without | None = None) -> Decision:
+        """Return the decision on a step of the session `without` candidates, or with some."""
+        return Decision(self._mode_name(session), without)
+
+    def row_cost(self, session: VerifierSession, row: float, break_even: float) -> Decision:
+        """Return the decision on a step that had no candidates of the session, since a row takes `row` seconds more and
+        must bring `break_even` tokens."""
+        best = session.candidates().logprobs
+        expected = math.exp(best[0]) if best else 0.0
+        return Decision(self._mode_name(session), Without.ROW_COST, row, min(break_even, 1.0), expected)
+
+    def why_plain(self, session: VerifierSession) -> Without:
+        """Return why a session that uses neither a remote draft nor proposers uses none."""
+        if not session.speculates:
+            return Without.NO_DRAFTER
+        if not session.policy.remote or session.takes_own_candidates:
+            return Without.PLAIN_FASTER  # proposers cost nothing but rows: only the mode excludes them
+        if not session.draft_gain.helps:
+            return Without.DRAFT_GAINS_NOTHING
+        if self._controllers.of(session).mode is not Mode.REMOTE_DRAFT:
+            return Without.PLAIN_FASTER
+        return Without.PROMPTS_FIRST if self.prefilling else Without.ROW_COST
+
+    def rates(self, session: VerifierSession) -> Mapping[str, float] | None:
+        """Return the tokens a second by mode, as last measured for the session's group; replaced as a whole. None:
+        never."""
+        return self._controllers.of(session).rates
+
+    def _mode_name(self, session: VerifierSession) -> str:
+        if is_exempt(session):
+            return FORCED
+        if not session.speculates:
+            return Mode.OFF.value
+        mode = self._controllers.of(session).mode
+        return (Mode.NGRAM if mode is Mode.REMOTE_DRAFT and not session.policy.remote else mode).value
 
     def profile(self, sessions: Sequence[VerifierSession], beside: int = 0) -> BatchProfile | None:
         """Return the batch profile of the sessions of a step with a common mode, with `beside` other sessions in the

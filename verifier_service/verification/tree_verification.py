@@ -214,6 +214,8 @@ class TreeVerification:
             self.result.rejected = list(self._rejected(self.planned.tree))
         if self.planned.undrafted:
             self.result.undrafted = len(self.result.tokens)
+        if self.planned.decision is not None:
+            self.result.decisions.append(self.planned.decision)
         self.session.apply(self.result, self.planned.count, now)
         return self.result
 

@@ -1,0 +1,117 @@
+"""Speculation decisions: what decided how many candidates the steps of a text had, summed and put into words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from specdec.v2.model_pb2 import SpeculationDecisions
+
+ROW_COST = "row_cost"
+"""The reason whose steps the figures of `SpeculationDecisions` are means of."""
+
+MODES: Mapping[str, str] = {
+    "off": "off",
+    "ngram": "n-grams",
+    "local_draft": "local draft",
+    "remote_draft": "draft service",
+    "forced": "forced",
+}
+"""Modes in words for people."""
+
+PROPOSERS: Mapping[str, str] = {
+    "remote_draft": "draft service",
+    "local_model": "local draft",
+    "ngram": "n-grams",
+    "lookahead": "lookahead",
+    "grammar": "grammar",
+}
+"""Sources of accepted candidates in words for people."""
+
+REASONS: Mapping[str, str] = {
+    "no_drafter": "no permitted drafter is there",
+    "plain_faster": "plain decoding is as fast",
+    ROW_COST: "no candidate is worth its row",
+    "nothing_proposed": "nothing was proposed",
+    "draft_gains_nothing": "the draft brings this text next to nothing",
+    "prompts_first": "the draft pauses while prompts are computed",
+    "prompt": "the step ended a prompt",
+}
+"""Reasons for steps without candidates, in words for people."""
+
+DRAFTING_EVENTS = frozenset({"draft_paused", "draft_resumed", "draft_useless"})
+"""Failover events in which nothing has failed: a working draft did not pay, paid again, or was wrong for long."""
+
+MAX_KEYS, MAX_NAME = 32, 64
+"""Entries of each kind in a sum, and characters of their names: more come from a faulty server, and are dropped."""
+
+_MAX_COUNT = (1 << 64) - 1
+_MAX_FIGURE = 1e12
+
+
+def add_decisions(total: SpeculationDecisions, part: SpeculationDecisions) -> None:
+    """Add a part's decisions to a total: counts saturate, figures are means weighted by their steps, and rates are the
+    later part's."""
+    before, added = total.without.get(ROW_COST, 0), part.without.get(ROW_COST, 0)
+    if added:
+        share = added / (before + added)
+        for name in ("row_us", "break_even", "best_candidate"):
+            mean = getattr(total, name)
+            setattr(total, name, mean + share * (_figure(getattr(part, name)) - mean))
+    for name in ("modes", "without"):
+        counts = getattr(total, name)
+        for key, count in getattr(part, name).items():
+            if key in counts or (len(counts) < MAX_KEYS and len(key) <= MAX_NAME):
+                counts[key] = min(counts[key] + count, _MAX_COUNT)
+    rates = {mode: _figure(rate) for mode, rate in part.mode_rates.items() if len(mode) <= MAX_NAME}
+    if rates and len(rates) <= MAX_KEYS:
+        total.mode_rates.clear()
+        total.mode_rates.update(rates)
+
+
+def _figure(value: float) -> float:
+    """Return a peer's figure; 0 for one that cannot be."""
+    return value if 0.0 <= value <= _MAX_FIGURE else 0.0
+
+
+def main_mode(decisions: SpeculationDecisions) -> str:
+    """Return the mode of most steps; empty if a server does not report modes."""
+    return max(decisions.modes, key=lambda mode: decisions.modes[mode], default="")
+
+
+def explained(decisions: SpeculationDecisions) -> str:
+    """Return the modes, how many steps had candidates, and why others had none, as a line for a person; empty if a
+    server does not report decisions."""
+    steps = sum(decisions.modes.values())
+    if not steps:
+        return ""
+    modes = sorted(decisions.modes.items(), key=lambda entry: -entry[1])
+    named = [MODES.get(mode, mode) for mode, _ in modes]
+    if len(modes) > 1:
+        named = [f"{name} ({count} steps)" for name, (_, count) in zip(named, modes, strict=True)]
+    reasons = sorted(decisions.without.items(), key=lambda entry: (entry[0] == "prompt", -entry[1]))
+    without = sum(decisions.without.values())
+    if without < steps:
+        parts = [f"{steps - without} of {steps} steps had candidates"]
+        parts += [f"{count} had none: {_reason(name, decisions)}" for name, count in reasons if name != "prompt"]
+    else:
+        parts = [_reason(name, decisions) for name, _ in reasons if name != "prompt" or len(reasons) == 1]
+    return f"{', '.join(named)}: {'; '.join(parts)}"
+
+
+def proposed(sources: Mapping[str, int]) -> str:
+    """Return the number of accepted candidates by proposer, as a line for a person; empty if there are none."""
+    found = ((words, sources[name]) for name, words in PROPOSERS.items() if name in sources)
+    return ", ".join(f"{words} {count}" for words, count in sorted(found, key=lambda entry: -entry[1]) if count)
+
+
+def _reason(name: str, decisions: SpeculationDecisions) -> str:
+    """Return a reason with its figures."""
+    words = REASONS.get(name, name)
+    if name == ROW_COST and decisions.row_us:
+        best = f", the best candidate brings {decisions.best_candidate:.2f}" if decisions.best_candidate else ""
+        return f"a row costs {decisions.row_us / 1000:.3g} ms and must bring {decisions.break_even:.2f} tokens{best}"
+    if name == "plain_faster" and len(decisions.mode_rates) > 1:
+        rates = sorted(decisions.mode_rates.items(), key=lambda entry: -entry[1])
+        told = ", ".join(f"{'plain' if mode == 'off' else MODES.get(mode, mode)} {rate:.0f}" for mode, rate in rates)
+        return f"{words} (tokens/s: {told})"
+    return words

@@ -1,0 +1,130 @@
+"""Every step that chooses a token says what decided on its candidates."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+
+from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS
+from specdec.v2 import model_pb2, verifier_pb2
+from tests.verifier_service.fakes import DEAR, FREE, Client, Decided, TextEngine, run, step_loop
+from tests.verifier_service.step_loop.helpers import NO_BAD, REMOTE
+from verifier_service.backend.request import Policy
+from verifier_service.backend.result import Decision, StepTimes, VerifyResult, Without
+from verifier_service.servicer import response
+from verifier_service.sessions.draft_timing import DraftGain
+from verifier_service.settings.tuning import DEFAULTS
+from verifier_service.speculation.controller import Mode, ModeStats
+
+
+def decisions(client: Client) -> list[Decision]:
+    return [decision for result in client.mail.results for decision in result.decisions]
+
+
+def reasons(client: Client) -> Counter[Without | None]:
+    return Counter(decision.without for decision in decisions(client))
+
+
+def test_each_step_of_a_text_has_a_decision() -> None:
+    loop = step_loop(TextEngine(40), FREE, controller=Decided(Mode.REMOTE_DRAFT))
+    client = Client(loop, [3, 4, 5], 20, policy=Policy(REMOTE, 8, 0.0))
+    loop.turn()
+    client.read()
+    client.offer(right=3)
+    run(loop, client)
+    steps = sum(result.steps for result in client.mail.results)
+    assert reasons(client) == {Without.PROMPT: 1, None: 1, Without.NOTHING_PROPOSED: steps - 2}
+    assert {decision.mode for decision in decisions(client)} == {"remote_draft"}
+    assert loop.stats.decisions.without == dict.fromkeys(map(str, Without), 0) | {
+        "prompt": 1,
+        "nothing_proposed": steps - 2,
+    }
+    assert sum(loop.stats.sources.values()) == loop.stats.committed
+
+
+def test_a_candidate_that_is_not_worth_its_row_is_told_with_its_price() -> None:
+    loop = step_loop(TextEngine(40), DEAR, controller=Decided(Mode.REMOTE_DRAFT))
+    client = Client(loop, [3, 4, 5], 3, policy=Policy(REMOTE, 8, 0.0))
+    loop.turn()
+    client.offer(right=1)
+    loop.turn()
+    (_, decision) = decisions(client)
+    assert decision.without is Without.ROW_COST
+    assert decision.row == pytest.approx(10.0)
+    assert decision.break_even == pytest.approx(10 / 11)
+    assert decision.best == pytest.approx(math.exp(-0.1), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("policy", "mode", "without", "told"),
+    [
+        (Policy(NO_DRAFTERS, 8, 0.0), Mode.REMOTE_DRAFT, Without.NO_DRAFTER, "off"),
+        (Policy(OWN_DRAFTERS, 8, 0.0), Mode.OFF, Without.PLAIN_FASTER, "off"),
+        (Policy(REMOTE, 8, 0.0), Mode.NGRAM, Without.PLAIN_FASTER, "ngram"),
+    ],
+)
+def test_a_session_without_drafters_says_who_left_them_out(
+    policy: Policy, mode: Mode, without: Without, told: str
+) -> None:
+    loop = step_loop(TextEngine(40), FREE, controller=Decided(mode))
+    client = Client(loop, [3], 6, policy=policy)
+    run(loop, client)
+    assert set(reasons(client)) == {without}
+    assert {decision.mode for decision in decisions(client)} == {told}
+
+
+def test_a_draft_that_rests_is_told() -> None:
+    loop = step_loop(TextEngine(40), FREE, controller=Decided(Mode.REMOTE_DRAFT))
+    client = Client(loop, [3], 6, policy=Policy(REMOTE, 8, 0.0))
+    client.session.draft_gain = DraftGain()
+    while client.session.draft_gain.helps:
+        client.session.draft_gain.observe(0)
+    run(loop, client)
+    assert set(reasons(client)) == {Without.DRAFT_GAINS_NOTHING}
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_session_forced_to_speculate_offers_its_best_candidate_at_any_price(forced: bool) -> None:
+    loop = step_loop(TextEngine(40), DEAR, controller=Decided(Mode.REMOTE_DRAFT))
+    policy = Policy(REMOTE, 8, 0.0, forced=forced)
+    client = Client(loop, [3, 4, 5], 12, sampling=NO_BAD, policy=policy)
+    loop.turn()
+    while not client.over:
+        client.read()
+        client.offer(right=2)
+        loop.turn()
+    assert client.tokens == client.want
+    later = client.mail.results[1:-1]
+    assert {result.offered for result in later} == {int(forced)}
+    assert {decision.mode for decision in decisions(client)} == {"forced" if forced else "remote_draft"}
+
+
+def test_a_commit_has_the_decisions_of_its_steps() -> None:
+    result = VerifyResult(5, 2, [7, 8], [4, 4], steps=1, decisions=[Decision("ngram")])
+    result.join(VerifyResult(7, 0, [9], [4], decisions=[Decision("off", Without.ROW_COST, 0.002, 0.5, 0.2)]))
+    result.join(VerifyResult(8, 0, [9], [4], decisions=[Decision("off", Without.ROW_COST, 0.004, 0.7, 0.4)]))
+    told = response(result, StepTimes(0.0, 0.0, 0.0, 0.0, rates={"off": 90.0})).commit.decisions
+    assert (dict(told.modes), dict(told.without)) == ({"ngram": 1, "off": 2}, {"row_cost": 2})
+    assert (told.row_us, told.break_even, told.best_candidate) == pytest.approx((3000.0, 0.6, 0.3))
+    assert dict(told.mode_rates) == {"off": 90.0}
+    assert response(VerifyResult(5, 0), StepTimes(0.0, 0.0, 0.0, 0.0)).commit == verifier_pb2.Commit(
+        committed=model_pb2.Committed(base=5),
+        steps=1,
+        min_candidate_probability=1.0,
+        decisions=model_pb2.SpeculationDecisions(),
+    )
+
+
+def test_the_rates_of_modes_are_told_as_a_new_value() -> None:
+    stats = ModeStats(DEFAULTS.controller, Mode.NGRAM, {})
+    assert stats.told_rates is None
+    for _ in range(100):
+        stats.update(2, 0.01, 100.0, speculated=True)
+    first = stats.told_rates
+    assert first == pytest.approx({"ngram": 200.0})
+    for _ in range(100):
+        stats.update(1, 0.01, 100.0, speculated=True)
+    assert stats.told_rates is not first
+    assert first == pytest.approx({"ngram": 200.0})
