@@ -11,5 +11,5 @@ from specdec.roles import FOLDER, load
 def bench(context: typer.Context) -> None:
     """Run a benchmark, or list them all. Needs a checkout."""
     if not (FOLDER / "bench").is_dir():
-        fail("benchmarks come with the source: run this in a checkout")
+        fail("benchmarks come with the source: in a checkout, run `python -m bench`")
     load("bench.__main__").main(context.args)

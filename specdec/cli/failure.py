@@ -9,6 +9,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn, ParamSpec
 
@@ -52,6 +53,11 @@ TRACEBACK = "SPECDEC_TRACEBACK"
 """Environment variable that makes an internal error raise its traceback instead of printing one line."""
 
 Arguments = ParamSpec("Arguments")
+
+
+def program() -> str:
+    """Return the words that run this program again, for hints: its name if it was started by that."""
+    return "specdec" if Path(sys.argv[0]).name == "specdec" else "python -m specdec.cli"
 
 
 def fail(message: str, status: ExitStatus = ExitStatus.FAILED) -> NoReturn:

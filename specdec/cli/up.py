@@ -16,7 +16,7 @@ import grpc
 import typer
 
 from specdec import ports
-from specdec.cli.failure import fail, say
+from specdec.cli.failure import fail, program, say
 from specdec.cli.passed_on import Values, arguments
 from specdec.cli.pod_stats import NoSuchServiceError, ask
 from specdec.command_line import Host, LogLevel
@@ -61,9 +61,11 @@ def lines(found: Mapping[str, Any], *, https: bool = False) -> Iterator[str]:
         yield f"{role:13} {pod['address']:21} {', '.join(parts)}"
     usual = f"127.0.0.1:{ports.ORCHESTRATOR}"
     asked = "" if found["address"] == usual else f" --address {found['address']}"
-    yield f'Try it: specdec generate "def main("{asked}'
+    yield f'Try it: {program()} generate "def main("{asked}'
     if openai := found["services"].get("openai"):
         yield f"With any OpenAI client: OPENAI_BASE_URL=http{'s' * https}://{openai}/v1"
+    at = "" if found["address"] == usual else f" {found['address']}"
+    yield f"Who proposes tokens, and why or why not: {program()} stats{at}"
     yield "Ctrl-C stops all services."
 
 

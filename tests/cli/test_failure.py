@@ -12,7 +12,8 @@ import grpc
 import pytest
 import typer
 
-from specdec.cli.failure import STATUS, ending, status_of
+from specdec.cli.failure import STATUS, ending, program, status_of
+from specdec.cli.up import lines
 from specdec.client.errors import ERRORS, REASONS, InvalidRequest, Overloaded, SpecdecError, Unavailable
 from specdec.exit_status import ExitStatus
 from tests.client.fake_server import Act, FakeServer
@@ -48,6 +49,20 @@ def test_an_error_is_one_line_and_a_status(
         raising(error)()
     assert ended.value.code == status
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("started_by", "words"),
+    [("/venv/bin/specdec", "specdec"), ("/venv/specdec/cli/__main__.py", "python -m specdec.cli")],
+)
+def test_hints_name_the_program_as_it_was_started(started_by: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [started_by, "up"])
+    assert program() == words
+    found = {"pods": {}, "address": "h:1", "services": {}}
+    assert list(lines(found))[:2] == [
+        f'Try it: {words} generate "def main(" --address h:1',
+        f"Who proposes tokens, and why or why not: {words} stats h:1",
+    ]
 
 
 def test_a_traceback_may_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,11 +118,12 @@ def test_up_tells_what_each_service_runs(up: Up, pair: Pair) -> None:
     assert [pods[role]["model"] for role in ("verifier", "draft")] == [pair.target.name, pair.exported.name]
     assert (pods["verifier"]["device"], pods["verifier"]["dtype"]) == ("cpu", "float32")
     assert all(pod["process_id"] in up.children and pod["memory_bytes"] > 10_000_000 for pod in pods.values())
-    *services, ask, openai_too, _ = lines(up.described)
+    *services, ask, openai_too, why, _ = lines(up.described)
     assert [line.split()[:2] for line in services] == [[role, pod["address"]] for role, pod in pods.items()]
     assert f"{pair.target.name} on cpu in float32" in services[list(pods).index("verifier")]
     assert ask.endswith(f"--address {up.address}")
     assert openai_too.endswith(f"http://{up.described['services']['openai']}/v1")
+    assert why.endswith(f"stats {up.address}")
 
 
 def test_generate_reports_json(up: Up, tmp_path: Path) -> None:

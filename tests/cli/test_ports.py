@@ -79,6 +79,16 @@ def test_a_taken_port_is_one_line(command: tuple[str, ...], option: str, taken: 
     assert (done.stdout, done.returncode != 0) == ("", True)
 
 
+def test_one_port_for_two_services_is_refused_at_once(unused_tcp_port: int) -> None:
+    """Even before the models are looked at."""
+    port = str(unused_tcp_port)
+    run = [sys.executable, "-m", "specdec.cli", "up", "--port", port, "--verifier-port", port, "--target", "/none"]
+    done = subprocess.run([*run, "--draft", "none"], capture_output=True, text=True, timeout=60, env=environment())
+    assert done.stderr == (
+        f"specdec: --verifier-port {port} and --port {port}: two services cannot have one port, change one\n"
+    )
+
+
 def test_a_port_that_no_draft_takes_may_be_taken(taken: int) -> None:
     """Without a draft service its port is not checked; the only error is the target's."""
     run = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--draft-port", str(taken), "--target", "/none"]
