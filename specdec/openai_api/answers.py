@@ -137,7 +137,6 @@ class Choice:
         logprobs = chunk.logprobs[chunk.reasoning_tokens :]
         piece["logprobs"] = self._logprobs_of(logprobs) if logprobs else None
         piece |= {"finish_reason": None} if chunk.finish is None else self._end(chunk.finish)
-        own = self._note(chunk, seed)
         if self._wants_chunks and chunk.tokens:
             own["chunks"] = [self._chunk(chunk)]
         if self._wants_token_ids:
