@@ -52,7 +52,7 @@ class Progress:
         self._bar.stop()
 
     def heard(self, tokens: int) -> None:
-        """Count a text of so many planned tokens."""
+        """Count a complete text, with the tokens planned for it."""
         self._done += tokens
         now = self._clock()
         rest = left(self._done, self._total, now - self._begin)

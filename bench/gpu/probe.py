@@ -100,9 +100,9 @@ def _driver() -> str | None:
 
 def _providers() -> list[str]:
     with contextlib.suppress(Exception):  # of a broken installation, any
-        import onnxruntime
+        from specdec.engine.onnx_runtime import ort
 
-        return list(onnxruntime.get_available_providers())
+        return list(ort.get_available_providers())
     return []
 
 

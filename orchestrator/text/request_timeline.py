@@ -20,6 +20,10 @@ from specdec.wire.decisions import DRAFTING_EVENTS, explained
 log = structlog.get_logger()
 
 
+MAX_EXPLANATION = 512
+"""Characters of the sentence on a sample's speculation; a faulty verifier may cause longer ones."""
+
+
 def operation(request: generation_pb2.GenerateRequest) -> str:
     """Return the operation of a request in OpenTelemetry's words (`gen_ai.operation.name`)."""
     return "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"
@@ -101,7 +105,7 @@ class SampleTimeline:
                 **{f"without_candidates.{why}": count for why, count in statistics.decisions.without.items()},
             )
             if why := explained(statistics.decisions):
-                self._list("speculation").append(why)
+                self._list("speculation").append(why[:MAX_EXPLANATION])
 
 
 FailoverReason = Literal[

@@ -7,13 +7,14 @@ here without torch: whether a path is such a file, and the conversion's place.
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 from specdec.engine.derived_models import make_user_cache, place_of_conversion, user_cache
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
-from specdec.engine.model_file import add_sample, opened, unreadable
+from specdec.engine.model_file import add_sample, opened
 from specdec.exit_status import how_it_ended
 
 MARKER = "gguf.json"
@@ -53,11 +54,9 @@ def _converted(file: Path) -> Path:
     digest = hashlib.sha256(str(file.stat().st_mtime_ns).encode())  # tools edit fields in place
     add_sample(digest, file)
     target = place_of_conversion(file, digest.hexdigest())
+    if not (target / MARKER).is_file() and (why := _unwritable(target.parent)):
+        target = _without_cache(why) / digest.hexdigest()[:24] / file.stem
     if not (target / MARKER).is_file():
-        try:
-            make_user_cache()
-        except OSError as error:
-            raise unreadable(user_cache(), error) from error
         command = [sys.executable, "-m", "specdec.cli", "import-gguf", str(file), str(target)]
         # Its stdin closes if this process dies: then it removes what it has written.
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
@@ -66,3 +65,24 @@ def _converted(file: Path) -> Path:
             seen = ", see the line above" if status > 0 else ""
             raise ModelDirectoryError(f"{file}: was not converted: {how_it_ended(status)}{seen}")
     return target
+
+
+def _unwritable(folder: Path) -> str:
+    """Make a folder in the cache; return why it cannot be written, empty if it can."""
+    try:
+        make_user_cache()
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return error.strerror or str(error)
+    return "" if os.access(folder, os.W_OK | os.X_OK) else "it is not writable"
+
+
+def _without_cache(why: str) -> Path:
+    """Return a folder for conversions that lives as long as this process, since the cache cannot be written."""
+    import structlog  # services have it; `specdec doctor` works without
+
+    from specdec.engine.cache_folder import temporary
+
+    cost = "every start converts GGUF files again"
+    structlog.get_logger().warning("cache_not_used", folder=str(user_cache()), why=why, cost=cost)
+    return temporary()

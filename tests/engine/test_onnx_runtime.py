@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PRODUCT = ("specdec", "draft_service", "verifier_service", "orchestrator", "evaluation")
+FOLDERS = ("specdec", "draft_service", "verifier_service", "orchestrator", "evaluation", "bench", "testing", "tests")
 
 FAKE = """
 import os
@@ -37,8 +37,8 @@ def _loads(path: Path) -> bool:
     return False
 
 
-def test_one_module_of_the_product_loads_it() -> None:
-    paths = (path for name in PRODUCT for path in (ROOT / name).rglob("*.py"))
+def test_one_module_loads_it() -> None:
+    paths = (path for name in FOLDERS for path in (ROOT / name).rglob("*.py"))
     assert [str(path.relative_to(ROOT)) for path in paths if _loads(path)] == ["specdec/engine/onnx_runtime.py"]
 
 

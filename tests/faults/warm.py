@@ -5,11 +5,11 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import onnxruntime  # noqa: F401 - for drafts
 import torch
 
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.onnx_runtime import ort  # noqa: F401 - for drafts
 from tests.models import make
 
 torch.set_num_threads(1)  # a process forked from a multi-threaded one would wait for threads it does not have

@@ -17,6 +17,7 @@ from specdec.serving.timeline import Timeline
 from specdec.v2 import draft_pb2, generation_pb2, model_pb2
 from testing.mailbox import Handed
 from tests.services.conftest import Directories
+from tests.services.test_stats import of_verifier
 from tests.stack import ALWAYS, REMOTE, stack, until
 from tests.verifier_service.fakes import Decided
 from verifier_service.servicer import VerifierLimits
@@ -90,6 +91,19 @@ async def test_steps_in_which_a_draft_does_not_pay_are_as_asked(directories: Dir
         answer = await services.generate(PROMPT, **SAMPLED)
     assert not answer.finish.speculation.undrafted_reason
     assert not answer.finish.speculation.undrafted_tokens
+
+
+async def test_every_step_of_an_answer_has_a_decision(directories: Directories) -> None:
+    async with stack(directories.target, directories.near, controller=Decided(Mode.OFF)) as services:
+        measured = await services.generate(PROMPT, **SAMPLED)
+        unasked = await services.generate(PROMPT, plain=True, **SAMPLED)
+        stats = await of_verifier(services)
+    for answer, why in ((measured, "plain_faster"), (unasked, "no_drafter")):
+        statistics = answer.finish.speculation
+        assert dict(statistics.decisions.modes) == {"off": statistics.steps}
+        assert set(statistics.decisions.without) <= {why, "prompt"}
+        assert sum(statistics.decisions.without.values()) == statistics.steps
+    assert stats.decisions.modes["off"] == measured.finish.speculation.steps + unasked.finish.speculation.steps
 
 
 @pytest.mark.parametrize("drafts", [1, 2])

@@ -311,8 +311,9 @@ class Planner:
         for tenant, places in _places(speculating).items():
             roots = len(division.tenants[tenant].decoders)
             found = select_candidates([offers[i] for i in places], latency, roots, free, spent)
-            own[tenant] = alone = Alone(places, roots, found.nodes, found.break_even)
             some = [sessions[i] for i in places]
+            _insist(some, found.nodes, free)
+            own[tenant] = alone = Alone(places, roots, found.nodes, found.break_even)
             alone.rows = window_rows(some, alone.nodes, roots, free - alone.count, latency, eligibility)
         windowed = sum(alone.rows for alone in own.values())
         rows = sum(map(len, chosen)) + windowed

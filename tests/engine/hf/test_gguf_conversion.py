@@ -13,10 +13,12 @@ import torch
 from gguf import GGUFReader, GGUFWriter
 from safetensors.torch import load_file
 
+from specdec.engine.cache_folder import temporary
 from specdec.engine.gguf_file import open_model
 from specdec.engine.hf.gguf_conversion import convert
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from testing.gguf_model import convert as to_gguf
+from tests.captured_logs import captured_logs
 from tests.models import END, make
 
 LLAMA3 = {
@@ -147,6 +149,18 @@ def test_a_file_is_converted_once(file: Path, model: ModelDirectory, tmp_path: P
     second = open_model(file)
     assert second.path == first.path
     assert (second.path / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_a_cache_that_cannot_be_written_is_named_and_costs_time_only(
+    file: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with captured_logs() as logs:
+        found = open_model(file).path
+        assert open_model(file).path == found
+    assert found.is_relative_to(temporary())
+    assert {entry["folder"] for entry in logs} == {str(tmp_path / "file" / "specdec")}
 
 
 def test_a_failed_conversion_names_the_file(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:

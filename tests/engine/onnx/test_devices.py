@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from numpy.typing import NDArray
@@ -30,6 +29,7 @@ from specdec.engine.onnx.engine import OnnxEngine
 from specdec.engine.onnx.export import export
 from specdec.engine.onnx.providers import CPU, CUDA, OnnxDevice, check_started, parse_device, providers
 from specdec.engine.onnx.shortlists import OnnxDraftLogits
+from specdec.engine.onnx_runtime import ort
 from specdec.engine.placement import Placement
 from tests.models import VOCABULARY, make, save
 
@@ -44,7 +44,7 @@ def has_driver() -> bool:
         return False
 
 
-HAS_PROVIDER = CUDA in onnxruntime.get_available_providers()
+HAS_PROVIDER = CUDA in ort.get_available_providers()
 QUIETLY = ("--port", "0", "--log-level", "error")
 without_cuda = pytest.mark.skipif(HAS_PROVIDER, reason="this onnxruntime has a CUDA provider")
 with_cuda = pytest.mark.skipif(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 
 from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS, shortlists
 from specdec.engine.onnx.export import shortlists_graph
 from specdec.engine.onnx.providers import CPU
 from specdec.engine.onnx.shortlists import OnnxDraftLogits
+from specdec.engine.onnx_runtime import ort
 
 
 @pytest.mark.parametrize("vocabulary", [40, 1000])
