@@ -57,7 +57,10 @@ def results(path: Path) -> list[dict[str, Any]]:
         (b"{}", "must be an object with one of"),
         (b'{"text": "a", "tokens": [1]}', "must be an object with one of"),
         (b'{"text": 5}', "text = 5: must be a string"),
-        (b'{"text": "a", "max_token": 5}', "`max_token` cannot be set on a line, must be one of allowed_tokens, alpha, "),
+        (
+            b'{"text": "a", "max_token": 5}',
+            "`max_token` cannot be set on a line, must be one of allowed_tokens, alpha, ",
+        ),
         (b'{"text": "a", "n": 2}', "`n` cannot be set"),
         (b'{"text": "a", "max_tokens": -1}', "max_tokens = -1: "),
         (b'{"tokens": [-1]}', "tokens = [-1]: "),
