@@ -6,6 +6,8 @@ import asyncio
 import sys
 from pathlib import Path
 
+from PIL import Image
+
 from demo.train import HOME
 from testing.chromium import page
 from tests.openai_api.front import front
@@ -23,13 +25,15 @@ async def main(folder: Path) -> None:
         page() as opened,
     ):
         for name, dark, settings in (("light", False, SETTINGS), ("dark", True, f"{SETTINGS}&rejected=1&forced=1")):
-            await opened.look(width=1280, height=1130, dark=dark)
+            await opened.look(width=1080, height=880, dark=dark)
             await opened.open(f"http://{http.address}/#{settings}")
             await opened.run(f"document.querySelector('#pods').open = {str(dark).lower()}")
             await ask(opened, PROMPT)
             await opened.until(IDLE)
-            await opened.run("document.activeElement.blur()")
-            await opened.screenshot(folder / f"page-{name}.png")
+            await opened.run("document.activeElement.blur(); document.querySelector('#texts').scrollTop = 0")
+            file = folder / f"page-{name}.png"
+            await opened.screenshot(file)
+            Image.open(file).quantize(128).save(file, optimize=True)
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def slow(directories: Directories, **options: Any) -> Any:
 async def test_colours_add_up_to_the_counts_of_the_api(directories: Directories) -> None:
     async with (
         slow(directories) as services,
-        shown(services.address, f"{DRAFTED}&max_tokens=60&compare=1&rejected=1") as (opened, _),
+        shown(services.address, f"{DRAFTED}&max_tokens=60&compare=1&rejected=1&max_candidates=8") as (opened, _),
     ):
         await ask(opened, "the quick brown fox")
         await opened.until(IDLE)

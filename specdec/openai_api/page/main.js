@@ -66,7 +66,7 @@ class Watch {
 }
 
 // Stream one answer into a turn; return its text, figures and statistics.
-async function answer(path, request, turn, shown) {
+async function answer(path, request, turn, shown, taken = () => {}) {
   const figures = new Figures();
   const watch = new Watch();
   let statistics = null;
@@ -83,7 +83,7 @@ async function answer(path, request, turn, shown) {
       for (const chunk of choice.specdec?.chunks ?? []) {
         const steps = figures.take(chunk);
         turn.take(chunk);
-        strip.take(steps);
+        taken(steps);
         watch.take(steps);
       }
       if (choice.finish_reason) [statistics, reason] = [choice.specdec, choice.finish_reason];
@@ -126,12 +126,13 @@ async function ask() {
   const turn = new Turn(chat ? "Model" : "Text", chat ? "" : prompt);
   let complete = false;
   try {
-    const first = await answer(path, request, turn, (figures) => {
+    const show = (figures) => {
       drafted = figures;
       speed(figures, plainFigures);
       legend(figures.sources);
       acceptance(figures.accepted);
-    });
+    };
+    const first = await answer(path, request, turn, show, (steps) => strip.take(steps));
     complete = true;
     showWhy(first.statistics);
     at("#spoken").textContent = `${turn.text.slice(0, MAX_SPOKEN)} End of the text.`;
@@ -141,7 +142,7 @@ async function ask() {
   }
   if (chat) at("#prompt").value = "";
   if (!settings.wants("compare")) return;
-  const again = new Turn("The same by plain decoding", chat ? "" : prompt);
+  const again = new Turn("The same by plain decoding", chat ? "" : prompt, false);
   await answer(path, settings.plain(request), again, (figures) => {
     plainFigures = figures;
     speed(drafted, figures);

@@ -21,9 +21,12 @@ export class Turn {
   #said = make("p", "said");
   #end = make("p", "end");
   #count = 0;
+  #follows;
   text = ""; // without reasoning
 
-  constructor(title, given) {
+  // With `follows`, the box scrolls with the text.
+  constructor(title, given, follows = true) {
+    this.#follows = follows;
     const turn = make("article", "turn");
     turn.append(make("h3", "", title), this.#said, this.#end);
     if (given) this.#said.append(make("span", "given", given));
@@ -37,7 +40,7 @@ export class Turn {
       rejected.set(place, [...(rejected.get(place) ?? []), candidate]);
     }
     const box = at("#texts");
-    const follows = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
+    const follows = this.#follows && box.scrollHeight - box.scrollTop - box.clientHeight < 40;
     const pieces = [];
     chunk.token_texts.forEach((text, index) => {
       const source = chunk.sources[index];
@@ -60,7 +63,7 @@ export class Turn {
 
 function rejectedSpans(candidates = []) {
   const spans = candidates.slice(0, MAX_REJECTED).map((candidate) => {
-    const span = make("s", `r ${candidate.source}`, candidate.text);
+    const span = make("s", `r ${candidate.source}`, candidate.text.replaceAll("\n", "⏎"));
     span.title = `rejected: ${SOURCES[candidate.source] ?? candidate.source}`;
     return span;
   });
