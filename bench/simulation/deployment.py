@@ -49,7 +49,7 @@ MAX_TOKENS_A_STEP = 32
 class Spelling:
     """The part of a tokenizer needed by a generation: every token is a letter."""
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         return "".join(chr(0x100 + token) for token in tokens)
 
     def piece(self, token: int) -> bytes:
@@ -58,7 +58,7 @@ class Spelling:
     def characters(self) -> Letters:
         return Letters()
 
-    def is_spelt(self, token: int) -> bool:
+    def is_spelt(self, token: int, *, special: bool = False) -> bool:
         return True
 
     def added_token(self, text: str) -> None:
