@@ -59,7 +59,7 @@ def results(path: Path) -> list[dict[str, Any]]:
         (b'{"text": 5}', "text = 5: must be a string"),
         (
             b'{"text": "a", "max_token": 5}',
-            "`max_token` cannot be set on a line, must be one of allowed_tokens, alpha, ",
+            "`max_token` cannot be set on a line, must be one of add_generation_prompt, allowed_tokens, ",
         ),
         (b'{"text": "a", "n": 2}', "`n` cannot be set"),
         (b'{"text": "a", "max_tokens": -1}', "max_tokens = -1: "),
