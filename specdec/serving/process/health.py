@@ -103,11 +103,11 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         try:
             async with asyncio.timeout(self._watch_seconds):
                 while True:
-                    changed = self._changed
+                    changed, draining = self._changed, self._draining  # either may change during the write
                     if (status := self._status(request.service)) != told:
                         await context.write(health_pb2.HealthCheckResponse(status=status))
                         told = status
-                    if self._draining:
+                    if draining:
                         return
                     await changed.wait()
         except TimeoutError:
