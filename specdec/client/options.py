@@ -97,7 +97,10 @@ class GenerateOptions(TypedDict, total=False):
     presence_penalty: Annotated[float | None, "In [-2, 2]; 0 is off."]
     logit_bias: Annotated[Mapping[int, float] | None, "Added to the logits, by token id; each in [-100, 100]."]
     banned_tokens: Annotated[Iterable[int] | None, "Token ids that are never chosen."]
-    allowed_tokens: Annotated[Iterable[int] | None, "The only token ids that may be chosen, end tokens included."]
+    allowed_tokens: Annotated[
+        Iterable[int] | None,
+        "The only token ids that may be chosen, end tokens included. A grammar that permits none of them wins.",
+    ]
     bad_words: Annotated[
         Sequence[str] | None, "Words that are never chosen, alone or after a space; each one token of the model."
     ]

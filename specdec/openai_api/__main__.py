@@ -61,8 +61,9 @@ def main(
         bool | None,
         typer.Option(
             "--serve-metrics/--no-serve-metrics",
-            help="Serve the Prometheus metrics at /metrics of this port too, to callers whose key is accepted. "
-            "Default: only if --host is a loopback address.",
+            help="Serve this server's Prometheus metrics at /metrics of this port too, to callers whose key is "
+            "accepted, and the pods' statistics at /v1/specdec/stats, to those who may see them. Default: only if "
+            "--host is a loopback address.",
         ),
     ] = None,
     strict_fields: Annotated[
@@ -70,7 +71,7 @@ def main(
     ] = False,
     page: Annotated[
         bool,
-        typer.Option(help="Serve a page that shows speculation at /, and the statistics it shows to operators' keys."),
+        typer.Option(help="Serve a page that shows speculation at /."),
     ] = True,
     response_store: Annotated[
         str,

@@ -89,13 +89,15 @@ def make_app(
     body_seconds: float = BODY_SECONDS,
     origins: Sequence[str] = (),
     with_page: bool = False,
+    with_stats: bool = False,
     store: ResponseStore | None = None,
     strict: bool = False,
     metrics: Callable[[], bytes] | None = None,
 ) -> ASGIApp:
     """Return the ASGI application. `serves` returns whether an orchestrator takes requests now; `most_requests` limits
     the requests in progress; pages of `origins` may send requests from browsers. Without `store`, no responses are
-    stored. With `strict`, unknown fields are refused. `with_page`: serve the page, and the statistics it shows.
+    stored. With `strict`, unknown fields are refused. `with_page`: serve the page; `with_stats`: and the
+    statistics of pods.
     `metrics` returns those of this server, for admitted callers, in Prometheus's text format; None if they are not
     served here."""
     started = int(time.time())
@@ -198,7 +200,8 @@ def make_app(
             Route(CANCEL, responses.cancel, methods=["POST"], middleware=[admission]),
             Route(MESSAGES, messages.create, methods=["POST"], middleware=[admission]),
             Route(COUNT, messages.count_tokens, methods=["POST"], middleware=[admission]),
-            *([Route(STATS, stats, middleware=[admission]), *page_routes()] if with_page else []),
+            *([Route(STATS, stats, middleware=[admission])] if with_stats else []),
+            *(page_routes() if with_page else []),
             Route(MODELS, models, middleware=[admission]),
             Route(f"{MODELS}/{{model:path}}", models, middleware=[admission]),
             Route(TOKENIZE, tokens.tokenize, methods=["POST"], middleware=[admission]),

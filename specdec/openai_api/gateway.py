@@ -313,6 +313,8 @@ async def _events(answer: _Answer, first: tuple[int, Chunk], rest: Chunks) -> As
         while found is not None:
             number, chunk = found
             answer.note(number, chunk)
+            if request.usage_in_pieces:
+                usage = {"usage": answer.choice(number, chunk).usage}
             if echo := answer.echo(number, chunk):
                 yield frame.piece(echo, **usage, **told)
                 told = {}

@@ -55,7 +55,8 @@ async def serve(
 ) -> None:
     """Run the server until SIGINT, SIGTERM or, if configured, the end of stdin. Prints the line `ready HOST:PORT`.
 
-    `serve_metrics_here`: whether /metrics is a route; None: if the server listens on loopback.
+    `serve_metrics_here`: whether /metrics and the statistics of pods are routes; None: if the server listens on
+    loopback.
     """
     logs.configure("openai", settings.log_level)
     stop = stop_asked_for(settings)
@@ -78,6 +79,7 @@ async def serve(
         store=store,
         strict=strict,
         with_page=with_page,
+        with_stats=here,
         metrics=exposed if here else None,
     )
     app = Counted(routes, ROUTES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from specdec.client import Chunk, Piece, PromptToken
@@ -109,15 +110,27 @@ def _told(logprob: float, rank: int, piece: Piece) -> Json:
     return {"logprob": max(logprob, MIN_LOGPROB), "rank": rank or None, "decoded_token": piece.text}
 
 
+def _with_told_once(chunk: Chunk, first: Chunk) -> Chunk:
+    """Return a chunk with what a call tells in its first chunk."""
+    return replace(
+        chunk,
+        seed=first.seed,
+        model_fingerprint=first.model_fingerprint,
+        prompt_token_ids=first.prompt_token_ids,
+    )
+
+
 async def prompt_first(chunks: AsyncIterable[Chunk]) -> AsyncGenerator[Chunk, None]:
     """Yield the chunks of one prompt, those of other samples than the first, which carries the prompt, once the prompt
-    is complete."""
+    is complete. The first chunk has what is told once, whichever sample it came with."""
     held: list[Chunk] | None = []
+    begun = False
     async for chunk in chunks:
         if held is not None and chunk.index:
             held.append(chunk)
             continue
-        yield chunk
+        yield chunk if begun or not held else _with_told_once(chunk, held[0])
+        begun = True
         if held is not None and (chunk.tokens or chunk.finish):
             for other in held:
                 yield other

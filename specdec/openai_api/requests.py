@@ -16,7 +16,7 @@ from typing import Any
 
 from specdec.client import build_request
 from specdec.grammar.ebnf import in_lark, is_ebnf
-from specdec.grammar.grammar import GrammarError
+from specdec.grammar.grammar import MAX_SOURCE_BYTES, GrammarError
 from specdec.openai_api.conversation import conversation, tool_schemas
 from specdec.openai_api.errors import ApiError, refused, unknown, unsupported
 from specdec.openai_api.fields import (
@@ -369,6 +369,8 @@ def _prompt_logprobs(given: Mapping[str, Any], options: Mapping[str, Any]) -> It
             raise refused("prompt_logprobs", "is not available in streams")
         wanted.append(top)
     if _flag(given, "echo"):
+        if given.get("truncate_prompt_tokens"):
+            raise refused("truncate_prompt_tokens", "does not go together with echo")
         wanted += [options["logprobs"]] if "logprobs" in options else []
         wanted += [0] if options.get("max_tokens") == 0 else []
     if wanted:
@@ -429,17 +431,19 @@ def _constraint(name: str, value: object, layout: Mapping[str, str]) -> tuple[st
     """Return the option for one field of `structured_outputs`."""
     match name:
         case "structural_tag":
-            tags = _parsed(value)
+            tags = _parsed(value, "structured_outputs.structural_tag")
             if not isinstance(tags, dict):
                 raise refused("structured_outputs.structural_tag", "must be an object, or the JSON of one")
             return "lark", tags_in_lark(tags, "structured_outputs.structural_tag")
         case "json_object":
             return "json_schema", {"type": "object", **({"x-guidance": layout} if layout else {})}
         case "json" if layout:
-            schema = _parsed(value)
+            schema = _parsed(value, "structured_outputs.json")
             if not isinstance(schema, dict):
                 raise refused("structured_outputs.json", "must be an object with whitespace_pattern")
-            return "json_schema", {**schema, "x-guidance": {**schema.get("x-guidance", {}), **layout}}
+            if not isinstance(guidance := schema.get("x-guidance", {}), dict):
+                raise refused("structured_outputs.json", "x-guidance must be an object")
+            return "json_schema", {**schema, "x-guidance": {**guidance, **layout}}
         case "grammar" if isinstance(value, str) and is_ebnf(value):
             try:
                 return "lark", in_lark(value)
@@ -448,9 +452,12 @@ def _constraint(name: str, value: object, layout: Mapping[str, str]) -> tuple[st
     return GRAMMARS[name], value
 
 
-def _parsed(value: object) -> object:
-    """Return the value of a JSON text; any other value, or a text that is not JSON, as it is."""
+def _parsed(value: object, field: str) -> object:
+    """Return the value of a JSON text; any other value, or a text that is not JSON, as it is. The limits on the body's
+    structure do not see into texts, so a long one is refused."""
     if isinstance(value, str):
+        if len(value) > MAX_SOURCE_BYTES:
+            raise refused(field, f"has {len(value)} characters, must have at most {MAX_SOURCE_BYTES}")
         with suppress(ValueError, RecursionError):
             return json.loads(value)
     return value

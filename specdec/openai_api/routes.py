@@ -86,7 +86,7 @@ DESCRIBED = (
     Described(OPENAPI, "get", "The routes as an OpenAPI document."),
     Described(DOCS, "get", "The routes as a page."),
     Described(HOME, "get", "A page that shows speculation, with --page."),
-    Described(STATS, "get", "Statistics of an orchestrator and its pods, for those who may see them, with --page."),
+    Described(STATS, "get", "Statistics of an orchestrator and its pods, with --serve-metrics."),
     *(Described(alias, "post", f"The same as {path}.") for alias, path in ALIASES.items()),
 )
 

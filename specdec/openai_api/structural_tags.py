@@ -6,8 +6,14 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specdec.grammar.grammar import lark_string
+from specdec.grammar.grammar import MAX_RULES, lark_string
 from specdec.openai_api.errors import refused, unknown
+
+MAX_TAGS = MAX_RULES // 2
+"""Maximum triggers, and structures: each structure is two rules of a grammar."""
+
+MAX_CHARACTERS = 1024
+"""Maximum characters of a trigger, and of the beginning and end of a structure."""
 
 
 def tags_in_lark(given: Mapping[str, Any], field: str) -> str:
@@ -23,6 +29,11 @@ def tags_in_lark(given: Mapping[str, Any], field: str) -> str:
         raise refused(f"{field}.triggers", "must be a list of texts")
     if not isinstance(structures, list) or not structures:
         raise refused(f"{field}.structures", "must be a list of objects with begin, schema and end")
+    for name, texts in (("triggers", triggers), ("structures", structures)):
+        if len(texts) > MAX_TAGS:
+            raise refused(f"{field}.{name}", f"has {len(texts)} entries, must have at most {MAX_TAGS}")
+    if max(map(len, triggers)) > MAX_CHARACTERS:
+        raise refused(f"{field}.triggers", f"must have at most {MAX_CHARACTERS} characters each")
     begun: dict[str, list[int]] = {trigger: [] for trigger in triggers}
     for number, structure in enumerate(structures):
         begun[_trigger(structure, triggers, f"{field}.structures[{number}]")].append(number)
@@ -38,6 +49,8 @@ def _trigger(structure: Any, triggers: list[str], field: str) -> str:
             raise unknown(f"{field}.{name}")
         if name != "schema" and not isinstance(value, str):
             raise refused(f"{field}.{name}", "must be a text")
+        if name != "schema" and len(value) > MAX_CHARACTERS:
+            raise refused(f"{field}.{name}", f"has {len(value)} characters, must have at most {MAX_CHARACTERS}")
     begin = structure.get("begin", "")
     found = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
     if found is None:

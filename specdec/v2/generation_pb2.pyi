@@ -518,7 +518,7 @@ class SamplingParameters(google.protobuf.message.Message):
 
     @property
     def allowed_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The only token ids that may be chosen, end tokens included; empty: all."""
+        """The only token ids that may be chosen, end tokens included; empty: all. A grammar that permits none of them wins."""
 
     @property
     def bad_words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:

@@ -55,6 +55,7 @@ async def front(
             origins=origins,
             store=store,
             with_page=with_page,
+            with_stats=with_page,
             metrics=metrics,
         )
         app = Counted(made, ROUTES)

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.client import Chunk, Piece
-from specdec.openai_api.prompts import MAX_SCORES_BYTES, EchoOffset, prompt_first
+from specdec.openai_api import gateway
+from specdec.openai_api.prompts import EchoOffset, prompt_first
 from specdec.openai_api.requests import parse
 from tests.client.fake_server import TEXT, TOKENS, Act, FakeServer
 from tests.openai_api.front import Front, front
@@ -144,14 +145,15 @@ async def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], param: 
         assert (refusal.value.param, server.calls) == (param, [])
 
 
-async def test_an_answer_is_bounded() -> None:
+async def test_an_answer_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples have copies of the prompt's log-probabilities."""
-    prompt, tokens = "a" * 5000, 5000
+    monkeypatch.setattr(gateway, "MAX_SCORES_BYTES", 1 << 20)
+    prompt, tokens = "a" * 500, 500
     each = len(json.dumps(logprobs_of(b"a", 20)["top_logprobs"][1]))
-    prompts = 2 + MAX_SCORES_BYTES // (16 * tokens * each)
+    prompts = 2 + (1 << 20) // (16 * tokens * each)
     assert prompts <= 64
     async with FakeServer(*[Act(0)] * 64) as server, front(server.address) as http:
-        with pytest.raises(openai.BadRequestError, match="logprobs: the prompts' take more than 64 MiB"):
+        with pytest.raises(openai.BadRequestError, match="logprobs: the prompts' take more than 1 MiB"):
             await http.client.completions.create(model="fake", prompt=[prompt] * prompts, n=16, logprobs=20, echo=True)
         assert server.calls
 
@@ -178,7 +180,10 @@ def test_offsets_are_places_in_the_text(pieces: list[str], spaced: bool) -> None
 async def test_other_samples_wait_for_the_prompt() -> None:
     async def chunks() -> Any:
         for index, tokens in ((1, [5]), (0, []), (1, [6]), (0, [7]), (1, [8])):
-            yield Chunk(index, "", tokens, [], [], [], 0.0, 0.0, 0.0, 1, 0, None, None, "", None)
+            seed = 11 if tokens == [5] else None  # in the first one
+            yield Chunk(index, "", tokens, [], [], [], 0.0, 0.0, 0.0, 1, 0, None, seed, "", None)
 
-    found = [(chunk.index, chunk.tokens) async for chunk in prompt_first(chunks())]
-    assert found == [(0, []), (0, [7]), (1, [5]), (1, [6]), (1, [8])]
+    found = [chunk async for chunk in prompt_first(chunks())]
+    assert [(chunk.index, chunk.tokens) for chunk in found] == [(0, []), (0, [7]), (1, [5]), (1, [6]), (1, [8])]
+    assert found[0].seed == 11
+    assert found[1].seed is None

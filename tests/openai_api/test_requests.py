@@ -44,6 +44,16 @@ def completion(**fields: Any) -> ParsedRequest:
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "an object with a schema"),
         ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml", "one of choice, grammar, json, json_object"),
         ({"response_format": {"type": "json"}}, "response_format.value", "must be a schema"),
+        (
+            {"structured_outputs": {"json": {"x-guidance": 1}, "whitespace_pattern": " "}},
+            "structured_outputs.json",
+            "x-guidance must be an object",
+        ),
+        (
+            {"structured_outputs": {"structural_tag": "[" * 200_000}},
+            "structured_outputs.structural_tag",
+            "has 200000 characters, must have at most 131072",
+        ),
         ({"response_format": {"type": "json", "value": {}, "x": 1}}, "response_format.x", "unknown parameter"),
         ({"response_format": {"type": "json_object", "schema": 5}}, "response_format.schema", "must be an object"),
         ({"response_format": {"type": "json_object", "shema": {}}}, "response_format.shema", "unknown parameter"),
@@ -220,6 +230,7 @@ def test_a_chat_is_refused_by_field(fields: dict[str, Any], param: str | None, p
         ({"prompt": ["a"] * 65}, "prompt", "at most 64"),
         ({"prompt": ["a"] * 72 + [1]}, "prompt", "must be text"),
         ({"prompt": [-1]}, "prompt", "prompt = [-1]"),
+        ({"echo": True, "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "does not go together with echo"),
     ],
 )
 def test_a_completion_is_refused_by_field(fields: dict[str, Any], param: str, problem: str) -> None:

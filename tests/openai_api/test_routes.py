@@ -151,7 +151,7 @@ def test_every_route_is_described() -> None:
         return True
 
     unused: Any = nullcontext
-    made: Any = make_app(Gateway(unused, unused, unused), serves, most_requests=1, with_page=True)
+    made: Any = make_app(Gateway(unused, unused, unused), serves, most_requests=1, with_page=True, with_stats=True)
     routes = {(re.sub(":path", "", route.path), method) for route in _routes(made) for method in route.methods or ()}
     files = {(path, method) for path, method in routes if path.startswith("/page/")}
     served = {(path, method) for path, method in routes - files if method != "HEAD"} - {("/ping", "POST")}

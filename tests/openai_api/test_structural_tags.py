@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from specdec.grammar.grammar import Kind
+from specdec.openai_api.errors import ApiError
 from specdec.openai_api.requests import parse
 from specdec.openai_api.structural_tags import tags_in_lark
 from tests.grammar.followed import Followed
@@ -53,3 +55,22 @@ def test_they_are_one_grammar_under_every_name() -> None:
     assert grammar(response_format=TAGS) == want
     assert grammar(structured_outputs={"structural_tag": json.dumps(TAGS)}) == want
     assert grammar(structured_outputs={"structural_tag": TAGS}) == want
+
+
+@pytest.mark.parametrize(
+    ("tags", "field", "problem"),
+    [
+        ({"triggers": ["<"] * 513}, "tags.triggers", "has 513 entries, must have at most 512"),
+        ({"triggers": ["<" * 1025]}, "tags.triggers", "at most 1024 characters"),
+        ({"structures": TAGS["structures"] * 171}, "tags.structures", "has 513 entries"),
+        (
+            {"structures": [{"begin": "[[" + "x" * 1023, "schema": {}, "end": ""}]},
+            "tags.structures[0].begin",
+            "has 1025 characters",
+        ),
+    ],
+)
+def test_their_number_and_length_are_bounded(tags: dict[str, Any], field: str, problem: str) -> None:
+    with pytest.raises(ApiError, match=re.escape(problem)) as raised:
+        tags_in_lark({**TAGS, **tags}, "tags")
+    assert raised.value.param == field

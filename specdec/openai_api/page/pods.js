@@ -135,10 +135,14 @@ async function look() {
     show(told);
     before = told;
   } catch (error) {
-    refused = error instanceof ApiError && [401, 403].includes(error.status);
+    refused = error instanceof ApiError && [401, 403, 404].includes(error.status);
     before = null;
     at("#pods-tables").replaceChildren();
-    at("#pods-state").textContent = refused ? `For operators' keys alone: ${error.message}.` : error.message;
+    at("#pods-state").textContent = !refused
+      ? error.message
+      : error.status === 404
+        ? "The server does not show them: see its option --serve-metrics."
+        : `For operators' keys alone: ${error.message}.`;
   }
 }
 
