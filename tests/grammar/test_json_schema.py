@@ -1,9 +1,7 @@
-"""Schemas of real generators, rewritten for llguidance, allow the same values; what has no equivalent is refused by
-name."""
+"""Schemas of real generators, rewritten for llguidance, allow the same values."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 from typing import Any
@@ -14,13 +12,6 @@ from hypothesis import strategies as st
 from jsonschema.validators import Draft202012Validator, validator_for
 
 from specdec.grammar.grammar import GrammarError
-from specdec.grammar.json_schema import (
-    MAX_COMBINATIONS,
-    MAX_TOLD_CHARACTERS,
-    MAX_UNIQUE,
-    supported,
-    supported_source,
-)
 from specdec.grammar.json_values import LARGEST
 from tests.grammar.followed import Followed
 
@@ -358,123 +349,3 @@ def test_conditions_hold_for_exactly_the_same_objects(condition: dict[str, Any],
         raise
     wrong = [value for value in objects if followed.takes_value(value) != validator.is_valid(value)]
     assert wrong == []
-
-
-@pytest.mark.parametrize(
-    ("schema", "problem"),
-    [
-        (
-            {"properties": {"a": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}}},
-            f"/properties/a/uniqueItems: cannot be enforced: items must be an enum of at most {MAX_UNIQUE} values",
-        ),
-        ({"items": {"contains": {"const": 1}}}, "/items/contains: cannot be enforced: it needs maxItems of at most 16"),
-        ({"anyOf": [{"pattern": "(?<=a)b"}]}, "/anyOf/0/pattern: cannot be enforced: it looks behind"),
-        ({"not": {"items": {"type": "string"}}}, "/not/items: cannot be enforced within not or if"),
-        ({"not": {"type": "integer"}}, "/not/type: cannot be enforced within not or if: integer has no opposite"),
-        ({"if": {"oneOf": []}, "then": {}}, "/if/oneOf: cannot be enforced within not or if"),
-        ({"$ref": "https://example.com/x.json"}, "/$ref: https://example.com/x.json is not in the schema"),
-        ({"$dynamicRef": "#node"}, "/$dynamicRef: cannot be enforced: use $ref"),
-        ({"const": 2**53 + 1}, "/const: cannot be enforced: 9007199254740993 has more digits than a 64-bit float"),
-        ({"minimum": 2**70}, "/minimum: cannot be enforced: must be between"),
-        ({"properties": {"a/b": 5}}, "/properties/a~1b: must be an object, true or false"),
-        ({"propertyNames": {"format": "email"}}, "/propertyNames/format: cannot be enforced for names: use pattern"),
-        (
-            {"anyOf": [{"properties": {"a": {}}}, {}], "unevaluatedProperties": False},
-            "/unevaluatedProperties: cannot be enforced beside alternatives",
-        ),
-        (
-            {"dependentRequired": {name: ["z"] for name in "abcdef"}},
-            f"/: has conditions that make more than {MAX_COMBINATIONS} combinations",
-        ),
-        ({"not": {}}, "matches no text"),
-        (
-            json.loads('{"properties": {"a long name of a property": ' * 30 + '{"not": {"const": []}}' + "}}" * 30),
-            " ... ",
-        ),
-    ],
-    ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "",
-)
-def test_what_has_no_equivalent_is_refused_with_its_place(schema: dict[str, Any], problem: str) -> None:
-    with pytest.raises(GrammarError) as raised:
-        supported(schema)
-    assert problem in str(raised.value)
-    assert len(str(raised.value)) <= MAX_TOLD_CHARACTERS + len(" ... ")
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": 5, "properties": 5, "required": 5, "enum": 5, "allOf": 5, "pattern": 5, "format": 5},
-        {"patternProperties": [], "dependencies": 5, "dependentRequired": {"a": 5}, "items": 5},
-        {"minimum": "5", "maxItems": True, "prefixItems": {}, "contains": 5, "$ref": 5},
-        {"propertyNames": 5, "unevaluatedProperties": 5, "not": 5},
-        {"if": 5, "then": 5},
-        {"$id": 5, "$anchor": 5, "$ref": "#x"},
-        {"$id": "http://[", "$ref": "http://["},
-        {"$defs": {"a": {"$ref": "#/$defs/a"}}, "not": {"$ref": "#/$defs/a"}},
-        {"$defs": {"a": {"$ref": "#/$defs/a"}}, "propertyNames": {"$ref": "#/$defs/a"}},
-        {"$defs": {"a": {"$ref": "#/$defs/a"}}, "items": {"$ref": "#/$defs/a"}, "uniqueItems": True},
-        {"enum": ["\ud800"], "minimum": float("nan"), "maximum": float("inf")},
-    ],
-    ids=lambda schema: json.dumps(schema)[:60],
-)
-def test_schemas_that_make_no_sense_break_nothing(schema: dict[str, Any]) -> None:
-    with contextlib.suppress(GrammarError):
-        supported_source(json.dumps(schema)).encode()
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"allOf": [{"if": {"properties": {f"p{n}": {"const": n}}}, "then": {"required": ["x"]}} for n in range(500)]},
-        {"not": {"anyOf": [{"enum": [f"{n}x{m}" for m in range(50)]} for n in range(100)]}},
-        {"$defs": {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)} | {"d40": {}}}
-        | {"not": {"$ref": "#/$defs/d0"}},
-        {"$defs": {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(2000)} | {"d2000": {}}, "$ref": "#/$defs/d0"},
-        {"allOf": [{"pattern": f"^(?!{n}(a|b)*a(a|b){{9}}$)"} for n in range(200)]},
-        {"not": {"enum": [f"value {n}" for n in range(5000)]}},
-        {"propertyNames": {"pattern": "^a", "enum": [f"value {n}" for n in range(5000)]}},
-    ],
-    ids=["ifs", "values", "doubling", "chain", "patterns", "not an enum", "names"],
-)
-def test_large_schemas_end_in_time(schema: dict[str, Any]) -> None:
-    with contextlib.suppress(GrammarError):
-        supported_source(json.dumps(schema))
-
-
-def test_a_lenient_schema_is_left_alone() -> None:
-    schema = {"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}
-    assert supported(schema) == schema
-    assert Followed.of_schema(schema).takes_value([1, 1])
-
-
-KEYWORDS = st.sampled_from(
-    [
-        *("$anchor", "$defs", "$id", "$ref", "additionalItems", "additionalProperties", "allOf", "anyOf", "const"),
-        *("contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "enum", "exclusiveMaximum"),
-        *("exclusiveMinimum", "format", "if", "items", "maxContains", "maxItems", "maxLength", "maxProperties"),
-        *("maximum", "minContains", "minItems", "minLength", "minProperties", "minimum", "not", "oneOf", "pattern"),
-        *("patternProperties", "prefixItems", "properties", "propertyNames", "required", "then", "type"),
-        *("unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
-    ]
-)
-JSON = st.recursive(
-    st.one_of(
-        st.none(),
-        st.booleans(),
-        st.sampled_from([0, 1, 5, -1, 2**53 + 1, 10**400, 1.5, float("inf"), float("nan")]),
-        st.sampled_from(
-            ["", "a", "#", "#/$defs/a", "#/not", "#a", "object", "string", "integer", "email", "^(?!a)b$", "("]
-        ),
-    ),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.one_of(KEYWORDS, st.sampled_from("ab")), inner, max_size=4)
-    ),
-    max_leaves=12,
-)
-
-
-@given(st.dictionaries(KEYWORDS, JSON, max_size=6))
-def test_nothing_but_a_refusal_is_raised(schema: dict[str, Any]) -> None:
-    with contextlib.suppress(GrammarError):
-        supported(schema)

@@ -59,7 +59,7 @@ def test_a_rewritten_expression_matches_the_same_strings(pattern: str, texts: li
     for text in [*texts, "", "a", "ab", "b"]:
         wanted = re.search(pattern.replace("$", r"\Z"), text) is not None
         assert languages.has(found, text) == wanted, text
-        assert all(each.fullmatch(text) for each in rewritten) == wanted, text
+        assert all(part.fullmatch(text) for part in rewritten) == wanted, text
         assert (alone.fullmatch(text) is not None) == wanted, text
         assert languages.has(languages.complement(found), text) != wanted, text
 
@@ -99,9 +99,9 @@ def test_what_is_found_in_the_wild(pattern: str, matched: list[str], others: lis
     languages = Languages()
     rewritten = [in_rust(text) for text in languages.patterns(languages.of_pattern(pattern))]
     for text in matched:
-        assert all(each.fullmatch(text) for each in rewritten), text
+        assert all(part.fullmatch(text) for part in rewritten), text
     for text in others:
-        assert not all(each.fullmatch(text) for each in rewritten), text
+        assert not all(part.fullmatch(text) for part in rewritten), text
 
 
 @pytest.mark.parametrize(
