@@ -33,7 +33,7 @@ class Peer(NamedTuple):
     drafts: bool
 
 
-class PodStats:
+class PodStatsCache:
     """The last answers of all pods."""
 
     def __init__(self, peers: Callable[[], Iterable[Peer]]) -> None:

@@ -17,7 +17,7 @@ from orchestrator.metrics import metrics
 from orchestrator.models.catalog import Catalog, largest
 from orchestrator.models.revision import Revision
 from orchestrator.models.stats import OrchestratorStats
-from orchestrator.pod_stats import Peer, PodStats
+from orchestrator.pod_stats import Peer, PodStatsCache
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pod
 from orchestrator.pods.readiness import VERIFIER
@@ -79,7 +79,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._siblings = siblings
         self._started = time.monotonic()
         self.timelines = Timelines()
-        self._pod_stats = PodStats(self._peers)
+        self._pod_stats = PodStatsCache(self._peers)
         self._short = BoundedThreads("prompts", PARSING_THREADS, MAX_WAITING_SHORT)
         self._long = BoundedThreads("long prompts", 1, MAX_WAITING_LONG)
 

@@ -61,7 +61,7 @@ class SpeculationLimits:
 
 @dataclass(frozen=True)
 class SpeculationDecisions:
-    """What decided how many candidates the steps of a completion had; all empty from a server that does not say it."""
+    """The decisions on how many candidates the steps of a completion had. All are empty if the server reports none."""
 
     mode: str  # adaptive speculation's in most steps: "off", "ngram", "local_draft", "remote_draft", or "forced"
     why: str  # modes, steps with candidates, and why others had none, with figures: a line for a person

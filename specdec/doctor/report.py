@@ -107,7 +107,7 @@ class DoctorReport:
 
     @property
     def verdict(self) -> str:
-        """What can run here, and what needs attention first, as a sentence."""
+        """The verdict in one sentence: the models can run here, or the first problem."""
         if self.lacking:
             what = "these models cannot be served here" if self.models else "only part of specdec can run here"
             return f"Not ready: {what}, because {self.lacking.removesuffix('.')}"

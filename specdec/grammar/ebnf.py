@@ -29,7 +29,7 @@ def is_ebnf(source: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Characters:
+class CharacterSet:
     ranges: Ranges
 
 
@@ -50,7 +50,7 @@ class Alternatives:
 
 
 @dataclass(frozen=True)
-class Repetition:
+class Repeated:
     part: Part
     least: int
     most: int | None
@@ -60,7 +60,7 @@ class Repetition:
         return f"{{{self.least},{'' if self.most is None else self.most}}}"
 
 
-Part = Characters | Reference | Sequence | Alternatives | Repetition
+Part = CharacterSet | Reference | Sequence | Alternatives | Repeated
 
 
 def in_lark(source: str) -> str:
@@ -173,14 +173,14 @@ class _Reader:
         match token.kind:
             case "literal":
                 codes = [ord(character) for character in self._characters(token)]
-                parts = tuple(Characters(((code, code),)) for code in codes)
+                parts = tuple(CharacterSet(((code, code),)) for code in codes)
                 return parts[0] if len(parts) == 1 else Sequence(parts)
             case "set":
-                return Characters(self._set(token))
+                return CharacterSet(self._set(token))
             case "name":
                 return Reference(token.text, token.at)
             case "sign" if token.text == ".":
-                return Characters(EVERY)
+                return CharacterSet(EVERY)
             case "sign":
                 self._depth += 1
                 if self._depth > MAX_GROUPS:
@@ -196,13 +196,13 @@ class _Reader:
     def _repeated(self, part: Part) -> Part:
         token = self._next("times", "")
         if token.text in "*+?":
-            return Repetition(part, *{"*": (0, None), "+": (1, None), "?": (0, 1)}[token.text])
+            return Repeated(part, *{"*": (0, None), "+": (1, None), "?": (0, 1)}[token.text])
         least, comma, most = token.text.strip("{}").partition(",")
         first = int(least) if least.strip() else 0
         last = first if not comma else int(most) if most.strip() else None
         if last is not None and last < first:
             raise self._wrong(token.at, f"{token.text} repeats at most fewer times than at least")
-        return Repetition(part, first, last)
+        return Repeated(part, first, last)
 
     def _characters(self, token: _Token) -> list[str]:
         """Return the characters of a literal or a set."""
@@ -244,7 +244,7 @@ def _references(part: Part) -> list[Reference]:
             return [part]
         case Sequence(parts) | Alternatives(parts):
             return [reference for inner in parts for reference in _references(inner)]
-        case Repetition(inner):
+        case Repeated(inner):
             return _references(inner)
     return []
 
@@ -273,7 +273,7 @@ def _whole_expression(rules: Mapping[str, Part]) -> str | None:
 
 def _in_expression(part: Part, done: Mapping[str, str]) -> str:
     match part:
-        case Characters(ranges):
+        case CharacterSet(ranges):
             return spelt(ranges)
         case Reference(name):
             return f"(?:{done[name]})"
@@ -281,13 +281,13 @@ def _in_expression(part: Part, done: Mapping[str, str]) -> str:
             return "".join(_in_expression(inner, done) for inner in parts)
         case Alternatives(parts):
             return f"(?:{'|'.join(_in_expression(inner, done) for inner in parts)})"
-        case Repetition(inner):
+        case Repeated(inner):
             return f"(?:{_in_expression(inner, done)}){part.suffix}"
 
 
 def _in_rule(part: Part, numbers: Mapping[str, str]) -> str:
     match part:
-        case Characters(ranges):
+        case CharacterSet(ranges):
             return f"/{spelt(ranges)}/"
         case Reference(name):
             return numbers[name]
@@ -295,5 +295,5 @@ def _in_rule(part: Part, numbers: Mapping[str, str]) -> str:
             return f"({' '.join(_in_rule(inner, numbers) for inner in parts)})" if parts else '""'
         case Alternatives(parts):
             return f"({' | '.join(_in_rule(inner, numbers) for inner in parts)})"
-        case Repetition(inner):
+        case Repeated(inner):
             return f"({_in_rule(inner, numbers)}){part.suffix}"

@@ -31,7 +31,7 @@ from specdec.grammar.json_values import (
     pointer_part,
 )
 from specdec.grammar.languages import Languages
-from specdec.grammar.patterns import EVERY, PatternError, TooLargeError, UnreadableError
+from specdec.grammar.patterns import EVERY, PatternError, PatternTooLargeError, UnreadableError
 from specdec.grammar.references import Document
 
 Made = TypeVar("Made")
@@ -111,7 +111,7 @@ def json_text(schema: Mapping[str, Any]) -> str:
 
 
 class Work:
-    """What may be spent on the schemas of one request."""
+    """The budget of work for the schemas of one request."""
 
     def __init__(self) -> None:
         self.left = MAX_SCHEMAS
@@ -774,7 +774,7 @@ def _refused(place: str, key: str, why: str) -> GrammarError:
 
 def _can_stay(pattern: str, error: PatternError) -> bool:
     """Return True if an expression that cannot be rewritten needs no rewriting: it is only too large."""
-    return isinstance(error, TooLargeError) and "(?=" not in pattern and "(?!" not in pattern
+    return isinstance(error, PatternTooLargeError) and "(?=" not in pattern and "(?!" not in pattern
 
 
 def _asked_value(asked: Any, required: Any) -> tuple[str, list[Any]] | None:

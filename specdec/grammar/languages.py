@@ -16,17 +16,17 @@ from typing import NamedTuple
 from specdec.grammar.patterns import (
     EVERY,
     LAST,
+    Alternation,
     Anchor,
-    Characters,
-    Choice,
+    CharacterClass,
     Concatenation,
     LookAhead,
     PatternError,
+    PatternReader,
+    PatternTooLargeError,
+    Quantified,
     Ranges,
-    Reader,
-    Repetition,
     Syntax,
-    TooLargeError,
     asserts,
     has,
     spelt,
@@ -47,7 +47,7 @@ MAX_UNROLLED = 8
 """Most repetitions of a group with look-around or anchors in it: each is written out."""
 
 
-class Kind(Enum):
+class Operator(Enum):
     CHARACTERS = 0
     EMPTY_STRING = 1
     CONCATENATION = 2
@@ -57,10 +57,10 @@ class Kind(Enum):
     REPETITION = 6
 
 
-class Node(NamedTuple):
+class Expression(NamedTuple):
     """An expression for a language; its parts are numbers of other ones."""
 
-    kind: Kind
+    kind: Operator
     parts: tuple[int, ...] = ()
     ranges: Ranges = ()
     least: int = 0
@@ -68,7 +68,7 @@ class Node(NamedTuple):
 
 
 class Place(Enum):
-    """What is known of a place in a string."""
+    """A place in a string, as far as it is known."""
 
     BEGIN = 0
     LATER = 1
@@ -79,27 +79,27 @@ class Languages:
     """Languages by number, each built once. PatternError once they are too many."""
 
     def __init__(self) -> None:
-        self._nodes: list[Node] = []
-        self._numbers: dict[Node, int] = {}
+        self._nodes: list[Expression] = []
+        self._numbers: dict[Expression, int] = {}
         self._derived: dict[tuple[int, int], int] = {}
         self._nullable: dict[int, bool] = {}
         self.nothing = self.characters(())
-        self.empty_string = self._number(Node(Kind.EMPTY_STRING))
+        self.empty_string = self._number(Expression(Operator.EMPTY_STRING))
         self.all = self.repetition(self.characters(EVERY), 0, None)
 
     # Constructors. Equal languages often get equal numbers, which keeps automata small.
 
-    def _number(self, node: Node) -> int:
+    def _number(self, node: Expression) -> int:
         found = self._numbers.get(node)
         if found is None:
             if len(self._nodes) >= MAX_WORK:
-                raise TooLargeError("makes too large an expression")
+                raise PatternTooLargeError("makes too large an expression")
             found = self._numbers[node] = len(self._nodes)
             self._nodes.append(node)
         return found
 
     def characters(self, ranges: Ranges) -> int:
-        return self._number(Node(Kind.CHARACTERS, ranges=ranges))
+        return self._number(Expression(Operator.CHARACTERS, ranges=ranges))
 
     def literal(self, text: str) -> int:
         """Return the language of one string."""
@@ -116,14 +116,14 @@ class Languages:
         if second == self.empty_string or (first == self.all and second == self.all):
             return first
         for part in reversed(list(self._spine(first))):  # nested to the right alone
-            second = self._number(Node(Kind.CONCATENATION, (part, second)))
+            second = self._number(Expression(Operator.CONCATENATION, (part, second)))
         return second
 
     def union(self, parts: Iterable[int]) -> int:
         found, ranges = set[int](), list[tuple[int, int]]()
-        for part in self._flat(parts, Kind.UNION):
+        for part in self._flat(parts, Operator.UNION):
             node = self._nodes[part]
-            if node.kind is Kind.CHARACTERS:
+            if node.kind is Operator.CHARACTERS:
                 ranges += node.ranges
             else:
                 found.add(part)
@@ -131,45 +131,47 @@ class Languages:
             return self.all
         if ranges:
             found.add(self.characters(union(ranges)))
-        return self._joined(found, Kind.UNION, self.nothing)
+        return self._joined(found, Operator.UNION, self.nothing)
 
     def intersection(self, parts: Iterable[int]) -> int:
-        found = set(self._flat(parts, Kind.INTERSECTION)) - {self.all}
+        found = set(self._flat(parts, Operator.INTERSECTION)) - {self.all}
         if self.nothing in found:
             return self.nothing
         if self.empty_string in found:
             return self.empty_string if all(map(self.nullable, found)) else self.nothing
-        return self._joined(found, Kind.INTERSECTION, self.all)
+        return self._joined(found, Operator.INTERSECTION, self.all)
 
     def complement(self, part: int) -> int:
         if part in (self.nothing, self.all):
             return self.all if part == self.nothing else self.nothing
         node = self._nodes[part]
-        return node.parts[0] if node.kind is Kind.COMPLEMENT else self._number(Node(Kind.COMPLEMENT, (part,)))
+        if node.kind is Operator.COMPLEMENT:
+            return node.parts[0]
+        return self._number(Expression(Operator.COMPLEMENT, (part,)))
 
     def repetition(self, part: int, least: int, most: int | None) -> int:
         if most == 0 or part == self.empty_string or (part == self.nothing and least == 0):
             return self.empty_string
         if part == self.nothing or (least, most) == (1, 1):
             return part
-        return self._number(Node(Kind.REPETITION, (part,), least=least, most=most))
+        return self._number(Expression(Operator.REPETITION, (part,), least=least, most=most))
 
-    def _flat(self, parts: Iterable[int], kind: Kind) -> Iterable[int]:
+    def _flat(self, parts: Iterable[int], kind: Operator) -> Iterable[int]:
         for part in parts:
             node = self._nodes[part]
             yield from node.parts if node.kind is kind else (part,)
 
     def _spine(self, number: int) -> Iterator[int]:
         """Yield the parts of a concatenation."""
-        while (node := self._nodes[number]).kind is Kind.CONCATENATION:
+        while (node := self._nodes[number]).kind is Operator.CONCATENATION:
             part, number = node.parts
             yield part
         yield number
 
-    def _joined(self, parts: set[int], kind: Kind, without: int) -> int:
+    def _joined(self, parts: set[int], kind: Operator, without: int) -> int:
         if len(parts) < 2:
             return next(iter(parts), without)
-        return self._number(Node(kind, tuple(sorted(parts))))
+        return self._number(Expression(kind, tuple(sorted(parts))))
 
     # Questions.
 
@@ -179,17 +181,17 @@ class Languages:
         if found is None:
             kind, parts, _, least, _ = self._nodes[number]
             match kind:
-                case Kind.EMPTY_STRING:
+                case Operator.EMPTY_STRING:
                     found = True
-                case Kind.CHARACTERS:
+                case Operator.CHARACTERS:
                     found = False
-                case Kind.CONCATENATION | Kind.INTERSECTION:
+                case Operator.CONCATENATION | Operator.INTERSECTION:
                     found = all(map(self.nullable, parts))
-                case Kind.UNION:
+                case Operator.UNION:
                     found = any(map(self.nullable, parts))
-                case Kind.COMPLEMENT:
+                case Operator.COMPLEMENT:
                     found = not self.nullable(parts[0])
-                case Kind.REPETITION:
+                case Operator.REPETITION:
                     found = least == 0 or self.nullable(parts[0])
             self._nullable[number] = found
         return found
@@ -200,27 +202,27 @@ class Languages:
         if found is None:
             found = self._derived[number, character] = self._derive(number, character)
             if len(self._derived) > MAX_WORK:
-                raise TooLargeError("makes too large an expression")
+                raise PatternTooLargeError("makes too large an expression")
         return found
 
     def _derive(self, number: int, character: int) -> int:
         kind, parts, ranges, least, most = self._nodes[number]
         match kind:
-            case Kind.EMPTY_STRING:
+            case Operator.EMPTY_STRING:
                 return self.nothing
-            case Kind.CHARACTERS:
+            case Operator.CHARACTERS:
                 return self.empty_string if has(ranges, character) else self.nothing
-            case Kind.CONCATENATION:
+            case Operator.CONCATENATION:
                 first, second = parts
                 found = self.concatenation(self.derivative(first, character), second)
                 return self.union((found, self.derivative(second, character))) if self.nullable(first) else found
-            case Kind.UNION:
+            case Operator.UNION:
                 return self.union([self.derivative(part, character) for part in parts])
-            case Kind.INTERSECTION:
+            case Operator.INTERSECTION:
                 return self.intersection([self.derivative(part, character) for part in parts])
-            case Kind.COMPLEMENT:
+            case Operator.COMPLEMENT:
                 return self.complement(self.derivative(parts[0], character))
-            case Kind.REPETITION:
+            case Operator.REPETITION:
                 rest = self.repetition(parts[0], max(0, least - 1), None if most is None else most - 1)
                 return self.concatenation(self.derivative(parts[0], character), rest)
 
@@ -231,7 +233,7 @@ class Languages:
                 number = self.derivative(number, ord(character))
             return self.nullable(number)
         except RecursionError:
-            raise TooLargeError("nests too deep") from None
+            raise PatternTooLargeError("nests too deep") from None
 
     # From expressions, and back.
 
@@ -239,11 +241,11 @@ class Languages:
         """Return the language of the strings in which an expression of JSON Schema is found. PatternError if that
         cannot be told, UnreadableError if it is not read here."""
         try:
-            syntax = Reader(pattern).whole()
+            syntax = PatternReader(pattern).whole()
             at_begin = self._language(syntax, self.all, Place.BEGIN)
             later = self._language(syntax, self.all, Place.LATER)
         except RecursionError:
-            raise TooLargeError("nests too deep") from None
+            raise PatternTooLargeError("nests too deep") from None
         if at_begin == later:  # without an anchor
             return self.concatenation(self.all, later)
         some = self.repetition(self.characters(EVERY), 1, None)
@@ -252,7 +254,7 @@ class Languages:
     def patterns(self, number: int) -> list[str]:
         """Return expressions that together match the strings of a language."""
         node = self._nodes[number]
-        return [self.pattern(part) for part in (node.parts if node.kind is Kind.INTERSECTION else (number,))]
+        return [self.pattern(part) for part in (node.parts if node.kind is Operator.INTERSECTION else (number,))]
 
     def pattern(self, number: int) -> str:
         """Return an expression that matches the strings of a language; PatternError if it is too large."""
@@ -260,7 +262,7 @@ class Languages:
             plain = number if self._is_plain(number) else self._automaton(number)
             return f"^(?:{self._spelt(plain, {})})$"
         except RecursionError:
-            raise TooLargeError("nests too deep") from None
+            raise PatternTooLargeError("nests too deep") from None
 
     def _language(self, syntax: Syntax, rest: int, place: Place) -> int:
         """Return the language of strings that match from a place on, with `rest` behind the match."""
@@ -276,7 +278,7 @@ class Languages:
             case LookAhead(part, negative):
                 ahead = self._language(part, self.all, place)
                 return self.intersection((self.complement(ahead) if negative else ahead, rest))
-            case Choice(parts):
+            case Alternation(parts):
                 return self.union([self._language(part, rest, place) for part in parts])
             case Concatenation(parts):
                 places = [place]
@@ -285,15 +287,15 @@ class Languages:
                 for part, here in zip(reversed(parts), reversed(places), strict=True):
                     rest = self._language(part, rest, here)
                 return rest
-            case Repetition():
+            case Quantified():
                 return self._repeated(syntax, rest, place)
         raise AssertionError(syntax)
 
-    def _repeated(self, syntax: Repetition, rest: int, place: Place) -> int:
+    def _repeated(self, syntax: Quantified, rest: int, place: Place) -> int:
         """The same for a repetition with assertions in it."""
         part, least, most = syntax.part, syntax.least, syntax.most
         match part:
-            case Concatenation((LookAhead(excluded, True), Characters(ranges))) if most is None and least == 0:
+            case Concatenation((LookAhead(excluded, True), CharacterClass(ranges))) if most is None and least == 0:
                 if rest == self.empty_string:  # nowhere in the string begins what is excluded
                     found = self._language(excluded, self.all, Place.LATER)
                     if place is not Place.LATER and found != self._language(excluded, self.all, Place.BEGIN):
@@ -306,23 +308,23 @@ class Languages:
             raise PatternError("repeats a group with look-around or an anchor in it")
         if most == 0:
             return rest
-        again = self._repeated(Repetition(part, max(0, least - 1), most - 1), rest, _after(part, place))
+        again = self._repeated(Quantified(part, max(0, least - 1), most - 1), rest, _after(part, place))
         found = self._language(part, again, place)
         return found if least > 0 else self.union((found, rest))
 
     def _plain(self, syntax: Syntax) -> int:
         """Return the language of an expression without assertions."""
         match syntax:
-            case Characters(ranges):
+            case CharacterClass(ranges):
                 return self.characters(ranges)
-            case Choice(parts):
+            case Alternation(parts):
                 return self.union(list(map(self._plain, parts)))
             case Concatenation(parts):
                 found = self.empty_string
                 for part in reversed(parts):
                     found = self.concatenation(self._plain(part), found)
                 return found
-            case Repetition(part, least, most):
+            case Quantified(part, least, most):
                 return self.repetition(self._plain(part), least, most)
         raise AssertionError(syntax)
 
@@ -330,7 +332,7 @@ class Languages:
         seen, ahead = set[int](), [number]
         while ahead:
             node = self._nodes[ahead.pop()]
-            if node.kind in (Kind.INTERSECTION, Kind.COMPLEMENT):
+            if node.kind in (Operator.INTERSECTION, Operator.COMPLEMENT):
                 return False
             ahead += [part for part in node.parts if part not in seen]
             seen.update(node.parts)
@@ -351,7 +353,7 @@ class Languages:
                     if target not in states:
                         states.append(target)
             if len(states) > MAX_STATES:
-                raise TooLargeError("makes too large an automaton")
+                raise PatternTooLargeError("makes too large an automaton")
         begin, end = -1, -2
         edges[begin, number] = self.empty_string
         edges |= {(state, end): self.empty_string for state in states if self.nullable(state)}
@@ -375,12 +377,12 @@ class Languages:
         sets, seen, ahead = set[Ranges](), {number}, [number]
         while ahead:
             node = self._nodes[ahead.pop()]
-            if node.kind is Kind.CHARACTERS:
+            if node.kind is Operator.CHARACTERS:
                 sets.add(node.ranges)
             ahead += [part for part in node.parts if part not in seen]
             seen.update(node.parts)
         if len(sets) > MAX_STATES:
-            raise TooLargeError("makes too large an automaton")
+            raise PatternTooLargeError("makes too large an automaton")
         bounds = sorted({0, LAST + 1, *(bound for found in sets for low, high in found for bound in (low, high + 1))})
         alike: dict[tuple[bool, ...], list[tuple[int, int]]] = {}
         for low, high in pairwise(bounds):
@@ -392,22 +394,22 @@ class Languages:
         if number not in known:
             kind, parts, ranges, least, most = self._nodes[number]
             match kind:
-                case Kind.EMPTY_STRING:
+                case Operator.EMPTY_STRING:
                     found = ""
-                case Kind.CHARACTERS:
+                case Operator.CHARACTERS:
                     found = spelt(ranges)
-                case Kind.CONCATENATION:
+                case Operator.CONCATENATION:
                     found = "".join(self._spelt(part, known) for part in self._spine(number))
-                case Kind.UNION:
+                case Operator.UNION:
                     found = f"(?:{'|'.join(self._spelt(part, known) for part in parts)})"
                 case _:
                     inner = self._spelt(parts[0], known)
-                    found = inner if self._nodes[parts[0]].kind is Kind.CHARACTERS else f"(?:{inner})"
+                    found = inner if self._nodes[parts[0]].kind is Operator.CHARACTERS else f"(?:{inner})"
                     found += {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((least, most)) or (
                         f"{{{least}}}" if least == most else f"{{{least},{'' if most is None else most}}}"
                     )
             if len(found) > MAX_CHARACTERS:
-                raise TooLargeError(f"makes an expression of more than {MAX_CHARACTERS} characters")
+                raise PatternTooLargeError(f"makes an expression of more than {MAX_CHARACTERS} characters")
             known[number] = found
         return known[number]
 

@@ -22,7 +22,7 @@ class PatternError(ValueError):
     """An expression has no equivalent that llguidance takes; the message says why."""
 
 
-class TooLargeError(PatternError):
+class PatternTooLargeError(PatternError):
     """An expression is too large to be rewritten."""
 
 
@@ -71,7 +71,7 @@ CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
 
 
 @dataclass(frozen=True)
-class Characters:
+class CharacterClass:
     ranges: Ranges
 
 
@@ -81,12 +81,12 @@ class Concatenation:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Alternation:
     parts: tuple[Syntax, ...]
 
 
 @dataclass(frozen=True)
-class Repetition:
+class Quantified:
     part: Syntax
     least: int
     most: int | None
@@ -103,14 +103,14 @@ class Anchor(Enum):
     END = "$"
 
 
-Syntax = Characters | Concatenation | Choice | Repetition | LookAhead | Anchor
+Syntax = CharacterClass | Concatenation | Alternation | Quantified | LookAhead | Anchor
 
 _QUANTIFIER = re.compile(r"(?:([*+?])|\{(\d{1,6})(?:(,)(\d{1,6})?)?\})\??")
 _GROUP = re.compile(r"\((\?:|\?=|\?!|\?<=|\?<!|\?<[A-Za-z_]\w*>|\?)?")
 _HEX = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}")
 
 
-class Reader:
+class PatternReader:
     """Reads an expression in ECMA-262's syntax."""
 
     def __init__(self, text: str) -> None:
@@ -134,7 +134,7 @@ class Reader:
         while self._peek() == "|":
             self._at += 1
             parts.append(self._sequence())
-        return parts[0] if len(parts) == 1 else Choice(tuple(parts))
+        return parts[0] if len(parts) == 1 else Alternation(tuple(parts))
 
     def _sequence(self) -> Syntax:
         parts: list[Syntax] = []
@@ -144,7 +144,7 @@ class Reader:
                 if isinstance(part, Anchor | LookAhead):
                     raise UnreadableError("repeats an assertion")
                 self._at = found.end()
-                part = Repetition(part, *_times(found))
+                part = Quantified(part, *_times(found))
             parts.append(part)
         return parts[0] if len(parts) == 1 else Concatenation(tuple(parts))
 
@@ -155,7 +155,7 @@ class Reader:
             case "[":
                 return self._class()
             case "\\":
-                return Characters(self._escape(in_class=False))
+                return CharacterClass(self._escape(in_class=False))
             case "*" | "+" | "?":
                 raise UnreadableError("repeats nothing")
         self._at += 1
@@ -163,8 +163,8 @@ class Reader:
             case "^" | "$":
                 return Anchor(character)
             case ".":
-                return Characters(DOT)
-        return Characters(((ord(character), ord(character)),))
+                return CharacterClass(DOT)
+        return CharacterClass(((ord(character), ord(character)),))
 
     def _group(self) -> Syntax:
         found = _GROUP.match(self._text, self._at)
@@ -202,7 +202,7 @@ class Reader:
                 low = ((low[0][0], high[0][1]),)
             found += low
         self._at += 1
-        return Characters(complement(union(found)) if negated else union(found))
+        return CharacterClass(complement(union(found)) if negated else union(found))
 
     def _member(self) -> Ranges:
         character = self._peek()
@@ -253,11 +253,11 @@ def _times(found: re.Match[str]) -> tuple[int, int | None]:
 def asserts(syntax: Syntax) -> bool:
     """Return True if an expression has an anchor or look-ahead in it."""
     match syntax:
-        case Characters():
+        case CharacterClass():
             return False
-        case Repetition(part):
+        case Quantified(part):
             return asserts(part)
-        case Choice(parts) | Concatenation(parts):
+        case Alternation(parts) | Concatenation(parts):
             return any(map(asserts, parts))
     return True
 
@@ -265,12 +265,12 @@ def asserts(syntax: Syntax) -> bool:
 def width(syntax: Syntax) -> tuple[int, int]:
     """Return 0 or 1 for the shortest and for the longest match: whether it has a character."""
     match syntax:
-        case Characters():
+        case CharacterClass():
             return 1, 1
-        case Repetition(part, least, most):
+        case Quantified(part, least, most):
             shortest, longest = width(part)
             return (shortest if least else 0), (0 if most == 0 else longest)
-        case Choice(parts):
+        case Alternation(parts):
             widths = list(map(width, parts))
             return min(least for least, _ in widths), max(most for _, most in widths)
         case Concatenation(parts):

@@ -213,8 +213,15 @@ class Choice:
             "step_seconds": round(chunk.step_seconds, 6),
         }
         if chunk.rejected:
+            shown = self._completion_tokens - len(chunk.tokens) + hidden  # tokens before the first shown one
             told["rejected"] = [
-                {"position": r.position, "depth": r.depth, "token": r.token, "text": r.piece.text, "source": r.source}
+                {
+                    "position": r.position,
+                    "depth": r.depth,
+                    "token": r.token,
+                    "text": "" if r.position - r.depth < shown and hidden else r.piece.text,
+                    "source": r.source,
+                }
                 for r in chunk.rejected
             ]
         return told

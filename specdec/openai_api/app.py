@@ -29,7 +29,7 @@ from specdec.openai_api.errors import ApiError, overloaded, too_many
 from specdec.openai_api.event_stream import IGNORED_HEADER, MISTAKE, EventStream, ignored_header
 from specdec.openai_api.gateway import Caller, Gateway
 from specdec.openai_api.page_files import page_routes
-from specdec.openai_api.parsing import Parser
+from specdec.openai_api.parsing import Intake, Parser
 from specdec.openai_api.presence import CallerLeftError, while_present
 from specdec.openai_api.requests import parse
 from specdec.openai_api.response_store import ResponseStore
@@ -96,30 +96,28 @@ def make_app(
 ) -> ASGIApp:
     """Return the ASGI application. `serves` returns whether an orchestrator takes requests now; `most_requests` limits
     the requests in progress; pages of `origins` may send requests from browsers. Without `store`, no responses are
-    stored. With `strict`, unknown fields are refused. `with_page`: serve the page; `with_stats`: and the
-    statistics of pods.
-    `metrics` returns those of this server, for admitted callers, in Prometheus's text format; None if they are not
-    served here."""
+    stored. With `strict`, unknown fields are refused. `with_page`: serve the page; `with_stats`: and the statistics of
+    pods. `metrics` returns those of this server, for admitted callers, in Prometheus's text format; None if they are
+    not served here."""
     started = int(time.time())
-    bodies = Bodies(body_seconds)
-    parser = Parser()
     admission = Middleware(_Admission, callers=Callers(gateway.check_key, most_requests))
 
-    def caller(request: Request) -> tuple[Caller, str]:
+    def who(request: Request) -> tuple[Caller, str]:
         return _caller(request), request.scope[CALLER]
 
-    responses = Responses(gateway, parser, bodies, caller, store, strict=strict)
-    messages = Messages(gateway, parser, bodies, caller, strict=strict)
-    tokens = Tokens(gateway, parser, bodies, caller, strict=strict)
+    intake = Intake(Parser(), Bodies(body_seconds), who, strict)
+    responses = Responses(gateway, intake, store)
+    messages = Messages(gateway, intake)
+    tokens = Tokens(gateway, intake)
 
     async def generate(request: Request, *, chat: bool) -> Response | EventStream:
-        body = await bodies.read(request, request.scope[CALLER])
-        parsed = await parser.parse(len(body), partial(parse, body, chat=chat, strict=strict), request.scope[CALLER])
+        taken = await intake.take(request, partial(parse, chat=chat))
+        parsed, caller = taken.request, taken.caller
         told = ignored_header(parsed.ignored)
         if parsed.stream:
-            events = await while_present(request.receive, gateway.events(parsed, _caller(request)))
+            events = await while_present(request.receive, gateway.events(parsed, caller))
             return EventStream(events, headers=told)
-        answer = await while_present(request.receive, gateway.answer(parsed, _caller(request)))
+        answer = await while_present(request.receive, gateway.answer(parsed, caller))
         return Response(answer, headers=told, media_type="application/json")
 
     async def completions(request: Request) -> Response | EventStream:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -14,18 +14,18 @@ from starlette.responses import JSONResponse, Response
 
 from specdec.openai_api.anthropic_answer import MessageAnswer
 from specdec.openai_api.anthropic_request import NAMES, MessagesRequest, parse_count, parse_messages
-from specdec.openai_api.bodies import MAX_BODY_BYTES, Bodies
+from specdec.openai_api.bodies import MAX_BODY_BYTES
 from specdec.openai_api.errors import ApiError, refused, unsupported
 from specdec.openai_api.event_stream import EventStream, ignored_header, typed_event_of
 from specdec.openai_api.gateway import Caller, Gateway
 from specdec.openai_api.json_text import Json, as_bytes, encoded
-from specdec.openai_api.parsing import Parser
+from specdec.openai_api.parsing import Intake
 from specdec.openai_api.parts import Part
 from specdec.openai_api.presence import while_present
 from specdec.openai_api.requests import PROMPT_FIELDS, fields_of
 from specdec.openai_api.response_store import ResponseStore, StoredResponse, not_found
 from specdec.openai_api.responses_answer import ResponseAnswer
-from specdec.openai_api.responses_request import Reader, ResponsesRequest
+from specdec.openai_api.responses_request import ResponsesReader, ResponsesRequest
 from specdec.v2.generation_pb2 import TokenizeRequest
 from specdec.wire.request_id import new_request_id
 
@@ -47,32 +47,23 @@ class Responses:
     def __init__(
         self,
         gateway: Gateway,
-        parser: Parser,
-        bodies: Bodies,
-        caller: Callable[[Request], tuple[Caller, str]],
+        intake: Intake,
         store: ResponseStore | None,
-        *,
-        strict: bool = False,
     ) -> None:
-        """`caller` returns a request's caller for orchestrators, and the name under which its share is counted;
-        `store`: None if nothing is stored. With `strict`, unknown fields are refused."""
-        self._strict = strict
+        """`store`: None if nothing is stored."""
         self._gateway = gateway
-        self._parser = parser
-        self._bodies = bodies
-        self._caller = caller
+        self._intake = intake
         self._store = store
 
     async def create(self, http: Request) -> Response | EventStream:
-        caller, owner = self._caller(http)
-        body = await self._bodies.read(http, owner)
-        reader = await self._parser.parse(len(body), partial(_reader, body, strict=self._strict), owner)
+        taken = await self._intake.take(http, _reader)
+        reader, caller, owner = taken.request, taken.caller, taken.owner
         stores = self._stores(reader)
         chain, size = await self._chain(owner, reader.previous)
         await self._resolve(reader, owner)
-        with self._bodies.reserved(owner, size):
+        with self._intake.bodies.reserved(owner, size):
             earlier = [] if self._store is None else await self._store.conversation(owner, chain)
-            begun = self._begun(reader, earlier, len(body) + size, caller, owner)
+            begun = self._begun(reader, earlier, taken.size + size, caller, owner)
             request, parts = await while_present(http.receive, begun)
         answer = ResponseAnswer(request, f"resp_{new_request_id()}", stored=stores)
         events = self._events(answer, request, parts, owner if stores else None)
@@ -84,7 +75,7 @@ class Responses:
         return Response((await self._stored(http)).response, media_type="application/json")
 
     async def delete(self, http: Request) -> JSONResponse:
-        found, owner = http.path_params["response"], self._caller(http)[1]
+        found, owner = http.path_params["response"], self._intake.who(http)[1]
         if self._store is None:
             raise not_found(found)
         await self._store.delete(owner, found)
@@ -123,7 +114,7 @@ class Responses:
         raise unsupported("background", "is not supported, so there is nothing to cancel: close the connection instead")
 
     async def _stored(self, http: Request) -> StoredResponse:
-        found, owner = http.path_params["response"], self._caller(http)[1]
+        found, owner = http.path_params["response"], self._intake.who(http)[1]
         if self._store is None:
             raise not_found(found)
         return await self._store.get(owner, found)
@@ -146,7 +137,7 @@ class Responses:
             raise ApiError(400, f"previous_response_id: {problem}", param="previous_response_id", code="body_too_long")
         return chain, size
 
-    async def _resolve(self, reader: Reader, owner: str) -> None:
+    async def _resolve(self, reader: ResponsesReader, owner: str) -> None:
         """Replace references to items of stored responses by the items."""
         places = [index for index, item in enumerate(reader.items) if item.get("type") == "item_reference"]
         if len(places) > MAX_REFERENCES:
@@ -167,12 +158,12 @@ class Responses:
             reader.items[index] = item
 
     async def _begun(
-        self, reader: Reader, earlier: list[Json], size: int, caller: Caller, owner: str
+        self, reader: ResponsesReader, earlier: list[Json], size: int, caller: Caller, owner: str
     ) -> tuple[ResponsesRequest, Parts]:
         """Start to generate. As long as the prompt is too long, drop the oldest items if the request allows it."""
         refusal: ApiError | None = None
         for cut in chain_of((0,), reader.cuts(earlier)):
-            request = await self._parser.parse(size, partial(reader.request, earlier, cut), owner)
+            request = await self._intake.parser.parse(size, partial(reader.request, earlier, cut), owner)
             request = replace(request, chat=await self._gateway.named(request.chat, caller))
             try:
                 return request, await self._gateway.parts(request.chat, caller)
@@ -183,7 +174,7 @@ class Responses:
         assert refusal is not None
         raise refusal
 
-    def _stores(self, reader: Reader) -> bool:
+    def _stores(self, reader: ResponsesReader) -> bool:
         """Return whether to store the response: by default if this server stores any."""
         if reader.stores and self._store is None:
             raise unsupported("store", "is not supported: this server stores no responses")
@@ -209,40 +200,27 @@ class Messages:
     def __init__(
         self,
         gateway: Gateway,
-        parser: Parser,
-        bodies: Bodies,
-        caller: Callable[[Request], tuple[Caller, str]],
-        *,
-        strict: bool = False,
+        intake: Intake,
     ) -> None:
-        """`caller` returns a request's caller for orchestrators, and the name under which its share is counted. With
-        `strict`, unknown fields are refused."""
-        self._strict = strict
         self._gateway = gateway
-        self._parser = parser
-        self._bodies = bodies
-        self._caller = caller
+        self._intake = intake
 
     async def create(self, http: Request) -> Response | EventStream:
-        caller, owner = self._caller(http)
-        body = await self._bodies.read(http, owner)
-        work = partial(_parsed_messages, body, strict=self._strict)
-        request = await self._parser.parse(len(body), work, owner)
+        taken = await self._intake.take(http, _parsed_messages)
+        request, caller = taken.request, taken.caller
         request = replace(request, chat=await self._gateway.named(request.chat, caller))
         parts = await while_present(http.receive, self._gateway.parts(request.chat, caller))
         answer = MessageAnswer(request, caller.request_id)
         return await _sent(http, request, answer, _events_of(answer, parts))
 
     async def count_tokens(self, http: Request) -> JSONResponse:
-        caller, owner = self._caller(http)
-        body = await self._bodies.read(http, owner)
-        request = await self._parser.parse(len(body), partial(_parsed_count, body, strict=self._strict), owner)
-        tokenized = self._gateway.tokenized(request, {**PROMPT_FIELDS, **NAMES}, caller)
+        taken = await self._intake.take(http, _parsed_count)
+        tokenized = self._gateway.tokenized(taken.request, {**PROMPT_FIELDS, **NAMES}, taken.caller)
         return JSONResponse({"input_tokens": (await while_present(http.receive, tokenized)).count})
 
 
-def _reader(body: bytes, *, strict: bool) -> Reader:
-    return Reader(fields_of(body), strict=strict)
+def _reader(body: bytes, *, strict: bool) -> ResponsesReader:
+    return ResponsesReader(fields_of(body), strict=strict)
 
 
 def _parsed_messages(body: bytes, *, strict: bool) -> MessagesRequest:

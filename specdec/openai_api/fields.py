@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from specdec.openai_api.errors import unsupported
+from specdec.openai_api.errors import refused, unsupported
 
 SAME = frozenset(
     {
@@ -210,6 +210,14 @@ def check_names(
         elif not any(alike(value, accepted) for accepted in field.accepted):
             raise unsupported(name, "is not supported" + (field.instead and f": {field.instead}"))
     return ignored
+
+
+def flag(given: Mapping[str, Any], name: str, *, default: bool = False, where: str = "") -> bool:
+    """Return a field that is true or false; ApiError, with `where` before its name, for another value."""
+    value = given.get(name, default)
+    if not isinstance(value, bool):
+        raise refused(where + name, "must be true or false")
+    return value
 
 
 def alike(value: object, other: object) -> bool:

@@ -1,10 +1,17 @@
-"""Parsing of bodies: short ones inline, longer ones, which take up to seconds, in threads."""
+"""From a request to its parsed body: short bodies are parsed inline, longer ones, which take up to seconds, in
+threads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, Protocol, TypeVar
 
+from starlette.requests import Request
+
+from specdec.openai_api.bodies import Bodies
+from specdec.openai_api.gateway import Caller
 from specdec.serving.bounded_threads import BoundedThreads
 
 Parsed = TypeVar("Parsed")
@@ -37,3 +44,40 @@ class Parser:
             return work()
         threads = self._bodies if size < LONG_BODY else self._long_bodies
         return await threads.run(work, caller, WAIT_SECONDS)
+
+
+Content = TypeVar("Content", covariant=True)
+
+
+class Parse(Protocol[Content]):
+    """Makes a request of a body; with `strict`, it refuses unknown fields."""
+
+    def __call__(self, body: bytes, *, strict: bool) -> Content: ...
+
+
+@dataclass(frozen=True)
+class TakenRequest(Generic[Parsed]):
+    """A parsed request."""
+
+    request: Parsed
+    size: int  # bytes of the body
+    caller: Caller
+    owner: str  # name under which the caller's share is counted
+
+
+@dataclass(frozen=True)
+class Intake:
+    """Reads and parses the bodies of all endpoints. `who` returns a request's caller for orchestrators, and the name
+    under which its share is counted."""
+
+    parser: Parser
+    bodies: Bodies
+    who: Callable[[Request], tuple[Caller, str]]
+    strict: bool = False
+
+    async def take(self, http: Request, parse: Parse[Parsed]) -> TakenRequest[Parsed]:
+        """Read and parse a request's body."""
+        caller, owner = self.who(http)
+        body = await self.bodies.read(http, owner)
+        request = await self.parser.parse(len(body), partial(parse, body, strict=self.strict), owner)
+        return TakenRequest(request, len(body), caller, owner)

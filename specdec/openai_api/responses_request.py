@@ -149,7 +149,7 @@ class ResponsesRequest:
         return ENCRYPTED in self.fields.get("include", ())
 
 
-class Reader:
+class ResponsesReader:
     """Reads a body, and makes a request of it once the items before it are known."""
 
     def __init__(self, fields: Mapping[str, Any], *, strict: bool = False) -> None:

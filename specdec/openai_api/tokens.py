@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,13 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specdec.client.tokenized import Tokenized
-from specdec.openai_api.bodies import Bodies
 from specdec.openai_api.errors import refused, unknown, unsupported
 from specdec.openai_api.event_stream import ignored_header
 from specdec.openai_api.fields import MAX_IGNORED, check_names
-from specdec.openai_api.gateway import Caller, Gateway
+from specdec.openai_api.gateway import Gateway
 from specdec.openai_api.json_text import Json, as_bytes, encoded, json_list, json_object
-from specdec.openai_api.parsing import Parser
+from specdec.openai_api.parsing import Intake, Parse
 from specdec.openai_api.presence import while_present
 from specdec.openai_api.requests import PROMPT_FIELDS, fields_of, parse_fields
 from specdec.openai_api.routes import OF_DETOKENIZE, OF_TOKENIZE
@@ -133,41 +132,35 @@ class Tokens:
     def __init__(
         self,
         gateway: Gateway,
-        parser: Parser,
-        bodies: Bodies,
-        caller: Callable[[Request], tuple[Caller, str]],
-        *,
-        strict: bool = False,
+        intake: Intake,
     ) -> None:
-        """`caller` returns a request's caller for orchestrators, and the name under which its share is counted. With
-        `strict`, unknown fields are refused."""
         self._gateway = gateway
-        self._parser = parser
-        self._bodies = bodies
-        self._caller = caller
-        self._strict = strict
+        self._intake = intake
 
     async def tokenize(self, http: Request) -> Response:
-        return await self._answered(http, parse_tokenize)
+        return await self._answered(http, _parsed_text)
 
     async def detokenize(self, http: Request) -> Response:
-        return await self._answered(http, parse_detokenize)
+        return await self._answered(http, _parsed_tokens)
 
-    async def _answered(self, http: Request, parse: Callable[..., AskedTokens]) -> Response:
-        caller, owner = self._caller(http)
-        body = await self._bodies.read(http, owner)
-        asked = await self._parser.parse(len(body), partial(_parsed, body, parse, strict=self._strict), owner)
-        if asked.message.pieces and len(body) > MAX_BODY_WITH_TEXTS:
+    async def _answered(self, http: Request, parse: Parse[AskedTokens]) -> Response:
+        taken = await self._intake.take(http, parse)
+        asked = taken.request
+        if asked.message.pieces and taken.size > MAX_BODY_WITH_TEXTS:
             field = "with_pieces" if asked.form == "content" else "return_token_strs"
             raise refused(field, f"must be false for a body of more than {MAX_BODY_WITH_TEXTS >> 10} KiB")
         names = {**PROMPT_FIELDS, "text": asked.form, "tokens": "tokens", "tokens.ids": "tokens"}
-        found = await while_present(http.receive, self._gateway.tokenized(asked.message, names, caller))
-        answer = await self._parser.parse(len(found.ids), partial(_answer, asked, found), owner)
+        found = await while_present(http.receive, self._gateway.tokenized(asked.message, names, taken.caller))
+        answer = await self._intake.parser.parse(len(found.ids), partial(_answer, asked, found), taken.owner)
         return Response(answer, headers=ignored_header(asked.ignored), media_type="application/json")
 
 
-def _parsed(body: bytes, parse: Callable[..., AskedTokens], *, strict: bool) -> AskedTokens:
-    return parse(fields_of(body), strict=strict)
+def _parsed_text(body: bytes, *, strict: bool) -> AskedTokens:
+    return parse_tokenize(fields_of(body), strict=strict)
+
+
+def _parsed_tokens(body: bytes, *, strict: bool) -> AskedTokens:
+    return parse_detokenize(fields_of(body), strict=strict)
 
 
 def _answer(asked: AskedTokens, found: Tokenized) -> bytes:

@@ -14,7 +14,7 @@ from specdec.openai_api.event_stream import typed_event_of
 from specdec.openai_api.json_text import EncodedList, encoded
 from specdec.openai_api.parts import EndPart, TextPart
 from specdec.openai_api.responses_answer import ResponseAnswer
-from specdec.openai_api.responses_request import Reader
+from specdec.openai_api.responses_request import ResponsesReader
 from specdec.v2 import generation_pb2 as pb
 
 TOP = 20
@@ -80,7 +80,7 @@ def test_a_token_may_be_told_without_what_it_stands_for(chat: bool) -> None:
 def test_the_last_events_of_a_response_are_not_encoded_again() -> None:
     """Four of them have all log-probabilities: encoding them there would stall the event loop for a second."""
     fields = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": TOP}
-    answer = ResponseAnswer(Reader(fields, strict=False).request(), "resp_1", stored=False)
+    answer = ResponseAnswer(ResponsesReader(fields, strict=False).request(), "resp_1", stored=False)
     begin = time.process_time()
     for _ in range(1000):
         for event in answer.add(TextPart("a", tuple(chunk().logprobs))):

@@ -58,7 +58,7 @@ async def test_answers_have_no_chunks_unasked() -> None:
 async def test_unwanted_reasoning_has_no_texts(wanted: bool, hidden: int) -> None:
     async with FakeServer(Act(thinks=5)) as orchestrator, front(orchestrator.address) as http:
         asked: Any = {"model": "fake", "messages": MESSAGES}
-        extra = {"specdec": {"chunks": True}, "include_reasoning": wanted}
+        extra = {"specdec": {"chunks": True, "rejected_candidates": True}, "include_reasoning": wanted}
         answer: Any = await http.client.chat.completions.create(**asked, extra_body=extra)
     chunks = answer.choices[0].specdec["chunks"]
     assert sum(chunk["reasoning_tokens"] for chunk in chunks) == 5
@@ -68,6 +68,8 @@ async def test_unwanted_reasoning_has_no_texts(wanted: bool, hidden: int) -> Non
     assert len(texts) == len(TOKENS)
     assert TEXT.endswith("".join(texts[5:]))
     assert hidden == 0 or texts[:5] == [""] * hidden
+    rejected = [candidate["text"] for chunk in chunks for candidate in chunk.get("rejected", [])]  # in the reasoning
+    assert rejected == (["x", "y"] if wanted else ["", ""])
 
 
 @pytest.mark.parametrize("chat", [False, True])

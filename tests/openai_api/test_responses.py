@@ -16,7 +16,7 @@ from google.rpc import code_pb2, error_details_pb2
 from specdec.openai_api import endpoints
 from specdec.openai_api.errors import ApiError
 from specdec.openai_api.response_store import ResponseStore
-from specdec.openai_api.responses_request import Reader
+from specdec.openai_api.responses_request import ResponsesReader
 from tests.captured_logs import captured_logs
 from tests.client.fake_server import TEXT, Act, FakeServer, rich
 from tests.faults.cluster import Models
@@ -111,7 +111,7 @@ async def test_a_failure_in_mid_stream() -> None:
 
 def messages_of(items: Any, **others: Any) -> Any:
     """Return the messages of a chat that an input makes."""
-    chat = Reader({"model": "m", "input": items, **others}).request().chat.message(0).chat
+    chat = ResponsesReader({"model": "m", "input": items, **others}).request().chat.message(0).chat
     told = json_format.MessageToDict(chat, preserving_proto_field_name=True)["messages"]
     return [{name: value for name, value in turn.items() if value} for turn in told]
 
@@ -186,7 +186,7 @@ def test_items_become_messages() -> None:
 )
 def test_refusals(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        Reader({"model": "m", "input": "hi", **fields}).request()
+        ResponsesReader({"model": "m", "input": "hi", **fields}).request()
     assert (caught.value.status, caught.value.param) == (400, param)
     assert caught.value.message.startswith(param)
 
@@ -194,13 +194,13 @@ def test_refusals(fields: dict[str, Any], param: str) -> None:
 def test_unknown_fields_are_ignored_and_named() -> None:
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}]}
     fields = {"input": [thought, {"role": "user", "content": "a"}], "nonsense": 1, "reasoning": {"tone": 1}}
-    assert list(Reader(fields).request().ignored) == ["nonsense", "reasoning.tone", "input[0]"]
+    assert list(ResponsesReader(fields).request().ignored) == ["nonsense", "reasoning.tone", "input[0]"]
     with pytest.raises(ApiError, match="nonsense: unknown parameter"):
-        Reader(fields, strict=True)
+        ResponsesReader(fields, strict=True)
 
 
 def test_values_that_ask_for_the_default_are_accepted() -> None:
-    Reader(
+    ResponsesReader(
         {
             "model": "m",
             "input": "hi",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import transformers
 from specdec.v2 import generation_pb2, model_pb2
 from tests.models import VOCABULARY
 from tests.services.conftest import Directories
-from tests.stack import Stack, request_of, stack, until
+from tests.stack import Stack, long_steps, request_of, stack, until
 
 TOP = 3
 
@@ -121,18 +120,13 @@ async def test_a_prompt_of_one_token_begins_a_text(services: Stack) -> None:
     assert answer.completions[0].tokens == (await services.generate([50], max_tokens=5)).tokens
 
 
-def slow_target() -> None:
-    """Slow enough to fail in mid-prompt."""
-    time.sleep(0.03)
-
-
 @pytest.mark.parametrize("max_tokens", [0, 6])
 async def test_every_position_comes_once_if_the_verifier_dies(
     directories: Directories, scorer: Scorer, max_tokens: int
 ) -> None:
     prompt = prompt_of(220)
     fields: dict[str, Any] = {"max_tokens": max_tokens, "prompt_logprobs": TOP, "ignore_end_token": True}
-    async with stack(directories.target, None, verifiers=2, target_delay=slow_target) as services:
+    async with stack(directories.target, None, verifiers=2, target_delay=long_steps) as services:
         in_chunks_of(20, services)
         coming = aiter(services.stub.Generate(request_of(prompt, **fields)))
         responses = [await anext(coming)]

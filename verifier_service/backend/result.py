@@ -65,7 +65,7 @@ class Without(StrEnum):
 
 
 class Decision(NamedTuple):
-    """What decided how many candidates a step of a session had."""
+    """The decision on how many candidates a step of a session had."""
 
     mode: str  # of adaptive speculation, or "forced"
     without: Without | None = None  # None: it had candidates

@@ -1,0 +1,136 @@
+"""Constraints on the text of an answer: `response_format`, OpenAI's field, and `structured_outputs`, vLLM's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from specdec.grammar.ebnf import in_lark, is_ebnf
+from specdec.grammar.grammar import MAX_SOURCE_BYTES, GrammarError
+from specdec.openai_api.errors import refused, unknown
+from specdec.openai_api.fields import flag
+from specdec.openai_api.structural_tags import tags_in_lark
+
+GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+"""Fields of `structured_outputs` to client options."""
+
+FURTHER = ("json_object", "structural_tag")
+"""Further fields of `structured_outputs`, which are turned into one of these options."""
+
+
+def constraint(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the grammar option: from `response_format`, OpenAI's field, or `structured_outputs`, vLLM's."""
+    wanted = given.get("response_format", {"type": "text"})
+    if isinstance(wanted, dict) and wanted.get("type") == "json":
+        wanted = _of_tgi(wanted)
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    own = given.get("structured_outputs", {})
+    if not isinstance(own, dict):
+        raise refused("structured_outputs", "must be an object")
+    own = {name: value for name, value in own.items() if value is not None}
+    layout = _layout(own)
+    for name in own:
+        if name not in (*GRAMMARS, *FURTHER):
+            known = ", ".join(sorted((*GRAMMARS, *FURTHER)))
+            raise unknown(f"structured_outputs.{name}", f"unknown parameter, must be one of {known}")
+    if "json_object" in own and not flag(own, "json_object", where="structured_outputs."):
+        del own["json_object"]  # it asks for nothing
+    if layout and not {"json", "json_object"} & own.keys():
+        raise refused("structured_outputs.whitespace_pattern", "needs json or json_object")
+    if len(own) > 1 or (own and kind != "text"):
+        raise refused("structured_outputs", "must have one constraint, and none with response_format")
+    if kind == "structural_tag":
+        yield "lark", tags_in_lark(wanted, "response_format")
+        return
+    if kind not in ("text", "json_object", "json_schema"):
+        raise refused("response_format", "must be an object whose type is text, json_object or json_schema")
+    if kind == "text":
+        _check_format(wanted, "response_format", "type")
+        yield from (_constraint(name, value, layout) for name, value in own.items())
+    else:
+        yield "json_schema", _schema(wanted)
+
+
+def _layout(own: dict[str, Any]) -> dict[str, str]:
+    """Take the fields about white space, and others of vLLM's without effect, out of `structured_outputs`. Return
+    `x-guidance` of a schema with the layout that they ask for; empty for the usual one."""
+    for name in ("disable_any_whitespace", "disable_additional_properties"):
+        asked = flag(own, name, where="structured_outputs.")
+        own.pop(name, None)
+        if asked and name == "disable_additional_properties":
+            instead = "is not supported: set additionalProperties to false in the schema"
+            raise refused(f"structured_outputs.{name}", instead)
+    pattern = own.pop("whitespace_pattern", None)
+    if pattern is None:
+        return {}
+    if not isinstance(pattern, str):
+        raise refused("structured_outputs.whitespace_pattern", "must be a regular expression")
+    return {"whitespace_pattern": pattern, "item_separator": ",", "key_separator": ":"}
+
+
+def _constraint(name: str, value: object, layout: Mapping[str, str]) -> tuple[str, Any]:
+    """Return the option for one field of `structured_outputs`."""
+    match name:
+        case "structural_tag":
+            tags = _parsed(value, "structured_outputs.structural_tag")
+            if not isinstance(tags, dict):
+                raise refused("structured_outputs.structural_tag", "must be an object, or the JSON of one")
+            return "lark", tags_in_lark(tags, "structured_outputs.structural_tag")
+        case "json_object":
+            return "json_schema", {"type": "object", **({"x-guidance": layout} if layout else {})}
+        case "json" if layout:
+            schema = _parsed(value, "structured_outputs.json")
+            if not isinstance(schema, dict):
+                raise refused("structured_outputs.json", "must be an object with whitespace_pattern")
+            if not isinstance(guidance := schema.get("x-guidance", {}), dict):
+                raise refused("structured_outputs.json", "x-guidance must be an object")
+            return "json_schema", {**schema, "x-guidance": {**guidance, **layout}}
+        case "grammar" if isinstance(value, str) and is_ebnf(value):
+            try:
+                return "lark", in_lark(value)
+            except GrammarError as error:
+                raise refused("structured_outputs.grammar", str(error)) from None
+    return GRAMMARS[name], value
+
+
+def _parsed(value: object, field: str) -> object:
+    """Return the value of a JSON text; any other value, or a text that is not JSON, as it is. The limits on the body's
+    structure do not see into texts, so a long one is refused."""
+    if isinstance(value, str):
+        if len(value) > MAX_SOURCE_BYTES:
+            raise refused(field, f"has {len(value)} characters, must have at most {MAX_SOURCE_BYTES}")
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def _of_tgi(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `response_format` of TGI, as huggingface_hub sends it, in OpenAI's form."""
+    _check_format(wanted, "response_format", "type", "value")
+    if not isinstance(schema := wanted.get("value"), dict):
+        raise refused("response_format.value", "must be a schema, an object")
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
+def _schema(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a `response_format`. As in servers of open models, json_object may carry one too."""
+    if wanted["type"] == "json_object":
+        _check_format(wanted, "response_format", "type", "schema")
+        schema = wanted.get("schema")
+        if schema is not None and not isinstance(schema, dict):
+            raise refused("response_format.schema", "must be an object")
+        return {"type": "object"} if schema is None else schema
+    _check_format(wanted, "response_format", "type", "json_schema")
+    inner = wanted.get("json_schema")
+    if not isinstance(inner, dict) or not isinstance(schema := inner.get("schema"), dict):
+        raise refused("response_format.json_schema", "must be an object with a schema")
+    _check_format(inner, "response_format.json_schema", "name", "description", "schema", "strict")
+    return schema
+
+
+def _check_format(given: Mapping[str, Any], name: str, *known: str) -> None:
+    for field, value in given.items():
+        if field not in known and value is not None:
+            raise unknown(f"{name}.{field}", f"unknown parameter, must be one of {', '.join(known)}")
