@@ -247,7 +247,7 @@ class Drafting:
                 if error.died and self._pods is not None:
                     self._pods.died(pod)
                 if self._context.grammar_watch is not None:
-                    self._context.grammar_watch.lost(pod, error)
+                    self._context.grammar_watch.lost(pod, error, verifier=False)
                 reason = "draft_lost"
             case ModelFailureError() | InvalidRequestError():
                 self._useless_until[pod] = math.inf

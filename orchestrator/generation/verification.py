@@ -318,7 +318,7 @@ class Verification:
         if lost.died:
             self._context.peers.verifiers.died(pod)
         if self._context.grammar_watch is not None:
-            self._context.grammar_watch.lost(pod, lost)
+            self._context.grammar_watch.lost(pod, lost, verifier=True)
         pod.breaker.failed(conclusive=lost.conclusive)
         if stream.opened:
             self._context.events.record("verifier_lost", pod, why)

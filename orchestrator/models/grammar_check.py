@@ -28,7 +28,8 @@ from specdec.serving.messages import grammar_from
 log = structlog.get_logger()
 
 MAX_DEATHS = 3
-"""Consecutive deaths of pods under one text, without growth in between, after which its grammar is refused."""
+"""Consecutive deaths of verifiers under one text, without growth in between, after which its grammar is refused. A
+draft's death is no evidence of that kind: a text without a verifier does not grow, whatever ends its draft."""
 
 MAX_BLAME = 6.0
 """Blame within DEATH_SECONDS after which a grammar is refused, over all its texts. The blame of a death is 1 / (1 +
@@ -92,9 +93,19 @@ class GrammarCheck:
         grammar = None if sample.grammar is None else grammar_from(sample.grammar)
         return None if grammar is None else GrammarWatch(self, grammar, sample, text, peers)
 
-    def died(self, grammar: Grammar, tenant: str, pod: Pod, in_a_row: int, of_all: Iterable[PodDeath]) -> None:
-        """Count a pod's death under a grammar. `in_a_row`: consecutive deaths under one text without growth; 0: this
-        death is counted already for the text. `of_all`: the deaths of all pods, with the grammar or without."""
+    def died(
+        self,
+        grammar: Grammar,
+        tenant: str,
+        pod: Pod,
+        in_a_row: int,
+        of_all: Iterable[PodDeath],
+        *,
+        counted: bool = False,
+    ) -> None:
+        """Count a pod's death under a grammar. `in_a_row`: consecutive deaths of verifiers under one text without
+        growth, this one included; 0: this is not one more. `of_all`: the deaths of all pods, with the grammar or
+        without. `counted`: the text has counted this death already, at this pod or another."""
         key, now = key_of(grammar, tenant), time.monotonic()
         deaths = self._deaths.setdefault(key, deque())
         self._deaths.move_to_end(key)
@@ -102,7 +113,7 @@ class GrammarCheck:
             self._deaths.popitem(last=False)
         while deaths and deaths[0].at < now - DEATH_SECONDS:
             deaths.popleft()
-        blame = 1 / (1 + pod.load.crowd) if in_a_row else 0.0
+        blame = 0.0 if counted else 1 / (1 + pod.load.crowd)
         same = [death for death in deaths if death.is_of(str(pod), now)]
         for death in same:
             deaths.remove(death)
@@ -146,29 +157,29 @@ class GrammarWatch:
         self._field = f"grammar.{grammar.kind.value}"
         self._suspect = False  # a pod has died since the last trial
         self._counted = False  # a death counts since a pod last got the text: draft and verifier may die together
+        self._verifier_counted = False  # a verifier's
         self._died_at: dict[Pod, float] = {}  # monotonic times
-        self._in_a_row = 0  # deaths since the text last grew
-        self._length = -1  # of the text at the last death
+        self._in_a_row = 0  # deaths of verifiers since the text last grew
+        self._length = -1  # of the text at the last one
         self._trying = asyncio.Lock()
 
-    def lost(self, pod: Pod, lost: LostError) -> None:
-        """Note the loss of a session with the grammar, and whether the pod died."""
+    def lost(self, pod: Pod, lost: LostError, *, verifier: bool) -> None:
+        """Note the loss of a session with the grammar, at a verifier or a draft, and whether the pod died."""
         if not lost.died:
             return
         self._suspect = True
         now = time.monotonic()
         # A session opened on a broken connection, before the break is noticed, is lost by the same death.
         same_death = self._died_at.get(pod, -math.inf) > now - SAME_DEATH_SECONDS
-        if self._counted or same_death:
-            in_a_row = 0
-        else:
-            in_a_row, length = 1, len(self._text.generated)
-            if length == self._length:
-                in_a_row += self._in_a_row
-            self._counted, self._in_a_row, self._length = True, in_a_row, length
-            self._died_at[pod] = now
+        counted, in_a_row = self._counted or same_death, 0
+        if verifier and not (self._verifier_counted or same_death):
+            length = len(self._text.generated)
+            in_a_row = self._in_a_row + 1 if length == self._length else 1
+            self._verifier_counted, self._in_a_row, self._length = True, in_a_row, length
+        if in_a_row or not counted:
+            self._counted, self._died_at[pod] = True, now
         of_all = (*self._peers.verifiers.deaths, *(self._peers.drafts.deaths if self._peers.drafts is not None else ()))
-        self._check.died(self._grammar, self._sample.tenant, pod, in_a_row, of_all)
+        self._check.died(self._grammar, self._sample.tenant, pod, in_a_row, of_all, counted=counted)
 
     async def clear(self) -> None:
         """Try the grammar again if a pod has died under it, before another pod gets it. InvalidRequestError if it
@@ -192,7 +203,7 @@ class GrammarWatch:
                 log.warning("grammar_not_tried_again", why=str(error))
                 return
             finally:
-                self._counted = False
+                self._counted = self._verifier_counted = False
             log.info("grammar_tried_again", tokens=len(self._text.generated), problem=verdict.problem)
             if verdict.problem:
                 raise InvalidRequestError([(self._field, verdict.problem)])

@@ -90,10 +90,10 @@ def pod(address: str = "a", sessions: int = 0) -> Pod:
     return found  # type: ignore[no-any-return]
 
 
-def lose(given: SampleContext, lost: Pod) -> None:
+def lose(given: SampleContext, lost: Pod, *, verifier: bool = True) -> None:
     """Lose a text's session at a pod, which died."""
     given.peers.verifiers.died(lost)
-    watch_of(given).lost(lost, DIED)
+    watch_of(given).lost(lost, DIED, verifier=verifier)
 
 
 class Dying(Refusing):
@@ -176,7 +176,7 @@ async def test_a_machine_too_busy_to_try_ends_no_text() -> None:
     """The text continues, and its grammar is replayed before the next session; deaths count regardless."""
     check, trials = checking(OverloadedError("busy"), "")
     given = watched(check)
-    watch_of(given).lost(pod(), DIED)
+    watch_of(given).lost(pod(), DIED, verifier=True)
     await watch_of(given).clear()
     await watch_of(given).clear()
     await watch_of(given).clear()
@@ -189,7 +189,7 @@ async def test_a_text_that_grows_is_not_blamed_for_one_pod_after_another() -> No
     texts = [watched(check) for _ in range(10)]
     for number in range(10):
         for given in texts:
-            watch_of(given).lost(pod(f"pod {number}", sessions=20), DIED)
+            watch_of(given).lost(pod(f"pod {number}", sessions=20), DIED, verifier=True)
             given.text.add([1])
     await check.check(GRAMMAR, "grammar.regex")
 
@@ -208,7 +208,7 @@ async def test_pods_that_die_under_one_text_after_another_are_its_grammars_fault
         except OverloadedError:
             break
         given = watched(check, Peers(pods))
-        watch_of(given).lost(pod(f"pod {deaths}", sessions=1), DIED)
+        watch_of(given).lost(pod(f"pod {deaths}", sessions=1), DIED, verifier=True)
         deaths += 1
     assert deaths == 2 * MAX_BLAME * (AMONG_OTHERS if others else 1)
 
@@ -250,9 +250,33 @@ async def test_a_draft_that_dies_with_its_verifier_does_not_speak_for_its_gramma
     given = watched(check, Peers(Pods()))
     for number in range(MAX_DEATHS):
         lose(given, pod(f"pod {number}", sessions=20))
-        lose(given, pod(f"draft {number}", sessions=20))
+        lose(given, pod(f"draft {number}", sessions=20), verifier=False)
         if number < MAX_DEATHS - 1:
             await watch_of(given).clear()
+    with pytest.raises(OverloadedError):
+        await watch_of(given).clear()
+
+
+async def test_a_draft_that_dies_while_its_text_has_no_verifier_is_not_its_grammars_fault() -> None:
+    """The text cannot grow meanwhile, so drafts may die any number of times."""
+    check, _ = checking("")
+    given = watched(check, Peers(Pods()))
+    for number in range(MAX_DEATHS - 1):
+        lose(given, pod(f"verifier {number}", sessions=100))
+        await watch_of(given).clear()
+        for turn in range(MAX_DEATHS):
+            lose(given, pod(f"draft {number} {turn}", sessions=100), verifier=False)
+            await watch_of(given).clear()
+    await check.check(GRAMMAR, "grammar.regex")
+
+
+async def test_a_draft_that_dies_first_hides_no_verifiers_death() -> None:
+    check, _ = checking("")
+    given = watched(check, Peers(Pods()))
+    for number in range(MAX_DEATHS):
+        await watch_of(given).clear()
+        lose(given, pod(f"draft {number}", sessions=20), verifier=False)
+        lose(given, pod(f"verifier {number}", sessions=20))
     with pytest.raises(OverloadedError):
         await watch_of(given).clear()
 
@@ -276,7 +300,7 @@ async def test_sessions_that_are_opened_at_a_dead_pod_are_lost_by_the_same_death
     check, _ = checking("")
     given, dead = watched(check), pod("dead", sessions=20)
     for _ in range(2 * MAX_DEATHS):
-        watch_of(given).lost(dead, DIED)
+        watch_of(given).lost(dead, DIED, verifier=True)
         await watch_of(given).clear()
     await check.check(GRAMMAR, "grammar.regex")
 
@@ -286,7 +310,7 @@ async def test_a_verifier_and_a_draft_that_die_together_are_one_death() -> None:
     given = watched(check)
     for _ in range(MAX_DEATHS - 1):
         for name in ("verifier", "draft", "another draft"):
-            watch_of(given).lost(pod(name, sessions=20), DIED)
+            watch_of(given).lost(pod(name, sessions=20), DIED, verifier=name == "verifier")
         await watch_of(given).clear()
     await check.check(GRAMMAR, "grammar.regex")
 
