@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,13 +29,18 @@ class StepLogits(Protocol):
     def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[TokenLogprobs]:
         """Return the log-probabilities of these rows, as `logprobs.logprobs` does."""
 
+    def hidden(self, rows: Sequence[int]) -> Any:
+        """Return the hidden states of these rows, [n, d], where the pass keeps them: an array of float32, or a tensor
+        on its device. Only for passes launched with hidden states."""
+
 
 class HostLogits:
     """Step logits in host memory."""
 
-    def __init__(self, logits: Logits) -> None:
-        """`logits` are float32 [n, V]."""
+    def __init__(self, logits: Logits, hidden: NDArray[np.float32] | None = None) -> None:
+        """`logits` are float32 [n, V]; `hidden`: the hidden states of the same rows, [n, d]."""
         self._logits = logits
+        self._hidden = hidden
 
     def choose(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> tuple[Tokens, NDArray[np.bool_]]:
         count = len(rows)
@@ -51,6 +56,10 @@ class HostLogits:
         blocks = self._blocks(len(rows))
         found = [logprobs(self._of(rows[block]), tokens[block], tops[block]) for block in blocks]
         return list(chain.from_iterable(found))
+
+    def hidden(self, rows: Sequence[int]) -> NDArray[np.float32]:
+        assert self._hidden is not None  # asked for at launch
+        return self._hidden[np.asarray(rows, dtype=np.int64)]
 
     def _of(self, rows: Sequence[int]) -> Logits:
         return self._logits[np.asarray(rows, dtype=np.int64)]

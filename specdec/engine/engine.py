@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,8 +75,12 @@ Launch = Callable[[PackedBatch], Pass]
 """Launches a forward pass."""
 
 
-def launch_of(engine: Engine) -> Launch:
-    """Return the function that launches a forward pass of this engine."""
+def launch_of(engine: Engine, *, hidden: bool = False) -> Launch:
+    """Return the function that launches a forward pass of this engine. With `hidden`, its step logits include hidden
+    states; UnsupportedModelError if the engine has none."""
+    if hidden:
+        source = hidden_states(engine)
+        return source.launch_hidden if isinstance(source, GpuHiddenStates) else partial(HostHiddenPass, source)
     return engine.launch if isinstance(engine, GpuSampling) else partial(HostPass, engine)
 
 
@@ -183,6 +187,29 @@ class HiddenStates(Protocol):
         """Run a forward pass like `forward`. Return the logits, with the same bits, and the hidden states [n,
         hidden_size] of the same rows: the input of the output head, after the last norm. They are float32, converted
         losslessly from a narrower dtype."""
+
+    def output_head(self, hidden: Any) -> Any:
+        """Return the target's logits [n, vocabulary], float32, of hidden states [n, hidden_size]: tensors on its
+        device."""
+
+
+@runtime_checkable
+class GpuHiddenStates(Protocol):
+    """Hidden states that stay on the GPU, beside logits that are sampled there."""
+
+    def launch_hidden(self, batch: PackedBatch) -> Pass:
+        """Launch a forward pass like `GpuSampling.launch`; its step logits include hidden states."""
+
+
+@dataclass(frozen=True)
+class HostHiddenPass:
+    """A `HostPass` whose step logits include hidden states."""
+
+    engine: HiddenStates
+    batch: PackedBatch
+
+    def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
+        return HostLogits(*self.engine.forward_hidden(self.batch))
 
 
 def hidden_states(engine: Engine) -> HiddenStates:

@@ -15,8 +15,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
+from specdec.decoding.query import RequestSampler, SamplingQuery
+from specdec.decoding.sampling import Sampling
 from specdec.engine.batch import PackedBatch
-from specdec.engine.engine import UnsupportedModelError, hidden_states
+from specdec.engine.engine import UnsupportedModelError, hidden_states, launch_of
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.engines.torch_engine import TorchEngine
 from specdec.engine.model_directory import ModelDirectory
@@ -104,6 +106,16 @@ def test_they_are_the_model_s_own(engine: TorchEngine, oracle: Oracle) -> None:
 def test_they_are_what_the_head_reads(engine: TorchEngine, oracle: Oracle) -> None:
     logits, hidden = engine.forward_hidden(step(engine))
     assert close(logits, oracle.logits(hidden))
+
+
+def test_a_launched_pass_has_them_by_row(engine: TorchEngine) -> None:
+    logits, hidden = engine.forward_hidden(step(engine))
+    rows = launch_of(engine, hidden=True)(step(engine)).logits(dict)
+    assert np.array_equal(rows.hidden([2, 0]), hidden[[2, 0]])
+    _, sound = rows.choose([0], [SamplingQuery(RequestSampler(Sampling()), 0)])
+    assert sound.all()
+    head = engine.output_head(torch.from_numpy(hidden).to(engine.model.dtype))
+    assert np.array_equal(np.argmax(head.float().numpy(), axis=1), np.argmax(logits, axis=1))
 
 
 def test_logits_have_the_same_bits(engine: TorchEngine) -> None:

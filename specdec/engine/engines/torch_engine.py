@@ -101,6 +101,11 @@ class TorchEngine:
         logits, hidden = with_hidden_states(self.model, lambda: self.logits(batch))
         return np.asarray(logits.cpu().numpy()), np.asarray(hidden.float().cpu().numpy())
 
+    @torch.inference_mode()
+    def output_head(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        return logits
+
     def logits(self, batch: PackedBatch) -> Tensor:
         """Run a forward pass and return its logits [n, vocabulary], on the device."""
         with torch.inference_mode():

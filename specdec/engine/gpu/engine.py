@@ -51,16 +51,19 @@ class GpuPass:
     """A forward pass on the GPU's stream, with its logits [n, vocabulary]. They are released when used: the next pass
     needs as much memory."""
 
-    def __init__(self, logits: Tensor, on_gpu: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, logits: Tensor, on_gpu: Callable[[], AbstractContextManager[None]], hidden: Tensor | None = None
+    ) -> None:
         self._logits: Tensor | None = logits
         self._on_gpu = on_gpu
+        self._hidden = hidden
 
     def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> GpuLogits:
         logits, self._logits = self._logits, None
         assert logits is not None
         with self._on_gpu():
             queries = asked()
-            rows = GpuLogits(logits, queries)
+            rows = GpuLogits(logits, queries, self._hidden)
             if not queries and logits.device.type == "cuda":
                 torch.cuda.synchronize()  # nothing was fetched, hence no wait so far: the pass must be over on return
         return rows
@@ -145,10 +148,20 @@ class GpuEngine:
             assert hidden is not None
             return np.asarray(logits.cpu().numpy()), np.asarray(hidden.float().cpu().numpy())
 
+    def output_head(self, hidden: Tensor) -> Tensor:
+        with self._computing():
+            logits: Tensor = self.model.get_output_embeddings()(hidden)
+            return logits
+
     def launch(self, batch: PackedBatch) -> GpuPass:
         with self._computing():
             logits, _ = self._execute(batch)
         return GpuPass(logits, self._computing)
+
+    def launch_hidden(self, batch: PackedBatch) -> GpuPass:
+        with self._computing():
+            logits, hidden = self._execute(batch, hidden=True)
+        return GpuPass(logits, self._computing, hidden)
 
     def forward_shortlists(self, batch: PackedBatch) -> GpuDraftLogits:
         with self._computing():

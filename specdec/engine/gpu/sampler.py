@@ -29,10 +29,11 @@ from specdec.engine.gpu.staging import upload
 
 class GpuLogits:
     """The wanted rows of a step as float32 logits [n, V] on the GPU. `asked`: sampling queries by row index, answered
-    immediately."""
+    immediately; `hidden`: the rows' hidden states [n, d]."""
 
-    def __init__(self, logits: Tensor, asked: Mapping[int, SamplingQuery]) -> None:
+    def __init__(self, logits: Tensor, asked: Mapping[int, SamplingQuery], hidden: Tensor | None = None) -> None:
         self._logits = logits
+        self._hidden = hidden
         self._known: dict[int, tuple[int, bool]] = {}
         self._decide(asked)
 
@@ -44,6 +45,10 @@ class GpuLogits:
     def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[TokenLogprobs]:
         found = LogprobParts(self._of(rows), tokens, tops)
         return found.decided(_fetched(found.parts))
+
+    def hidden(self, rows: Sequence[int]) -> Tensor:
+        assert self._hidden is not None  # asked for at launch
+        return self._hidden.index_select(0, upload(np.asarray(rows, dtype=np.int64), self._hidden.device))
 
     def _decide(self, asked: Mapping[int, SamplingQuery]) -> None:
         groups: dict[type[Narrowing] | None, list[int]] = defaultdict(list)

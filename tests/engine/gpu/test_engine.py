@@ -19,13 +19,15 @@ from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.step_logits import HostLogits
 from specdec.engine.batch import Packer
-from specdec.engine.engine import GpuSampling, Placed, Shortlisting, hidden_states
+from specdec.engine.engine import GpuSampling, Placed, Shortlisting, hidden_states, launch_of
 from specdec.engine.gpu import engine as gpu_engine
 from specdec.engine.gpu.engine import GpuEngine
 from specdec.engine.gpu.linear import SplitKLinear, split_k
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.shortage import is_shortage
 from tests.models import VOCABULARY, make
+
+GREEDY = SamplingQuery(RequestSampler(Sampling()), 0)
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -91,6 +93,19 @@ def test_hidden_states_are_the_model_s_own_beside_the_same_logits(subject: Subje
     for row, spelt in zip(hidden, texts, strict=False):
         want = subject.own_hidden(spelt)
         assert np.abs(row - want).max() < 1e-4 * np.abs(want).max()
+
+
+def test_a_launched_pass_keeps_hidden_states_on_the_device(subject: Subject) -> None:
+    text = np.random.default_rng(4).integers(3, VOCABULARY, 10).tolist()
+    packer, _ = branched(subject.engine, text, [7, 9])
+    _, want = hidden_states(subject.engine).forward_hidden(packer.pack())
+    packer, _ = branched(subject.engine, text, [7, 9])
+    rows = launch_of(subject.engine, hidden=True)(packer.pack()).logits(dict)
+    kept = rows.hidden([2, 0])
+    assert isinstance(kept, torch.Tensor)
+    assert np.array_equal(kept.float().cpu().numpy(), want[[2, 0]])
+    logits = hidden_states(subject.engine).output_head(kept)
+    assert torch.equal(logits.argmax(1).cpu(), torch.tensor(rows.choose([2, 0], [GREEDY, GREEDY])[0]))
 
 
 def test_what_was_computed_is_read_again_where_it_was_copied(subject: Subject) -> None:
