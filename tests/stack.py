@@ -44,6 +44,7 @@ from specdec.v2 import generation_pb2, generation_pb2_grpc, model_pb2
 from specdec.wire.tls_files import TlsFiles
 from tests.paged import Paged
 from verifier_service.costs.step_latency import StepLatency
+from verifier_service.heads_files import read_heads
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.servicer import VerifierLimits, VerifierServicer
 from verifier_service.settings.tuning import DEFAULTS, Tuning
@@ -258,12 +259,13 @@ async def stack(
     disguise: Callable[[int, model_pb2.ModelIdentity], None] = as_it_is,
     controller: SpeculationController | None = None,
     draft_model: Path | None = None,
+    heads: Path | None = None,
     paged: bool = False,
     tuning: Tuning = DEFAULTS,
 ) -> AsyncIterator[Stack]:
     """Run verifiers, an orchestrator and, unless `draft` is None, drafts; `delay` slows a draft's engine,
-    `target_delay` the target's. Verifiers may have a `draft_model`; `paged` ones take chains of candidates only.
-    `verifier_kind` and `draft_kind` replace servicers; `disguise` modifies the reported identity of a verifier by
+    `target_delay` the target's. Verifiers may have a `draft_model` or `heads`; `paged` ones take chains of candidates
+    only. `verifier_kind` and `draft_kind` replace servicers; `disguise` modifies the reported identity of a verifier by
     number."""
     async with AsyncExitStack() as exits:
 
@@ -278,7 +280,8 @@ async def stack(
                 small = exits.enter_context(torch_engine(draft_model, capacity=capacity, exact=False))
                 own = DraftModelProposer(small, ModelDirectory(draft_model).context)
             cost = cost_of(engine, tuning, target, capacity, dtype, exact, target_delay, paged)
-            loop = StepLoop(engine, latency=cost, controller=controller, draft_model=own, tuning=tuning)
+            medusa = None if heads is None else read_heads(heads, None, ModelDirectory(target)).load(engine)
+            loop = StepLoop(engine, latency=cost, controller=controller, draft_model=own, heads=medusa, tuning=tuning)
             loop.start()
             identity = identity_of(ModelDirectory(target), engine, loop.context)
             disguise(number, identity)

@@ -28,6 +28,7 @@ with needed_by("verifier", "verifier"):
     from specdec.serving.process.options import serving
     from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
     from specdec.serving.validation import MAX_CANDIDATES
+    from verifier_service.heads_files import read_heads
     from verifier_service.proposers.draft_model import DraftModelProposer
     from verifier_service.servicer import VerifierLimits, VerifierServicer
     from verifier_service.step_loop import StepLoop
@@ -155,6 +156,20 @@ def main(
             "steps, for machines where a draft service would take cores from the target. Default: none."
         ),
     ] = None,
+    heads: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of Medusa heads trained for the target, or their file of weights: they propose candidates "
+            "between steps, in place of a local draft. Default: none."
+        ),
+    ] = None,
+    heads_tree: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON file with the tree that --heads propose, a list of paths of ranks such as [[0], [0, 0], [1]]. "
+            "Default: the likeliest candidates of each text."
+        ),
+    ] = None,
     vllm_options: Annotated[
         str,
         typer.Option(
@@ -180,6 +195,12 @@ def main(
             raise typer.BadParameter(f"is {given}, must be at most {most} with --engine vllm", param_hint=option)
     if draft_model is not None and engine == "vllm":
         raise typer.BadParameter("vLLM runs only one model, so no local draft", param_hint="--draft-model")
+    if heads is not None and engine in ("vllm", "onnx"):
+        raise typer.BadParameter(f"{engine} gives no hidden states; use --engine torch", param_hint="--heads")
+    if heads is not None and draft_model is not None:
+        raise typer.BadParameter("takes the place of --draft-model: give one of them", param_hint="--heads")
+    if heads_tree is not None and heads is None:
+        raise typer.BadParameter("needs --heads", param_hint="--heads-tree")
 
     def start() -> VerifierServicer:
         check_launcher()
@@ -188,6 +209,7 @@ def main(
         directory, *drafts = check(
             Wanted(model, target), *([] if draft_model is None else [Wanted(draft_model, beside)])
         )
+        files = None if heads is None else read_heads(heads, heads_tree, directory)
         most = threads or threads_for(device)
         counts = most, most if threads_while_drafting is None else min(most, threads_while_drafting)
         loaded = load_engine(
@@ -210,7 +232,13 @@ def main(
             promised = loaded.lazy_bytes if isinstance(loaded, LazyMemory) else 0
             small = load_engine(draft, beside, threads=counts, cuda_graphs=cuda_graphs, promised=promised)
             local_draft = DraftModelProposer(small, draft.context)
-        loop = StepLoop(loaded, step_rows=step_rows, suffix_cache_tokens=suffix_cache_tokens, draft_model=local_draft)
+        loop = StepLoop(
+            loaded,
+            step_rows=step_rows,
+            suffix_cache_tokens=suffix_cache_tokens,
+            draft_model=local_draft,
+            heads=None if files is None else files.load(loaded),
+        )
         loop.start()
         grammars = GrammarCompiler.of(directory)
         with start_phases.phase("grammars"):

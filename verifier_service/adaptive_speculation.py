@@ -10,9 +10,9 @@ from typing import NamedTuple
 import structlog
 
 from specdec.decoding.speculation import Outlook
+from specdec.decoding.step_logits import StepLogits
 from verifier_service.backend.result import REMOTE_DRAFT, VerifyResult
 from verifier_service.costs.token_budget import select_candidates
-from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Phase, ProposalStats, Proposer
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
 from verifier_service.scheduling.planner import StepPlan
@@ -21,7 +21,8 @@ from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DraftGainTuning
 from verifier_service.speculation.controller import BatchProfile, Controllers, Mode, SpeculationController
-from verifier_service.speculation.eligibility import Eligibility, is_exempt
+from verifier_service.speculation.eligibility import Eligibility, LocalModel, is_exempt
+from verifier_service.verification.tree_verification import TreeVerification
 
 log = structlog.get_logger()
 
@@ -43,12 +44,12 @@ class AdaptiveSpeculation:
     def __init__(
         self,
         controllers: Controllers,
-        draft_model: DraftModelProposer | None,
+        local_model: LocalModel | None,
         proposers: Sequence[Proposer],
         threads: ThreadPolicy,
         tuning: DraftGainTuning,
     ) -> None:
-        self.eligibility = Eligibility(controllers, draft_model)
+        self.eligibility = Eligibility(controllers, local_model)
         self.tenant_gains = TenantGains(tuning)
         self.mode = Mode.REMOTE_DRAFT
         """The mode of most sessions in the last step."""
@@ -95,6 +96,11 @@ class AdaptiveSpeculation:
                 done = proposer.propose(step)
                 seconds, count = seconds + done.seconds, count + done.sessions
         return ProposalStats(seconds, count)
+
+    def observe(self, verifications: Sequence[TreeVerification], logits: StepLogits) -> None:
+        """Have the proposers learn from a verified step, before its tokens are committed."""
+        for proposer in self.proposers:
+            proposer.observe(verifications, logits)
 
     def shared_out(
         self, decoding: Sequence[RunningSession], before_delay: float, after_delay: float

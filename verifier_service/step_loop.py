@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import structlog
@@ -37,7 +37,7 @@ from verifier_service.commits import CommitPublisher, StepSeconds
 from verifier_service.costs.step_latency import StepLatency, best_prefill_rows
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.proposers.forced import ForcedTokens
-from verifier_service.proposers.ngrams import LookupProposer, observe_windows
+from verifier_service.proposers.ngrams import LookupProposer
 from verifier_service.proposers.proposer import NO_PROPOSALS, Phase, ProposalStats, Proposer
 from verifier_service.scheduling.cpu_threads import thread_policy
 from verifier_service.scheduling.planner import Planner, StepPlan
@@ -50,6 +50,9 @@ from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DEFAULTS, Tuning
 from verifier_service.speculation.controller import Controllers, SpeculationController
 from verifier_service.verification.tree_verification import VerifiedStep, warm_up
+
+if TYPE_CHECKING:  # imports torch
+    from verifier_service.proposers.medusa import MedusaProposer
 
 log = structlog.get_logger()
 
@@ -79,8 +82,8 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
     `step_rows`: limit on a step's rows with prompts, lowered if fewer rows have the same cost per row;
     `max_unread_tokens`: tokens a session may be ahead of its client's reading; `suffix_cache_tokens`: tokens of
     finished texts kept per tenant; `latency`: of the target's steps, measured by default; `controller`: one for all
-    texts, instead of one per group; `draft_model`: the local draft; `proposers`: additional ones; `tuning`: fitted
-    constants.
+    texts, instead of one per group; `draft_model`: the local draft; `heads`: heads in its place; `proposers`:
+    additional ones; `tuning`: fitted constants.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         latency: StepLatency | None = None,
         controller: SpeculationController | None = None,
         draft_model: DraftModelProposer | None = None,
+        heads: MedusaProposer | None = None,
         proposers: Sequence[Proposer] = (),
         tuning: Tuning = DEFAULTS,
     ) -> None:
@@ -103,7 +107,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         self._longest_text = longest_text(engine)
         self._tuning = tuning
         self._probe = EngineProbe(engine)
-        self._launch = launch_of(engine)
+        self._launch = launch_of(engine, hidden=heads is not None)
         self._queues_passes = queues_passes(engine)
         self._early: _Launched | None = None  # the next step, launched before the last one was committed
         set_aside = 0 if self.chains_only else MAX_STEP_CANDIDATES
@@ -122,10 +126,12 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             prefill_rows = step_rows if latency is not None else best_prefill_rows(engine, slots, step_rows)
         with phase("compiled_loops"):
             warm_up(engine.vocabulary)
-        local = [] if draft_model is None else [draft_model]
-        proposers = [ForcedTokens(), LookupProposer(suffix_cache_tokens), *local, *proposers]
+        local = draft_model or heads
+        assert draft_model is None or heads is None
+        own = [] if local is None else [local]
+        proposers = [ForcedTokens(), LookupProposer(suffix_cache_tokens), *own, *proposers]
         self._speculation = AdaptiveSpeculation(
-            Controllers(tuning.controller, controller), draft_model, proposers, self._threads, tuning.draft_gain
+            Controllers(tuning.controller, controller), local, proposers, self._threads, tuning.draft_gain
         )
         eligibility = self._speculation.eligibility
         self._planner = Planner(
@@ -303,7 +309,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         grammars = _grammar_seconds(plan)
         try:
             prepare = partial(self._planner.prepare, plan)
-            verified = VerifiedStep(plan.entries, step.computing, step.launched, prepare, observe_windows)
+            verified = VerifiedStep(plan.entries, step.computing, step.launched, prepare, self._speculation.observe)
         except Exception as error:  # the whole step is void; its sessions are retried
             self._looked_up = 0.0
             self._probe.pass_failed(np.asarray(plan.written, dtype=np.int64))

@@ -19,7 +19,7 @@ from bench.systems.system import Answer, Configuration, Launch, Load, NotServing
 from demo.prompts import of_kind
 from specdec.client import SpecdecError
 
-ACCEPTED = "remote_draft", "local_model", "ngram", "lookahead", "grammar"
+ACCEPTED = "remote_draft", "local_model", "heads", "ngram", "lookahead", "grammar"
 """Token sources that are accepted candidates."""
 
 

@@ -13,6 +13,7 @@ from specdec.wire.decisions import PROPOSERS
 STYLES = {
     "remote_draft": "green",
     "local_model": "green",
+    "heads": "green",
     "ngram": "yellow",
     "lookahead": "magenta",
     "grammar": "blue",

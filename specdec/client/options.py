@@ -124,7 +124,7 @@ class GenerateOptions(TypedDict, total=False):
         "pays. always: only draft services, even at a loss. local: only the verifier's own proposers. off: none.",
     ]
     drafters: Annotated[
-        Iterable[Literal["remote", "ngram", "lookahead", "local_model"]] | None,
+        Iterable[Literal["remote", "ngram", "lookahead", "local_model", "heads"]] | None,
         "The drafters that may propose candidates, in place of `speculation`.",
     ]
     forced: Annotated[bool | None, "With `drafters`: use them even if they do not pay."]

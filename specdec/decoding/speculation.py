@@ -16,6 +16,7 @@ class CandidateSource(IntEnum):
     NGRAM = 2
     LOOKAHEAD = 3
     LOCAL_MODEL = 4
+    HEADS = 5
 
 
 ALL_DRAFTERS = frozenset(CandidateSource)

@@ -91,6 +91,8 @@ class _DrafterEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     """N-grams from a lookahead window in the verifier (Fu et al. 2024)."""
     DRAFTER_LOCAL_MODEL: _Drafter.ValueType  # 4
     """A draft model inside the verifier, if it has one."""
+    DRAFTER_HEADS: _Drafter.ValueType  # 5
+    """Heads over the target's hidden states inside the verifier (Medusa, Cai et al. 2024), if it has any."""
 
 class Drafter(_Drafter, metaclass=_DrafterEnumTypeWrapper):
     """A kind of drafter."""
@@ -105,6 +107,8 @@ DRAFTER_LOOKAHEAD: Drafter.ValueType  # 3
 """N-grams from a lookahead window in the verifier (Fu et al. 2024)."""
 DRAFTER_LOCAL_MODEL: Drafter.ValueType  # 4
 """A draft model inside the verifier, if it has one."""
+DRAFTER_HEADS: Drafter.ValueType  # 5
+"""Heads over the target's hidden states inside the verifier (Medusa, Cai et al. 2024), if it has any."""
 global___Drafter = Drafter
 
 class _TokenSource:
@@ -131,6 +135,8 @@ class _TokenSourceEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """Proposed by a local draft model, accepted by the target."""
     TOKEN_SOURCE_GRAMMAR: _TokenSource.ValueType  # 8
     """Forced by the grammar, proposed without a model, accepted by the target."""
+    TOKEN_SOURCE_HEADS: _TokenSource.ValueType  # 9
+    """Proposed by heads over the target's hidden states, accepted by the target."""
 
 class TokenSource(_TokenSource, metaclass=_TokenSourceEnumTypeWrapper):
     """Where a committed token came from."""
@@ -153,6 +159,8 @@ TOKEN_SOURCE_LOCAL_MODEL: TokenSource.ValueType  # 7
 """Proposed by a local draft model, accepted by the target."""
 TOKEN_SOURCE_GRAMMAR: TokenSource.ValueType  # 8
 """Forced by the grammar, proposed without a model, accepted by the target."""
+TOKEN_SOURCE_HEADS: TokenSource.ValueType  # 9
+"""Proposed by heads over the target's hidden states, accepted by the target."""
 global___TokenSource = TokenSource
 
 class _FinishReason:

@@ -12,7 +12,7 @@ ROW_COST = "row_cost"
 MODES: Mapping[str, str] = {
     "off": "off",
     "ngram": "n-grams",
-    "local_draft": "local draft",
+    "local_draft": "local model",
     "remote_draft": "draft service",
     "forced": "forced",
 }
@@ -21,6 +21,7 @@ MODES: Mapping[str, str] = {
 PROPOSERS: Mapping[str, str] = {
     "remote_draft": "draft service",
     "local_model": "local draft",
+    "heads": "heads",
     "ngram": "n-grams",
     "lookahead": "lookahead",
     "grammar": "grammar",

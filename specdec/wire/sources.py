@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from specdec.v2.model_pb2 import (
     TOKEN_SOURCE_GRAMMAR,
+    TOKEN_SOURCE_HEADS,
     TOKEN_SOURCE_LOCAL_MODEL,
     TOKEN_SOURCE_LOOKAHEAD,
     TOKEN_SOURCE_NGRAM,
@@ -20,6 +21,7 @@ ACCEPTED = (
     TOKEN_SOURCE_LOOKAHEAD,
     TOKEN_SOURCE_LOCAL_MODEL,
     TOKEN_SOURCE_GRAMMAR,
+    TOKEN_SOURCE_HEADS,
 )
 """Sources of accepted candidates. A token from any other source is the target's own, and the last of its step."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.heads import make_heads
 from tests.margins import Oracle
 from tests.models import make, near
 
@@ -21,6 +22,7 @@ class Directories:
     other: Path  # another model that sometimes agrees
     random: Path  # agrees only by chance
     foreign: Path  # has another tokenizer
+    heads: Path  # Medusa heads with random weights
     oracle: Oracle
 
 
@@ -40,5 +42,6 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
         other=near(target, root / "other", noise=0.12),
         random=make("gpt2", root / "random", seed=7),
         foreign=foreign,
+        heads=make_heads(root / "heads"),
         oracle=Oracle(target),
     )

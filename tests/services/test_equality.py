@@ -47,6 +47,8 @@ def prompts(count: int, seed: int = 3) -> list[list[int]]:
 WINDOWS = ((4, 2, 1), (5, 3, 5), (7, 5, 3))
 """W, N, G of lookahead decoding; N = 2 is Jacobi decoding."""
 
+HEADS = model_pb2.DRAFTER_HEADS
+
 PROMPT_OF_TEXT = list(range(40, 70))
 
 
@@ -123,6 +125,14 @@ async def check(directories: Directories, requests: list[tuple[list[int], dict[s
                 got, drafted, accepted = await run_all(services, requests, tokens, at_once=at_once)
                 compare(want, got, f"{own.name} as the verifier's own draft, {at_once} at once")
                 assert 0 < accepted < drafted
+    controller = Decided(Mode.LOCAL_DRAFT)
+    async with stack(directories.target, None, heads=directories.heads, controller=controller) as services:
+        for at_once in (1, 8):
+            got, drafted, accepted = await run_all(
+                services, requests, tokens, at_once=at_once, speculation=generation_pb2.Speculation(drafters=[HEADS])
+            )
+            compare(want, got, f"random heads, {at_once} at once")
+            assert accepted < drafted
 
 
 async def test_tokens_do_not_depend_on_drafting(directories: Directories) -> None:

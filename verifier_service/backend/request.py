@@ -49,4 +49,3 @@ class Policy:
         self.own = bool(self.drafters & OWN_DRAFTERS)
         self.ngram = CandidateSource.NGRAM in self.drafters
         self.windows = CandidateSource.LOOKAHEAD in self.drafters
-        self.local_model = CandidateSource.LOCAL_MODEL in self.drafters

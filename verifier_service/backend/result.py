@@ -22,6 +22,7 @@ class TokenSource(IntEnum):
     LOOKAHEAD = 6
     LOCAL_MODEL = 7
     GRAMMAR = 8
+    HEADS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class FinishReason(IntEnum):
     CONTEXT = 3
 
 
-REMOTE_DRAFT, CORRECTION, BONUS, PLAIN, NGRAM, LOOKAHEAD, LOCAL_MODEL, GRAMMAR = TokenSource
+REMOTE_DRAFT, CORRECTION, BONUS, PLAIN, NGRAM, LOOKAHEAD, LOCAL_MODEL, GRAMMAR, HEADS = TokenSource
 STOP, LENGTH, CONTEXT = FinishReason
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import structlog
 
 from specdec.decoding.calibration import Calibrations
+from specdec.decoding.speculation import CandidateSource
 from specdec.engine.batch import Packer
 from specdec.engine.engine import Engine, draft_pass_of
 from specdec.engine.kv.blocks import BLOCK, BlockPool
@@ -38,6 +39,7 @@ class DraftModelProposer(Proposer):
     be exact. A failure costs no token: the draft is not used again."""
 
     phase = Phase.AFTER_DELAY
+    drafter = CandidateSource.LOCAL_MODEL
 
     def __init__(
         self,

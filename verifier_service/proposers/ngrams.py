@@ -30,6 +30,24 @@ class LookupProposer(Proposer):
             session.propose_ngrams(step.break_even, self._cache.tokens_of(session.request.tenant))
         return NO_PROPOSALS
 
+    def observe(self, verifications: Sequence[TreeVerification], logits: StepLogits) -> None:
+        """Update the windows of a step with the target's choices below their rows."""
+        with_window = [
+            verification
+            for verification in verifications
+            if verification.error is None and verification.lookahead_count
+        ]
+        if not with_window:
+            return
+        rows, queries = zip(
+            *(pair for verification in with_window for pair in verification.lookahead_queries()), strict=True
+        )
+        chosen = iter(logits.choose(rows, queries)[0].tolist())
+        for verification in with_window:
+            verification.session.ngrams.observe_window(
+                list(itertools.islice(chosen, verification.lookahead_count)), len(verification.result.tokens)
+            )
+
     def finished(self, session: VerifierSession) -> None:
         self._cache.add(session.request.tenant, session.tree.committed)
 
@@ -92,20 +110,3 @@ def _wanted(session: VerifierSession, costs: WindowCosts, eligibility: Eligibili
     if size is None and not eligibility.uses_local_model(session):  # beside a local draft a window gains little
         size = costs.affordable(session.ngrams.sizes, session.ngrams.gain)
     return size
-
-
-def observe_windows(verifications: Sequence[TreeVerification], logits: StepLogits) -> None:
-    """Update the windows of a step with the target's choices below their rows."""
-    with_window = [
-        verification for verification in verifications if verification.error is None and verification.lookahead_count
-    ]
-    if not with_window:
-        return
-    rows, queries = zip(
-        *(pair for verification in with_window for pair in verification.lookahead_queries()), strict=True
-    )
-    chosen = iter(logits.choose(rows, queries)[0].tolist())
-    for verification in with_window:
-        verification.session.ngrams.observe_window(
-            list(itertools.islice(chosen, verification.lookahead_count)), len(verification.result.tokens)
-        )

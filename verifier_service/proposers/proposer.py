@@ -11,11 +11,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.speculation.eligibility import Eligibility
+
+if TYPE_CHECKING:
+    from specdec.decoding.step_logits import StepLogits
+    from verifier_service.verification.tree_verification import TreeVerification
 
 
 class Phase(Enum):
@@ -70,6 +74,9 @@ class Proposer(ABC):
     @abstractmethod
     def propose(self, step: ComingStep) -> ProposalStats:
         """Add candidates to the trees of the step's sessions (`VerifierSession.add_candidates`)."""
+
+    def observe(self, verifications: Sequence[TreeVerification], logits: StepLogits) -> None:  # noqa: B027
+        """Learn from a verified step, before its tokens are committed. Logits are not kept."""
 
     def forget(self, session: VerifierSession) -> None:  # noqa: B027 -- most proposers keep nothing
         """Free the state of a session that left or was preempted; it may come back."""

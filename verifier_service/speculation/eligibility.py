@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from specdec.decoding.speculation import CandidateSource
 from verifier_service.backend.result import FORCED, Decision, Without
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.speculation.controller import BatchProfile, Controllers, Mode
@@ -18,9 +19,10 @@ it."""
 
 
 class LocalModel(Protocol):
-    """A local draft model, as far as eligibility depends on it."""
+    """A model inside the verifier that proposes, as far as eligibility depends on it: a local draft, or heads."""
 
     works: bool
+    drafter: CandidateSource
 
     def serves(self, session: VerifierSession) -> bool:
         """Return True if it may propose candidates for the session, now or later."""
@@ -65,11 +67,12 @@ class Eligibility:
         """Return True if the local model proposes for the session. A request for a lookahead window excludes the local
         model."""
         policy = session.policy
-        if not (session.takes_own_candidates and policy.local_model and policy.lookahead is None):
+        if not (session.takes_own_candidates and self._may_use_local_model(session) and policy.lookahead is None):
             return False
         if not policy.forced and self._controllers.of(session).mode is not Mode.LOCAL_DRAFT:
             return False
-        return self._local_model is not None and self._local_model.serves(session)
+        assert self._local_model is not None
+        return self._local_model.serves(session)
 
     def decision(self, session: VerifierSession, without: Without | None = None) -> Decision:
         """Return the decision on a step of the session `without` candidates, or with some."""
@@ -118,7 +121,7 @@ class Eligibility:
             remote_draft=any(session.policy.remote and session.draft_gain.helps for session in led),
             ngram=any(session.takes_own_candidates for session in led),
             sampled=2 * sum(not session.request.sampler.sampling.greedy for session in led) > len(led),
-            local_draft=self._has_local_model and any(session.policy.local_model for session in led),
+            local_draft=any(map(self._may_use_local_model, led)),
             exempt=len(sessions) - len(led) + beside,
         )
 
@@ -129,14 +132,14 @@ class Eligibility:
             session.policy.remote and session.draft_gain.helps,
             session.takes_own_candidates,
             not session.request.sampler.sampling.greedy,
-            self._has_local_model and session.policy.local_model,
+            self._may_use_local_model(session),
         )
         mode = self._controllers.of(session).mode_for(batch, time.monotonic())
         return batch.remote_draft and mode is Mode.REMOTE_DRAFT
 
-    @property
-    def _has_local_model(self) -> bool:
-        return self._local_model is not None and self._local_model.works
+    def _may_use_local_model(self, session: VerifierSession) -> bool:
+        model = self._local_model
+        return model is not None and model.works and model.drafter in session.policy.drafters
 
 
 def is_exempt(session: VerifierSession) -> bool:

@@ -3,6 +3,7 @@
 export const SOURCES = {
   remote_draft: "draft service",
   local_model: "local draft model",
+  heads: "heads of the target",
   ngram: "n-grams",
   lookahead: "lookahead window",
   grammar: "grammar",
@@ -11,7 +12,7 @@ export const SOURCES = {
   plain: "target, without candidates",
 };
 
-const ACCEPTED = new Set(["remote_draft", "local_model", "ngram", "lookahead", "grammar"]);
+const ACCEPTED = new Set(["remote_draft", "local_model", "heads", "ngram", "lookahead", "grammar"]);
 
 // Return a chunk's steps, each as the sources of its tokens: a token of the target's own ends its step.
 export function stepsOf(sources) {

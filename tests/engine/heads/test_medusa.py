@@ -1,0 +1,227 @@
+"""Medusa heads: what they compute, and the layouts of files they are read from."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specdec.engine.heads.medusa import MedusaHeads
+from specdec.engine.heads.medusa_files import MedusaFiles, MedusaFilesError, TargetShape
+
+HEADS, LAYERS, HIDDEN, VOCABULARY = 3, 2, 8, 21
+TARGET = TargetShape(HIDDEN, VOCABULARY)
+OUTPUT = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(0))
+"""The target's output head."""
+
+Tensors = dict[str, Tensor]
+
+
+def target_output(states: Tensor) -> Tensor:
+    return states @ OUTPUT.T
+
+
+class Weights:
+    """Random weights of heads."""
+
+    def __init__(self, layers: int = LAYERS) -> None:
+        random = torch.Generator().manual_seed(1)
+        self.blocks = torch.randn(HEADS, layers, HIDDEN, HIDDEN, generator=random) / 3
+        self.biases = torch.randn(HEADS, layers, HIDDEN, generator=random)
+        self.outputs = torch.randn(HEADS, VOCABULARY, HIDDEN, generator=random)
+
+    def reference(self, hidden: Tensor, *, bias: bool = True, outputs: Tensor | None = None) -> Tensor:
+        """Return the logits [n, H, V], by the formula, in float64."""
+        rows = []
+        for state in hidden.double():
+            heads = []
+            for head in range(HEADS):
+                r = state
+                for weight, offset in zip(self.blocks[head].double(), self.biases[head].double(), strict=True):
+                    x = weight @ r + (offset if bias else 0.0)
+                    r = r + x / (1 + torch.exp(-x))
+                heads.append((self.outputs[head] if outputs is None else outputs).double() @ r)
+            rows.append(torch.stack(heads))
+        return torch.stack(rows)
+
+
+def fasterdecoding(weights: Weights, prefix: str = "") -> Tensors:
+    found = {}
+    for head in range(HEADS):
+        layers = weights.blocks.shape[1]
+        for layer in range(layers):
+            found[f"{prefix}{head}.{layer}.linear.weight"] = weights.blocks[head, layer].clone()
+            found[f"{prefix}{head}.{layer}.linear.bias"] = weights.biases[head, layer].clone()
+        found[f"{prefix}{head}.{layers}.weight"] = weights.outputs[head].clone()
+    return found
+
+
+def vllm(weights: Weights, prefix: str = "", *, bias: bool = False) -> Tensors:
+    found = {}
+    for head in range(HEADS):
+        for layer in range(weights.blocks.shape[1]):
+            found[f"{prefix}blocks.{head}.layers.{layer}.weight"] = weights.blocks[head, layer].clone()
+            if bias:
+                found[f"{prefix}blocks.{head}.layers.{layer}.bias"] = weights.biases[head, layer].clone()
+        found[f"{prefix}lm_heads.{head}.weight"] = weights.outputs[head].clone()
+    return found
+
+
+def written(folder: Path, tensors: Tensors, name: str = "model.safetensors", config: Any = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    if name.endswith(".pt"):
+        torch.save(tensors, folder / name)
+    else:
+        save_file(tensors, folder / name)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def loaded(path: Path) -> MedusaHeads:
+    return MedusaFiles.of(path, TARGET).load(TARGET, target_output, "cpu", torch.float32)
+
+
+@pytest.fixture
+def hidden() -> Tensor:
+    return torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(2))
+
+
+def check(heads: MedusaHeads, hidden: Tensor, want: Tensor) -> None:
+    found = heads(hidden)
+    assert found.shape == (len(hidden), HEADS, VOCABULARY)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), want, atol=1e-4, rtol=1e-4)
+    for number in range(HEADS):
+        torch.testing.assert_close(heads.head(number, hidden), found[:, number], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("name", ["medusa_lm_head.safetensors", "medusa_lm_head.pt"])
+def test_heads_of_fasterdecoding(tmp_path: Path, hidden: Tensor, name: str, layers: int) -> None:
+    """Published configurations may count too few heads: the tensors decide."""
+    weights = Weights(layers)
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
+    heads = loaded(written(tmp_path / "heads", fasterdecoding(weights), name, config))
+    check(heads, hidden, weights.reference(hidden))
+    assert (heads.shape.heads, heads.shape.layers, heads.shape.outputs) == (HEADS, layers, HEADS)
+
+
+def test_heads_beside_a_whole_model_of_medusa_2(tmp_path: Path, hidden: Tensor) -> None:
+    weights = Weights()
+    others = {"model.layers.0.mlp.gate_proj.weight": torch.zeros(3, 3), "lm_head.weight": torch.zeros(VOCABULARY, 5)}
+    folder = written(tmp_path / "heads", others, "model-00001-of-00002.safetensors", {"model_type": "llama"})
+    written(folder, fasterdecoding(weights, "medusa_head."), "model-00002-of-00002.safetensors")
+    check(loaded(folder), hidden, weights.reference(hidden))
+
+
+@pytest.mark.parametrize("prefix", ["", "medusa_heads."])
+@pytest.mark.parametrize("bias", [False, True])
+def test_heads_of_vllm(tmp_path: Path, hidden: Tensor, prefix: str, bias: bool) -> None:
+    weights = Weights()
+    config = {"model_type": "medusa", "logit_scale": 0.5}
+    heads = loaded(written(tmp_path / "heads", vllm(weights, prefix, bias=bias), config=config))
+    check(heads, hidden, 0.5 * weights.reference(hidden, bias=bias))
+
+
+def test_one_output_head_for_all(tmp_path: Path, hidden: Tensor) -> None:
+    weights = Weights()
+    tensors = {name: tensor for name, tensor in vllm(weights).items() if not name.startswith("lm_heads")}
+    own = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(3))
+    heads = loaded(written(tmp_path / "own", tensors | {"lm_head.weight": own}))
+    check(heads, hidden, weights.reference(hidden, bias=False, outputs=own))
+    assert heads.shape.outputs == 1
+    heads = loaded(written(tmp_path / "targets", tensors))
+    check(heads, hidden, weights.reference(hidden, bias=False, outputs=OUTPUT))
+    assert heads.shape.outputs == 0
+
+
+def test_a_part_of_the_vocabulary(tmp_path: Path, hidden: Tensor) -> None:
+    weights, known = Weights(), torch.tensor([2, 3, 5, 7])
+    tensors = vllm(weights) | {"token_map": known}
+    for head in range(HEADS):
+        tensors[f"lm_heads.{head}.weight"] = weights.outputs[head, known].clone()
+    found = loaded(written(tmp_path / "heads", tensors))(hidden)
+    want = weights.reference(hidden, bias=False)
+    torch.testing.assert_close(found[..., known].double(), want[..., known], atol=1e-4, rtol=1e-4)
+    unknown = [token for token in range(VOCABULARY) if token not in known.tolist()]
+    assert bool((found[..., unknown] == -torch.inf).all())
+
+
+def without(name: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        del tensors[name]
+
+    return change
+
+
+def with_tensor(name: str, *shape: int) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        tensors[name] = torch.zeros(*shape)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (without("blocks.1.layers.1.weight"), "head 1 lacks its weight of block 1"),
+        (without("lm_heads.2.weight"), "head 2 lacks its output head"),
+        (with_tensor("blocks.0.layers.0.bias", HIDDEN), "head 0 lacks its bias of block 1"),
+        (
+            with_tensor("lm_heads.0.weight", VOCABULARY + 1, HIDDEN),
+            r"lm_heads.0.weight has the shape \[22, 8\], must have \[21, 8\] for a target of hidden size 8 with 21",
+        ),
+        (with_tensor("blocks.0.layers.0.weight", 4, 4), r"has the shape \[4, 4\], must have \[8, 8\]"),
+        (with_tensor("lm_heads.9.weight", VOCABULARY, HIDDEN), "lm_heads.9.weight fits nowhere in 3 heads of 2 blocks"),
+        (with_tensor("medusa_heads.lm_heads.0.weight", 1), "are the same part"),
+        (with_tensor("blocks.40.layers.0.weight", 8, 8), "head 40 lacks its weight of block 1|head 3 lacks"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, change: Callable[[Tensors], None], why: str) -> None:
+    tensors = vllm(Weights())
+    change(tensors)
+    with pytest.raises(MedusaFilesError, match=why):
+        MedusaFiles.of(written(tmp_path / "heads", tensors), TARGET)
+
+
+def test_directories_without_heads_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(MedusaFilesError, match="no such file or directory"):
+        MedusaFiles.of(tmp_path / "absent", TARGET)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(MedusaFilesError, match=r"neither medusa_lm_head.safetensors, medusa_lm_head.pt nor another"):
+        MedusaFiles.of(tmp_path / "empty", TARGET)
+    with pytest.raises(MedusaFilesError, match="has no Medusa heads"):
+        MedusaFiles.of(written(tmp_path / "model", {"model.norm.weight": torch.zeros(3)}), TARGET)
+
+
+class Harmful:
+    """A pickle that calls a function when it is read."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.file),)
+
+
+def test_a_pickle_calls_nothing(tmp_path: Path) -> None:
+    folder = written(tmp_path / "heads", {"0.0.linear.weight": Harmful(tmp_path / "made")}, "medusa_lm_head.pt")  # type: ignore[dict-item]
+    with pytest.raises(MedusaFilesError, match="cannot be loaded"):
+        MedusaFiles.of(folder, TARGET)
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("ids", [[2, 3, 5, VOCABULARY], [-1, 3, 5, 7]])
+def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path, ids: list[int]) -> None:
+    tensors = vllm(Weights()) | {"token_map": torch.tensor(ids)}
+    tensors |= {f"lm_heads.{head}.weight": torch.zeros(4, HIDDEN) for head in range(HEADS)}
+    with pytest.raises(MedusaFilesError, match="token_map has ids from"):
+        loaded(written(tmp_path / "heads", tensors))
