@@ -74,6 +74,7 @@ NEEDED = {
     "serve": "all",
     "export": "export",
     "import-gguf": "verifier",
+    "train-heads": "verifier",
     "bench": "dev",
 }
 """Commands of `specdec` to the extra sufficient for them; for all others it is `cli`."""

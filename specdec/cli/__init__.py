@@ -28,6 +28,7 @@ from specdec.cli.services import draft, evaluate, openai, orchestrator, serve, u
 from specdec.cli.stats import stats
 from specdec.cli.tokenize import tokenize
 from specdec.cli.trace import trace
+from specdec.cli.train_heads import train_heads
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings of a command whose options are parsed elsewhere."""
@@ -61,6 +62,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.callback()(specdec)
 for service in (draft, verifier, orchestrator, openai, up, serve, warm_up, evaluate):
     app.command(context_settings=PASS_ON)(ending(service))
-for command in (doctor, export, import_gguf, stats, trace, generate, chat, tokenize, api_key):
+for command in (doctor, export, import_gguf, train_heads, stats, trace, generate, chat, tokenize, api_key):
     app.command()(ending(command))
 app.command(context_settings=PASS_ON)(ending(bench))

@@ -56,6 +56,7 @@ MISTAKES = (
     ),
     Mistake("specdec export target-1 exported", USAGE, "target-1: no such directory"),
     Mistake("specdec export target notes", USAGE, "notes: contains something other than an exported model"),
+    Mistake("specdec train-heads target notes --text notes", USAGE, "notes: is not empty; go on with --resume, or"),
     Mistake("specdec verifier", USAGE, "Missing option '--model'."),
     Mistake("specdec verifier --model target-1", CANNOT, "target-1: no such directory"),
     Mistake("specdec verifier --model big.gguf", CANNOT, "big.gguf: is not a GGUF file: it begins with b'vers'"),
@@ -94,6 +95,7 @@ MISTAKES = (
     Mistake(
         "specdec verifier --model target --draft-model foreign", CANNOT, "the tokenizers of target and foreign differ"
     ),
+    Mistake("specdec verifier --model target --heads draft", CANNOT, "draft: has no Medusa heads: no tensors such as"),
     Mistake("specdec verifier --config none.yaml", USAGE, "file 'none.yaml' does not exist"),
     Mistake("specdec verifier --config typo.yaml", USAGE, "kv-token is not an option of this service; kv-tokens is"),
     Mistake("specdec verifier --config few.yaml", USAGE, "'kv-tokens in few.yaml': Input should be greater than or"),

@@ -1,0 +1,107 @@
+"""`specdec train-heads`: Medusa heads for a target."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specdec.cli.failure import end_on_sigterm, fail, say
+from specdec.command_line import number
+from specdec.exit_status import ExitStatus
+from specdec.extras import check_installed
+
+REPORT_SECONDS = 10.0
+SAVE_SECONDS = 120.0
+
+
+def train_heads(
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="TARGET", help="Directory of the target in Hugging Face's layout, or its GGUF file."),
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Directory to write; `--resume` goes on with what is there.")
+    ],
+    text: Annotated[
+        list[Path],
+        typer.Option(
+            help="Text to train on, such as the target meets when it serves: a file, or a .jsonl file of objects with "
+            "`text` or `messages`. May be given several times."
+        ),
+    ],
+    own_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=100_000_000,
+            help="Also train on this many tokens that the target writes itself, as "
+            "continuations of the text. They take longer to write than to learn.",
+        ),
+    ] = 0,
+    heads: Annotated[int, typer.Option(min=1, max=32, help="Number of heads: positions guessed ahead.")] = 5,
+    layers: Annotated[int, typer.Option(min=1, max=16, help="Residual blocks of a head.")] = 1,
+    own_outputs: Annotated[
+        bool,
+        typer.Option(
+            help="Give each head an output head of its own, as the paper does: better guesses, and as many weights as "
+            "that many copies of the target's output head. Default: all heads use the target's."
+        ),
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, max=10_000_000, help="Steps of training.")] = 2000,
+    rows: Annotated[int, typer.Option(min=1, max=4096, help="Windows of text in a step.")] = 8,
+    length: Annotated[int, typer.Option(min=64, max=32_768, help="Tokens of a window.")] = 256,
+    rate: Annotated[float, number("Peak of the learning rate.", min=1e-7, max=1.0)] = 1e-3,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the order of windows.")] = 0,
+    device: Annotated[str, typer.Option(help="Device of the training: cpu, cuda, or cuda:N.")] = "cpu",
+    minutes: Annotated[
+        float | None, number("Stop after this many minutes; `--resume` goes on. Default: no limit.", min=0.1, max=1e5)
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished training in OUT.")] = False,
+) -> None:
+    """Train Medusa heads for a target, whose weights stay as they are. Ctrl-C keeps what was learned."""
+    check_installed("numpy", "structlog", "torch", "transformers")  # they take seconds to import
+    from specdec.engine.model_directory import ModelDirectoryError
+    from specdec.engine.placement import Placement
+    from specdec.engine.preflight.check import Wanted, check_model
+    from specdec.engine.unsupported import UnsupportedModelError
+
+    begin = time.monotonic()
+    try:
+        directory = check_model(Wanted(target, Placement("eager", device=device)))
+        if length > directory.context:
+            fail(f"--length: is {length}, must be at most {directory.context}, the target's context", ExitStatus.USAGE)
+        if not resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
+            fail(f"{out}: is not empty; go on with --resume, or write elsewhere", ExitStatus.USAGE)
+        end_on_sigterm()
+        from specdec.serving.process import logs
+
+        logs.configure("train-heads", "warning")  # before the import of libraries that write to stderr
+        from specdec.training.command import Wishes, prepared
+        from specdec.training.medusa import TrainingPlan
+
+        plan = TrainingPlan(heads, layers, own_outputs, steps, rows, length, rate, seed)
+        training = prepared(directory, Wishes(text, own_tokens, device), plan, out, resume=resume, say=say)
+    except (ModelDirectoryError, UnsupportedModelError) as error:
+        fail(str(error), ExitStatus.USAGE)
+    reported = saved = time.monotonic()
+    try:
+        while not training.over and (minutes is None or time.monotonic() - begin < 60 * minutes):
+            loss = training.step()
+            now = time.monotonic()
+            if now - reported >= REPORT_SECONDS or training.over:
+                reported = now
+                say(f"step {training.done} of {steps}, {loss:.3f} nats a token at the first head")
+            if now - saved >= SAVE_SECONDS:
+                saved = now
+                training.save(out, target=directory.name)
+    finally:
+        training.save(out, target=directory.name)
+        if not training.over:
+            say(f"stopped at step {training.done} of {steps}; the same command with --resume goes on")
+    for head, within in enumerate(training.accuracies(), 1):
+        parts = ", ".join(f"{share:.1%} among the best {rank}" for rank, share in within.items())
+        say(f"head {head}: the target's likeliest token is {parts}")
+    print(out)

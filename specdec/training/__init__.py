@@ -1,0 +1,1 @@
+"""Training of heads beside a frozen target."""

@@ -1,0 +1,144 @@
+"""Training of Medusa heads: what it learns, and that it goes on exactly where it stopped."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.engine.heads.medusa_files import MedusaFiles, TargetShape
+from specdec.engine.hf.pretrained import load
+from specdec.engine.model_directory import ModelDirectory
+from specdec.local import DEMO
+from specdec.text.tokenizer import Tokenizer
+from specdec.training.medusa import PROGRESS, STATE, TEXTS, HeadTraining, ResumeError, TrainingPlan, check_unfinished
+from specdec.training.texts import TextError, Windows, continued, tokens_of
+from tests.models import VOCABULARY, make
+
+PLAN = TrainingPlan(heads=2, layers=1, steps=6, rows=2, length=16, rate=0.01)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    found = load(ModelDirectory(make("llama", tmp_path_factory.mktemp("model") / "llama")), torch.float32, "cpu")
+    found.set_attn_implementation("sdpa")
+    return found
+
+
+@pytest.fixture(scope="module")
+def tokens(model: PreTrainedModel) -> Tensor:
+    """The target's own continuations: heads can learn them."""
+    begun = torch.randint(3, VOCABULARY, (200,), generator=torch.Generator().manual_seed(0))
+    return continued(model, begun, 48, 64, seed=1)
+
+
+def weights_of(training: HeadTraining) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in training.heads.parameters()]
+
+
+def test_own_continuations_are_half_greedy_and_the_same_again(model: PreTrainedModel) -> None:
+    begun = torch.randint(3, VOCABULARY, (200,), generator=torch.Generator().manual_seed(0))
+    one, again = (continued(model, begun, 40, 3, seed=1) for _ in range(2))
+    assert one.shape == (120,)
+    assert torch.equal(one, again)
+
+
+@pytest.mark.parametrize("own_outputs", [False, True])
+def test_heads_of_the_demo_target_learn_its_language(own_outputs: bool, tmp_path: Path) -> None:
+    """At first all heads repeat the target's own logits, which are for the token before."""
+    directory = ModelDirectory(DEMO / "target")
+    target = load(directory, torch.float32, "cpu")
+    target.set_attn_implementation("sdpa")
+    text = tokens_of([Path(argparse.__file__)], Tokenizer(directory), end=0)
+    plan = TrainingPlan(heads=2, steps=16, rows=4, length=64, rate=0.003, own_outputs=own_outputs)
+    training = HeadTraining(target, Windows(text, plan.length), plan)
+    before = training.accuracies(most=4)
+    losses = [training.step() for _ in range(plan.steps)]
+    after = training.accuracies(most=4)
+    assert losses[-1] < losses[0] - 1.0
+    for number in range(plan.heads):
+        assert after[number][10] > before[number][10] + 0.1
+        assert after[number][1] <= after[number][3] <= after[number][10] <= 1.0
+    training.save(tmp_path / "heads", target="demo")
+    shape = TargetShape(training.heads.shape.hidden, directory.vocabulary)
+    output = target.get_output_embeddings()
+    heads = MedusaFiles.of(tmp_path / "heads", shape).load(shape, output, "cpu", torch.float32)
+    hidden = torch.randn(3, shape.hidden)
+    with torch.no_grad():
+        torch.testing.assert_close(heads(hidden), training.heads(hidden), atol=0.2, rtol=0.1)  # stored in bfloat16
+    assert not any((tmp_path / "heads" / name).exists() for name in (STATE, PROGRESS, TEXTS))
+
+
+def test_a_training_in_two_parts_gives_the_heads_of_one(model: PreTrainedModel, tokens: Tensor, tmp_path: Path) -> None:
+    windows = Windows(tokens, PLAN.length)
+    whole = HeadTraining(model, windows, PLAN)
+    for _ in range(PLAN.steps):
+        whole.step()
+    for stop in (0, 4):
+        first = HeadTraining(model, windows, PLAN)
+        for _ in range(stop):
+            first.step()
+        out = tmp_path / str(stop)
+        first.save(out, target="tiny")
+        (out / TEXTS).write_bytes(b"")
+        second = HeadTraining(model, windows, PLAN)
+        second.resume(out)
+        assert second.done == stop
+        while not second.over:
+            second.step()
+        for one, other in zip(weights_of(whole), weights_of(second), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_file_that_is_cut_while_it_is_written_costs_nothing(
+    model: PreTrainedModel, tokens: Tensor, tmp_path: Path
+) -> None:
+    training = HeadTraining(model, Windows(tokens, PLAN.length), PLAN)
+    training.step()
+    training.save(tmp_path, target="tiny")
+    (tmp_path / f"{STATE}.partial").write_bytes(b"cut")
+    (tmp_path / TEXTS).write_bytes(b"")
+    HeadTraining(model, Windows(tokens, PLAN.length), PLAN).resume(tmp_path)
+
+
+def test_a_training_of_another_plan_is_refused(model: PreTrainedModel, tokens: Tensor, tmp_path: Path) -> None:
+    training = HeadTraining(model, Windows(tokens, PLAN.length), PLAN)
+    training.step()
+    training.save(tmp_path, target="tiny")
+    with pytest.raises(ResumeError, match=r"no unfinished training: texts.safetensors not found"):
+        check_unfinished(tmp_path, PLAN)
+    (tmp_path / TEXTS).write_bytes(b"")
+    assert check_unfinished(tmp_path, PLAN) == 1
+    other = TrainingPlan(heads=3, steps=6, rows=2, length=16, rate=0.01)
+    with pytest.raises(ResumeError, match="was begun with --heads 2, cannot go on with 3"):
+        check_unfinished(tmp_path, other)
+    progress = json.loads((tmp_path / PROGRESS).read_text())
+    (tmp_path / PROGRESS).write_text(json.dumps(progress | {"done": 7}))
+    with pytest.raises(Exception, match="done is 7, must be an integer from 0 to 6"):
+        check_unfinished(tmp_path, PLAN)
+
+
+def test_windows_are_held_out_and_repeatable() -> None:
+    windows = Windows(torch.arange(410), 10)
+    assert len(windows.held_out) == 2
+    assert len(windows.trained) == 39
+    held = set(windows.held_out.flatten().tolist())
+    batch = windows.batch(64, 3, 5)
+    assert torch.equal(batch, windows.batch(64, 3, 5))
+    assert not torch.equal(batch, windows.batch(64, 3, 6))
+    assert held.isdisjoint(batch.flatten().tolist())
+    with pytest.raises(TextError, match="have 19 tokens, must have at least 20: two windows"):
+        Windows(torch.arange(19), 10)
+
+
+def test_the_last_step_leaves_heads_that_load(model: PreTrainedModel, tokens: Tensor, tmp_path: Path) -> None:
+    training = HeadTraining(model, Windows(tokens, PLAN.length), PLAN)
+    training.save(tmp_path, target="tiny")
+    state = load_file(tmp_path / "model.safetensors")
+    assert {name.split(".")[0] for name in state} == {"blocks"}  # the target's output head is not stored again
