@@ -21,7 +21,7 @@ DISTRIBUTIONS_A_MESSAGE = 4
 
 
 MAX_DISTRIBUTION_BYTES = 4 << 20
-"""Limit on the bytes of distributions in a message, which always takes at least one. The whole message is limited to 16
+"""Limit on the bytes of distributions in a message; a single one may exceed it. The whole message is limited to 16
 MiB."""
 
 
@@ -61,8 +61,7 @@ class CandidateQueue:
 
     def add(self, path_logprob: float, node: Node) -> None:
         """Take a new node of the tree. Offer it if it is probable enough and at most `max_nodes` are offered, itself
-        included; otherwise hold it back. The likeliest next token is always sent: otherwise a verifier would wait for
-        nothing."""
+        included; otherwise hold it back. The likeliest next token is always sent: a verifier may be waiting for it."""
         policy = self._policy
         sendable = path_logprob >= policy.min_sent_logprob and self.offered <= policy.max_nodes
         if sendable or (node.parent is self._tree.root and node is self._likeliest):
@@ -82,7 +81,7 @@ class CandidateQueue:
         self._unsent = [node for node in self._unsent if node in alive]
         self._unsent_distributions = [n for n in self._unsent_distributions if n is root or n in alive]
         if self._contrasted and root.distribution is not None and root not in self._unsent_distributions:
-            self._unsent_distributions.insert(0, root)  # the verifier drops it with its node if its tree was full
+            self._unsent_distributions.insert(0, root)  # a verifier with a full tree has dropped it with its node
         self._release()
 
     def commit_arrived(self, now: float) -> None:
@@ -90,7 +89,7 @@ class CandidateQueue:
         self._timer.committed(now, unsent=self.has_unsent)
 
     def set_policy(self, policy: ExpansionPolicy) -> None:
-        """Send by another policy, starting now."""
+        """Replace the policy; held-back nodes are offered by the new one at once."""
         if self._policy.paused and not policy.paused:
             self._timer = SendTimer()  # commits batched during the pause distort its estimates
         self._policy = policy
@@ -141,8 +140,8 @@ class CandidateQueue:
 
         The root's distribution is sent at once: without it no token can be chosen (CONTRASTIVE), or a draw arrives
         after the choice at its position and is lost (REJECTION). A full message of whole distributions does not wait
-        either (CONTRASTIVE). Draws wait, whatever their number: an end token is the last of its chain, and its send
-        time must not depend on the token.
+        either (CONTRASTIVE). Draws always wait: an end token ends its chain, and the time at which it is sent must not
+        reveal the token.
         """
         if not self.has_unsent:
             return math.inf

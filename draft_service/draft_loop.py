@@ -1,4 +1,4 @@
-"""The draft loop: has the drafter expand the most probable nodes of all sessions, sends candidates, and repeats.
+"""The draft loop: in every step the drafter expands the most probable nodes of all sessions, and candidates are sent.
 
 It runs in its own thread and owns every session. Commits take effect between steps. The loop sleeps while no session
 has a node worth expanding.

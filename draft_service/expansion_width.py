@@ -29,7 +29,7 @@ MAX_SLOWDOWN = 1.25
 """Limit on the time of a step at a larger width, in multiples of a step at the smallest width."""
 
 ROWS = (16, 32, 64, 128, 256)
-"""Node counts over all sessions to try, ascending; the first needs no measurement."""
+"""Node counts over all sessions to try, ascending; the first is the fallback and is not measured."""
 
 MAX_CROWDED = 2.0
 """Limit on the time of a pass over the nodes of all sessions, in multiples of a step at the smallest width.
@@ -56,7 +56,7 @@ SAMPLED = SamplingQuery(RequestSampler(Sampling(temperature=1.0)), TEXT)
 
 
 class Width(NamedTuple):
-    """Limits on the nodes of a pass, and the seconds of passes over some numbers of nodes."""
+    """Limits on the nodes of a pass, for one session and for all, and the measured seconds of a pass by node count."""
 
     of_session: int
     of_all: int
@@ -113,7 +113,7 @@ def most(seconds: Callable[[int], float], least_width: float, room: int) -> int:
 
 
 def siblings(packer: Packer, rows: int, slots: Slots) -> None:
-    """Pack `rows` sibling nodes below one text and want their logits; the text takes the remaining slots."""
+    """Pack `rows` sibling nodes below one text and request their logits; the text takes the remaining slots."""
     text, places = slots[: len(slots) - rows], slots[len(slots) - rows :].tolist()
     added = [packer.add_row(1 + row, len(text), slot) for row, slot in enumerate(places)]
     packer.add_leaves(text, [[slot] for slot in places], added)

@@ -253,11 +253,11 @@ class LanguageModelDrafter(Drafter):
         return self._probe.recovers()
 
     def _break_even(self, expanding: Sequence[ModelSession], reading: Sequence[ModelSession]) -> float:
-        """Return the path logprob from which a further node of a session pays in the coming pass."""
+        """Return the path logprob above which a further node of a session pays in the coming pass."""
         if self._times is None:
             return -math.inf
-        # The pass has each session's best node in any case. For a session that lacks only the token of a correction,
-        # that is its root.
+        # Every session's best node is in the pass in any case: the root, for a session that lacks only the token of a
+        # correction.
         best = [math.exp(session.session.best_logprob()) for session in expanding]
         best += [1.0 for session in reading if session.pending_text == 1 and not session.session.policy.paused]
         probability = self._times.break_even(best[: self._rows]) if best else 0.0
@@ -271,7 +271,7 @@ class LanguageModelDrafter(Drafter):
         session counts; within a tenant the best sessions come first."""
         tenants = _by_tenant(expanding)
         weights = {tenant: own[0].session.request.weight for tenant, own in tenants.items()}
-        # A new tenant starts at the smallest virtual time: it has no claim to the rows it did not ask for.
+        # A new tenant starts at the smallest virtual time: it gets no credit for the time before it came.
         least = min((self._had[tenant] for tenant in tenants if tenant in self._had), default=0.0)
         had = {tenant: self._had.get(tenant, least) for tenant in tenants}
         wanted = {tenant: float(self._rows_per_session * len(own)) for tenant, own in tenants.items()}
@@ -294,11 +294,12 @@ class LanguageModelDrafter(Drafter):
     def _prompt_rows(self, reading: Sequence[ModelSession], expanding: Sequence[ModelSession]) -> int:
         """Return how many tokens of committed text a pass may compute beside sessions that expand nodes.
 
-        One row per unpaused reader, since most need only the token of a correction, plus `PROMPT_WIDTHS` widths times
-        max(1, readers / expanding sessions). If expanding tenants wait for readers of other tenants, the ratio is one
-        of tenants' weights instead, the smallest one, and the first term is capped at `PROMPT_WIDTHS` widths: a tenant
-        with many sessions cannot lengthen another's passes. If no session expands, at least the shortest pending text
-        is computed whole, since no one waits for it.
+        Readers are sessions with pending text. They get one row per unpaused reader, since most need only the token of
+        a correction, plus `PROMPT_WIDTHS` widths times max(1, readers / expanding sessions). If expanding tenants wait
+        for readers of other tenants, that ratio is replaced by the smallest ratio of the other readers' tenant weights
+        to an expanding tenant's own, and the first term is capped at `PROMPT_WIDTHS` widths: a tenant with many
+        sessions cannot lengthen another's passes. If no session expands, at least the shortest pending text is computed
+        whole, since no session waits for the pass.
         """
         wanted = sum(not session.session.policy.paused for session in reading)
         beside = PROMPT_WIDTHS * self._rows_per_session

@@ -4,9 +4,9 @@ A pass that computes nodes of path probabilities p_1, ..., p_n yields sum(p) / T
 
     T_d(n) = base + a_node * n
 
-a further node of probability p raises that rate if p > a_node * sum(p) / T_d(n). Below, it only delays what comes next:
-likelier nodes, or the commit that decides between them. So many sessions or a costly node make passes narrow, and
-likely chains grow deep sooner.
+a further node of probability p raises that rate if p > a_node * sum(p) / T_d(n). A node below that only delays the next
+pass, with likelier nodes, or the commit that decides between them. Passes are therefore narrow if there are many
+sessions or if nodes are costly, and likely chains grow deep sooner.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ MAX_SLOWDOWN = 3.0
 
 
 class PassTimes:
-    """T_d(n) as a weighted least-squares line; recent passes weigh more. `measured`: seconds at start-up by node count,
-    of at least two counts. ValueError if there are fewer.
+    """T_d(n) as a weighted least-squares line; recent passes weigh more. `measured`: seconds at start-up by node count;
+    ValueError for fewer than two counts.
 
-    Passes at start-up have other texts, other work around them and another load. So they add to the estimate of the
-    slope, which narrow passes alone would not show, and say nothing of the base once there are passes.
+    Passes at start-up run with other texts, other host work and another load. They therefore contribute to the slope,
+    which narrow passes alone would not show, but no longer to the base once served passes have been observed.
     """
 
     def __init__(self, measured: Mapping[int, float]) -> None:
@@ -83,7 +83,7 @@ class _Moments:
 
     @property
     def covariance(self) -> float:
-        """The same of nodes and seconds."""
+        """The weighted sum of products of the deviations of nodes and seconds."""
         return self.nt - self.n * self.t / self.weight if self.weight else 0.0
 
     def decay(self, factor: float) -> None:

@@ -1,15 +1,14 @@
 """The send timer: decides when a session's candidates are sent.
 
 A message helps if it reaches the verifier before a step begins, and the later it is sent, the more it contains. Commits
-come at the pace of the steps, and the next step begins when the last commit leaves. So candidates for the step after it
-must leave a period later, less a round trip: the commit takes one way to the draft and they take the other back. A
-longer round trip counts modulo the period: candidates are then in time for a later step.
+arrive once a step, and a step begins when the last commit leaves the verifier. Candidates for the step after that must
+leave one period later, minus a round trip for the commit's way here and the candidates' way back. A round trip longer
+than a period counts modulo the period: candidates are then in time for a later step.
 
     deadline = last commit + period - round trip mod period - deviation, plus periods until it lies ahead
 
-While the interval between two messages leaves time for another one before the deadline, a message leaves at once.
-Otherwise it waits for the last end of a draft step before the deadline. The interval never leaves a deadline without a
-message.
+A message is sent at once if the minimum interval leaves time for another one before the deadline. Otherwise it waits
+for the last end of a draft step before the deadline. The interval never leaves a deadline without a message.
 
 Period and deviation are estimated as for TCP's retransmission timeout (Jacobson 1988, "Congestion avoidance and
 control"): moving averages, with the mean deviation as margin. A wrong estimate costs little: if a commit comes before
@@ -72,7 +71,7 @@ class SendTimer:
         deadline = now + (self._committed_at - round_trip - self._deviation - now) % period
         if self._sent_at <= deadline - 2 * period:  # the last deadline passed without a message
             return -math.inf
-        # A message within a step after a deadline was late for that one, and the next one is not without it.
+        # A message sent within a step after the last deadline missed it: this deadline needs one despite the interval.
         if self._sent_at <= deadline - period + step:
             earliest = min(earliest, deadline - step)
         elif earliest > deadline:

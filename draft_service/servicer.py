@@ -40,7 +40,7 @@ from specdec.serving.validation import (
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
 
 MAX_AGE_US = 2**32 - 1
-"""Limit of the field `base_age_us`: a session may wait for its reader for longer than the 71 minutes."""
+"""Largest `base_age_us`, 71 minutes; a session may wait longer for its reader."""
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,8 @@ class DraftServicer(
         """Return the session requested by an `open`; InvalidRequestError if a value is invalid. Values are validated
         for all callers, trusted or not."""
         message = request.open
-        # Only tokens in both vocabularies are proposed: the target would drop any others. Sampling parameters for those
-        # others are valid, but affect none of the draft's candidates.
+        # Only tokens in both vocabularies are proposed: the target would drop any others. Sampling parameters may name
+        # tokens outside the draft's vocabulary, which affect none of its candidates.
         own, context = self._identity.vocabulary_size, self._identity.context_tokens
         targets = message.vocabulary_size or own
         vocabulary = min(own, targets)
@@ -237,7 +237,7 @@ class DraftServicer(
 
 
 def _policy_violations(policy: draft_pb2.DraftPolicy) -> list[tuple[str, str]]:
-    """Return the violations of a policy: pausing is requested by `paused`, not by a minimum probability of 1."""
+    """Return the violations of a policy. A minimum probability of 1 is invalid: `paused` requests a pause."""
     if 0 <= policy.min_path_probability < 1:
         return []
     return [("policy.min_path_probability", f"is {policy.min_path_probability:g}, must be in [0, 1)")]

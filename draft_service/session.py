@@ -20,8 +20,8 @@ from specdec.decoding.tree import Node, TokenTree
 from specdec.serving.errors import InvalidRequestError
 
 MIN_CHILD_LOGPROB = math.log(MIN_PROBABILITY)
-"""Logprob below which a child is not added, except a node's first: even with its parent as the root it would not be
-expanded."""
+"""Minimum logprob of a child, except a node's first: one below it would not be expanded even with its parent as the
+root."""
 
 
 class RootMove(NamedTuple):
@@ -47,7 +47,7 @@ class DrafterSession:
         self.request = request
         self.policy = policy
         self.vocabulary = vocabulary
-        self.max_nodes = policy.max_nodes  # of the opening: memory is reserved for these, a cap on later policies
+        self.max_nodes = policy.max_nodes  # from the opening, which reserves memory for them; caps later policies
         self.grammar = None if request.grammar is None else request.grammar.begin(request.generated, request.end_tokens)
         self.end = min(len(request.prompt) + request.max_tokens, request.context)
         self.tree = TokenTree(
@@ -94,7 +94,7 @@ class DrafterSession:
         return RootMove(new_tokens, followed, alive)
 
     def set_policy(self, policy: ExpansionPolicy) -> None:
-        """Expand and send by another policy, starting now."""
+        """Replace the policy for expanding and sending, at once."""
         self.policy = policy
         self._restore_deep()
         self.outgoing.set_policy(policy)
