@@ -148,7 +148,7 @@ def main(
     server: ServerSettings,
 ) -> None:
     """Serve completions to applications: run every request with verifiers and, if there are any, draft services."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a request has one text; few threads encode
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a request has one text to encode; few threads encode
     server = replace(server, share_port=share_port)
     _check_models(
         models,

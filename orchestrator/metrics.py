@@ -21,7 +21,7 @@ ERRORS = {
 """Error reasons of failed requests."""
 
 FALLBACKS = ("no_draft", "draft_lost", "draft_useless", "tokenizer_mismatch", "protocol_mismatch", "late")
-"""Reasons for which a text continues without the draft it wants."""
+"""Reasons why a text continues without the draft it wants."""
 
 STATES = ("closed", "open", "half_open", "unfit")
 """States of pods: those of circuit breakers, and unfit."""

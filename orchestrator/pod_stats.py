@@ -1,4 +1,4 @@
-"""The pods' own statistics, for operators: asked of all pods at once, and no more often than they change visibly."""
+"""The pods' own statistics, for operators: fetched from all pods at once, and cached briefly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ASK_SECONDS = 1.0
 """Timeout in seconds for a pod."""
 
 KNOWN_SECONDS = 0.5
-"""Seconds for which the answers are cached: one caller must not make calls to all pods at any rate."""
+"""Lifetime of a cached answer in seconds: without the cache, a caller could flood all pods with calls."""
 
 MAX_BYTES = 1 << 16
 """Size of an answer, in bytes, above which it is dropped: a pod may send anything."""
@@ -34,7 +34,7 @@ class Peer(NamedTuple):
 
 
 class PodStatsCache:
-    """The last answers of all pods."""
+    """The cache of all pods' last answers."""
 
     def __init__(self, peers: Callable[[], Iterable[Peer]]) -> None:
         """`peers` returns the pods known now."""

@@ -14,7 +14,7 @@ BREAKER_STATES = {
 
 
 def pod_view(pod: Pod, model: str = "") -> generation_pb2.PodView:
-    """Return the state of a pod; `model` is the name requests use for what it serves."""
+    """Return the state of a pod; `model` is the name of its model in requests."""
     return generation_pb2.PodView(
         address=pod.address,
         breaker=BREAKER_STATES[pod.breaker.state],

@@ -187,7 +187,8 @@ class Workers:
                 self._all_ready()
 
     async def _died(self, number: int, why: str, at_first: str) -> None:
-        """Wait until the next start of a worker, or give all of them up: with `at_first`, if it was never ready."""
+        """Wait until it is time to restart a worker, or stop all workers with an error: `at_first` if this one was
+        never ready."""
         restarts = self._restarts[number]
         pause = restarts.died()
         if number in self._awaited:

@@ -1,8 +1,8 @@
 """One session at a draft: its stream, the flow control of its candidates, and when it is given up.
 
-A draft sends candidates a few times a step, and stops at the number its verifier has granted. A draft without end would
-keep the verifier from its steps and the orchestrator from its other streams: a token bucket, filled by commits, limits
-its messages.
+A draft sends candidates a few times a step, and stops at the number its verifier has granted. A draft that never
+stopped would starve the verifier's steps and the orchestrator's other streams, so a token bucket, refilled by commits,
+limits its messages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DraftStream(PeerStream):
 
     def __init__(self, pod: Pod, context: SampleContext) -> None:
         super().__init__(pod, context)
-        self.at_work = False  # it has sent candidates
+        self.at_work = False  # True once the draft has sent candidates
         self._outgoing: asyncio.Queue[draft_pb2.DraftRequest] = asyncio.Queue()
         self._feeding: asyncio.Task[None] | None = None
 
@@ -95,23 +95,24 @@ class DraftStream(PeerStream):
 
 
 MESSAGES_A_COMMIT = 16
-"""Messages added to the bucket by each commit: four times the number asked of a draft. One more is added for every four
-candidates the draft may have, since distributions of the whole vocabulary (CONTRASTIVE) are sent without waiting for
-each other."""
+"""Messages added to the bucket by each commit: four times `EXTENDS_A_STEP`. One more is added for every four candidates
+the draft may have, since distributions over the whole vocabulary (CONTRASTIVE) are sent without waiting for each
+other."""
 
 
 MAX_EXTEND_BYTES = MAX_BYTES - 64
-"""Largest message in bytes. It goes to the verifier inside another, slightly longer message."""
+"""Largest message in bytes. It is relayed to the verifier inside another, slightly longer message."""
 
 NODES_FOR_ONE = 64
 BYTES_FOR_ONE = 1 << 20
-"""A message costs 1, plus 1 for every 64 candidates (ancestors included) and 1 for every MiB. The one with the most
-candidates (`MAX_NODES_A_MESSAGE`) costs 17, and so does the longest. No distribution of ours has as many bytes."""
+"""A message costs 1, plus 1 for every 64 candidates (ancestors included) and 1 for every MiB. One of
+`MAX_NODES_A_MESSAGE` candidates and `MAX_EXTEND_BYTES` bytes costs 32. A distribution over a vocabulary of 262,144
+tokens takes 512 KiB."""
 
 
 class CandidateFlow:
-    """The number of messages the draft of one session may still send. `max_nodes`: limit on its live candidates. In the
-    worst case it sends each in a message of its own, and each again with its distribution."""
+    """The token bucket for the messages of one session's draft. `max_nodes`: limit on its live candidates, each sent in
+    a message of its own in the worst case, and again with its distribution."""
 
     def __init__(self, max_nodes: int) -> None:
         self._refill = MESSAGES_A_COMMIT + max_nodes // 4
@@ -124,7 +125,7 @@ class CandidateFlow:
 
     def violation(self, extend: model_pb2.Extend) -> str:
         """Count a message; return what is wrong with it, empty if nothing is."""
-        # There is one distribution more than candidates: the committed prefix's.
+        # The committed prefix has a distribution too: one more than there are candidates.
         nodes, size = max(len(extend.tokens), len(extend.parents), len(extend.distributions) - 1), extend.ByteSize()
         self._left -= 1 + nodes // NODES_FOR_ONE + size // BYTES_FOR_ONE
         if self._left < 0:
@@ -175,9 +176,9 @@ class DraftSession:
         self._flow = CandidateFlow(state.max_nodes)
         self._fruitless = 0  # steps since a candidate of the draft was last accepted
         self._fruitless_since = 0.0  # when the first of them ended; monotonic
-        self._in_time = False  # in some of them it had candidates
-        self._awaited_since: float | None = None  # since when the text has been blocked on the draft; monotonic
-        self._wanted_since: float | None = None  # since when its first candidates have been wanted; monotonic
+        self._in_time = False  # the draft had candidates in some of these steps
+        self._awaited_since: float | None = None  # when the text became blocked on the draft; monotonic
+        self._wanted_since: float | None = None  # when its first candidates became wanted; monotonic
 
     async def open(self) -> None:
         """Open the session with the text as it is now."""
@@ -204,7 +205,7 @@ class DraftSession:
             self._abort_silent(self._awaited_since, now)
 
     def on_commit(self, commit: verifier_pb2.Commit) -> bool:
-        """Forward the target's decisions; return True if they speak for the draft."""
+        """Forward the target's decisions; return True if the draft is at work and they do not count against it."""
         self._awaited_since = None
         self._flow.committed()
         paused = self._control.paused

@@ -38,8 +38,7 @@ USELESS_SECONDS = 60.0
 has changed."""
 
 MAX_FULL_SECONDS = 10.0
-"""Longest time in seconds for which a text avoids a full draft: sessions end, and another pod may take over its
-address."""
+"""Maximum seconds that a text avoids a full draft: sessions end, and another pod may take over its address."""
 
 MAX_ROUND_PAUSE_SECONDS = 1.0
 """Longest pause in seconds between two rounds over all drafts. It may exceed the pause between verifiers, since the
@@ -47,13 +46,13 @@ text continues meanwhile."""
 
 
 class CandidateSink(Protocol):
-    """Takes the output of drafting, for the verifier that has the text at the moment."""
+    """Receives the output of drafting, for the text's current verifier."""
 
     async def extend(self, extend: model_pb2.Extend) -> None:
         """Send candidates."""
 
     async def set_policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
-        """Set the policy by which the verifier speculates."""
+        """Set the verifier's speculation policy."""
 
     def abort(self, error: ServiceError) -> None:
         """End the request with this error: it needs a draft, and none is available."""
@@ -85,8 +84,8 @@ class Drafting:
 
     @property
     def undrafted_reason(self) -> str:
-        """Why tokens were chosen without candidates of a draft. Empty if none were, or only in steps for which the
-        verifier wanted none."""
+        """Why tokens were chosen without candidates of a draft. Empty if none were, or only in steps without a use for
+        candidates."""
         return self._why_undrafted or ("late" if self.undrafted_tokens else "")
 
     async def __aenter__(self) -> Self:
@@ -166,7 +165,7 @@ class Drafting:
             now = time.monotonic()
             useless = {pod for pod, until in self._useless_until.items() if until > now}
             pod = pods.choose(but=tried | useless | self._full(pods))
-            if self._context.sample.needs_draft and self._backoff.exhausted:  # drafts take turns at being of no use
+            if self._context.sample.needs_draft and self._backoff.exhausted:  # one useless draft after another
                 self._give_up()
             elif pod is not None:
                 was_at_work = await self._draft_at(pod)
@@ -177,8 +176,8 @@ class Drafting:
                 tried.clear()
 
     def _full(self, pods: Pods) -> set[Pod]:
-        """Return the pods with a recent report, to any text here, of no room for sessions. A text that needs a draft
-        asks them all the same."""
+        """Return the pods that have recently reported, to any text here, no room for sessions; none for a text that
+        needs a draft, which asks them nevertheless."""
         if self._context.sample.needs_draft:
             return set()
         return {pod for pod in pods if (told := pod.load.reported) is not None and not told.room}
@@ -223,7 +222,7 @@ class Drafting:
     def _note_end(self, stream: DraftStream, error: Exception) -> None:
         """Note why a draft's session has ended, and avoid its pod for a time: for this text only, or for all."""
         pod = stream.pod
-        reason: FailoverReason | None = None  # of an event, unless the session was never open
+        reason: FailoverReason | None = None  # of the failover event; none if the session was never open
         match error:
             case ForeignPodError():
                 pod.found_unfit(error.reason, error)
@@ -235,8 +234,8 @@ class Drafting:
                 if pod.candidates_at < error.waiting_since:  # no text has had candidates since: its device may be stuck
                     pod.breaker.failed()
                 if not (stream.at_work and self._context.sample.needs_draft):
-                    # It may be late for this text alone, or busy with a long prefill: an immediate retry would restart
-                    # that.
+                    # It may be late for this text alone, or busy with a long prefill, which an immediate retry would
+                    # restart.
                     self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
                 reason = "draft_useless"
             case FloodError():
@@ -272,7 +271,7 @@ class Drafting:
         self._sink.abort(self._given_up)
 
     async def _go_without(self, pods: Pods) -> None:
-        """Continue without a draft, since none is available now, unless the text needs one."""
+        """Continue without a draft while none is available, unless the text needs one."""
         if pods and all(pod.unfit for pod in pods):
             self._last_failure = next(iter(pods)).unfit_reason, "; ".join(f"{pod}: {pod.unfit}" for pod in pods)
         reason, why = self._last_failure

@@ -100,7 +100,7 @@ class Generation:
 
     @contextmanager
     def _leaving(self) -> Iterator[None]:
-        """Note if the caller cancels meanwhile."""
+        """Record a cancellation by the caller while the context lasts."""
         try:
             yield
         except (asyncio.CancelledError, GeneratorExit):

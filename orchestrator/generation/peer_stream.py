@@ -133,7 +133,7 @@ class PeerStream:
 
     @property
     def _reached(self) -> bool:
-        """True if the pod was up: a failed connect is no death of a pod."""
+        """True if the pod was up: a failed connection attempt does not count as a pod's death."""
         return self.opened or getattr(self._call, "reached", False)
 
     @property
@@ -144,8 +144,8 @@ class PeerStream:
         return left is not None and left < DEADLINE_SLACK_SECONDS
 
     def _count_heartbeat(self) -> None:
-        """Count a heartbeat; LostError if they come faster than any peer sends them. They cost the peer nothing, and
-        nothing else bounds them."""
+        """Count a heartbeat; LostError if they come faster than any peer of ours sends them. Nothing else bounds
+        heartbeats, which cost a hostile peer nothing."""
         now = self._clock()
         # A token bucket with one exception: heartbeats queued while nobody read the stream arrive at once, so credit
         # of that pause (`since`) is kept even above the burst.

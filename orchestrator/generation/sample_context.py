@@ -59,7 +59,7 @@ class SampleContext:
     timeline: SampleTimeline
     grammar_watch: GrammarWatch | None = None  # None: it has no grammar, or grammars are not tried
     fallback_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds for which texts have continued without the draft they wanted, by reason; shared by all samples."""
+    """Seconds of texts without the draft they wanted, by reason; shared by all samples."""
 
     @property
     def timeout(self) -> float | None:

@@ -1,4 +1,4 @@
-"""The speculation policies of a sample: what its verifier reports, and how verifier and draft shall speculate then."""
+"""The speculation policies of a sample, for its verifier and its draft: derived from the verifier's reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
 class SpeculationState:
     """An immutable value: every change makes a new one."""
 
-    drafted: bool  # there is a draft, or hope of one
+    drafted: bool  # a draft has the text, or may soon have it
     max_nodes: int = 1  # limit on live candidates of the session, granted by the verifier
     outlook: Outlook = NO_DRAFT_PAYS
 
@@ -36,12 +36,12 @@ class SpeculationState:
 
     def worth_a_draft(self, sample: Sample) -> bool:
         """Return True if it pays to ask a draft. A verifier cannot judge that for a session it believes to have no
-        draft: then one is tried."""
+        draft, so one is tried then."""
         return self.outlook.drafting_wanted or sample.forces_drafting or not self.drafted
 
     def verify_policy(self, context: SampleContext) -> verifier_pb2.VerifyPolicy:
-        """Return the policy of the verifier: a new message. It may wait for candidates of a draft only if there is one,
-        or hope of one."""
+        """Return a new policy message for the verifier. It may wait for candidates of a draft only if the text is
+        `drafted`."""
         speculation = context.sample.speculation
         drafters = speculation.drafters if self.drafted else speculation.drafters - {CandidateSource.REMOTE}
         return verifier_pb2.VerifyPolicy(
@@ -68,12 +68,12 @@ class SpeculationState:
 BREAK_EVEN_SHARE = 0.03
 """Ratio of the min path probability sent to a draft to the break-even probability. The draft's own limit applies if it
 is higher. Nodes worth verifying a step later are less probable now than nodes verified now. (By `python -m bench
-simulate`: a share of 1 left nothing to expand ahead, 0.3 was still too much, and 0.1 brought eight sessions of a pod 8
-% less.)"""
+simulate`: a share of 1 left nothing to expand ahead, 0.3 was still too high, and 0.1 gave eight sessions of a pod 8 %
+less throughput.)"""
 
 FIRST_MIN_PROBABILITY = 0.1
-"""Lower limit of the min path probability until the first commit. Nodes above it are all that a first step can use:
-nobody waits for more, and on shared cores large trees would delay the prefills of a crowd."""
+"""Lower limit of the min path probability until the first commit. A first step does not wait for less probable nodes,
+and on shared cores large trees would delay the prefills of other sessions."""
 
 PAUSED_COMMIT_TOKENS = 64
 """Tokens sent together to a paused draft, so that little is left to read when it resumes."""
@@ -83,11 +83,11 @@ EXTENDS_A_STEP = 4
 begins, the more of them count; sending often also hides a slow network."""
 
 MIN_EXTEND_INTERVAL_US = 500
-"""Shortest interval in microseconds between two messages, over all sessions of a verifier, at a low cost to it: each
-message takes its process less than 0.1 ms (`python -m bench device`: processor time of a token, forced and off)."""
+"""Shortest interval in microseconds between two messages, over all sessions of a verifier. Messages at this rate cost
+it little: each takes less than 0.1 ms (`python -m bench device`: processor time of a token, forced and off)."""
 
 ROUND_TRIP_TOLERANCE = 0.05
-"""Share of a step. The draft gets a new round trip if it differs by more from the one sent last."""
+"""Change of the round trip, as a share of a step, above which the draft gets the new value."""
 
 
 class DraftControl:
@@ -127,15 +127,16 @@ class DraftControl:
             self._unsent = model_pb2.Committed()
 
     def another_verifier(self, max_nodes: int) -> Iterator[draft_pb2.DraftRequest]:
-        """Yield the messages for a move to another verifier: it grants `max_nodes`, and has none of the candidates."""
+        """Yield the messages for a move to another verifier, which grants `max_nodes` and has none of the
+        candidates."""
         if max_nodes != self._policy.max_nodes:
             self._policy.max_nodes = max_nodes
             yield draft_pb2.DraftRequest(policy=self._policy)
         yield draft_pb2.DraftRequest(resend=draft_pb2.Resend())
 
     def _fitting(self, commit: verifier_pb2.Commit) -> draft_pb2.DraftPolicy:
-        """Return the policy the draft should have now. Besides resending for a new verifier, the draft sends up to
-        `EXTENDS_A_STEP` messages a step: no more than its share of the limit for all sessions, but at least one."""
+        """Return the policy the draft should have now. It allows up to `EXTENDS_A_STEP` messages a step: no more than
+        the session's share of the limit for all sessions, but at least one."""
         policy = draft_pb2.DraftPolicy()
         policy.CopyFrom(self._policy)
         pause = max(self._step_us / EXTENDS_A_STEP, MIN_EXTEND_INTERVAL_US * commit.drafted_sessions)

@@ -151,7 +151,7 @@ class VerifierStream(PeerStream):
         await self._write(verifier_pb2.VerifyRequest(extend=extend))
 
     async def set_policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
-        """Set the policy by which the session speculates."""
+        """Set the session's speculation policy."""
         if policy != self._policy:
             self._policy = policy
             await self._write(verifier_pb2.VerifyRequest(policy=policy))

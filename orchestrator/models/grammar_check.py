@@ -38,10 +38,10 @@ several a minute while nodes are drained, so the limit is twice MAX_DEATHS."""
 
 AMONG_OTHERS = 2
 """Factor on both limits while pods die without the grammar as well: something else kills them. The factor is finite:
-two grammars killing pods by turns would otherwise excuse each other forever."""
+two grammars killing pods in turns would otherwise excuse each other forever."""
 
 DEATH_SECONDS = 60.0
-"""Seconds for which a death is remembered."""
+"""Seconds until a death is forgotten."""
 
 QUARANTINE_SECONDS = 60.0
 """Seconds of a grammar's quarantine."""

@@ -66,7 +66,7 @@ class Revision:
 
     @property
     def asked_as(self) -> str:
-        """The model name by which a request selects this revision; empty if it has no name."""
+        """The model name in requests for this revision; empty if it has no name."""
         return f"{self.model.name}{SEPARATOR}{self.name}" if self.name else ""
 
     def serves(self, fingerprint: str) -> bool:

@@ -48,14 +48,14 @@ class OrchestratorStats:
     decisions: model_pb2.SpeculationDecisions = field(default_factory=model_pb2.SpeculationDecisions)
     failover_events: Counter[str] = field(default_factory=Counter)  # by reason
     fallback_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds for which texts continued without the draft they wanted, by reason."""
+    """Seconds of texts without the draft they wanted, by reason."""
     first_token: Histogram = field(default_factory=Histogram)  # seconds from a sample's start to its first token
-    between_tokens: Histogram = field(default_factory=Histogram)  # seconds; tokens that came together share theirs
+    between_tokens: Histogram = field(default_factory=Histogram)  # seconds; tokens that came together share them
     whole: Histogram = field(default_factory=Histogram)  # seconds from a sample's start to its end
 
     @classmethod
     def summed(cls, all: Iterable[Self]) -> Self:
-        """Return the sums over all of them."""
+        """Return the sum of these statistics."""
         found = cls()
         for stats in all:
             for name in (one.name for one in fields(cls)):

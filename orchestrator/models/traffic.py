@@ -46,8 +46,8 @@ def point_of(request: generation_pb2.GenerateRequest) -> float:
 
 
 def _ends(request: generation_pb2.GenerateRequest) -> bytes:
-    """Return the beginning, the end and the length of a prompt, as bytes. It may have megabytes, and is not validated
-    yet."""
+    """Return the beginning, the end and the length of a prompt, as bytes. The prompt is not validated yet, and may have
+    megabytes."""
     match request.WhichOneof("prompt"):
         case "text":
             length, part = len(request.text), (request.text[:PART] + request.text[-PART:]).encode()

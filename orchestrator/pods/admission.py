@@ -79,15 +79,14 @@ class PodCapacity:
 
 
 CANCELLED_SECONDS = 1.0
-"""Seconds from the start of an opening for which its place stays taken, if the request is cancelled within that
-time."""
+"""Seconds from the start of an opening until its place is free again, if its request is cancelled in that time."""
 
 MAX_CANCELLED = 16
 """Places of a tenant with cancelled openings, in flight or kept, while other tenants have sessions. At some 4 ms of
 processor time each, 16 a second cost a fifteenth of a core."""
 
 PRESENT_SECONDS = 10.0
-"""Seconds after its last opening for which a tenant counts as present."""
+"""Seconds that a tenant counts as present after its last opening."""
 
 
 class CancelledOpenings:
@@ -145,14 +144,14 @@ class CancelledOpenings:
 
 
 MAX_OPENINGS = 64
-"""Openings in flight at a verifier. Its answers wait for no step, so more would only move the queue from here to there.
-Twice as many are allowed, if each of the others is its tenant's only one."""
+"""Limit on openings in flight at a verifier. Its answers do not wait for steps, so more would only move the queue from
+here to the verifier. A tenant without an opening in flight may exceed it, up to twice as many."""
 
 MAX_WAITING = 16
 """Limit on a tenant's requests waiting for places of its cancelled ones; more are refused before parsing."""
 
 REFUSED_SECONDS = 0.05
-"""Seconds for which other requests are refused after a refusal by the verifier. Every ended text makes room, so this is
+"""Seconds that other requests are refused after a refusal by the verifier. Every ended text makes room, so this is
 short: it only keeps a flood from asking again and again."""
 
 

@@ -1,4 +1,4 @@
-"""Peers: the pods at which a request's sessions are opened, found at addresses that may change while requests run."""
+"""Peers: the pods for a request's sessions, found at addresses that may change while requests run."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ SAME_DEATH_SECONDS = 5.0
 """Sessions of a pod lost within this many seconds count as one death."""
 
 UNFIT_SECONDS = 10.0
-"""Seconds for which an unfit pod is not asked: by then another pod may have its address. Asking costs one text the
-opening of a session."""
+"""Seconds that an unfit pod is not asked: by then another pod may have its address. Asking costs one text the opening
+of a session."""
 
 
 class Pod:
@@ -62,7 +62,7 @@ class Pod:
         return self._unfit if self._clock() < self._unfit_until else None
 
     def found_unfit(self, reason: str, why: Exception) -> None:
-        """Stop asking it for `UNFIT_SECONDS`, by which time another pod may have taken its place."""
+        """Do not ask it for `UNFIT_SECONDS`."""
         if self.unfit is None:
             log.warning("pod_unfit", pod=str(self), reason=reason, why=str(why))
         self.unfit_reason = reason

@@ -92,7 +92,7 @@ def _truncated_text(
 
 
 def time_of(message: generation_pb2.GenerateRequest, arrived: datetime, violations: list[tuple[str, str]]) -> datetime:
-    """Return the time for which a conversation is rendered: the one given, else `arrived` in whole seconds."""
+    """Return the current time for the chat template: the one given, else `arrived` in whole seconds."""
     if message.chat.HasField("time"):
         try:
             return message.chat.time.ToDatetime(UTC)

@@ -37,7 +37,7 @@ class Sample:
     revision: str = ""  # of the model at the start of the text; empty: any
     coalesce_commits: bool = False  # nobody reads while the text is generated
     rejected_candidates: bool = False  # return them
-    grammar: model_pb2.Grammar | None = None  # what the text must look like
+    grammar: model_pb2.Grammar | None = None  # of the text; None: any text
     shown_tokens: frozenset[int] = frozenset()  # special tokens to be shown nevertheless
     show_special: bool = False  # all special tokens are shown
     include_stop: bool = False  # the text includes what ended it

@@ -185,7 +185,7 @@ def _value(
 
 
 def _with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of an argument with the definitions of the whole, to which it may refer."""
+    """Return the schema of an argument with the definitions of the whole schema: it may refer to them."""
     return {key: root[key] for key in DEFINITIONS if key in root} | dict(schema)
 
 

@@ -21,7 +21,7 @@ CALLED: dict[str, Any] = {
     "content": "",
     "tool_calls": [{"type": "function", "id": "callprobe", "function": {"name": NAME, "arguments": ARGUMENTS}}],
 }
-"""A turn with a call. Templates of Mistral require ids of nine letters and digits."""
+"""A turn with a call. Mistral's templates require ids of nine letters and digits."""
 ANSWERED: dict[str, Any] = {"role": "tool", "content": "an answer", "tool_call_id": "callprobe", "name": NAME}
 
 NOON = datetime(2000, 1, 1, 12, tzinfo=UTC)

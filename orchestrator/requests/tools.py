@@ -155,15 +155,15 @@ def _object(text: str) -> dict[str, Any] | None:
 def tool_grammar(
     chat: generation_pb2.ChatPrompt, model: ServedModel, answer: model_pb2.Grammar | None = None
 ) -> model_pb2.Grammar | None:
-    """Return the grammar of a text that may or must hold calls of these tools, and without calls is an `answer`; None
-    if it is free. GrammarError if an answer of this kind cannot stand beside calls."""
+    """Return the grammar of a text that may or must hold calls of these tools; without calls it must match `answer`.
+    None if the text is unconstrained. GrammarError if an answer of this kind cannot stand beside calls."""
     wanted, must = model.tool_format, chat.tool_required or bool(chat.tool_name)
     if not chat.tools or wanted is None:
         return answer
     held = must or chat.single_tool_call or any(tool.strict for tool in chat.tools)
     if not held and answer is None:
         return None
-    # Only functions that are strict, or that must be called, promise that calls fit their schemas.
+    # Without `held`, the grammar only tells calls from the answer: arguments may be any object.
     tools = {
         tool.name: parameters_of(tool) if held else {"type": "object"}
         for tool in chat.tools

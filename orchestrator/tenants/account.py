@@ -15,7 +15,7 @@ RETRY_SECONDS = 1.0
 
 
 class Account:
-    """The requests and tokens of a tenant; tenant None: of all callers, without limits."""
+    """The requests and tokens of a tenant; of all callers, without limits, if the tenant is None."""
 
     def __init__(self, tenant: Tenant | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.running = 0  # concurrent texts: each sample counts, since it costs as much as a request for one

@@ -1,4 +1,4 @@
-"""Coalesced responses: sends a client no more messages than it has use for.
+"""Coalesced responses: merges a sample's messages that follow each other faster than a client can use them.
 
 A drafted text is committed step by step, since its draft must receive every commit. Forwarding each commit to the
 client costs orchestrator and client half a millisecond, on the same cores as small models.

@@ -46,7 +46,7 @@ class SampleTimeline:
     """The part of one sample in the timeline of its request."""
 
     def __init__(self, timeline: Timeline, sample: Sample | None = None) -> None:
-        """With `sample`, events name it: one of several."""
+        """`sample`: named in events, if the request has several."""
         self._timeline = timeline
         self._which: dict[str, Value] = {} if sample is None else {"sample": sample.index}
 
@@ -82,7 +82,7 @@ class SampleTimeline:
             self._timeline.add(**{f"undrafted_tokens.{speculation.undrafted_reason}": speculation.undrafted_tokens})
 
     def _list(self, name: str) -> list[str]:
-        """Return the list with an entry per sample that is this attribute."""
+        """Return this attribute, a list with an entry per sample."""
         entries = self._timeline.attributes.setdefault(name, [])
         assert isinstance(entries, list)
         return entries

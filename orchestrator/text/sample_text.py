@@ -23,7 +23,7 @@ count."""
 
 
 class Detokenizer:
-    """An incremental decoder: the pieces joined equal the library's decoding of all tokens at once, and no piece
+    """An incremental decoder: joined, its pieces equal the library's decoding of all tokens at once, and no piece
     changes later. Tokens are held back until they make whole characters (`Characters`); special tokens are skipped."""
 
     def __init__(
@@ -262,8 +262,8 @@ class SampleText:
 
     def take_space(self, tokens: Sequence[int]) -> int | None:
         """Take the white space before the opening mark, if these tokens continue with the mark; return its number of
-        tokens, 0 if no mark follows. Return None, without taking anything, if only later tokens can decide. Called
-        until it is known."""
+        tokens, 0 if no mark follows. Return None, without taking anything, if only later tokens can decide; the caller
+        then asks again with more tokens."""
         if self._opening is None:
             return 0
         most = 0 if self._sample.grammar is not None else MAX_SPACE_BEFORE_MARK

@@ -94,7 +94,7 @@ class SampleTranscript:
 
     def score(self, scores: verifier_pb2.PromptLogprobs) -> generation_pb2.GenerateResponse:
         """Return the response with log-probabilities of the next tokens of the prompt; the last one has `finish` if
-        nothing is to be generated. The first token, which has none, comes with those of the next."""
+        nothing is to be generated. The first token, which has none, comes with the second."""
         prompt, begin = self._sample.prompt, self._prompt_tokens
         self._prompt_tokens = end = scores.first + len(scores.logprobs)
         response = generation_pb2.GenerateResponse(
