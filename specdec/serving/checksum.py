@@ -1,5 +1,5 @@
-"""The checksum of a verifier session: a running CRC-32 over its opening and its committed tokens, by which both ends
-detect differences. The answer to the opening carries a separate checksum.
+"""The checksum of a verifier session: a running CRC-32 over its opening and its committed tokens, compared by both
+ends. The answer to the opening carries a separate checksum.
 
 Most damaged messages fail a check. But a flipped bit in a token id gives another valid token, in a seed another text,
 and in the model's fingerprint another model that no verifier serves: these would go unnoticed. TLS detects them; many

@@ -77,7 +77,7 @@ class EngineWorker(Worker, Generic[Session]):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._worked = 0.0  # last time at which the engine is known to have computed; only while it does not
+        self._worked = 0.0  # when the engine is last known to have computed; set only while it fails
         self._retry: StepRetry[Session] = StepRetry()
         self._shortages = 0  # consecutive steps that got no memory
         self._resume_at = 0.0  # no step before this time, after a shortage

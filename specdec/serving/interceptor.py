@@ -33,11 +33,11 @@ Metadata = Collection[tuple[str, str | bytes]]
 """A caller's metadata in gRPC's form."""
 
 Gate = Callable[[str, Metadata], None]
-"""Decides from its metadata whether a call of a method (full name, as in "/specdec.v2.DraftService/Draft") is allowed,
-before any other work on it; raises the error for the refusal."""
+"""Raises the error that refuses a call, given its method's full name (as in "/specdec.v2.DraftService/Draft") and its
+metadata. Called before any other work on the call."""
 
 CallerGate = Callable[[Context], None]
-"""Decides the same from the call's connection."""
+"""Raises the error that refuses a call, given its context."""
 
 MAX_REFUSALS = 256
 """Maximum number of cached refusals: building a rich status takes longer than all other Python work of a refusal."""
@@ -66,8 +66,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         guard: ConnectionGuard | None = None,
     ) -> None:
         """`max_request_bytes` limits unary requests; larger ones are refused undecoded, since decoding can hold the
-        event loop for half a second. A call must pass all gates. The `open_services` are open to anybody, so calls of
-        them do not count as trust for a connection with the `guard`."""
+        event loop for half a second. A call must pass all gates. The `open_services` are open to anybody, so calls to
+        them do not make the `guard` trust a connection."""
         self._max_request_bytes = max_request_bytes
         self._gates = tuple(gates)
         self._caller_gates = tuple(caller_gates)

@@ -51,7 +51,7 @@ FULL_SECONDS = 5.0
 INBOX_REQUESTS = 32
 INBOX_BYTES = 1 << 20
 """Limits on one session's requests that wait for its worker; reading resumes once they are done. An honest session
-sends a handful per step, and a flood costs the others at most 20 ms of it."""
+sends a handful per step; a flood keeps the worker from other sessions for at most 20 ms."""
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -85,7 +85,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
     connection_seconds = None  # orchestrators discover pods themselves
 
     place_seconds = 0.0
-    """Seconds for which the answer to `open` waits for the session's memory, so that a session without any is refused
+    """Seconds that the answer to `open` waits for the session's memory, so that a session without any is refused
     instead of opened first. Bounded because a step may take longer, and a silent pod would be taken for lost."""
 
     gates: Sequence[Gate] = ()

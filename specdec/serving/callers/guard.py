@@ -29,7 +29,7 @@ EARLY_SECONDS = 0.1
 """Age below which a call cancelled by its client counts as reset: too short to have read an answer."""
 
 TRUSTED_SECONDS = 60.0
-"""Seconds for which a served call makes its connection trusted: a proxy's callers come and go."""
+"""Seconds that a connection stays trusted after a served call: a proxy's callers come and go."""
 
 CONNECTION_BURST, CONNECTION_RATE = 100.0, 100.0
 """Wasted calls that a connection may make at once, and per second in the long run. A server of the OpenAI API asks
@@ -46,8 +46,8 @@ MIN_WASTED = 1
 """Wasted calls that every connection may make, so that its caller can read the reason of the refusal."""
 
 MUTED_SECONDS = 20.0
-"""Seconds for which a connection of an address beyond its budget stays open but unread before it is closed: a caller
-closed at once would be back at once, with a hundred calls on its new connection."""
+"""Seconds that a connection of an address beyond its budget stays open but unread before it is closed: a caller closed
+at once would be back at once, with a hundred calls on its new connection."""
 
 MAX_MUTED = 512
 """Maximum number of muted connections; beyond it the oldest is closed."""

@@ -72,7 +72,7 @@ def end_connections(closed: Mapping[Peer, int | None], muted: Collection[Peer] =
         return {}
     listening, found, ours = set[int](), list[_Connection](), set[int]()
     for descriptor in descriptors:
-        # A listed descriptor may have been closed since, and a duplicate of ours have its number.
+        # A listed descriptor may have been closed since, and its number reused by a duplicate of ours.
         duplicate = None if descriptor in ours else _duplicate(descriptor)
         if duplicate is None:
             continue

@@ -21,8 +21,8 @@ it at once."""
 
 FIRST_OPEN_SECONDS = 0.25
 MAX_OPEN_SECONDS = 1.0
-"""Seconds for which a breaker stays open: the first time, and at most. A trial costs one session one try, and a
-recovered pod should not idle for longer."""
+"""Seconds that a breaker stays open: the first time, and at most. A trial costs one session one try, and a recovered
+pod should not idle for longer."""
 
 TRIAL_SECONDS = 1.0
 """Timeout of a trial in seconds, equal to the longest pause after a failure. A trial without an outcome is followed by

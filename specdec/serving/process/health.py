@@ -2,8 +2,8 @@
 
 grpcio-health-checking's servicer writes to watchers while holding a lock that every status change needs: one watcher
 that does not read would freeze the status, and the drain with it. Here a watcher waits for the next change by itself,
-and gets the status of that moment. Anybody may watch, so watchers are few and end after a while; a client then watches
-again. Those beyond the limits get UNIMPLEMENTED, by which clients do without.
+and gets the status of that moment. Anybody may watch, so watches are limited in number and duration; a client whose
+watch has ended watches again. Watches beyond the limits get UNIMPLEMENTED, on which clients disable health checking.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class ServerSettings:
     port: int = 0
     drain_seconds: float = 30.0
     log_level: str = "info"
-    stop_with_stdin: bool = False  # stop when stdin closes, with which a child follows its parent
+    stop_with_stdin: bool = False  # stop when stdin closes, as a child's does when its parent ends
     share_port: bool = False  # by SO_REUSEPORT, with other processes that set it too
     tls: TlsFiles | None = None  # None: no encryption
     tls_client_names: tuple[Name, ...] = ()  # a client's certificate must have one of them; (): any
