@@ -46,10 +46,10 @@ class Pass(Protocol):
     """A launched forward pass."""
 
     def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
-        """Wait for the pass and return its wanted rows; called at most once, and never if nobody needs them: an error
-        of the pass is then one of the next pass. `asked` computes the sampling queries
-        known in advance, by their index among the wanted rows. It is called only by engines that use them, on an
-        asynchronous device during the pass."""
+        """Wait for the pass and return its wanted rows; called at most once, or not at all if no row is needed: an
+        error of the pass is then raised by the next one. `asked` computes the sampling queries known in advance, by
+        their index among the wanted rows. It is called only by engines that use them, on an asynchronous device during
+        the pass."""
 
 
 @runtime_checkable
@@ -121,7 +121,7 @@ class Placed(Protocol):
 
 def on_cpu(engine: Engine) -> bool:
     """Return whether an engine's passes take CPU cores from the process's other work. Engines that are not `Placed` are
-    taken to."""
+    assumed to."""
     return not isinstance(engine, Placed) or engine.device.startswith("cpu")
 
 

@@ -1,7 +1,7 @@
 """A GGUF file, llama.cpp's format, given in place of a model directory.
 
-It is converted once to a directory in Hugging Face's layout (`hf/gguf_conversion.py`), kept in the cache folder. Read
-here without torch: whether a path is such a file, and the conversion's place.
+It is converted once to a directory in Hugging Face's layout (`hf/gguf_conversion.py`), kept in the cache folder.
+Finding out whether a path is such a file, and where its conversion is, needs no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MARKER = "gguf.json"
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-"""Readable versions of the format; the first one had shorter sizes, and big-endian files look like others."""
+"""Readable versions of the format. Version 1 had shorter sizes; big-endian files seem to have other versions."""
 
 
 def open_model(path: Path) -> ModelDirectory:
@@ -48,8 +48,8 @@ def check_gguf(file: Path) -> None:
 
 
 def _converted(file: Path) -> Path:
-    """Return the directory of a file's conversion in the cache, made now if it is missing. A process of its own makes
-    it, so that its memory is returned; it reports progress and errors on stderr."""
+    """Return the directory of a file's conversion in the cache, made now if it is missing. A separate process makes it,
+    so that its memory is returned; it reports progress and errors on stderr."""
     check_gguf(file)
     digest = hashlib.sha256(str(file.stat().st_mtime_ns).encode())  # tools edit fields in place
     add_sample(digest, file)

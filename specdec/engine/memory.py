@@ -19,7 +19,7 @@ TEXTS = 64
 serve prefix caching only."""
 
 TEXT_TOKENS = 1024
-"""Length of these texts on a CPU, at most; on a GPU, whose memory nobody else needs, the model's context."""
+"""Length of these texts on a CPU, at most; on a GPU, whose memory has no other use, the model's context."""
 
 MIN_SLOTS = 512
 

@@ -18,10 +18,10 @@ ON_STDOUT = "SPECDEC_PHASES_ON_STDOUT"
 """Environment variable set by a parent process to get phases on stdout as well."""
 
 EXPORT = "export"
-"""The phase in which a draft is exported."""
+"""The phase of a draft's export."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is done, the bytes done, and the bytes in all."""
+"""Called with the name of the work, the bytes done, and the bytes in all."""
 
 PROGRESS_SECONDS = 2.0
 MIN_PROGRESS_BYTES = 100_000_000
@@ -59,12 +59,12 @@ def progress_to(say: Callable[[str], None]) -> Progress:
 
 
 def is_progress(reported: str) -> bool:
-    """Return True if what a start reports is the progress of its phase, not a new phase."""
+    """Return True if a report of a start is progress within its phase, not a new phase."""
     return ", " in reported
 
 
 def report(what: str) -> None:
-    """Log what a start is doing, and tell a parent process that wants to know."""
+    """Log what a start is doing, and report it to a parent process that has asked for it."""
     log.info("starting", phase=what)
     if os.environ.get(ON_STDOUT):
         sys.stdout.write(f"starting {what}\n")

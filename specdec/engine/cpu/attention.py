@@ -31,7 +31,7 @@ PIECE = 32
 """Maximum rows of a path in a piece, the unit of work of one thread for one key head."""
 
 SHARED_FROM = 1 << 16
-"""Break-even for sharing among threads, in numbers in the keys of all rows: about ten microseconds' work."""
+"""Break-even for sharing among threads, in elements of all rows' keys: about ten microseconds' work."""
 
 CACHE_LINE = 64
 """Bytes of a cache line."""

@@ -30,7 +30,7 @@ FIRST_POSITIONS = 1024
 """Positions computed ahead: cosines and sines cover twice the last position needed plus this many."""
 
 SHARED_FROM = 1 << 13
-"""Break-even for sharing a pass over memory among threads, in numbers: about ten microseconds' work."""
+"""Break-even for sharing a pass over memory among threads, in elements: about ten microseconds' work."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The layers of a decoder of the Llama kind: written once, run as compiled code or as Python.
 
-Compiled, all layers of a step are one call that leaves the GIL alone throughout. As Python they accept any kind of
-product, such as one with weights that are not prepacked.
+Compiled, all layers of a step are one call, which never takes or releases the GIL. As Python, they accept any kind of
+product, such as one without prepacked weights.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ TERMS = 128
 """Terms per read for few rows; a part is a multiple of it."""
 
 WHOLE = 96
-"""With at least this many programs, each adds up its own parts and needs no memory in between. Chosen by hand: fewer
-would leave much of a large GPU idle."""
+"""With at least this many programs, each adds up all parts of its columns itself, without partial sums in memory.
+Chosen by hand: fewer would leave much of a large GPU idle."""
 
 ADDED = 1024
 """Numbers of the result reduced per program."""

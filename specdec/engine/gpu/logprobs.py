@@ -22,7 +22,7 @@ AT_ONCE = 32
 """Rows computed at once, with about thirty bytes of temporary memory for each logit."""
 
 LOW = (1 << 32) - 1
-"""The lower half of a sort key: LOW minus the id, so that of equal logits the lower id is larger."""
+"""The lower half of a sort key is LOW minus the id: among equal logits, a lower id gives a larger key."""
 
 
 class LogprobParts:
@@ -64,7 +64,7 @@ def _parts(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, ...]:
 
 
 def _keys(logits: Tensor) -> Tensor:
-    """Return distinct int64 keys in the order of the logits, of equal ones the lower id last."""
+    """Return distinct int64 keys in the order of the logits; among equal ones a lower id has a larger key."""
     bits = (logits + 0.0).view(torch.int32)  # -0.0 and 0.0 are equal
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats descend as integers
     ids = torch.arange(logits.shape[1], device=logits.device)

@@ -49,7 +49,7 @@ class BlockLinear(torch.nn.Module):
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
-        options.enable_cpu_mem_arena = options.enable_mem_pattern = False  # one of each a layer would be a gigabyte
+        options.enable_cpu_mem_arena = options.enable_mem_pattern = False  # one of each per layer takes a gigabyte
         options.log_severity_level = 3
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # as in `onnx/engine.py`
         graph = _graph(linear, bits, self._element).SerializeToString()

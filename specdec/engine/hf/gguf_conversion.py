@@ -149,7 +149,7 @@ def _weights(
     processor = TENSOR_PROCESSORS.get(_value(reader, "general.architecture"), TensorProcessor)(config=parsed["config"])
     names = get_gguf_hf_weights_map(model, processor)
     tensors: dict[str, Tensor] = {}
-    parsed["tensors"] = tensors  # the processors of mixtures of experts add theirs here
+    parsed["tensors"] = tensors  # processors of mixture-of-experts models add theirs here
     total, done = sum(int(tensor.n_bytes) for tensor in reader.tensors), 0
     for tensor in reader.tensors:
         found = processor.process(

@@ -1,7 +1,7 @@
 """Hidden states: the inputs of a model's output head, captured during a forward pass.
 
-Heads and drafters that build on a target's states (Medusa, EAGLE) need them beside the logits of the same pass. Every
-way of running a model's layers ends in its output head, a module: a hook on it works for all of them, and costs nothing
+Heads and drafters that build on a target's states (Medusa, EAGLE) need them beside the logits of the same pass. However
+a model's layers are run, its output head is a module called last: a hook on it works in all cases, and costs nothing
 unless hidden states are requested.
 """
 

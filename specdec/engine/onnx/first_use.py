@@ -1,4 +1,4 @@
-"""Export of a model on first use, by a process of its own: its memory is returned, and torch is not loaded here."""
+"""Export of a model on first use, in a separate process: its memory is returned, and torch is not loaded here."""
 
 from __future__ import annotations
 

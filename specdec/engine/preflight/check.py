@@ -54,7 +54,7 @@ def check_model(wanted: Wanted) -> ModelDirectory:
 
 
 def is_counted(placement: Placement) -> bool:
-    """Return whether we know what a model takes: vLLM decides that on GPUs."""
+    """Return whether a model's memory needs are known: on GPUs vLLM decides them."""
     return placement.kind != "vllm" or placement.device == "cpu"
 
 

@@ -51,7 +51,7 @@ PACKAGES = {
 """Packages required by each kind of engine, on any device."""
 
 WORLD_SIZE = "WORLD_SIZE"
-"""Environment variable with which torchrun tells each process their number."""
+"""Environment variable set by torchrun to the number of processes."""
 
 CUDA_DRIVER = "libcuda.so.1"
 

@@ -42,7 +42,7 @@ EXPORT_COPIES = 1.3
 """Copies of the weights in float32 during an export: the model's, and the largest of them once more, transposed."""
 
 SAMPLE_TOKENS = 384
-"""Tokens of the text on which an export that is quantised is compared with its model. Their logits are kept."""
+"""Tokens of the sample text for comparing a quantised export with its model. Their logits are kept."""
 
 MIN_QUANTISED_BYTES = 200_000_000
 """Minimum bytes of weights in float32 for which an export tries to quantise them by default: smaller ones stay in a
@@ -52,7 +52,7 @@ BLOCK_OVERHEAD = 5 / 32
 """Bytes beside each number of a quantised weight: a float32 scale and a zero point for 32 of them."""
 
 QUANTISED_SHARE = 0.2
-"""Bytes of weights quantised by default, of those in float32: products in 4 bits, a table in 8, scales."""
+"""Bytes of weights quantised by default, relative to float32: products in 4 bits, the embeddings in 8, scales."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def _parts(directory: ModelDirectory, placement: Placement, width: int, *, expor
         graph = int(QUANTISED_SHARE * weights) if quantised else weights
         export = EXPORTING_PROCESS + int(EXPORT_COPIES * weights)
         export += SAMPLE_TOKENS * vocabulary * BYTES["float32"] if quantised else 0
-        bits = 4 if quantised else None  # the fewest: none is refused that could start
+        bits = 4 if quantised else None  # the fewest: refuse no model that could start
         return _Parts(GRAPH_COPIES * graph, ONNX_PROCESS, export=export, vocabulary=vocabulary, bits=bits)
     found = [tensor for file in directory.weights() for tensor in tensors(file).values() if tensor["dtype"] in USUAL]
     if (bits := BITS[placement.weights]) is not None:
