@@ -39,8 +39,8 @@ TlsName = Annotated[
     str | None,
     typer.Option(
         envvar="SPECDEC_TLS_NAME",
-        help="Name to expect in the server's certificate, if its address has another: for the IP address of a pod or "
-        "a forwarded port.",
+        help="Name to expect in the server's certificate, if it is not the host of its address, as with a pod's "
+        "IP address or a forwarded port.",
     ),
 ]
 ApiKeyFile = Annotated[

@@ -32,7 +32,7 @@ WAITING = 4
 """Results that may wait for an earlier one, per concurrent prompt: they take memory."""
 
 OVERLOADED_SECONDS = 600.0
-"""Seconds for which a prompt is retried while the servers are full, unless its timeout is shorter."""
+"""Seconds that a prompt is retried while the servers are full, unless its timeout is shorter."""
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
@@ -77,7 +77,7 @@ async def in_order(
 async def as_done(
     action: Callable[[Given], Awaitable[Made]], given: Iterable[Given], at_once: int
 ) -> AsyncGenerator[Made, None]:
-    """Do the same, but yield results as actions finish, in any order."""
+    """Run as `in_order` does, but yield results as actions finish, in any order."""
     left = iter(given)
     running: set[asyncio.Future[Made]] = set()
     try:

@@ -26,7 +26,7 @@ SERVICES: tuple[tuple[str, Callable[[grpc.Channel], Any], Message], ...] = (
     ("verifier", VerifierServiceStub, GetStatsRequest()),
     ("draft", DraftServiceStub, DraftServiceGetStatsRequest()),
 )
-"""(role, stub, request), in the order in which they are tried."""
+"""(role, stub, request), in the order of attempts."""
 
 
 class NoSuchServiceError(Exception):

@@ -62,8 +62,8 @@ def coloured(chunk: Chunk, console: Console) -> str:
 
 
 def speculation_lines(speculation: Speculation, console: Console, *, in_colours: bool) -> list[str]:
-    """Return the lines of a summary that say where the tokens are from, and what decided on candidates. With
-    `in_colours` the first is also the legend: each source has the colour of its tokens."""
+    """Return lines of a summary: the tokens by source, and the reasons for steps with and without candidates. With
+    `in_colours` the first line is also the legend: each source has the colour of its tokens."""
     counts = sorted(speculation.sources.items(), key=lambda entry: -entry[1])
     from_where = [
         styled(f"{SOURCES.get(source, source)} {count}", STYLES.get(source, "dim") if in_colours else "dim", console)

@@ -33,7 +33,7 @@ def table(address: str, seen: PodStats, before: PodStats | None) -> Iterator[str
 
 
 def grid(address: str, seen: PodStats, before: PodStats | None) -> Table:
-    """Return the same for a terminal: a text too long for its line is broken between words, below its beginning."""
+    """Return the snapshot as a table for a terminal: a long text wraps between words, aligned with its beginning."""
     shown = Table.grid(padding=(0, 1))
     shown.title, shown.title_justify, shown.title_style = printable(f"{seen.role} at {address}"), "left", ""
     shown.add_column(min_width=WIDTH, no_wrap=True, style="dim")
@@ -227,7 +227,7 @@ def _pod(pod: PodView) -> str:
 
 
 class _Counts(NamedTuple):
-    """The counters of which a watch shows the growth."""
+    """The counters whose growth a watch shows."""
 
     tokens: int
     steps: int

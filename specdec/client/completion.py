@@ -67,7 +67,7 @@ class SpeculationDecisions:
     why: str  # modes, steps with candidates, and why others had none, with figures: a line for a person
     modes: dict[str, int]  # steps by mode
     without: dict[str, int]  # steps without candidates by reason: "row_cost", "plain_faster", "nothing_proposed", ...
-    row_seconds: float  # mean over the steps of "row_cost": by which one more row lengthens a step
+    row_seconds: float  # mean over the steps of "row_cost": extra time of a step with one more row
     break_even: float  # mean over them: tokens that the row must bring to pay
     best_candidate: float  # mean over them: tokens that the best candidate was expected to bring
     mode_rates: dict[str, float]  # tokens a second by mode, as last measured by the verifier

@@ -202,12 +202,11 @@ _MISMATCHES = (
         "requires a client certificate (--tls-cert)",
     ),
 )
-"""gRPC's words for two ends that do not fit each other, and what to do."""
+"""gRPC's messages about a client and a server that do not match, and the remedies."""
 
 
 def mismatch(why: str) -> str | None:
-    """Return what to do about a connection that failed for this reason of gRPC's; None if the two ends fit each
-    other."""
+    """Return the remedy for a connection that failed with this message of gRPC's; None if client and server match."""
     return next((remedy for words, remedy in _MISMATCHES if words in why), None)
 
 

@@ -86,7 +86,7 @@ _WAITED = ("DRAFT_REQUIRED", "VERIFIER_LOST")
 _SETTLED = ("MODEL_CHANGED", "PROMPT_CHANGED", *_WAITED)
 """Reasons for a settled refusal: the server has another model or chat template, or has waited in vain for a draft or a
 verifier. Another server may serve the text; this one will not soon. After such a wait (`_WAITED`) no other server under
-the same name is tried: it has used up too much time."""
+the same name is tried: the wait has taken too much time."""
 _SETTLED_ONCE_BEGUN = (*_SETTLED, "UNKNOWN_MODEL")
 """The same for a text in progress: a server may not know its revision yet, or no longer."""
 
@@ -111,7 +111,7 @@ class Retries:
         self._failures: Counter[str] = Counter()  # in a row, by address
         self._settled: Counter[str] = Counter()  # of these, settled refusals
         self._left_out: set[str] = set()  # addresses given up
-        self._refusal: SpecdecError | None = None  # the last one that made an address be given up
+        self._refusal: SpecdecError | None = None  # the last one after which an address was given up
         self._failing_since = 0.0  # time of the first of the consecutive failures
         self._begin = clock()
         self._timeout = timeout

@@ -18,8 +18,7 @@ MAX_DRAFT_LOGITS = 256
 """Number of a draft's largest logits searched for candidates."""
 
 COLUMNS, MIN_HEIGHT = 16 * MAX_DRAFT_LOGITS, 4
-"""Columns of the layout in which a long row is searched, and the least number of logits per column for which it
-pays."""
+"""Columns of the layout for searching a long row, and the minimum number of logits per column for it to pay."""
 
 
 class Shortlists(NamedTuple):

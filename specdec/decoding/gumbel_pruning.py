@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from specdec.decoding.noise import GAMMA, MULTIPLY_1, MULTIPLY_2
 
 BOUND_ERROR = 1e-4
-"""Largest error by which an upper bound of the noise may be too low: float32 rounding on numbers up to 179, and a
-margin."""
+"""Maximum shortfall of an upper bound of the noise: float32 rounding on numbers up to 179, and a margin."""
 
 ROUNDING = 1e-6
 """Relative slack: more than the error of a few float32 operations (6e-8 each)."""
@@ -27,7 +26,7 @@ STRIDE = 256
 """Number of bounds compared together first: most stretches of this length hold no id that can win."""
 
 ROOM = 8
-"""Ids per row for which the first attempt allocates room."""
+"""Ids per row that the first attempt has room for."""
 
 
 def possible_winners(

@@ -54,7 +54,7 @@ RECENT = 32
 
 
 class Continuation(NamedTuple):
-    """The tokens following another place, and the number of tokens before them on which the two places agree."""
+    """The tokens after another place, and the number of tokens before them that match."""
 
     tokens: Tokens
     match: int

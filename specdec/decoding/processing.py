@@ -18,8 +18,8 @@ Logits = NDArray[np.float32]
 LIMIT = float(np.finfo(np.float32).max)
 
 MAX_ABS_LOGIT = 1e30
-"""Absolute value from which a logit counts as a sign of a broken model. Smaller ones divided by T do not overflow
-float32."""
+"""Exclusive limit on a logit's absolute value; one beyond it shows that the model is broken. Smaller ones divided by T
+do not overflow float32."""
 
 
 def temperatures(samplings: Sequence[Sampling]) -> Logits:

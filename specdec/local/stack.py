@@ -116,7 +116,7 @@ class Stack:
                         addresses[role] = address
                         say(f"{role} is ready at {address} after {time.monotonic() - begin:.1f} s")
                     elif (how := children[role].ending()) is not None:
-                        if phases.get(role) == EXPORT:  # only a draft is exported, and texts do without
+                        if phases.get(role) == EXPORT:  # only a draft is exported: serve without it
                             say(f"draft was not exported{why(role, how)}: going on without it")
                             stop([children.pop(role)])
                             continue

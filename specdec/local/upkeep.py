@@ -94,8 +94,8 @@ class Upkeep:
 
 
 def _kv_tokens_given(child: Child) -> str | None:
-    """Return where the size of a service's KV cache was given, on the command line or in the environment, and which;
-    None if neither has it."""
+    """Return the option or environment variable that sets the size of a service's KV cache, with its value; None if
+    neither does."""
     option, variable = "--kv-tokens", f"SPECDEC_{child.name.upper()}_KV_TOKENS"
     if option in child.command[:-1]:
         last = len(child.command) - 1 - child.command[::-1].index(option)

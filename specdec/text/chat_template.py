@@ -42,8 +42,8 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "strftime
 """Variables of the conversation itself; arguments cannot set them."""
 
 CONTINUED = "\ue000continued\ue000"
-"""Stands at the end of a content to be continued while it is rendered. The template may trim white space or add an end
-of the turn: what it writes before this is the beginning of the text."""
+"""A marker, appended to a content to be continued while it is rendered. The template may trim white space or end the
+turn after it: only its output before the marker is used."""
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names of a turn's reasoning; the first one present is used."""

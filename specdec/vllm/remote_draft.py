@@ -28,7 +28,7 @@ from specdec.vllm.worth import Worth
 log = structlog.get_logger()
 
 MAX_MISTAKES = 8
-"""Steps in which proposing may fail by a bug here before it is turned off."""
+"""Errors of proposing, by a bug here, after which it is turned off."""
 
 REMEMBERED_STEPS = 64
 """Steps out of the batch after which a text counts as ended."""

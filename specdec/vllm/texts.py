@@ -1,4 +1,4 @@
-"""The texts in vLLM's batch, of which a proposer sees rows of tokens without ids.
+"""The texts in vLLM's batch: a proposer sees their tokens as rows, without ids.
 
 vLLM closes gaps in its batch, so a row may hold another text in the next step. Texts are recognized by their tokens.
 """

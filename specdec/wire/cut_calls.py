@@ -1,4 +1,4 @@
-"""Calls at the end of a text that was cut short: what there is of them."""
+"""Calls in a text that was cut short, the last one possibly incomplete."""
 
 from __future__ import annotations
 
@@ -106,13 +106,13 @@ def _with_last(
 
 
 def _without_beginning(text: str, end: str) -> str:
-    """Return a text without what may be the beginning of `end`."""
+    """Return a text without a suffix that may be the beginning of `end`."""
     found = next((n for n in range(min(len(text), len(end) - 1), 0, -1) if end.startswith(text[-n:])), 0)
     return text[: len(text) - found]
 
 
 def _arguments(text: str) -> str:
-    """Return arguments as far as they go: without what follows a complete object."""
+    """Return arguments, without text after a complete object."""
     try:
         found, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Speculation decisions: what decided how many candidates the steps of a text had, summed and put into words."""
+"""Speculation decisions: the reasons for the numbers of candidates in a text's steps, summed and put into words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from specdec.v2.model_pb2 import SpeculationDecisions
 
 ROW_COST = "row_cost"
-"""The reason whose steps the figures of `SpeculationDecisions` are means of."""
+"""A reason; the figures of `SpeculationDecisions` are means over the steps with this one."""
 
 MODES: Mapping[str, str] = {
     "off": "off",
@@ -40,10 +40,11 @@ REASONS: Mapping[str, str] = {
 """Reasons for steps without candidates, in words for people."""
 
 DRAFTING_EVENTS = frozenset({"draft_paused", "draft_resumed", "draft_useless"})
-"""Failover events in which nothing has failed: a working draft did not pay, paid again, or was wrong for long."""
+"""Failover events without a failure: a working draft did not pay, paid again, or was wrong for long."""
 
 MAX_KEYS, MAX_NAME = 32, 64
-"""Entries of each kind in a sum, and characters of their names: more come from a faulty server, and are dropped."""
+"""Maximum entries of each kind in a sum, and characters of a name. Only a faulty server sends more; these are
+dropped."""
 
 _MAX_COUNT = (1 << 64) - 1
 _MAX_FIGURE = 1e12
@@ -70,7 +71,7 @@ def add_decisions(total: SpeculationDecisions, part: SpeculationDecisions) -> No
 
 
 def _figure(value: float) -> float:
-    """Return a peer's figure; 0 for one that cannot be."""
+    """Return a peer's figure; 0 for an impossible one."""
     return value if 0.0 <= value <= _MAX_FIGURE else 0.0
 
 

@@ -16,8 +16,8 @@ class ToolCallReader:
     dropped."""
 
     def __init__(self, tool_format: ToolFormat, schemas: Schemas = MappingProxyType({})) -> None:
-        """`schemas` of the functions' arguments, by function, determine which values are strings, in formats where the
-        text does not, and what is a call, in formats without a marker."""
+        """`schemas`: of the functions' arguments, by function. They decide which values are strings where the text does
+        not show it, and which JSON is a call in formats without a marker."""
         self._format = tool_format
         self._schemas = schemas
         self._held: list[str] = []  # not yielded yet: possibly a call or its beginning
