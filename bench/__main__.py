@@ -69,7 +69,7 @@ MODULES = {name: f"bench.{room}.{name.replace('-', '_')}" for room, names in ROO
 
 
 def listed() -> str:
-    """Return the list of all benchmarks, by room."""
+    """Return the list of all benchmarks, by package."""
     rooms = ("".join(f"  {name:14} {what}\n" for name, what in names.items()) for names in ROOMS.values())
     return "\n".join(rooms)
 

@@ -172,8 +172,8 @@ def peers(text: str) -> list[str]:
 def parsed(given: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("engine", __doc__)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--shape", choices=list(SHAPES), default="60m", help="of the model (default: %(default)s)")
-    what.add_argument("--config", type=Path, help="a config.json, or the directory that has it, instead")
+    what.add_argument("--shape", choices=list(SHAPES), default="60m", help="shape of the model (default: %(default)s)")
+    what.add_argument("--config", type=Path, help="config.json of another model, or its directory")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
     parser.add_argument("--dtype", choices=get_args(Dtype), default="float32", help="default: %(default)s")
     parser.add_argument("--engine", choices=ENGINES, default="torch", help="default: %(default)s")
@@ -181,17 +181,25 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=whole_numbers, default=[1, 4, 8, 16, 32, 64], help="n; default: 1,4,...,64")
     parser.add_argument("--contexts", type=whole_numbers, default=[1024, 8192], help="default: 1024,8192")
     parser.add_argument("--sessions", type=whole_numbers, default=[1, 32], help="default: 1,32")
-    parser.add_argument("--peers", type=peers, help=f"or none; default: {','.join(PEERS)}")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of a CPU; default: all cores")
-    parser.add_argument("--repeats", type=int, default=50, help="steps measured at most (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="for one combination, about (default: %(default)g)")
+    parser.add_argument("--peers", type=peers, help=f"systems to compare, or none; default: {','.join(PEERS)}")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads; default: all cores")
+    parser.add_argument(
+        "--repeats", type=int, default=50, help="maximum number of measured steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="approximate time for one combination (default: %(default)g)"
+    )
     parser.add_argument("--synthetic-acceptance", type=float, help="probability that an injected candidate is right")
-    parser.add_argument("--synthetic-sessions", type=int, default=8, help="beside a single one (default: %(default)s)")
-    parser.add_argument("--synthetic-rounds", type=int, default=3, help="in each way (default: %(default)s)")
+    parser.add_argument(
+        "--synthetic-sessions", type=int, default=8, help="also measured with one session (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--synthetic-rounds", type=int, default=3, help="rounds, plain and speculative in turns (default: %(default)s)"
+    )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="n = 1 and 8, 1 and 4 sessions, 256 tokens of context; beside one peer, unless --peers says more",
+        help="n = 1 and 8, 1 and 4 sessions, 256 tokens of context; one peer, unless --peers is given",
     )
     parser.add_argument("--out", type=folder, help="folder for the report")
     args = parser.parse_args(given)

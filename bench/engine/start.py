@@ -120,8 +120,10 @@ def table(model: str, starts: Sequence[Start], imports: float, weights: float) -
 
 def main(given: list[str]) -> None:
     parser = parser_of("start", __doc__)
-    parser.add_argument("--models", type=names, help="directories of models, instead of the two")
-    parser.add_argument("--warm", type=int, default=3, help="starts with a filled cache folder (%(default)s)")
+    parser.add_argument("--models", type=names, help="model directories, instead of the two")
+    parser.add_argument(
+        "--warm", type=int, default=3, help="number of starts with a warm cache folder (default: %(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help="the demo target alone, once cold and once warm")
     options = parser.parse_args(given)
     with tempfile.TemporaryDirectory() as folder:

@@ -123,7 +123,7 @@ def decode(
             if not stream.over and not stream.session.remaining_prompt:
                 stream.offer(text, acceptance, width, engine.vocabulary, dice)
         if loop.turn() is None:
-            raise RuntimeError("some are not over, and nothing moves")
+            raise RuntimeError("some sessions are unfinished, and the loop has no work")
         for stream in streams:
             stream.read()
         written = sum(len(stream.tokens) for stream in streams)

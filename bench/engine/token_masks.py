@@ -130,9 +130,11 @@ def follow(file: Path, written: Sequence[str]) -> tuple[int, dict[str, list[floa
 
 def main(given: list[str]) -> None:
     parser = parser_of("token-masks", __doc__)
-    parser.add_argument("--vocabularies", type=whole_numbers, default=[4096, 32768, 131072], help="tokens, at most")
+    parser.add_argument(
+        "--vocabularies", type=whole_numbers, default=[4096, 32768, 131072], help="maximum tokens of each"
+    )
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json, instead of trained ones")
-    parser.add_argument("--texts", type=int, default=20, help="texts that are followed (%(default)s)")
+    parser.add_argument("--texts", type=int, default=20, help="number of texts (default: %(default)s)")
     options = parser.parse_args(given)
     print("Microseconds: median and 99th percentile; seconds for grammars.\n", flush=True)
     header = ""

@@ -72,8 +72,8 @@ def compared(address: str, prompts: int, tokens: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="of verifier and draft")
-    parser.add_argument("--engine", choices=["onnx", "torch"], default="onnx", help="of the draft")
+    parser.add_argument("--device", default="cuda", help="device of verifier and draft")
+    parser.add_argument("--engine", choices=["onnx", "torch"], default="onnx", help="engine of the draft")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--out", type=Path, required=True, help="folder for the export and the figures")

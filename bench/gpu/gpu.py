@@ -5,9 +5,9 @@
     python -m bench gpu --device cpu               a rehearsal: every step in small, without a GPU
 
 First it lists missing requirements, a line each; steps that need them are skipped, and all others run. Each step has a
-time limit and runs whatever the outcome of earlier ones: tests, exact numerics, CUDA graphs, a draft and a verifier on
-the GPU with the tokens of plain decoding, step times over the memory's roofline, and tokens a second with CUDA graphs
-and without. It needs no network. The exit status is 1 if a step failed or was skipped.
+time limit and runs regardless of the outcome of earlier ones: tests, exact numerics, CUDA graphs, a draft and a
+verifier on the GPU with the tokens of plain decoding, step times over the memory's roofline, and tokens a second with
+CUDA graphs and without. It needs no network. The exit status is 1 if a step failed or was skipped.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     known = [step.name for step in STEPS]
     parser = parser_of("gpu", __doc__)
     parser.add_argument(
-        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: in small (default: %(default)s)"
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a small rehearsal (default: %(default)s)"
     )
-    parser.add_argument("--only", type=names, default=known, metavar="STEPS", help=f"of {','.join(known)}")
-    parser.add_argument("--minutes", type=float, default=10.0, help="in all, at most (default: %(default)g)")
+    parser.add_argument("--only", type=names, default=known, metavar="STEPS", help=f"from {','.join(known)}")
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="time limit of the whole run (default: %(default)g)"
+    )
     parser.add_argument("--out", type=folder, default="build/gpu", help="folder for the report (default: %(default)s)")
     args = parser.parse_args(given)
     if unknown := set(args.only) - set(known):
@@ -89,7 +91,7 @@ def main(given: Sequence[str]) -> None:
         chosen = [step for step in STEPS if step.name in args.only]
         outcomes = run(chosen, facts, args.device, args.out.resolve(), seconds)
     except subprocess.SubprocessError as error:
-        sys.exit(f"bench gpu: this machine cannot be asked what it has: {error}")
+        sys.exit(f"bench gpu: this machine cannot be inspected: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
     print(f"report: {args.out / 'report.md'}")

@@ -1,4 +1,4 @@
-"""Runs the steps of a run on a GPU: each in its own processes, with a time limit, whatever the outcome of the
+"""Runs the steps of a run on a GPU: each in its own processes, with a time limit, regardless of the outcome of the
 others."""
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class Counted:
 def main(given: Sequence[str]) -> None:
     parser = parser_of("wire", __doc__)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--step-ms", type=float, default=0.0, help="of the target, at least; simulated")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="minimum step of the target, simulated")
     parser.add_argument("--speculation", choices=["always", "draft", "auto"], default="always")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)

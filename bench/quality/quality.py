@@ -76,15 +76,15 @@ def client_of(args: argparse.Namespace) -> Iterator[Client]:
 
 def parsed(given: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("quality", __doc__)
-    parser.add_argument("--address", help="of a running orchestrator with a draft; default: one is started")
-    parser.add_argument("--target", type=Path, help="model directory; default: the demo's")
-    parser.add_argument("--draft", help="model directory; default: the demo's")
+    parser.add_argument("--address", help="address of a running orchestrator with a draft; default: start one")
+    parser.add_argument("--target", type=Path, help="target directory; default: the demo's")
+    parser.add_argument("--draft", help="draft directory; default: the demo's")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--prompt", action="append", help="may be given several times; default: five classic ones")
-    parser.add_argument("--texts", type=int, default=40, help="a prompt and method (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=128, help="a text at most (default: %(default)s)")
+    parser.add_argument("--prompt", action="append", help="may be repeated; default: five classic prompts")
+    parser.add_argument("--texts", type=int, default=40, help="texts per prompt and method (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=128, help="maximum tokens of a text (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")
-    parser.add_argument("--alpha", type=float, default=0.1, help="of contrastive decoding (default: %(default)s)")
+    parser.add_argument("--alpha", type=float, default=0.1, help="alpha of contrastive decoding (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="8 texts of 64 tokens")
     parser.add_argument("--out", type=folder, help="folder for the report")
@@ -98,7 +98,7 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--temperature is {args.temperature:g}: sampling needs one above 0")
     for name in ("target", "draft"):
         if args.address and getattr(args, name):
-            parser.error(f"--{name} is of a stack that is started, --address of one that runs: give one of them")
+            parser.error(f"--{name} is for a stack to start, --address for a running one: give one of them")
     if args.target and not args.draft:
         parser.error("--target needs a --draft that fits it")
     return args

@@ -96,7 +96,7 @@ def main(given: Sequence[str]) -> None:
     parser = parser_of("chunking", __doc__)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--drafted", action="store_true", help="with the demo draft")
+    parser.add_argument("--drafted", action="store_true", help="use the demo draft")
     args = parser.parse_args(given)
     with tempfile.TemporaryDirectory() as folder:
         target = lengthened(DEMO / "target", Path(folder))

@@ -278,7 +278,7 @@ def main(given: Sequence[str]) -> None:
     parser = parser_of("device", __doc__)
     parser.add_argument("--profile", choices=list(PROFILES), default="8b-h100")
     parser.add_argument("--streams", type=whole_numbers, default=[1, 8, 32, 64])
-    parser.add_argument("--ways", type=names, default=["off", "forced"], help=f"of {','.join(WAYS)}")
+    parser.add_argument("--ways", type=names, default=["off", "forced"], help=f"from {','.join(WAYS)}")
     parser.add_argument("--temperatures", type=numbers, default=[0.0, 0.8])
     parser.add_argument("--settle", type=float, default=3.0)
     parser.add_argument("--seconds", type=float, default=6.0)

@@ -98,7 +98,7 @@ def main(given: list[str]) -> None:
     parser.add_argument("--vocabulary", type=int, default=128_256)
     parser.add_argument("--sessions", type=whole_numbers, default=[8, 64])
     parser.add_argument("--temperatures", type=numbers, default=[0.0, 0.8])
-    parser.add_argument("--rows", type=int, default=64, help="nodes of all sessions in a pass, at most")
+    parser.add_argument("--rows", type=int, default=64, help="maximum nodes of all sessions in a pass")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args(given)
     if options.rounds < 1:

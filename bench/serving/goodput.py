@@ -48,7 +48,9 @@ def main(given: Sequence[str]) -> None:
     parser = parser_of("goodput", __doc__)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--patience", type=float, default=20.0, help="times as long as a request takes alone")
+    parser.add_argument(
+        "--patience", type=float, default=20.0, help="deadline, in multiples of a request's duration alone"
+    )
     args = parser.parse_args(given)
     with Stack.start(DEMO / "target", "none", dtype="float32", verifier_options=VERIFIER) as stack:
         asyncio.run(measure(stack.address, args.rounds, args.seconds, args.patience))

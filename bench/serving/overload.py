@@ -93,7 +93,7 @@ def main(given: Sequence[str]) -> None:
     parser = parser_of("overload", __doc__)
     parser.add_argument("--requests", type=int, default=10 * MEMORY // (64 + TOKENS))
     parser.add_argument("--bursts", type=int, default=5)
-    parser.add_argument("--within", type=float, default=0.0, help="seconds")
+    parser.add_argument("--within", type=float, default=0.0, help="seconds over which a burst is spread")
     args = parser.parse_args(given)
     # One core computes; the other is for the orchestrator and for all clients.
     options = ("--kv-tokens", str(MEMORY), "--max-waiting", str(WAITING), "--threads", "1")

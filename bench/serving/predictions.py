@@ -181,7 +181,7 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--streams", type=whole_numbers, default=[1, 4])
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--slower", type=float, default=1.0, help="how many times slower than a core a device is")
+    parser.add_argument("--slower", type=float, default=1.0, help="slow-down of a device relative to a core")
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=PAIRS)
     parser.add_argument("--quick", action="store_true", help="the demo pair alone, one round")
     args = parser.parse_args(given)

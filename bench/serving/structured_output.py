@@ -115,7 +115,7 @@ def main(given: Sequence[str]) -> None:
     parser = parser_of("structured-output", __doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--vllm-python", help="interpreter that has vLLM, as `make bench-peers` makes it")
+    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM (`make bench-peers`)")
     args = parser.parse_args(given)
     with Stack.start(DEMO / "target", "none", local_draft=DEMO / "draft", dtype="float32") as stack:
         for streams in args.streams:

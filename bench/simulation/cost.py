@@ -129,31 +129,35 @@ def _tracked(items: Sequence[Any], what: str) -> Iterable[Any]:
 
 def parsed(given: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("cost", __doc__)
-    parser.add_argument("--preset", choices=list(PRESETS), default="70b", help="devices (default: %(default)s)")
+    parser.add_argument(
+        "--preset", choices=list(PRESETS), default="70b", help="devices of target and draft (default: %(default)s)"
+    )
     parser.add_argument(
         "--acceptance",
         type=float,
         default=0.75,
-        help="how often the draft's best token is right (default: %(default)s)",
+        help="probability that the draft's best token is right (default: %(default)s)",
     )
     parser.add_argument("--streams", type=whole_numbers, default=[1, 4, 16, 64], help="default: 1,4,16,64")
-    parser.add_argument("--drafts", type=whole_numbers, default=[1], help="devices of the draft's own (default: 1)")
+    parser.add_argument(
+        "--drafts", type=whole_numbers, default=[1], help="number of the draft's own devices (default: 1)"
+    )
     parser.add_argument(
         "--draft-price",
         type=float,
         default=1.0,
-        help="what a second of one of them counts, where the target's counts 1 (default: %(default)g)",
+        help="price of a draft device relative to the target's (default: %(default)g)",
     )
     parser.add_argument(
         "--latency-ms",
         type=numbers,
-        help="a stream's time per token; default: 0.5 and 1.1 of a step with one row",
+        help="target times per token of a stream; default: 0.5 and 1.1 of a step with one row",
     )
     parser.add_argument(
-        "--most", type=int, default=256, help="streams that capacity is sought up to (default: %(default)s)"
+        "--most", type=int, default=256, help="maximum streams in the search for capacity (default: %(default)s)"
     )
-    parser.add_argument("--steps", type=int, default=40, help="of the target, about, that are measured, at least")
-    parser.add_argument("--quick", action="store_true", help="few and short: 1 and 8 streams, capacity up to 8")
+    parser.add_argument("--steps", type=int, default=40, help="approximate minimum number of measured target steps")
+    parser.add_argument("--quick", action="store_true", help="few short runs: 1 and 8 streams, capacity up to 8")
     parser.add_argument("--out", type=folder, help="folder for the report")
     args = parser.parse_args(given)
     if args.quick:

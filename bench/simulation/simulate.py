@@ -126,16 +126,18 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--preset", choices=list(PRESETS), default="70b")
     parser.add_argument("--sessions", type=whole_numbers, default=[1, 8, 64])
     parser.add_argument(
-        "--drafts", type=whole_numbers, default=[1, 4], help="pods; those beyond the sessions are left out"
+        "--drafts", type=whole_numbers, default=[1, 4], help="draft pods; numbers above that of sessions are skipped"
     )
     parser.add_argument("--delays", type=numbers, default=[0.0, 0.3])
-    parser.add_argument("--acceptance", type=float, default=0.75, help="how often the draft's best token is right")
     parser.add_argument(
-        "--always", action="store_true", help="speculate whether or not the controller finds that it pays"
+        "--acceptance", type=float, default=0.75, help="probability that the draft's best token is right"
     )
-    parser.add_argument("--steps", type=int, default=60, help="of the target, about, that are measured, at least")
-    parser.add_argument("--warm-up", type=int, default=30, help="steps before, prompts among them")
-    parser.add_argument("--quick", action="store_true", help="few and short: shows that it works")
+    parser.add_argument(
+        "--always", action="store_true", help="speculate even if the controller finds that it does not pay"
+    )
+    parser.add_argument("--steps", type=int, default=60, help="approximate minimum number of measured target steps")
+    parser.add_argument("--warm-up", type=int, default=30, help="steps before the measurement, including prompts")
+    parser.add_argument("--quick", action="store_true", help="few short runs, to show that it works")
     args = parser.parse_args(given)
     if args.quick:
         args.sessions, args.drafts, args.delays = [8], [1], [0.0, 0.3]

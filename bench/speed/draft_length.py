@@ -162,15 +162,15 @@ def plot(report: dict[str, Any], file: Path) -> None:
 
 def parsed(given: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("draft-length", __doc__)
-    parser.add_argument("--target", type=Path, default=DEMO / "target", help="model directory; default: the demo's")
-    parser.add_argument("--draft", type=Path, default=DEMO / "draft", help="model directory; default: the demo's")
+    parser.add_argument("--target", type=Path, default=DEMO / "target", help="target directory; default: the demo's")
+    parser.add_argument("--draft", type=Path, default=DEMO / "draft", help="draft directory; default: the demo's")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: %(default)g")
-    parser.add_argument("--most", type=int, default=10, help="tokens drafted at most (default: %(default)s)")
+    parser.add_argument("--most", type=int, default=10, help="maximum tokens drafted (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=8, help="default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=128, help="a text (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens per text (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="up to 2 tokens drafted, 2 prompts continued by 32")
+    parser.add_argument("--quick", action="store_true", help="at most 2 tokens drafted, 2 prompts, texts of 32 tokens")
     parser.add_argument("--out", type=folder, help="folder for the report")
     args = parser.parse_args(given)
     if args.quick:

@@ -70,7 +70,7 @@ def leaderboard(reports: Iterable[Report]) -> list[str]:
 
 def main(given: Sequence[str]) -> None:
     parser = parser_of("leaderboard", __doc__)
-    parser.add_argument("folders", nargs="+", type=Path, help="where reports are: `--out` of the speed benchmark")
+    parser.add_argument("folders", nargs="+", type=Path, help="folders of reports: `--out` of the speed benchmark")
     args = parser.parse_args(given)
     if missing := [folder for folder in args.folders if not (folder / "speed.json").is_file()]:
         parser.error(f"{missing[0]} has no speed.json")

@@ -11,8 +11,8 @@ from specdec.local import DEMO
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options; `chosen` reads them."""
-    parser.add_argument("--target", type=Path, default=DEMO / "target", help="model directory; default: the demo's")
-    parser.add_argument("--draft", help='model directory, or "none"; default: the demo\'s')
+    parser.add_argument("--target", type=Path, default=DEMO / "target", help="target directory; default: the demo's")
+    parser.add_argument("--draft", help='draft directory, or "none"; default: the demo\'s')
 
 
 def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[Path, Path | None]:

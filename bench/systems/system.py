@@ -1,8 +1,8 @@
-"""Systems under test: servers that are loaded once and then get a load now and then.
+"""Systems under test: servers that are loaded once and then measured in turns.
 
-Each has its own processes, in their own process sessions, to measure their processor time, above all while they should
-be idle: all systems wait side by side on the same cores. Each system's module defines its launch and its measured
-configurations.
+All systems share the same cores, and all but one are idle at a time. Each runs in process sessions of its own, so that
+its processor time can be measured, also while it should be idle. Each system's module defines its launch and its
+measured configurations.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Configuration:
     name: str
     mode: str = ""
     one_stream: bool = False  # it takes one prompt at a time
-    adaptive: bool = False  # it adapts its speculation to what it serves
+    adaptive: bool = False  # it adapts its speculation to its load
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--streams", type=int, default=64, help="most sequences at once")
-    parser.add_argument("--context", type=int, default=256, help="most tokens of a sequence")
+    parser.add_argument("--streams", type=int, default=64, help="maximum concurrent sequences")
+    parser.add_argument("--context", type=int, default=256, help="maximum tokens of a sequence")
     args = parser.parse_args()
     serve(lambda exits: start(args, exits))
 

@@ -47,7 +47,9 @@ class Table:
 
     def __post_init__(self) -> None:
         if not self.title or any(len(row) != len(self.columns) for row in self.rows):
-            raise TablesError(f"table {self.title!r}: a title is missing, or a row has not {len(self.columns)} cells")
+            raise TablesError(
+                f"table {self.title!r}: a title is missing, or a row does not have {len(self.columns)} cells"
+            )
 
     @property
     def markdown(self) -> str:
@@ -220,7 +222,7 @@ def shell(command: str) -> str:
 def main(given: Sequence[str]) -> None:
     parser = parser_of("tables", __doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a page would change")
-    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout whose pages are filled")
+    parser.add_argument("--root", type=Path, default=ROOT, help="checkout with the pages to fill")
     args = parser.parse_args(given)
     book = Book(args.root)
     try:

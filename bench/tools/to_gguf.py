@@ -16,6 +16,6 @@ def main(given: Sequence[str]) -> None:
     parser = parser_of("to-gguf", __doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--dtype", choices=TYPES, help="default: as they are")
+    parser.add_argument("--dtype", choices=TYPES, help="dtype of the weights; default: unchanged")
     args = parser.parse_args(given)
     convert(args.directory, args.file, args.dtype)

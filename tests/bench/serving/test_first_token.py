@@ -125,7 +125,7 @@ def test_specdec_up_that_does_not_come_up_is_one_line(tmp_path: Path) -> None:
     [
         (["--rounds", "0"], "--rounds is 0, must be at least 1"),
         (["--patience", "-1"], "--patience is -1, must not be negative"),
-        (["--vllm-python", "/nowhere"], "--vllm-python: /nowhere is no file"),
+        (["--vllm-python", "/nowhere"], "--vllm-python: /nowhere is not a file"),
         (["--target", "/nowhere"], "--target: "),
     ],
 )

@@ -157,9 +157,9 @@ def test_every_mode_of_it_is_a_configuration(binary: Path, tmp_path: Path) -> No
         (["--llama-server", "{binary}"], "--llama-server and --llama-gguf: one needs the other"),
         (["--llama-gguf", "{model}"], "--llama-server and --llama-gguf: one needs the other"),
         (["--llama-draft-gguf", "{model}"], "--llama-draft-gguf needs --llama-server and --llama-gguf"),
-        (["--llama-server", "/nowhere", "--llama-gguf", "{model}"], "--llama-server: /nowhere is no file"),
+        (["--llama-server", "/nowhere", "--llama-gguf", "{model}"], "--llama-server: /nowhere is not a file"),
         (["--llama-server", "{model}", "--llama-gguf", "{model}"], "is not executable"),
-        (["--llama-server", "{binary}", "--llama-gguf", "/nowhere"], "--llama-gguf: /nowhere is no file"),
+        (["--llama-server", "{binary}", "--llama-gguf", "/nowhere"], "--llama-gguf: /nowhere is not a file"),
     ],
 )
 def test_paths_that_cannot_work_are_refused(

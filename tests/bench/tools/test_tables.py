@@ -104,7 +104,7 @@ def test_a_mark_that_leads_nowhere_is_refused(copy: Path, old: str, new: str, me
     ("field", "value", "message"),
     [
         ("machine", "mars", "its name does not end with its machine, mars"),
-        ("tables", [{"title": "a", "columns": ["b", "c"], "rows": [["d"]]}], "a row has not 2 cells"),
+        ("tables", [{"title": "a", "columns": ["b", "c"], "rows": [["d"]]}], "a row does not have 2 cells"),
         ("more", "", "unexpected keyword argument 'more'"),
     ],
 )
