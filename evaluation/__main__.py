@@ -42,7 +42,7 @@ with needed_by("evaluate", "evaluate"):
     from specdec.serving.process import logs
 
 MAX_STREAMS = 128
-"""Limit on a verifier's waiting texts: all of these may be requested at once."""
+"""Maximum streams of one verifier: as many texts as may wait at a verifier, since all may start at once."""
 
 
 def main(
@@ -108,7 +108,7 @@ def main(
     streams = sorted(set(streams or (1, 8)))
     file = PromptFile(prompts, {"max_tokens": max_tokens, "temperature": temperature})
     try:
-        for _ in islice(file.prompts(), max_prompts):  # report a wrong one before loading models
+        for _ in islice(file.prompts(), max_prompts):  # report an invalid prompt before loading models
             pass
         # A draft keeps each session's candidates in its KV cache, next to the text.
         candidates = max(streams) * DraftLimits().max_nodes
@@ -211,7 +211,7 @@ def _warm_speed(pair: Pair, way: Way, samples: Sequence[Sample], streams: int, h
 
 
 def _warming(samples: Sequence[Sample], streams: int) -> list[Sample]:
-    """Return the samples to warm services up with: one a stream."""
+    """Return the samples of a warm-up: one per stream."""
     return _enough(samples, streams)[:streams]
 
 
@@ -221,8 +221,8 @@ def _tokens(samples: Sequence[Sample]) -> int:
 
 
 def _enough(samples: Sequence[Sample], streams: int) -> list[Sample]:
-    """Return samples for two texts a stream: the given ones, repeated with other seeds and by other tenants, so that
-    prompts are not cached."""
+    """Return samples for two texts per stream: the given ones, repeated with other seeds and tenants, so that prompts
+    are not cached."""
     rounds = -(-2 * streams // len(samples))
     return [
         replace(sample, tenant=f"{turn}", sampling=replace(sample.sampling, seed=sample.sampling.seed + turn))

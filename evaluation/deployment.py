@@ -33,11 +33,11 @@ from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.servicer import VerifierLimits, VerifierServicer
 
 PAUSE = 0.5
-"""Virtual seconds of a patient step loop's wait: enough for a draft's few messages a step."""
+"""Virtual seconds that a patient step loop waits after each step: enough for a draft's few messages."""
 
 
 class PatientStepLoop(VirtualStepLoop):
-    """A step loop with a wait after each step for all candidates of its drafts; their passes take no time."""
+    """A step loop that waits after each step for all candidates of its drafts, whose passes take no time."""
 
     def turn(self) -> float | None:
         wait = super().turn()
@@ -55,8 +55,8 @@ class Layout:
     target_speed: float = 1.0
     draft_speed: float = 1.0
     step_seconds: float | None = None
-    """Constant seconds of the target's passes, whatever their rows; the draft and all other code take none, so that
-    every step has all candidates. None: real times."""
+    """Constant seconds of the target's passes, of any number of rows. The draft and all other code then take no time,
+    so that every step has all candidates. None: real times."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A service that sends back what it is sent, to measure what a message takes from one service to another.
+"""A service that echoes messages, to measure the latency of a message between services.
 
 python -m evaluation.echo
 """

@@ -1,7 +1,7 @@
-"""A hop: the time of a message from one service to another, without the network's.
+"""A hop: the latency of a message from one service to another, without the network.
 
-It is the time of two event loops, of gRPC and of the multiplexer: for one stream, about as long as a pass of a small
-draft. It is measured by an echo in another process.
+It is spent in two event loops, in gRPC and in the multiplexer: for one stream, about as long as a pass of a small
+draft. It is measured with an echo service in another process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WARM_ROUNDS = 50
 """Measured rounds, and warm-up rounds before them."""
 
 PAUSE_SECONDS = 0.002
-"""Seconds between two rounds: a service idles during the other's passes, and the message has to wake it."""
+"""Seconds between two rounds: a service idles during the other's passes, and a message has to wake it."""
 
 START_SECONDS = 30.0
 

@@ -127,7 +127,7 @@ async def _figures(deployment: Deployment, samples: Sequence[Sample], streams: i
 def acceptance(
     pair: Pair, samples: Sequence[Sample], rule: Rule, tree: Tree, *, heard: Heard = lambda tokens: None
 ) -> Figures:
-    """Run samples under a rule; at every step the draft has such a tree ready."""
+    """Run samples under a rule; the draft has a tree of this shape ready at every step."""
     speculation = SpeculationOptions(
         REMOTE, forced=True, max_candidates=tree.candidates, max_depth=tree.depth, max_branches=tree.branches
     )
@@ -136,7 +136,7 @@ def acceptance(
 
 
 def speed(pair: Pair, way: Way, *loads: Load, heard: Heard = lambda tokens: None) -> list[Figures]:
-    """Run loads one way, one after the other."""
+    """Run loads in sequence, served this way."""
 
     def asked(load: Load) -> Load:
         return replace(load, samples=[replace(sample, speculation=way.speculation) for sample in load.samples])

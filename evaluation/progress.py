@@ -1,4 +1,4 @@
-"""The progress of an evaluation: the share that is done, and about how long the rest takes."""
+"""The progress of an evaluation: the share done, and an estimate of the remaining time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ Heard = Callable[[int], None]
 """Called when a text is complete, with the tokens planned for it."""
 
 LINE_SECONDS = 15.0
-"""Least seconds between two lines, where there is no terminal for a bar."""
+"""Minimum seconds between two lines, without a terminal for a bar."""
 
 
 def left(done: float, total: float, seconds: float) -> str:
-    """Return about how long the rest takes, if `done` of `total` took `seconds`; empty before anything is done."""
+    """Return an estimate of the remaining time as text, if `done` of `total` took `seconds`; empty if nothing is
+    done."""
     if not done:
         return ""
     rest = seconds * (total - done) / done
@@ -62,5 +63,5 @@ class Progress:
             say(f"evaluate: {100 * self._done / self._total:.0f} %, {rest}")
 
     def not_needed(self, tokens: int) -> None:
-        """Take planned work out that turned out not to be needed."""
+        """Subtract planned work that has become unnecessary."""
         self._total -= tokens

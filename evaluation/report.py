@@ -11,7 +11,7 @@ from evaluation.pools import PoolSizing
 from specdec.decoding.sampling import Rule
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-"""Numbers of rows for which the latency of a pass is reported."""
+"""Numbers of rows of the reported passes."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Distance:
 class EvaluationReport:
     """All results for a pair."""
 
-    target: str  # what it is and where it computes
+    target: str  # directory, dtype and device
     draft: str
     texts: int
     temperatures: Sequence[float]

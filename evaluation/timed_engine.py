@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 Timed = Callable[[Callable[[], StepLogits]], StepLogits]
-"""Runs a pass, and lets its time pass on the virtual clock."""
+"""Runs a pass, and advances the virtual clock by its time."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TimedEngine:
     if the inner engine does."""
 
     def __init__(self, inner: Engine, speed: float = 1.0, pass_seconds: float | None = None) -> None:
-        """With `pass_seconds` every pass takes this long, whatever its rows, and the worker's own code takes no
+        """With `pass_seconds` every pass takes this long, with any number of rows, and the worker's own code takes no
         time."""
         self.capacity = inner.capacity
         self.vocabulary = inner.vocabulary
@@ -68,7 +68,7 @@ class TimedEngine:
         self._inner.copy(source, target)
 
     def _timed(self, run: Callable[[], T]) -> T:
-        """Run a pass, and let its time pass on the virtual clock."""
+        """Run a pass, and advance the virtual clock by its time."""
         host = host_seconds()
         begin = time.perf_counter()
         result = run()

@@ -18,8 +18,8 @@ START = 1000.0
 """Seconds on the clock at the start: as on a real one, nothing has happened at 0."""
 
 TICK = 1e-9
-"""Seconds added by every reading of the clock. Otherwise a poll for a moment might never reach it: a sum of floats may
-fall short by its last bit."""
+"""Seconds added by every reading of the clock. Otherwise a loop that polls until some time might never reach it: a sum
+of floats may fall short by its last bit."""
 
 T = TypeVar("T")
 
@@ -37,13 +37,13 @@ class _Timers(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise DeadlockError("everybody waits, and nothing is due")
+            raise DeadlockError("all tasks wait, and no timer is due")
         self.now += max(0.0, timeout)
         return []
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop with one thread, so that calls from other threads are its own."""
+    """An event loop in a process with one thread: even its thread-safe calls come from that thread."""
 
     def __init__(self) -> None:
         self._timers = _Timers()
@@ -60,7 +60,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._timers.now + self.ahead()
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """Run it at once: a thread's time is not on this clock."""
+        """Run the function at once, in no virtual time."""
         future = self.create_future()
         try:
             future.set_result(func(*args))

@@ -30,7 +30,7 @@ OPTIONS = (
 )
 
 MAX_MESSAGE_BYTES = 1 << 26
-"""Bytes of a message from the browser: a screenshot is some."""
+"""Maximum bytes of a message from the browser, large enough for a screenshot."""
 
 PATIENCE_SECONDS = 60.0
 """Timeout in seconds of waiting for a condition, and of a command."""
@@ -41,7 +41,7 @@ class PageError(Exception):
 
 
 class Page:
-    """A page in a browser, with what it has requested and complained about."""
+    """A page in a browser, with its requests and its errors."""
 
     def __init__(self, send: Callable[..., Any], session: str) -> None:
         self._send = send

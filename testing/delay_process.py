@@ -4,7 +4,7 @@
         address = proxy.to("127.0.0.1:50051")
         proxy.delay(0.01)
 
-Its event loop waits with select(2) for time-outs in microseconds; those of epoll are in milliseconds.
+Its event loop waits with select(2), whose time-outs are in microseconds; epoll's are in milliseconds.
 """
 
 from __future__ import annotations
