@@ -1,7 +1,7 @@
-"""The training text: the Python standard library's own source, as any installation carries it.
+"""The training text: the source of Python's standard library, part of any installation.
 
-One file in forty, chosen by the hash of its path, is held out: nothing that is trained sees it, and
-every figure about the pair (loss, acceptance, speed) is measured on it.
+One file in forty, chosen by the hash of its path, is held out from training: every figure about the pair (loss,
+acceptance, speed) is measured on these files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HELD_OUT_ONE_IN = 40
-# Tables and data in the form of Python files: they teach a language model nothing about code.
+# Tables and data in the form of Python files teach a language model nothing about code.
 SKIPPED_FOLDERS = {"site-packages", "encodings", "pydoc_data", "__pycache__", "bad_coding", "data"}
 MAX_FILE_BYTES = 200_000
 

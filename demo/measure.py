@@ -2,9 +2,9 @@
 
     python -m demo.measure
 
-Acceptance is counted on the target's own continuations of held-out prompts, the text a draft meets when
-it serves: how often the target's choice is among the draft's first one, two or three, both choosing by the
-COUPLED rule with the same noise.
+Acceptance is the share of the target's choices among the draft's first one, two or three candidates, both chosen by the
+COUPLED rule with the same noise. It is measured on the target's own continuations of held-out prompts, the kind of text
+that a draft sees in service.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Prompts from text that the demo pair has not seen: the held-out source files.
 
 `held_out` takes them from any place of a file, `of_kind` makes them of several kinds. Code prompts are the middle of a
-file; prose prompts are docstrings. Editing prompts show a piece of code and then its beginning again with one name
-changed, as an assistant writes that is asked for a small correction. Chat prompts have questions about what functions
-do, with answers, and a new question. Mixed takes these kinds in turn.
+file; prose prompts are docstrings. Editing prompts show a piece of code and then its beginning with one name changed,
+as in an assistant's answer to a request for a small correction. Chat prompts have questions about what functions do,
+with answers, and a new question. Mixed takes these kinds in turn.
 """
 
 from __future__ import annotations

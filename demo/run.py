@@ -1,6 +1,6 @@
 """The demo, `make demo`: one completion, drafted and then plain, by three real services.
 
-The same tokens, once in more and once in fewer steps of the target.
+Both give the same tokens, the drafted one in fewer steps of the target.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Run:
 
 
 def run(client: Client, console: Console, prompt: str, *, speculation: str, show: bool, **options: float) -> Run:
-    """One completion; shown as it comes, or not."""
+    """Run one completion; with `show`, print it as it comes."""
     tokens: list[int] = []
     elapsed = 0.0
     steps = 0
@@ -74,10 +74,10 @@ def main() -> None:
     options = {"max_tokens": args.max_tokens, "temperature": args.temperature, "seed": args.seed}
     try:
         with Stack.start(dtype=args.dtype) as stack, Client(stack.address) as client:
-            # One short request first: what is loaded on first use should not be timed.
+            # A short request first: loading on first use should not be timed.
             run(client, console, args.prompt, speculation="auto", show=False, max_tokens=16)
             legend = Text.assemble(*((f" {name} ", style) for name, style in STYLES.items()))
-            console.print(Text("Each token by where it came from:"), legend, "\n")
+            console.print(Text("Colours show the source of each token:"), legend, "\n")
             drafted = run(client, console, args.prompt, speculation="auto", show=True, **options)
             console.print("[bold]The same, with drafting off:[/bold]\n")
             plain = run(client, console, args.prompt, speculation="off", show=True, **options)
@@ -91,7 +91,7 @@ def main() -> None:
             f"{result.seconds:.2f} s"
         )
     if drafted.tokens != plain.tokens:
-        sys.exit("The tokens differ: that must not be.")
+        sys.exit("The tokens differ: this is a bug.")
     console.print(f"The same tokens, [bold]{drafted.rate / plain.rate:.2f} times[/bold] as fast.")
 
 

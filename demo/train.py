@@ -10,8 +10,8 @@ rate follows elapsed time, so a slower machine still ends with a finished schedu
 loss. Matrices are trained by Muon (Jordan et al. 2024), embeddings and norms by AdamW.
 
 The draft learns the target's distribution (Hinton et al. 2015) on two kinds of text, half and half:
-the corpus, and what the target itself writes when it continues the corpus, because that is the text
-a draft meets when it serves (on-policy distillation, Agarwal et al. 2024).
+the corpus, and the target's own continuations of it, since that is the text that a draft sees in service (on-policy
+distillation, Agarwal et al. 2024).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ CHAT_TEMPLATE = """\
 {% endif %}
 {% endfor %}
 """
-"""The chat template. Other roles' turns become comments, the assistant's are code: the model goes on with Python, as
-with any text. It was trained on no conversations."""
+"""The chat template. The assistant's turns are code, all others become comments: the model was trained on no
+conversations, and continues any text with Python."""
 
 VOCABULARY = 4096
 CONTEXT = 1024
@@ -258,9 +258,9 @@ def main() -> None:
     parser.add_argument("stage", choices=["tokenizer", "target", "draft"])
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rows", type=int, default=8, help="sequences a step")
-    parser.add_argument("--length", type=int, default=512, help="tokens a sequence")
-    parser.add_argument("--resume", action="store_true", help="of a draft: go on from the one that is there")
+    parser.add_argument("--rows", type=int, default=8, help="sequences per step")
+    parser.add_argument("--length", type=int, default=512, help="tokens per sequence")
+    parser.add_argument("--resume", action="store_true", help="continue to train the existing draft")
     args = parser.parse_args()
     match args.stage:
         case "tokenizer":

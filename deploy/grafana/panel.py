@@ -10,7 +10,7 @@ JOB = '{job=~"$job"}'
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel: curves over time. `unit` is Grafana's name of one; `curves` maps legends to expressions."""
+    """One panel: curves over time. `unit` is one of Grafana's units; `curves` maps legends to expressions."""
 
     title: str
     unit: str
@@ -19,18 +19,18 @@ class Panel:
 
 
 def rate(counter: str, labels: str = "") -> str:
-    """Return how fast a counter grows a second, over all pods; by label, if some are given."""
+    """Return a counter's rate per second over all pods, by `labels` if given."""
     by = f" by ({labels})" if labels else ""
     return f"sum{by} (rate({counter}{JOB}[$__rate_interval]))"
 
 
 def share(part: str, whole: str, labels: str = "") -> str:
-    """Return the ratio of the rates of two counters; by label, if some are given."""
+    """Return the ratio of the rates of two counters, by `labels` if given."""
     return f"{rate(part, labels)} / {rate(whole, labels)}"
 
 
 def total(gauge: str, labels: str = "") -> str:
-    """Return a gauge, summed over all pods; by label, if some are given."""
+    """Return the sum of a gauge over all pods, by `labels` if given."""
     by = f" by ({labels})" if labels else ""
     return f"sum{by} ({gauge}{JOB})"
 

@@ -1,9 +1,9 @@
-"""Ask a service for its health, from inside its own container: exit status 0 if it serves, else 1 and a line on stderr.
+"""Check a service's health from inside its own container: exit status 0 if it serves, else 1 and a line on stderr.
 
     python probe.py 127.0.0.1:50051                  a gRPC service
     python probe.py http://127.0.0.1:8000/health     OpenAI's HTTP API
 
-Kubernetes asks by itself; Docker and Compose want a command.
+Kubernetes has its own probes; Docker and Compose need a command.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ SECONDS = 5.0
 
 
 def status(address: str) -> str:
-    """Return the health of the service at an address, SERVING or what it says instead; OSError or grpc.RpcError if it
-    does not answer. A proxy that the environment names is not asked."""
+    """Return the health status of the service at an address, such as SERVING; OSError or grpc.RpcError if it does not
+    answer. Proxies set in the environment are not used."""
     if address.startswith("http://"):
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(address, timeout=SECONDS) as answer:
@@ -32,7 +32,7 @@ def status(address: str) -> str:
 def main(address: str) -> None:
     try:
         found = status(address)
-    except Exception as error:  # gRPC's, HTTP's and the system's have no base in common
+    except Exception as error:  # errors of gRPC, HTTP and the system have no common base
         sys.exit(f"{address}: {' '.join(str(error).split())}")
     if found != "SERVING":
         sys.exit(f"{address}: {found}")

@@ -1,9 +1,9 @@
-"""Print the requirements of some extras of this project, those of the extras that they name included.
+"""Print the requirements of some extras of this project, including those of nested extras.
 
     python3 requirements.py pyproject.toml verifier,otel
 
-An image installs these before our code is there, so that its largest layer depends on pyproject.toml and
-constraints.txt alone, and stays as it is when code changes. It needs nothing but Python.
+An image installs these before it copies our code, so that its largest layer depends on pyproject.toml and
+constraints.txt alone, and stays cached when code changes. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any
 
 
 def requirements(project: Mapping[str, Any], extras: Iterable[str]) -> list[str]:
-    """Return the requirements of these extras, in order, of the table [project]; KeyError for an extra that it has
-    not."""
+    """Return the requirements of these extras of the table [project], in order; KeyError for an unknown extra."""
     own = re.compile(rf"{re.escape(project['name'])}\[([\w,-]+)\]")
     found = set(project["dependencies"])
     seen: set[str] = set()
