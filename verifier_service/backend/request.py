@@ -26,7 +26,7 @@ class VerifierSessionRequest:
     priority: int = 0  # among sessions of the same tenant: lower goes first
     deadline: float | None = None  # of the caller, in `time.monotonic`
     checksum: int = 0  # of the VerifyOpen
-    coalesce_commits: bool = False  # the client does not read along
+    coalesce_commits: bool = False  # no client reads the text while it is generated
     rejected_candidates: bool = False  # report them
     grammar: CompiledGrammar | None = None  # of the generated text
     prompt_logprobs: int | None = None  # as `top_logprobs`, for the prompt
@@ -39,7 +39,7 @@ class Policy:
 
     drafters: frozenset[CandidateSource]  # permitted sources of candidates
     max_candidates: int  # in one step
-    patience: float  # limit in seconds after a commit on waiting for a draft's candidates
+    patience: float  # maximum seconds, after a commit, to wait for a draft's candidates
     forced: bool = False  # speculate regardless of the controller
     lookahead: Lookahead | None = None  # size of a window in every step; None: chosen by its gain
 

@@ -51,9 +51,9 @@ class Without(StrEnum):
     """The reason why a step of a session had no candidates; names as in specdec.v2.SpeculationDecisions."""
 
     NO_DRAFTER = "no_drafter"
-    """None of the drafters that the session permits is there."""
+    """No drafter permitted by the session is available."""
     PLAIN_FASTER = "plain_faster"
-    """Its mode permits none of them: others were measured to be as fast."""
+    """Its mode permits none of its drafters: it was measured to be as fast without them."""
     ROW_COST = "row_cost"
     """No candidate was worth its row."""
     NOTHING_PROPOSED = "nothing_proposed"
@@ -70,13 +70,13 @@ class Decision(NamedTuple):
 
     mode: str  # of adaptive speculation, or "forced"
     without: Without | None = None  # None: it had candidates
-    row: float = 0.0  # with ROW_COST: seconds by which one more row lengthens the step
+    row: float = 0.0  # with ROW_COST: extra seconds of the step with one more row
     break_even: float = 0.0  # with ROW_COST: tokens that this row must bring to pay
     best: float = 0.0  # with ROW_COST: tokens expected of the best candidate
 
 
 FORCED = "forced"
-"""The name told instead of a mode for sessions that none governs."""
+"""Reported in place of a mode for sessions not governed by one."""
 
 MODES = ("off", "ngram", "local_draft", "remote_draft", FORCED)
 
@@ -144,7 +144,7 @@ class PromptScores(NamedTuple):
     logprobs: list[TokenLogprobs]
 
     def parts(self) -> Iterator[PromptScores]:
-        """Yield them in parts for one message each."""
+        """Yield the scores in parts, one per message."""
         for start in range(0, len(self.logprobs), MAX_SCORES_A_MESSAGE):
             yield PromptScores(self.first + start, self.logprobs[start : start + MAX_SCORES_A_MESSAGE])
 

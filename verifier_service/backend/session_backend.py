@@ -1,4 +1,4 @@
-"""The seam above the step loop: the servicer's interface to whatever runs the target.
+"""The seam above the step loop: the servicer's interface to the component that runs the target.
 
 Above it are messages, limits and admission (`servicer.py`); below it sessions, memory and steps. `StepLoop` is one
 backend; an engine with its own scheduler would be another one.
@@ -23,7 +23,7 @@ MakeCommit = Callable[[VerifyResult, StepTimes], Any]
 """Turns a verify result and its times into a response; called on the event loop of the response queue."""
 
 MakeScores = Callable[[PromptScores], Any]
-"""Turns log-probabilities of a prompt into a response; called there too."""
+"""Turns log-probabilities of a prompt into a response; called on the same event loop."""
 
 
 class BackendSession(Protocol):
@@ -47,7 +47,7 @@ class BackendSession(Protocol):
         `time.monotonic`. ValueError if they are invalid."""
 
     def set_policy(self, policy: Policy) -> None:
-        """Speculate by this policy, starting now."""
+        """Replace the speculation policy."""
 
     def client_has_read(self, tokens: int, scored: int) -> None:
         """Record that the client has read `tokens` generated tokens, and the log-probabilities of the prompt's first

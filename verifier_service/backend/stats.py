@@ -91,7 +91,7 @@ class VerifierStats:
             self.interval += INTERVAL_SMOOTHING * (interval - self.interval) if self.interval else interval
 
     def forget_pace(self) -> None:
-        """Reset the waiting time of texts: there is nothing to do."""
+        """Reset the waiting time of texts; called when there is no work."""
         self._held_up = 0.0
 
     def observe_parts(self, *, forward: float, proposing: float, delayed: float) -> None:
@@ -107,8 +107,8 @@ class VerifierStats:
 
     def too_late(self, most: int, deadline: float | None, waiting: int) -> TooLateError | None:
         """Return the error for a text behind `waiting` others if at the current pace it would miss its deadline
-        (`time.monotonic`), else None. Its expected length is that of usual texts, at most `most` tokens. None too
-        without any data: no session is running, or none has ended yet."""
+        (`time.monotonic`), else None. Its expected length is that of usual texts, at most `most` tokens. Also None
+        without data: no session is running, or none has ended yet."""
         if deadline is None or not self.running:
             return None
         wait = self.expected_wait(waiting) if waiting else 0.0

@@ -235,8 +235,8 @@ class Planner:
         taken: int,
         break_even: float,
     ) -> None:
-        """Enter into the rows of sessions what decided on their candidates. The first `speculating` of the `decoding`
-        ones could have some; the step has `taken` rows."""
+        """Record the decision on each session's candidates in its rows. The first `speculating` of the `decoding` ones
+        could have some; the step has `taken` rows."""
         eligibility, row = self._eligibility, 0.0
         for place, (entry, rows) in enumerate(entries):
             session = entry.session

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from verifier_service.settings.tuning import DEFAULTS, DraftGainTuning, DraftTimingTuning
 
 MAX_ROUND_TRIP_SECONDS = 60.0
-"""Round trip in seconds above which the draft's claim about how long it has known a text is ignored."""
+"""Maximum plausible round trip in seconds; beyond it, the draft's claim of how long it has known a text is ignored."""
 
 
 class WaitEstimate(NamedTuple):
@@ -44,8 +44,8 @@ class DraftTiming:
             self._last.pop(oldest, None)
 
     def arrived(self, base: int, at: float, held: float = 0.0) -> None:
-        """Update the estimates from a message that starts at `base`, even a late one. `held`: seconds for which the
-        draft had known `base`; the rest of the time since the commit is the round trip."""
+        """Update the estimates from a message that starts at `base`, even a late one. `held`: seconds that the draft
+        had known `base`; the rest of the time since the commit is the round trip."""
         self._awaited, self._given_up = None, False
         begun = self._commits.get(base)
         if begun is None:
@@ -60,8 +60,8 @@ class DraftTiming:
         self._last[base] = at
 
     def verified(self, accepted: int, corrected: bool) -> None:
-        """Update the acceptance from a step with `accepted` accepted candidates; `corrected`: the next token was none
-        of those offered."""
+        """Update the acceptance from a step with `accepted` accepted candidates; `corrected`: the next token was not
+        among those offered."""
         for right in [True] * accepted + [False] * corrected:
             self._acceptance += self._tuning.acceptance_smoothing * (right - self._acceptance)
 

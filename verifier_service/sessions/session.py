@@ -173,7 +173,7 @@ class VerifierSession:
 
     def extend(self, base: int, paths: Paths, arrived: float, held: float = 0.0) -> None:
         """Insert candidates of a draft, received at the time `arrived`; ValueError if they are invalid. `held`: seconds
-        for which the draft had known `base`; 0: unknown."""
+        that the draft had known `base`; 0: unknown."""
         rule = self.request.sampler.rule
         rows = [(parent, row) for parent, row in paths.distributions if row.fits(rule, self.vocabulary)]
         self.tree.insert(base, paths._replace(distributions=rows), origin=REMOTE_DRAFT, drafted=True)

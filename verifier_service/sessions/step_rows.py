@@ -35,7 +35,7 @@ class ScheduledRows:
     tree: TreeRows | None = None
     drafted: bool = False  # wanted a remote draft's candidates, and had some for the next token
     undrafted: bool = False  # wanted them, and had none
-    decision: Decision | None = None  # what decided on its candidates; None: they are not decided on
+    decision: Decision | None = None  # on its candidates; None: nothing to decide
 
     @property
     def rows(self) -> int:
