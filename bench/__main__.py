@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-ROOMS = {
+PACKAGES = {
     "speed": {
         "speed": "throughput and latencies, compared with transformers, vLLM and llama.cpp",
         "leaderboard": "several speed reports in one table",
@@ -65,13 +65,13 @@ ROOMS = {
 """The benchmarks by package and name, with their subjects. The module NAME in the package has a function `main`, which
 takes the arguments after the name; it is imported only when run, since most import torch."""
 
-MODULES = {name: f"bench.{room}.{name.replace('-', '_')}" for room, names in ROOMS.items() for name in names}
+MODULES = {name: f"bench.{package}.{name.replace('-', '_')}" for package, names in PACKAGES.items() for name in names}
 
 
 def listed() -> str:
     """Return the list of all benchmarks, by package."""
-    rooms = ("".join(f"  {name:14} {what}\n" for name, what in names.items()) for names in ROOMS.values())
-    return "\n".join(rooms)
+    packages = ("".join(f"  {name:14} {what}\n" for name, what in names.items()) for names in PACKAGES.values())
+    return "\n".join(packages)
 
 
 def main(given: list[str]) -> None:

@@ -72,7 +72,7 @@ async def _obey() -> None:
                 case ["traffic", server]:
                     print(proxy.traffic[server].to_server, proxy.traffic[server].from_server, flush=True)
                 case unknown:
-                    raise SystemExit(f"what is {unknown}?")
+                    raise SystemExit(f"unknown command: {unknown}")
 
 
 def main() -> None:

@@ -3,8 +3,8 @@
     python -m bench cost --out build/cost
     python -m bench cost --preset demo --acceptance 0.6 --latency-ms 2,4 --draft-price 0.25
 
-SIMULATED, all of it, including the devices. The services run their real code (`bench/simulation`); modelled are the
-time of a forward pass (`devices.PRESETS`), the language of target and draft, and the sharing of a device. Left out are
+SIMULATED throughout, devices included. The services run their real code (`bench/simulation`); modelled are the time of
+a forward pass (`devices.PRESETS`), the language of target and draft, and the sharing of a device. Left out are
 networks, processors, and the memory of a co-located draft.
 
 Deployments of one target:

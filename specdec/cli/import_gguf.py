@@ -13,7 +13,7 @@ from specdec.extras import check_installed
 
 
 def import_gguf(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="GGUF file of one part.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="GGUF file, not split into parts.")],
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="Directory to write; an earlier conversion there is replaced.")
     ],

@@ -99,7 +99,7 @@ class DoctorReport:
         if self.models is not None:
             return self.problem
         if not self.packages:
-            return ""  # not an installed distribution: what is needed is unknown
+            return ""  # not an installed distribution: its requirements are unknown
         complete = {extra.name for extra in self.extras if not extra.missing}
         needed = set(UP) - ({"draft"} if "draft-gpu" in complete else set())  # either will do
         missing = {name for extra in self.extras if extra.name in needed for name in extra.missing}

@@ -208,8 +208,8 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
                 await context.write(self.opened(session))
             reader = asyncio.create_task(self._read(requests, session, responses))
             await responses.write_to(context, heartbeat=partial(self.heartbeat, session), is_last=self.is_last)
-            # Let the caller end the stream: its requests may be in flight, and if a write of it met a stream closed
-            # here, it would lose the last response.
+            # Let the caller end the stream: it may still be writing, and a write to a closed stream would cost it the
+            # last response.
             await asyncio.wait({reader}, timeout=LINGER_SECONDS)
         finally:
             if reader is not None:

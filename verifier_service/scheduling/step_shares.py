@@ -100,12 +100,11 @@ class Division:
         return slowed[least], least
 
     def is_fair(self, rows: int, got: Mapping[str, float], wanted: Mapping[str, tuple[int, float]]) -> bool:
-        """Return whether every tenant gets at least its part of its token rate alone, in a step with `rows` candidates
-        that brings it `got` tokens. `wanted`: its (candidates, tokens) in a step of its own; tenants missing there have
-        no candidates.
+        """Return whether every tenant gets at least its part of the token rate it has alone, in a step with `rows`
+        candidates that brings it `got` tokens. `wanted`: its (candidates, tokens) in a step of its own; tenants missing
+        there have no candidates.
 
-        Tokens are what the bound is for: a joint choice of candidates may exceed it in seconds and still bring every
-        tenant more.
+        The bound is on tokens: a joint choice of candidates may exceed it in seconds and still bring every tenant more.
         """
         if self.sitting_out:
             return False
