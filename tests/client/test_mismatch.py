@@ -1,4 +1,4 @@
-"""Two ends that do not fit each other are told in one plain sentence, by the client and by commands."""
+"""A client and a server that do not fit are reported in one plain sentence, by the client and by commands."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Proves that the token tree keeps what it should and drops what it should.
 
-Messages about one text may be inserted and committed in any order in which a message's base is already committed:
-the live candidates equal those of inserting everything first. Duplicates, late messages and contradictions do no
-harm. `best` is checked against brute force, `size` against a count, and unreachable nodes are dropped. Logprobs are
-multiples of 1/8, so that sums are exact and equal path logprobs compare equal.
+Messages about one text may be inserted and committed in any order, as long as the base of each is committed before it:
+the live candidates equal those of inserting everything first. Duplicates, late messages and contradictions do no harm.
+`best` is checked against brute force, `size` against a count, and unreachable nodes are dropped. Logprobs are multiples
+of 1/8, so that sums are exact and equal path logprobs compare equal.
 """
 
 from __future__ import annotations

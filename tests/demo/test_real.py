@@ -1,4 +1,4 @@
-"""`make real` joins the parts of a model, goes on after an interruption, and takes no other bytes."""
+"""`make real` joins the parts of a model, continues after an interruption, and refuses wrong bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of models to be served together: parts that add up, and a table that says them."""
+"""The memory of models to be served together: its parts add up, and a table shows them."""
 
 from __future__ import annotations
 

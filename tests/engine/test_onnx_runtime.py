@@ -60,7 +60,7 @@ def test_it_is_off_before_the_library_is_loaded_and_before_any_session(tmp_path:
 
 @pytest.mark.parametrize("module", ["specdec.engine.onnx.engine", "specdec.engine.onnx.shortlists"])
 def test_the_real_library_leaves_nothing_in_the_users_cache(module: str, tmp_path: Path) -> None:
-    """Official builds write a device id there when they are loaded, unless they believe to be in a test."""
+    """Official builds write a device id there when they are loaded, unless they detect a test run."""
     code = f"import {module}; from specdec.engine.onnx_runtime import ort; ort.get_available_providers()"
     kept = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")  # no variable that a test or CI sets
     environment = {name: os.environ[name] for name in kept if name in os.environ}

@@ -1,4 +1,4 @@
-"""Schemas as pydantic writes them: what its models dump is allowed, and what is allowed is valid."""
+"""Schemas as pydantic writes them: dumps of its models are allowed, and allowed texts are valid."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ TEXTS = st.text(alphabet="abc.1\n", max_size=6)
 
 
 def in_rust(pattern: str) -> re.Pattern[str]:
-    """Return a rewritten expression for Python, which has the same syntax for what is written."""
+    """Compile a rewritten expression; its syntax means the same in Rust and in Python."""
     return re.compile(pattern)
 
 

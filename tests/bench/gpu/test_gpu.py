@@ -1,5 +1,5 @@
 """A GPU run with stand-ins for its steps: each has a time limit and its own process, missing parts are reported, and
-a report is always written. `python -m bench gpu --device cpu` runs the real steps in small."""
+a report is always written. `python -m bench gpu --device cpu` runs the real steps at a small scale."""
 
 from __future__ import annotations
 
