@@ -4,9 +4,9 @@ A pass that computes nodes of path probabilities p_1, ..., p_n yields sum(p) / T
 
     T_d(n) = base + a_node * n
 
-a further node of probability p raises that rate if p > a_node * sum(p) / T_d(n). A node below that only delays the next
-pass, with likelier nodes, or the commit that decides between them. Passes are therefore narrow if there are many
-sessions or if nodes are costly, and likely chains grow deep sooner.
+a further node of probability p raises that rate if p > a_node * sum(p) / T_d(n). A less probable node only delays the
+next pass, which has likelier nodes, or the commit that decides between them. Passes are therefore narrow if there are
+many sessions or if nodes are costly, and likely chains grow deep sooner.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def needed_extra(arguments: Sequence[str]) -> str:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that adds an extra to this installation, from where it came."""
+    """Return the command that adds an extra to this installation, from the same source."""
     try:
         origin = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:

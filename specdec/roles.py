@@ -23,8 +23,8 @@ def environment() -> dict[str, str]:
 
 
 def load(module: str) -> ModuleType:
-    """Import a module from the folder into this process, which becomes that service's: the folder stays on its path and
-    its children's."""
+    """Import a module from the folder. The process becomes that service's: the folder stays on its path and its
+    children's."""
     sys.path.insert(0, str(FOLDER))
     os.environ.update(environment())
     return importlib.import_module(module)

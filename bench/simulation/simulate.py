@@ -10,8 +10,8 @@ Each row is one deployment after its warm-up. Tokens a second are of all session
 target alone (plain), of drafts that wait for each verify result (synchronous), of an idealised schedule of the same
 deployment (`ideal.py`), and the upper bound (`bound.py`).
 
-Synchronous drafting is the best of chains and trees of up to 64 nodes, both with steps for ready sessions, so that
-sessions split into alternating groups, and with steps that wait for all; short trials pick the variants to measure.
+Synchronous drafting is the best of several variants, picked by short trials: chains and trees of up to 64 nodes, each
+with steps for ready sessions, so that sessions split into alternating groups, and with steps that wait for all.
 """
 
 from __future__ import annotations

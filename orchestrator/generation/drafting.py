@@ -176,8 +176,8 @@ class Drafting:
                 tried.clear()
 
     def _full(self, pods: Pods) -> set[Pod]:
-        """Return the pods that have recently reported, to any text here, no room for sessions; none for a text that
-        needs a draft, which asks them nevertheless."""
+        """Return the pods that recently reported no room for sessions, to any text here. Empty for a text that needs a
+        draft: it asks them nevertheless."""
         if self._context.sample.needs_draft:
             return set()
         return {pod for pod in pods if (told := pod.load.reported) is not None and not told.room}

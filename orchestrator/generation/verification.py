@@ -328,9 +328,9 @@ class Verification:
             self._context.timeline.event("verifier_not_opened", pod=str(pod))
 
     def _note_failed(self, pod: Pod, error: ServiceError) -> None:
-        """Note that a verifier's model has failed on this text, or that it rejects a text begun by another one: other
-        verifiers may take it. If none has begun the text, the request may really be invalid: raise the error to the
-        caller, once a second opening has confirmed it. The first request may have been corrupted in transit, checksum
+        """Note that a verifier's model has failed on this text, or that the verifier rejects a text begun elsewhere:
+        others may take it. If no verifier has begun the text, the request may really be invalid: raise the error to the
+        caller once a second opening has confirmed it. The first request may have been corrupted in transit, checksum
         included."""
         if isinstance(error, InvalidRequestError) and not self._begun:
             if not isinstance(error, PromptTooLongError):

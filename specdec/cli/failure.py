@@ -56,7 +56,7 @@ Arguments = ParamSpec("Arguments")
 
 
 def program() -> str:
-    """Return the words that run this program again, for hints: its name if it was started by that."""
+    """Return the command that runs this program again, for hints: its name if it was started by name."""
     return "specdec" if Path(sys.argv[0]).name == "specdec" else "python -m specdec.cli"
 
 

@@ -24,7 +24,7 @@ PACKAGES = {
 }
 
 OPTIONAL = {"openai": ("starlette", "uvicorn")}
-"""Roles that `specdec up` can do without, and the packages they need: the options of one that cannot run are absent."""
+"""Optional roles of `specdec up`, and the packages they need. A role without its packages has no options."""
 
 SET_BY_UP = frozenset(
     {

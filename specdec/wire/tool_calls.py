@@ -32,8 +32,8 @@ class ToolCallReader:
             yield from self._read(text)
 
     def finish(self, *, cut: bool = False) -> Iterator[str | ToolCall]:
-        """Yield the rest at the end of the text. With `cut` the text was cut short: a call that has begun is yielded
-        with the arguments there are, which are not valid JSON then."""
+        """Yield the rest at the end of the text. With `cut`, for a text cut short, an unfinished call is yielded with
+        its partial arguments, which are not valid JSON."""
         held = "".join(self._held)
         begun: list[str | ToolCall] = []
         if cut and self._scan is not None:

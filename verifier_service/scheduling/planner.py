@@ -219,8 +219,8 @@ class Planner:
         """Update the latency model with a step's duration. T_v is that of short texts: steps with prompts update the
         slowdown instead, since rows of long prompts cost more.
 
-        A step launched early lasts from its launch. Where the host takes longer than the device, that is the host's
-        time, as it is the time between two tokens.
+        A step launched early lasts from its launch. Where the host takes longer than the device, the host's time
+        counts: it is the time between two tokens.
         """
         if plan.decodes_only:
             self._threads.observe(plan.rows, seconds)
@@ -372,8 +372,8 @@ class Planner:
     def _with_room_for_scores(
         self, chunks: list[tuple[RunningSession, int]], candidates: int
     ) -> list[tuple[RunningSession, int]]:
-        """Cut the chunks of prompts with log-probabilities, whose rows all have logits, to the memory for logits that
-        the step's candidates leave."""
+        """Cut the chunks of prompts with log-probabilities to the memory for logits left by the step's candidates: all
+        their rows have logits."""
         scored = [(entry, chunk) for entry, chunk in chunks if entry.session.scores_prompt]
         most = max(self._tuning.prefill.min_chunk_tokens, MAX_STEP_CANDIDATES - candidates)
         if sum(chunk for _, chunk in scored) <= most:

@@ -77,7 +77,7 @@ class LatencyTuning:
     seconds."""
 
     certain_error: float = 0.12
-    """Error of a point relative to the current step below which it is not explored: that of five steps."""
+    """Points with a smaller error, relative to the current step, are not explored. Five steps reach it."""
 
     optimism: float = 5.0
     """Standard errors by which an uncertain point is assumed to be cheaper than estimated. The value is high because a

@@ -89,7 +89,7 @@ class TorchEngine:
         )
 
     def _quantise(self) -> None:
-        """Quantise the weights, where that is wanted: before the model's own logits are recorded for comparison."""
+        """Quantise the weights, if requested. Called before the model's own logits are recorded for comparison."""
 
     def packer(self) -> Packer:
         return self._backend.packer(self._rows)

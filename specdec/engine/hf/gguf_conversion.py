@@ -1,6 +1,6 @@
 """Conversion of a GGUF file into a model directory: transformers reads configuration, tokenizer and weights.
 
-Added here is what transformers does not read from such a file: the scaling of rotary embeddings, and all tokens that
+This module adds what transformers does not read from such a file: the scaling of rotary embeddings, and all tokens that
 end a turn. Quantised weights are widened.
 """
 
