@@ -116,7 +116,7 @@ def _environment(prefix: str, options: Mapping[str, Any]) -> tuple[dict[str, Any
         if SERVICE_LINK.fullmatch(name.upper()) or (name == "port" and SCHEME.match(text)):
             continue
         if name in options:
-            values[name] = text.split() if options[name].multiple else text
+            values[name] = text.split() if _takes_several(options[name]) else text
         else:
             unknown.append(variable)
     return values, sorted(unknown)
@@ -140,14 +140,22 @@ def _file(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
             near = difflib.get_close_matches(name, options, 1)
             meant = f"; {_spelled(near[0])} is" if near else ""
             raise typer.BadParameter(f"{key} is not an option of this service{meant}", param_hint=hint)
+        takes_several = _takes_several(options[name])
+        if isinstance(value, str) and options[name].nargs > 1:  # as in the environment
+            value = value.split()
         several = value if isinstance(value, list) else [value]
         if any(isinstance(item, dict | list) or item is None for item in several) or (
-            isinstance(value, list) and not options[name].multiple
+            isinstance(value, list) and not takes_several
         ):
             raise typer.BadParameter(f"{key} must be one value, is {value}", param_hint=hint)
         texts = [item if isinstance(item, bool) else str(item) for item in several]
-        values[name] = texts if options[name].multiple else texts[0]
+        values[name] = texts if takes_several else texts[0]
     return values
+
+
+def _takes_several(option: Any) -> bool:
+    """Return True if the value of an option is a list: it may be repeated, or takes several words."""
+    return bool(option.multiple or option.nargs > 1)
 
 
 def _spelled(name: str) -> str:

@@ -24,6 +24,7 @@ def main(
     draft: Annotated[list[str] | None, typer.Option(help="Addresses.")] = None,
     port: Annotated[int, typer.Option(help="Port.")] = 50051,
     share_port: Annotated[bool, typer.Option(hidden=True)] = False,
+    window: Annotated[tuple[int, int] | None, typer.Option(help="Two words.")] = None,
 ) -> None:
     """Serve."""
     found = settings()
@@ -58,6 +59,7 @@ def test_what_is_nearer_wins(file: Path) -> None:
         "draft": "['a:1', 'b:2']",
         "port": "1",
         "share_port": "False",
+        "window": "None",
     }
     assert found.sources == {
         "model": "command line",
@@ -74,6 +76,14 @@ def test_the_environment_alone_suffices(file: Path) -> None:
     found = run(MODEL="/m", EXACT="no", DRAFT="a:1 b:2", CONFIG=str(file))
     assert (found.values["exact"], found.values["draft"]) == ("False", "['a:1', 'b:2']")
     assert found.sources["kv_tokens"] == str(file)
+
+
+@pytest.mark.parametrize("content", ["window: 5 3", "window: [5, 3]", "window: '5 3'"])
+def test_an_option_of_several_words_is_one_setting(file: Path, content: str) -> None:
+    file.write_text(content)
+    for found in (run("--model /m", file), run("--model /m", WINDOW="5 3"), run("--model /m --window 5 3")):
+        assert found.values["window"] == "(5, 3)"
+    assert "'SPECDEC_VERIFIER_WINDOW'" in run("--model /m", WINDOW="5")
 
 
 def test_an_empty_variable_is_none_and_an_empty_file_says_nothing(file: Path) -> None:

@@ -77,9 +77,6 @@ RETIRED = {
     "floor_ms": "roofline_ms",
 }
 
-RETIRED_VALUES = {("speculation", "lookahead"): "local"}
-"""Option values that were renamed, where the word itself is still in use with another meaning."""
-
 
 def tracked(*patterns: str) -> list[str]:
     found = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -100,15 +97,6 @@ def words(name: str) -> set[str]:
     return found
 
 
-def retired_values(text: str) -> list[str]:
-    """Return the options set to a retired value in a text: on a command line, as an argument or as an entry."""
-    return [
-        f"{option} {value!r} is called {now!r}"
-        for (option, value), now in RETIRED_VALUES.items()
-        if re.search(rf"--{option}[\s=\"',]+{value}\b|\b{option}[\"']?\s*[=:]\s*[\"']{value}\b", text)
-    ]
-
-
 @pytest.mark.parametrize("pattern", ["*.py", "*.proto", "*.md"])
 def test_retired_names_stay_out(pattern: str) -> None:
     files = [name for name in tracked(pattern) if not name.startswith("specdec/v2/")]
@@ -117,31 +105,6 @@ def test_retired_names_stay_out(pattern: str) -> None:
         f"{name}: {word} is called {RETIRED[word]}" for name in files for word in sorted(words(name) & RETIRED.keys())
     ]
     assert not wrong, "\n".join(wrong)
-
-
-def test_retired_values_stay_out() -> None:
-    wrong = [
-        f"{name}: {each}"
-        for name in tracked("*.py", "*.md", "*.json")
-        for each in retired_values((ROOT / name).read_text())
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("specdec generate x --speculation lookahead --json", True),
-        ('specdec("generate", "--speculation", "lookahead")', True),
-        ('client.complete("x", speculation="lookahead")', True),
-        ('options = {"speculation": "lookahead"}', True),
-        ("speculation.lookahead.window", False),
-        ('("draft", "lookahead")', False),
-        ("--speculation local --lookahead 7 4 7", False),
-    ],
-)
-def test_a_retired_value_would_be_found(text: str, found: bool) -> None:
-    assert bool(retired_values(text)) is found
 
 
 def test_a_retired_name_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

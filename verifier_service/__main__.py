@@ -13,6 +13,9 @@ with needed_by("verifier", "verifier"):
 
     from specdec import ports
     from specdec.command_line import run_command
+    from specdec.decoding.lookahead import Lookahead
+    from specdec.decoding.sampling import Rule
+    from specdec.decoding.speculation import SpeculationOptions
     from specdec.engine import fast_paths, start_phases
     from specdec.engine.cpu_count import MAX_THREADS, threads_for
     from specdec.engine.engine import LazyMemory, touch_memory
@@ -25,9 +28,11 @@ with needed_by("verifier", "verifier"):
     from specdec.grammar.compiler import GrammarCompiler
     from specdec.serving.grammar_trials import GrammarTrials
     from specdec.serving.identity import identity_of, pod_info
+    from specdec.serving.messages import speculation_from
     from specdec.serving.process.options import serving
     from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
-    from specdec.serving.validation import MAX_CANDIDATES
+    from specdec.serving.validation import MAX_CANDIDATES, MAX_WINDOW_ROWS, window_violations
+    from specdec.wire.speculation import SPECULATIONS, SpeculationName
     from verifier_service.heads_files import read_heads
     from verifier_service.proposers.draft_model import DraftModelProposer
     from verifier_service.servicer import VerifierLimits, VerifierServicer
@@ -119,6 +124,32 @@ def main(
         int,
         typer.Option(min=1, max=MAX_CANDIDATES, help="Maximum candidates that a step verifies for one session."),
     ] = VerifierLimits.max_candidates,
+    speculation: Annotated[
+        SpeculationName,
+        typer.Option(
+            help="Drafters of requests that name none. auto: all of them, when it pays; draft, always, local, off, and "
+            "one alone (ngram, lookahead, local_model, heads, jacobi): as for `specdec generate`."
+        ),
+    ] = "auto",
+    lookahead: Annotated[
+        tuple[int, int, int] | None,
+        typer.Option(
+            metavar="W N G",
+            help="Lookahead window of requests that name neither drafters nor a window, used even at a loss: W "
+            "positions, n-grams of N tokens, G guesses. Default: a size that pays, if any.",
+        ),
+    ] = None,
+    jacobi: Annotated[
+        int | None, typer.Option(metavar="W", help="Jacobi decoding in place of --lookahead: the same as W 2 1.")
+    ] = None,
+    max_window_rows: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MAX_WINDOW_ROWS,
+            help="Maximum rows (tokens) that a requested lookahead window adds to a step; larger ones are refused.",
+        ),
+    ] = MAX_WINDOW_ROWS,
     suffix_cache_tokens: Annotated[
         int,
         typer.Option(
@@ -201,6 +232,10 @@ def main(
         raise typer.BadParameter("takes the place of --draft-model: give one of them", param_hint="--heads")
     if heads_tree is not None and heads is None:
         raise typer.BadParameter("needs --heads", param_hint="--heads-tree")
+    by_default = default_speculation(speculation, lookahead, jacobi, max_window_rows)
+    if engine == "vllm" and (by_default.lookahead is not None or by_default.jacobi):
+        hint = "--speculation" if speculation == "jacobi" else "--lookahead" if jacobi is None else "--jacobi"
+        raise typer.BadParameter("needs lookahead windows, which vLLM's engine lacks", param_hint=hint)
 
     def start() -> VerifierServicer:
         check_launcher()
@@ -251,11 +286,30 @@ def main(
             max_sessions=max_sessions,
             max_sessions_per_client=max_sessions_per_client,
             max_waiting=max_waiting,
+            max_window_rows=max_window_rows,
+            speculation=by_default,
         )
         identity = identity_of(directory, loaded, loop.context)
         return VerifierServicer(loop, identity, limits, pod_info(loaded), grammars, GrammarTrials(directory.path))
 
     run(server, lambda: in_a_thread_of_its_own(start), "verifier")
+
+
+def default_speculation(
+    name: SpeculationName, lookahead: tuple[int, int, int] | None, jacobi: int | None, most_rows: int
+) -> SpeculationOptions:
+    """Return the speculation of requests that leave it open; typer.BadParameter names the option that is wrong."""
+    if lookahead is not None and jacobi is not None:
+        raise typer.BadParameter(
+            "is given together with --lookahead, both are the window's size", param_hint="--jacobi"
+        )
+    size = Lookahead(*lookahead) if lookahead is not None else None if jacobi is None else Lookahead(jacobi, 2, 1)
+    options = replace(speculation_from(SPECULATIONS[name]), lookahead=size)
+    for field, problem in window_violations("", options, Rule.COUPLED, most_rows):
+        hint = "--jacobi" if jacobi is not None else "--lookahead"
+        part = field.removeprefix(".lookahead").removeprefix(".")
+        raise typer.BadParameter(f"{part} {problem}".lstrip(), param_hint=hint)
+    return options
 
 
 if __name__ == "__main__":

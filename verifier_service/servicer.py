@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -14,8 +14,8 @@ from prometheus_client.metrics_core import Metric
 
 from specdec.decoding.logprobs import TokenLogprobs
 from specdec.decoding.proposal import distribution_sizes
-from specdec.decoding.sampling import sampling_violations
-from specdec.decoding.speculation import drafters_of
+from specdec.decoding.sampling import Rule, sampling_violations
+from specdec.decoding.speculation import CandidateSource, SpeculationOptions, drafters_of
 from specdec.engine.fast_paths import fast_paths_off
 from specdec.engine.kv.blocks import BLOCK
 from specdec.grammar.compiler import GrammarCompiler
@@ -32,7 +32,15 @@ from specdec.serving.errors import (
 from specdec.serving.grammar_trials import GrammarTrials
 from specdec.serving.grammars import Grammars
 from specdec.serving.identity import pod_info
-from specdec.serving.messages import finish_name, lookahead_from, paths_from, sampler_from, sampling_from
+from specdec.serving.messages import (
+    RULES,
+    finish_name,
+    lookahead_from,
+    paths_from,
+    rule_of,
+    sampler_from,
+    sampling_from,
+)
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.session_stream import SessionServicer
 from specdec.serving.timeline import Timeline
@@ -40,14 +48,15 @@ from specdec.serving.tracing.servicer import TraceServicer
 from specdec.serving.validation import (
     MAX_LOGPROBS,
     MAX_NODES_A_MESSAGE,
+    MAX_WINDOW_ROWS,
     drafter_violations,
     grammar_violations,
-    lookahead_violations,
     open_size_violations,
     rule_violations,
     text_violations,
     token_violations,
     weight_violations,
+    window_violations,
 )
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from specdec.wire.sources import source_name
@@ -72,6 +81,9 @@ class VerifierLimits:
     max_sessions: int = 512
     max_sessions_per_client: int | None = None  # None: no limit per client
     max_waiting: int = 128  # open sessions not admitted yet
+    max_window_rows: int = MAX_WINDOW_ROWS  # of a requested lookahead window
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    """Of requests that name neither drafters nor a window."""
 
 
 class Queue(NamedTuple):
@@ -248,9 +260,10 @@ class VerifierServicer(
             case "extend":
                 self._extend(session, request.extend, arrived)
             case "policy":
-                if wrong := self._policy_violations(request.policy):
+                rule = session.request.sampler.rule
+                if wrong := self._policy_violations(request.policy, rule):
                     raise ValueError("; ".join(" ".join(violation) for violation in wrong))
-                session.set_policy(self._policy(request.policy))
+                session.set_policy(self._policy(request.policy, rule))
             case "consumed":
                 session.client_has_read(request.consumed.tokens, request.consumed.scored_tokens)
 
@@ -299,24 +312,37 @@ class VerifierServicer(
     def is_last(self, response: verifier_pb2.VerifyResponse) -> bool:
         return bool(response.commit.finish_reason)
 
-    def _policy(self, message: verifier_pb2.VerifyPolicy) -> Policy:
+    def _policy(self, message: verifier_pb2.VerifyPolicy, rule: Rule) -> Policy:
         most = self._limits.max_candidates
+        options = _options(message)
+        if message.unspecified and rule is not Rule.CONTRASTIVE:  # that needs a remote draft and nothing else
+            options = self._by_default(options, rule)
         return Policy(
-            drafters=drafters_of(message.drafters),
+            drafters=options.drafters,
             max_candidates=min(message.max_candidates or most, most),
             patience=message.patience_us * 1e-6,
-            forced=message.forced,
-            lookahead=lookahead_from(message.lookahead) if message.HasField("lookahead") else None,
+            forced=options.forced,
+            lookahead=options.lookahead,
+            jacobi=options.jacobi,
         )
 
-    def _policy_violations(self, policy: verifier_pb2.VerifyPolicy) -> list[tuple[str, str]]:
+    def _by_default(self, available: SpeculationOptions, rule: Rule) -> SpeculationOptions:
+        """Return this verifier's default with the `available` drafters. A window that the rule excludes is left out:
+        nobody has asked for it."""
+        default = self._limits.speculation
+        options = replace(default, drafters=default.drafters & available.drafters)
+        if not window_violations("", options, rule):
+            return options
+        return replace(options, drafters=options.drafters - {CandidateSource.LOOKAHEAD}, lookahead=None, jacobi=False)
+
+    def _policy_violations(self, policy: verifier_pb2.VerifyPolicy, rule: Rule) -> list[tuple[str, str]]:
         violations = drafter_violations("policy.drafters", policy.drafters)
-        if policy.HasField("lookahead"):
-            violations += lookahead_violations("policy.lookahead", policy.lookahead)
-            if model_pb2.DRAFTER_LOOKAHEAD not in policy.drafters:
-                violations.append(("policy.lookahead", "is set, needs the drafter LOOKAHEAD"))
-            if self._backend.chains_only:
-                violations.append(("policy.lookahead", "is set, this verifier's engine has no lookahead windows"))
+        if violations:
+            return violations
+        options = _options(policy)
+        violations += window_violations("policy", options, rule, self._limits.max_window_rows)
+        if options.lookahead is not None and self._backend.chains_only:
+            violations.append(("policy.lookahead", "is set, this verifier's engine has no lookahead windows"))
         return violations
 
     def parse(self, request: verifier_pb2.VerifyRequest, deadline: float | None) -> BackendSession:
@@ -337,14 +363,15 @@ class VerifierServicer(
         violations += rule_violations(message.rule, message.contrast, sampling)
         violations += text_violations(prompt, generated, message.max_tokens, vocabulary=vocabulary, context=context)
         violations += token_violations("end_tokens", list(message.end_tokens), vocabulary)
-        for field in ("top_logprobs", "prompt_logprobs"):
-            if (wanted_top := getattr(message, field)) > MAX_LOGPROBS:
-                violations.append((field, f"is {wanted_top}, must be at most {MAX_LOGPROBS}"))
+        for name in ("top_logprobs", "prompt_logprobs"):
+            if (wanted_top := getattr(message, name)) > MAX_LOGPROBS:
+                violations.append((name, f"is {wanted_top}, must be at most {MAX_LOGPROBS}"))
         if message.scored_tokens > len(prompt):
             problem = f"is {message.scored_tokens}, must be at most the {len(prompt)} prompt_tokens"
             violations.append(("scored_tokens", problem))
         violations += weight_violations(message.tenant_weight)
-        violations += self._policy_violations(message.policy)
+        rule = rule_of(message.rule, sampling) if message.rule in RULES else Rule.COUPLED  # an unknown one is refused
+        violations += self._policy_violations(message.policy, rule)
         if message.HasField("grammar"):
             violations += grammar_violations(message.grammar, end_tokens, vocabulary)
         if violations:
@@ -369,13 +396,23 @@ class VerifierServicer(
             prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
             scored_tokens=message.scored_tokens,
         )
-        policy, nodes = self._policy(message.policy), self._limits.max_nodes
+        policy, nodes = self._policy(message.policy, rule), self._limits.max_nodes
         try:
             return cast("BackendSession", self._backend.session(wanted, policy, nodes, vocabulary))
         except GrammarTooComplexError as error:
             raise GrammarFailureError(str(error)) from None
         except GrammarError as error:
             raise InvalidRequestError([("generated_tokens", str(error))]) from None
+
+
+def _options(policy: verifier_pb2.VerifyPolicy) -> SpeculationOptions:
+    """Return the drafters and the window of a validated policy."""
+    return SpeculationOptions(
+        drafters=drafters_of(policy.drafters),
+        forced=policy.forced,
+        lookahead=lookahead_from(policy.lookahead) if policy.HasField("lookahead") else None,
+        jacobi=policy.jacobi,
+    )
 
 
 def recorded_response(timeline: Timeline, result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:

@@ -50,6 +50,8 @@ class SpeculationState:
             max_candidates=speculation.max_candidates,
             patience_us=int(1e6 * context.peers.patience_seconds),
             lookahead=None if speculation.lookahead is None else lookahead_message(speculation.lookahead),
+            jacobi=speculation.jacobi,
+            unspecified=speculation.unspecified,
         )
 
     def draft_policy(self, sample: Sample) -> draft_pb2.DraftPolicy:

@@ -15,7 +15,7 @@ from orchestrator.requests.tools import tool_grammar
 from orchestrator.tenants.file import Tenant
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Rule, Sampling, sampling_violations
-from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, CandidateSource, SpeculationOptions, drafters_of
+from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS, SpeculationOptions
 from specdec.grammar.grammar import GrammarError
 from specdec.grammar.json_schema import supported_source
 from specdec.serving.echo import echo
@@ -25,18 +25,18 @@ from specdec.serving.errors import (
     PromptChangedError,
     PromptTooLongError,
 )
-from specdec.serving.messages import lookahead_from, rule_of
+from specdec.serving.messages import RULES, rule_of, speculation_from
 from specdec.serving.validation import (
     MAX_LOGPROBS,
     MAX_TENANT_CHARACTERS,
     drafter_violations,
     grammar_violations,
-    lookahead_violations,
     rule_violations,
     size_violations,
     speculation_limit_violations,
     token_violations,
     too_many,
+    window_violations,
 )
 from specdec.text.generation_defaults import NEUTRAL, GenerationDefaults
 from specdec.v2 import generation_pb2, model_pb2
@@ -122,7 +122,7 @@ def parse(
         grammar = reasoning.before(grammar)
     if grammar is not None:
         violations += grammar_violations(grammar, end_tokens, model.vocabulary, grammar_field(message))
-    speculation = _speculation(message, violations)
+    speculation = _speculation(message, sampling, violations)
     if violations:
         raise InvalidRequestError(violations)
     rule = rule_of(message.rule, sampling)
@@ -287,7 +287,9 @@ def _sizes(message: generation_pb2.GenerateRequest, model: ServedModel) -> list[
     return [violation for violation in found if violation is not None]
 
 
-def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple[str, str]]) -> SpeculationOptions:
+def _speculation(
+    message: generation_pb2.GenerateRequest, sampling: Sampling, violations: list[tuple[str, str]]
+) -> SpeculationOptions:
     """Return how to speculate; faults are appended to `violations`."""
     wanted = message.speculation
     violations += speculation_limit_violations("speculation", wanted)
@@ -299,29 +301,15 @@ def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple
         for field, is_set in (("drafters", wanted.drafters), ("forced", wanted.forced)):
             if is_set:
                 violations.append((f"speculation.{field}", "is set, must not be set with `off`"))
-        drafters = NO_DRAFTERS
-    else:
-        drafters = drafters_of(wanted.drafters) or ALL_DRAFTERS
-    if message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE and CandidateSource.REMOTE not in drafters:
+    options = speculation_from(wanted)
+    if message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE and not options.remote:
         field = "off" if wanted.off else "drafters"
         violations.append((f"speculation.{field}", "leaves out REMOTE, which the CONTRASTIVE rule needs"))
-    lookahead = None
-    if wanted.HasField("lookahead"):
-        wrong = lookahead_violations("speculation.lookahead", wanted.lookahead)
-        if CandidateSource.LOOKAHEAD not in drafters or message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE:
-            wrong.append(
-                ("speculation.lookahead", "is set, needs the drafter LOOKAHEAD and a rule other than CONTRASTIVE")
-            )
-        violations += wrong
-        lookahead = lookahead_from(wanted.lookahead)
-    return SpeculationOptions(
-        drafters=drafters,
-        forced=wanted.forced,
-        max_candidates=wanted.max_candidates,
-        max_depth=wanted.max_depth,
-        max_branches=wanted.max_branches,
-        lookahead=lookahead,
-    )
+    rule = rule_of(message.rule, sampling) if message.rule in RULES else Rule.COUPLED  # an unknown one is refused
+    if rule is Rule.REJECTION and options.lookahead is not None and not wanted.drafters and not wanted.off:
+        options = replace(options, drafters=OWN_DRAFTERS)  # draws of a draft would exclude the window
+    violations += window_violations("speculation", options, rule)
+    return options
 
 
 def _reasoning(

@@ -20,8 +20,8 @@ from specdec.cli.report import CompletionReport
 from specdec.cli.shown import coloured, for_stdout, speculation_lines, styled
 from specdec.cli.waiting import WaitReporter
 from specdec.client import Cancelled, Client, SpecdecError, Stream
-from specdec.client.options import SpeculationChoice
 from specdec.exit_status import ExitStatus
+from specdec.wire.speculation import SpeculationName
 
 ASKS = "> "
 
@@ -41,7 +41,7 @@ def chat(
         int | None, typer.Option(min=0, max=2**64 - 1, help="Seed of each answer. Default: a new one each time.")
     ] = None,
     speculation: Annotated[
-        SpeculationChoice, typer.Option(help="Which drafters propose candidates, as for `generate`.")
+        SpeculationName, typer.Option(help="Which drafters propose candidates, as for `generate`.")
     ] = "auto",
     colours: Annotated[
         bool, typer.Option("--colours", help="Colour each token by its source, as `generate` does.")

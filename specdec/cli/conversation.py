@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 from specdec.client import Message
-from specdec.client.options import SpeculationChoice
+from specdec.wire.speculation import SPECULATIONS
 
 HELP = """\
 /seed N          draw the next answers with this seed; /seed alone: a new one each time
 /temperature X   0 is greedy; /temperature alone: the model's own
-/speculation S   which drafters propose tokens: auto, off, always, draft or local
+/speculation S   which drafters propose tokens: auto, off, always, draft, local, or one alone
 /colours         turn on or off the colours of token sources
 /again           answer the last question once more
 /clear           forget the conversation
@@ -91,9 +91,8 @@ class Conversation:
         return f"temperature: {value or 'default'}", False
 
     def _set_speculation(self, value: str) -> tuple[str, bool]:
-        known = get_args(SpeculationChoice)
-        if value not in known:
-            raise ValueError(f"/speculation {value}: must be one of {', '.join(known)}".replace(" :", ":"))
+        if value not in SPECULATIONS:
+            raise ValueError(f"/speculation {value}: must be one of {', '.join(SPECULATIONS)}".replace(" :", ":"))
         self.options["speculation"] = value
         return f"speculation: {value}", False
 

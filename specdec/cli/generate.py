@@ -34,9 +34,9 @@ from specdec.cli.results_file import ResultsFile, ResultsFileError
 from specdec.cli.shown import coloured, speculation_lines
 from specdec.cli.waiting import WaitReporter
 from specdec.client import Client, Speculation, build_request
-from specdec.client.options import SpeculationChoice
 from specdec.command_line import duration
 from specdec.exit_status import ExitStatus
+from specdec.wire.speculation import SpeculationName
 
 
 def generate(
@@ -105,19 +105,30 @@ def generate(
         list[str] | None, typer.Option(help="Allowed answer; the text is one of them. May be repeated.")
     ] = None,
     speculation: Annotated[
-        SpeculationChoice,
+        SpeculationName,
         typer.Option(
-            help="Which drafters propose candidates. auto: all of them, when it pays. draft: only the remote draft, "
-            "when it pays. always: only the remote draft, even at a loss. local: only the verifier's own proposers, "
-            "when it pays. off: none, which is plain decoding."
+            help="Which drafters propose candidates. auto: the verifier's default, usually all, when it pays. draft: "
+            "only the remote draft, when it pays. always: only the remote draft, even at a loss. local: only the "
+            "verifier's own proposers, when it pays. ngram, lookahead, local_model, heads: only n-gram lookup, "
+            "lookahead windows, the local draft or heads. jacobi: only windows with n-grams of 2 tokens. off: none, "
+            "which is plain decoding."
         ),
     ] = "auto",
+    forced: Annotated[
+        bool, typer.Option("--forced", help="Use the drafters of --speculation even if they do not pay.")
+    ] = False,
     lookahead: Annotated[
         tuple[int, int, int] | None,
         typer.Option(
             metavar="W N G",
             help="Size of the lookahead window, used even at a loss: W positions, n-grams of N tokens, G guesses. "
             "Default: a size that pays, if any.",
+        ),
+    ] = None,
+    jacobi: Annotated[
+        int | None,
+        typer.Option(
+            metavar="W", help="Jacobi decoding with a window of W positions, used even at a loss: --lookahead W 2 1."
         ),
     ] = None,
     rule: Annotated[
@@ -181,7 +192,9 @@ def generate(
         "lark": _content(lark),
         "choice": choice or None,
         "speculation": speculation,
+        "forced": forced or None,
         "lookahead": lookahead,
+        "jacobi": jacobi,
         "rule": rule,
         "alpha": alpha,
     }

@@ -34,7 +34,7 @@ SET_BY_UP = frozenset(
 )
 """Names of options set by `specdec up` itself: which service serves what, and where."""
 
-ALSO_BARE = frozenset({"served_model_name"})
+ALSO_BARE = frozenset({"served_model_name", "speculation"})
 """Names of options accepted without their service's prefix too, and listed so in the help."""
 
 Values = dict[str, Any]
@@ -104,5 +104,5 @@ def arguments(values: Mapping[str, Any]) -> tuple[str, ...]:
             words.append(f"--{spelled}" if value else f"--no-{spelled}")
         else:
             for item in value if isinstance(value, list) else [value]:
-                words += f"--{spelled}", str(item)
+                words += f"--{spelled}", *(map(str, item) if isinstance(item, tuple) else [str(item)])
     return tuple(words)

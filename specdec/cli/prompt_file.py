@@ -87,6 +87,8 @@ class PromptFile:
         options = dict(self._options)
         if entry.get("drafters") is not None:
             options.pop("speculation", None)  # both select drafters, and the line takes precedence
+        if entry.get("lookahead") is not None or entry.get("jacobi") is not None:
+            options = {name: value for name, value in options.items() if name not in ("lookahead", "jacobi")}
         options |= {name: value for name, value in entry.items() if value is not None and name != "text"}
         if "logit_bias" in options and isinstance(options["logit_bias"], dict):
             options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}

@@ -139,9 +139,8 @@ class Chunk:
     text: str  # of a chat, without the reasoning; empty while a character is incomplete
     tokens: list[int]
     token_texts: list[str]  # the part of `reasoning`, then of `text`, completed by each token
-    sources: list[
-        str
-    ]  # "remote_draft", "local_model", "heads", "ngram", "lookahead", "grammar"; "correction", "bonus", "plain"
+    # "remote_draft", "local_model", "heads", "ngram", "lookahead", "grammar", "correction", "bonus", "plain"
+    sources: list[str]
     logprobs: list[Logprobs]  # of each token, if requested
     elapsed_seconds: float  # since the request arrived, pauses included
     forward_seconds: float  # of the target's forward pass

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Annotated, Any, Literal, NotRequired, TypedDict, TypeVar, get_args, get_type_hints
 
-SpeculationChoice = Literal["auto", "off", "always", "draft", "local"]
-"""Named sets of drafters; the option `speculation` explains them."""
+from specdec.wire.speculation import DrafterName, SpeculationName
 
 
 class Message(TypedDict):
@@ -119,15 +118,17 @@ class GenerateOptions(TypedDict, total=False):
     ]
 
     speculation: Annotated[
-        SpeculationChoice | None,
+        SpeculationName | None,
         "Which drafters may propose candidates. auto: all of them, when it pays. draft: only draft services, when it "
-        "pays. always: only draft services, even at a loss. local: only the verifier's own proposers. off: none.",
+        "pays. always: only draft services, even at a loss. local: only the verifier's own proposers. ngram, "
+        "lookahead, local_model, heads: this one alone. jacobi: lookahead windows with n-grams of 2 tokens alone. off: "
+        "none. Default: the verifier's, else auto.",
     ]
     drafters: Annotated[
-        Iterable[Literal["remote", "ngram", "lookahead", "local_model", "heads"]] | None,
+        Iterable[DrafterName] | None,
         "The drafters that may propose candidates, in place of `speculation`.",
     ]
-    forced: Annotated[bool | None, "With `drafters`: use them even if they do not pay."]
+    forced: Annotated[bool | None, "With `drafters` or `speculation`: use them even if they do not pay."]
     rule: Annotated[Literal["coupled", "rejection", "contrastive"] | None, "How candidates become tokens."]
     alpha: Annotated[
         float | None, "contrastive: minimum probability of a token, relative to the most probable one. Default: 0.1."
@@ -139,6 +140,10 @@ class GenerateOptions(TypedDict, total=False):
     lookahead: Annotated[
         tuple[int, int, int] | None,
         "Use a lookahead window of this size, even at a loss: W positions, n-grams of N tokens, G guesses.",
+    ]
+    jacobi: Annotated[
+        int | None,
+        "Jacobi decoding with a window of W positions, even at a loss; the same as a `lookahead` of W, 2, 1.",
     ]
 
     rejected_candidates: Annotated[bool | None, "Return the candidates that were verified and rejected."]

@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from specdec.client.options import GenerateOptions, takes_options
 from specdec.v2 import generation_pb2 as pb
 from specdec.v2 import model_pb2
+from specdec.wire.speculation import DRAFTERS, SPECULATIONS
 
 
 def put(message: Message, field: str, option: str, value: object) -> None:
@@ -36,21 +37,6 @@ def put(message: Message, field: str, option: str, value: object) -> None:
         raise kind(f"{option} = {value!r}: {problem}") from error
 
 
-_DRAFTERS = {
-    "remote": model_pb2.DRAFTER_REMOTE,
-    "ngram": model_pb2.DRAFTER_NGRAM,
-    "lookahead": model_pb2.DRAFTER_LOOKAHEAD,
-    "local_model": model_pb2.DRAFTER_LOCAL_MODEL,
-}
-_SPECULATIONS = {
-    "auto": pb.Speculation(),
-    "off": pb.Speculation(off=True),
-    "always": pb.Speculation(drafters=[model_pb2.DRAFTER_REMOTE], forced=True),
-    "draft": pb.Speculation(drafters=[model_pb2.DRAFTER_REMOTE]),
-    "local": pb.Speculation(
-        drafters=[model_pb2.DRAFTER_NGRAM, model_pb2.DRAFTER_LOOKAHEAD, model_pb2.DRAFTER_LOCAL_MODEL]
-    ),
-}
 Value = TypeVar("Value")
 
 _RULES = {
@@ -95,6 +81,8 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
             raise ValueError(f"{name} is given, but no tools")
     if "speculation" in given and "drafters" in given:
         raise ValueError("give either speculation or drafters: both select drafters")
+    if "lookahead" in given and "jacobi" in given:
+        raise ValueError("give either lookahead or jacobi: both are the size of the window")
     if (n := given.get("n")) is not None and isinstance(n, int) and n < 1:
         raise ValueError(f"n = {n}: must be at least 1")  # in the message, 0 means unset
     grammars = [name for name in _GRAMMARS if name in given]
@@ -153,11 +141,11 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
         elif name == "stop":  # a single string, not a sequence of characters
             put(request, name, name, [value] if isinstance(value, str) else value)
         elif name == "speculation":
-            request.speculation.MergeFrom(_named(_SPECULATIONS, name, value))
+            request.speculation.MergeFrom(_named(SPECULATIONS, name, value))
         elif name == "drafters":
             if isinstance(value, str) or not isinstance(value, Iterable):
                 raise ValueError(f"drafters = {value!r}: not a list of names")
-            found = [_named(_DRAFTERS, name, drafter) for drafter in value]
+            found = [_named(DRAFTERS, name, drafter) for drafter in value]
             if not found:
                 raise ValueError("drafters = []: use speculation='off' for no drafters")
             request.speculation.drafters.extend(found)
@@ -165,6 +153,9 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
             if not isinstance(value, Sequence) or len(value) != 3:
                 raise ValueError(f"lookahead = {value!r}: not (W, N, G)")
             put(request.speculation, name, name, dict(zip(("window", "ngram", "guesses"), value, strict=True)))
+        elif name == "jacobi":
+            put(request.speculation.lookahead, "window", name, value)
+            request.speculation.lookahead.ngram, request.speculation.lookahead.guesses = 2, 1
         elif name == "rule":
             put(request, name, name, _named(_RULES, name, value))
         else:

@@ -36,6 +36,8 @@ class SpeculationOptions:
     max_depth: int = 0  # tokens ahead of the text
     max_branches: int = 0  # alternatives at one position
     lookahead: Lookahead | None = None  # the window for every step; None: one that pays
+    jacobi: bool = False  # only windows with n-grams of 2 tokens
+    unspecified: bool = False  # neither drafters nor a window are named: a verifier's default applies
 
     @property
     def remote(self) -> bool:

@@ -45,6 +45,7 @@ OWN = frozenset(
         "drafters",
         "forced",
         "ignore_generation_config",
+        "jacobi",
         "lookahead",
         "max_branches",
         "max_candidates",
@@ -265,8 +266,10 @@ def _names(given: Mapping[str, Any], *, chat: bool) -> dict[str, str]:
     names |= {RENAMED[name]: name for name in given if name in RENAMED}
     own_options = given.get("specdec", {})
     if "speculation" in own_options:  # shorthand for values of these
-        names |= dict.fromkeys(("off", "drafters", "forced"), "specdec.speculation")
+        names |= dict.fromkeys(("off", "drafters", "forced", "jacobi"), "specdec.speculation")
     names |= {name: f"specdec.{name}" for name in own_options}
+    if "jacobi" in own_options:  # the size of a window
+        names["lookahead"] = "specdec.jacobi"
     own = given.get("structured_outputs")
     for name, option in GRAMMARS.items():
         here = f"structured_outputs.{name}" if isinstance(own, dict) and own else "response_format"

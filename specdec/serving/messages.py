@@ -9,10 +9,10 @@ from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import DEFAULT_CONTRAST, Contrast, Rule, Sampling
-from specdec.decoding.speculation import Outlook
+from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, Outlook, SpeculationOptions, drafters_of
 from specdec.decoding.tree import Paths
 from specdec.grammar.grammar import Grammar, Kind
-from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
+from specdec.v2 import draft_pb2, generation_pb2, model_pb2, verifier_pb2
 
 LOGPROB_UNIT = 1.0 / 96.0
 """Quantization step of log-probabilities in messages: byte = sqrt(-logprob) / LOGPROB_UNIT. Fine near probability 1, so
@@ -99,6 +99,21 @@ def lookahead_from(message: model_pb2.Lookahead) -> Lookahead:
 
 def lookahead_message(size: Lookahead) -> model_pb2.Lookahead:
     return model_pb2.Lookahead(window=size.window, ngram=size.ngram, guesses=size.guesses)
+
+
+def speculation_from(message: generation_pb2.Speculation) -> SpeculationOptions:
+    """Return the options of a validated message."""
+    windowed = message.HasField("lookahead")
+    return SpeculationOptions(
+        drafters=NO_DRAFTERS if message.off else drafters_of(message.drafters) or ALL_DRAFTERS,
+        forced=message.forced,
+        max_candidates=message.max_candidates,
+        max_depth=message.max_depth,
+        max_branches=message.max_branches,
+        lookahead=lookahead_from(message.lookahead) if windowed else None,
+        jacobi=message.jacobi,
+        unspecified=not (message.off or message.drafters or message.forced or windowed or message.jacobi),
+    )
 
 
 def rule_message(rule: Rule) -> model_pb2.AcceptanceRule.ValueType:

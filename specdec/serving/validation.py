@@ -6,10 +6,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.sampling import Rule, Sampling
-from specdec.decoding.speculation import CandidateSource
+from specdec.decoding.speculation import CandidateSource, SpeculationOptions
 from specdec.grammar.grammar import Kind, source_violation
-from specdec.serving.messages import RULES, contrast_from, lookahead_from
+from specdec.serving.messages import RULES, contrast_from
 from specdec.v2 import draft_pb2, generation_pb2, model_pb2, verifier_pb2
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -195,15 +196,40 @@ def drafter_violations(field: str, numbers: Sequence[int]) -> list[tuple[str, st
     return []
 
 
-def lookahead_violations(field: str, message: model_pb2.Lookahead) -> list[tuple[str, str]]:
-    """Return violations of a lookahead window's size."""
+def lookahead_violations(field: str, size: Lookahead, most: int = MAX_WINDOW_ROWS) -> list[tuple[str, str]]:
+    """Return violations of a lookahead window's size, where a window may add `most` rows to a step."""
     found = []
-    if message.window < 2:
-        found.append((f"{field}.window", f"is {message.window}, must be at least 2"))
-    if message.ngram < 2:
-        found.append((f"{field}.ngram", f"is {message.ngram}, must be at least 2"))
-    if not 1 <= message.guesses <= MAX_GUESSES:
-        found.append((f"{field}.guesses", f"is {message.guesses}, must be 1 to {MAX_GUESSES}"))
-    if not found and (rows := lookahead_from(message).most_rows) > MAX_WINDOW_ROWS:
-        found.append((field, f"adds {rows} tokens to a step, must add at most {MAX_WINDOW_ROWS}"))
+    if size.window < 2:
+        found.append((f"{field}.window", f"is {size.window}, must be at least 2"))
+    if size.ngram < 2:
+        found.append((f"{field}.ngram", f"is {size.ngram}, must be at least 2"))
+    if not 1 <= size.guesses <= MAX_GUESSES:
+        found.append((f"{field}.guesses", f"is {size.guesses}, must be 1 to {MAX_GUESSES}"))
+    if not found and size.most_rows > most:
+        found.append((field, f"is {tuple(size)}, adds {size.most_rows} tokens to a step, must add at most {most}"))
+    return found
+
+
+def window_violations(
+    field: str, options: SpeculationOptions, rule: Rule, most: int = MAX_WINDOW_ROWS
+) -> list[tuple[str, str]]:
+    """Return violations of the windows that the options of a request ask for, under its rule in effect."""
+    size, found = options.lookahead, list[tuple[str, str]]()
+    asked = f"{field}.lookahead" if size is not None else f"{field}.jacobi" if options.jacobi else None
+    if asked is None:
+        return found
+    if size is not None:
+        found += lookahead_violations(f"{field}.lookahead", size, most)
+        if options.jacobi and size.ngram != 2:
+            found.append((f"{field}.lookahead.ngram", f"is {size.ngram}, must be 2 with jacobi"))
+    if CandidateSource.LOOKAHEAD not in options.drafters:
+        found.append((asked, "is set, needs the drafter LOOKAHEAD"))
+    elif rule is Rule.CONTRASTIVE:
+        found.append((asked, "is set, needs a rule other than CONTRASTIVE, where only a draft's candidates can win"))
+    elif rule is Rule.REJECTION and (options.jacobi or (size is not None and size.ngram == 2)):
+        # The row below a token of the chain would both draw and guess: a guess that depends on the noise of its place
+        # is not a proposal that this noise may test.
+        found.append((asked, "asks for Jacobi decoding, which tests its own choices: needs temperature 0 or COUPLED"))
+    elif rule is Rule.REJECTION and CandidateSource.REMOTE in options.drafters:
+        found.append((asked, "is set, needs drafters without REMOTE under REJECTION: only one may draw at a place"))
     return found

@@ -576,6 +576,7 @@ class Speculation(google.protobuf.message.Message):
     MAX_DEPTH_FIELD_NUMBER: builtins.int
     MAX_BRANCHES_FIELD_NUMBER: builtins.int
     LOOKAHEAD_FIELD_NUMBER: builtins.int
+    JACOBI_FIELD_NUMBER: builtins.int
     off: builtins.bool
     """Plain decoding, without candidates."""
     forced: builtins.bool
@@ -588,13 +589,17 @@ class Speculation(google.protobuf.message.Message):
     """Maximum tokens drafted ahead, up to 128; 0: the default."""
     max_branches: builtins.int
     """Maximum alternatives at one position, up to 16; 0: the default."""
+    jacobi: builtins.bool
+    """With LOOKAHEAD: Jacobi decoding, windows with n-grams of 2 tokens only. Not under REJECTION."""
     @property
     def drafters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[specdec.v2.model_pb2.Drafter.ValueType]:
         """Drafters that may propose candidates, each at most once. Empty, and not `off`: all available ones."""
 
     @property
     def lookahead(self) -> specdec.v2.model_pb2.Lookahead:
-        """With LOOKAHEAD: size of the window, even if it does not pay. Unset: a size that pays, if any."""
+        """With LOOKAHEAD: size of the window, even if it does not pay. Unset: a size that pays, if any. Under REJECTION it
+        excludes REMOTE, and `drafters` left empty are the verifier's own.
+        """
 
     def __init__(
         self,
@@ -606,9 +611,10 @@ class Speculation(google.protobuf.message.Message):
         max_depth: builtins.int = ...,
         max_branches: builtins.int = ...,
         lookahead: specdec.v2.model_pb2.Lookahead | None = ...,
+        jacobi: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["lookahead", b"lookahead"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["drafters", b"drafters", "forced", b"forced", "lookahead", b"lookahead", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_depth", b"max_depth", "off", b"off"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drafters", b"drafters", "forced", b"forced", "jacobi", b"jacobi", "lookahead", b"lookahead", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_depth", b"max_depth", "off", b"off"]) -> None: ...
 
 global___Speculation = Speculation
 

@@ -287,7 +287,7 @@ class Lookahead(google.protobuf.message.Message):
     ngram: builtins.int
     """Length N of the n-grams from the window; at least 2, which is Jacobi decoding."""
     guesses: builtins.int
-    """n-grams kept, and verified, for each first token, G; 1 to 64."""
+    """n-grams kept, and verified, for each first token, G; 1 to 64. Without effect for Jacobi decoding."""
     def __init__(
         self,
         *,

@@ -287,12 +287,18 @@ class VerifyPolicy(google.protobuf.message.Message):
     MAX_CANDIDATES_FIELD_NUMBER: builtins.int
     PATIENCE_US_FIELD_NUMBER: builtins.int
     LOOKAHEAD_FIELD_NUMBER: builtins.int
+    JACOBI_FIELD_NUMBER: builtins.int
+    UNSPECIFIED_FIELD_NUMBER: builtins.int
     forced: builtins.bool
     """Speculate even if it does not pay."""
     max_candidates: builtins.int
     """Maximum candidates verified in one step. 0: the verifier's default."""
     patience_us: builtins.int
     """Maximum step delay for expected candidates, microseconds. 0: never wait."""
+    jacobi: builtins.bool
+    """With LOOKAHEAD: as in Speculation."""
+    unspecified: builtins.bool
+    """The request names neither drafters nor a window: the pod may have a default that leaves out some of `drafters`."""
     @property
     def drafters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[specdec.v2.model_pb2.Drafter.ValueType]:
         """Drafters that may propose candidates. Empty: none."""
@@ -309,9 +315,11 @@ class VerifyPolicy(google.protobuf.message.Message):
         max_candidates: builtins.int = ...,
         patience_us: builtins.int = ...,
         lookahead: specdec.v2.model_pb2.Lookahead | None = ...,
+        jacobi: builtins.bool = ...,
+        unspecified: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["lookahead", b"lookahead"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["drafters", b"drafters", "forced", b"forced", "lookahead", b"lookahead", "max_candidates", b"max_candidates", "patience_us", b"patience_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drafters", b"drafters", "forced", b"forced", "jacobi", b"jacobi", "lookahead", b"lookahead", "max_candidates", b"max_candidates", "patience_us", b"patience_us", "unspecified", b"unspecified"]) -> None: ...
 
 global___VerifyPolicy = VerifyPolicy
 

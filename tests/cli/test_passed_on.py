@@ -43,12 +43,26 @@ def test_no_option_of_a_service_is_missing(role: str) -> None:
 
 
 def test_only_what_was_given_is_passed_on() -> None:
-    words = ("--threads", "2", "--verifier-step-rows", "64", "--verifier-no-exact", "--draft-kv-tokens", "1024")
+    words = (
+        "--threads",
+        "2",
+        "--speculation",
+        "jacobi",
+        "--verifier-lookahead",
+        "5",
+        "3",
+        "5",
+        "--verifier-step-rows",
+        "64",
+        "--verifier-no-exact",
+        "--draft-kv-tokens",
+        "1024",
+    )
     of_http = ("--openai-allow-origin", "https://a.example", "--openai-no-serve-metrics")
     output, passed = run(*words, *of_http, "--orchestrator-failover-seconds", "2.5", "--served-model-name", "big")
     assert output == ""
     assert passed == {
-        "verifier": {"step_rows": 64, "exact": False},
+        "verifier": {"step_rows": 64, "exact": False, "speculation": "jacobi", "lookahead": (5, 3, 5)},
         "draft": {"kv_tokens": 1024},
         "orchestrator": {"failover_seconds": 2.5, "served_model_name": "big"},
         "openai": {"allow_origin": ["https://a.example"], "serve_metrics": False},
@@ -76,6 +90,7 @@ def test_a_wrong_one_is_refused_by_its_name(words: tuple[str, ...], option: str)
     ("main", "required", "values"),
     [
         (verifier, ("--model", "m"), {"exact": False, "compile": True, "step_rows": 64, "dtype": "bfloat16"}),
+        (verifier, ("--model", "m"), {"speculation": "lookahead", "lookahead": (5, 3, 5)}),
         (openai, (), {"allow_origin": ["https://a.example", "null"], "serve_metrics": True, "strict_fields": True}),
         (orchestrator, ("--model", "m", "--verifier", "h:1"), {"patience_ms": 2.5, "workers": 2, "host": "::1"}),
     ],

@@ -63,7 +63,7 @@ EVERY_OPTION: dict[str, Any] = {
 
 OTHER_GRAMMARS = ("json_schema", "lark", "choice")
 OF_CHATS = ("add_generation_prompt", "continue_final_message", "tools", "tool_choice", "parallel_tool_calls")
-OTHERS = (*OTHER_GRAMMARS, *OF_CHATS, "split_reasoning")
+OTHERS = (*OTHER_GRAMMARS, *OF_CHATS, "split_reasoning", "jacobi")
 
 
 def test_every_option_has_its_place() -> None:
@@ -146,6 +146,7 @@ def test_every_field_has_its_option() -> None:
         "json_schema",
         "speculation",
         "off",
+        "jacobi",
         "reasoning",
     }  # containers of options, a short form, and fields set through `speculation` and `split_reasoning`
     renamed = {"text": "prompt", "chat": "messages"}
@@ -255,7 +256,9 @@ def test_one_stop_string_is_not_its_letters() -> None:
         ("messages", {"role": "user", "content": "hi"}, TypeError),
         ("messages", 5, TypeError),
         ("speculation", "on", ValueError),
-        ("speculation", "lookahead", ValueError),
+        ("jacobi", -1, ValueError),
+        ("jacobi", True, TypeError),
+        ("jacobi", "8", TypeError),
         ("rule", "exact", ValueError),
     ],
 )
@@ -296,8 +299,16 @@ def test_who_may_propose_goes_by_one_name() -> None:
     unknown: Any = "on"
     own = [model_pb2.DRAFTER_NGRAM, model_pb2.DRAFTER_LOOKAHEAD, model_pb2.DRAFTER_LOCAL_MODEL]
     assert build_request("hi", speculation="local").speculation == pb.Speculation(drafters=own)
-    with pytest.raises(ValueError, match=r"^speculation = 'on': not one of auto, off, always, draft, local$"):
+    with pytest.raises(ValueError, match=r"^speculation = 'on': not one of auto, off, always, draft, local, ngram, "):
         build_request("hi", speculation=unknown)
+
+
+def test_a_jacobi_window_is_a_lookahead_window_of_bigrams() -> None:
+    asked = build_request("hi", speculation="jacobi", jacobi=8).speculation
+    size = model_pb2.Lookahead(window=8, ngram=2, guesses=1)
+    assert asked == pb.Speculation(drafters=[model_pb2.DRAFTER_LOOKAHEAD], jacobi=True, lookahead=size)
+    with pytest.raises(ValueError, match="give either lookahead or jacobi"):
+        build_request("hi", lookahead=(5, 3, 5), jacobi=8)
 
 
 def test_misspelt_options_are_refused() -> None:

@@ -13,6 +13,7 @@ import pytest
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.parsing import MAX_STOP_STRINGS, MAX_STOP_TOKENS, parse
 from orchestrator.tenants.file import Tenant
+from specdec.decoding.speculation import ALL_DRAFTERS, OWN_DRAFTERS, SpeculationOptions
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 from specdec.serving.errors import InvalidRequestError, PermissionDeniedError
@@ -223,6 +224,39 @@ def test_more_speculation_than_any_pod_grants_is_refused(model: ServedModel, fie
     parse(generation_pb2.GenerateRequest(text="a", speculation=asked), model)
     setattr(asked, field, 100_000)
     assert violations(model, speculation=asked) == [(f"speculation.{field}", f"is 100000, must be at most {most}")]
+
+
+REJECTION = {"rule": model_pb2.ACCEPTANCE_RULE_REJECTION, "sampling": sampling(temperature=1)}
+WINDOW = model_pb2.Lookahead(window=5, ngram=3, guesses=5)
+
+
+def asked(model: ServedModel, speculation: generation_pb2.Speculation, **fields: Any) -> SpeculationOptions:
+    request = generation_pb2.GenerateRequest(text="a", speculation=speculation, **fields)
+    return parse(request, model).samples[0].speculation
+
+
+def test_a_window_under_rejection_takes_the_place_of_the_draft(model: ServedModel) -> None:
+    """Both would put a token in the one place of a draw. Who names the draft too is told so."""
+    window = generation_pb2.Speculation(lookahead=WINDOW)
+    assert asked(model, window, **REJECTION).drafters == OWN_DRAFTERS
+    assert asked(model, window).drafters == ALL_DRAFTERS
+    assert asked(model, window, rule=model_pb2.ACCEPTANCE_RULE_REJECTION).drafters == ALL_DRAFTERS  # greedy
+    window.drafters.extend([model_pb2.DRAFTER_REMOTE, model_pb2.DRAFTER_LOOKAHEAD])
+    ((field, problem),) = violations(model, speculation=window, **REJECTION)
+    assert field == "speculation.lookahead"
+    assert "needs drafters without REMOTE under REJECTION" in problem
+
+
+def test_only_who_names_neither_drafters_nor_a_window_leaves_them_to_the_verifier(model: ServedModel) -> None:
+    assert asked(model, generation_pb2.Speculation(max_depth=3)).unspecified
+    for speculation in (
+        generation_pb2.Speculation(off=True),
+        generation_pb2.Speculation(forced=True),
+        generation_pb2.Speculation(jacobi=True),
+        generation_pb2.Speculation(lookahead=WINDOW),
+        generation_pb2.Speculation(drafters=[model_pb2.DRAFTER_NGRAM]),
+    ):
+        assert not asked(model, speculation).unspecified
 
 
 @pytest.mark.parametrize(

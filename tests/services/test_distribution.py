@@ -31,7 +31,7 @@ KEPT = 4
 TEMPERATURE = 1.5
 REQUESTS, SAMPLES = 30, 16
 MIN_EXPECTED = 8.0
-LOOKAHEAD = generation_pb2.Speculation(lookahead=model_pb2.Lookahead(window=2, ngram=2, guesses=2))
+LOOKAHEAD = generation_pb2.Speculation(lookahead=model_pb2.Lookahead(window=2, ngram=3, guesses=2))
 """Applied whether or not it pays."""
 
 

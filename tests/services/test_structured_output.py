@@ -17,6 +17,7 @@ import pytest
 
 from demo.prompts import held_out
 from orchestrator.models.stats import OrchestratorStats
+from specdec.client import build_request
 from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar, Kind
@@ -57,6 +58,7 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_p": 0.9, "frequency_penalty": 0.5, "seed": 3},
 ]
 LOOKING = generation_pb2.Speculation(drafters=OWN_DRAFTERS, lookahead=model_pb2.Lookahead(window=4, ngram=3, guesses=2))
+JACOBI = build_request(speculation="jacobi", jacobi=6).speculation
 
 
 def check_fits(directories: Directories, grammar: model_pb2.Grammar, completion: generation_pb2.Completion) -> None:
@@ -112,7 +114,8 @@ async def test_texts_fit_and_are_equal_whoever_proposes(directories: Directories
         own = await all_of(services, speculation=generation_pb2.Speculation(drafters=OWN_DRAFTERS))
         assert tokens_of(own) == tokens_of(plain)
         assert sum(each.finish.speculation.sources["grammar"] for each in own) > 30
-        assert tokens_of(await all_of(services, speculation=LOOKING)) == tokens_of(plain)
+        for windows in (LOOKING, JACOBI):
+            assert tokens_of(await all_of(services, speculation=windows)) == tokens_of(plain)
     async with stack(
         directories.target,
         directories.random,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
-from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, OWN_DRAFTERS
+from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, OWN_DRAFTERS, CandidateSource
 from specdec.decoding.tree import TokenTree
 from specdec.engine.batch import PackedBatch
 from specdec.engine.cpu.layout import RaggedBatch
@@ -30,7 +30,7 @@ from tests.verifier_service.fakes import (
     step_loop,
 )
 from verifier_service.backend.request import Policy, VerifierSessionRequest
-from verifier_service.backend.result import NGRAM, PLAIN
+from verifier_service.backend.result import LOOKAHEAD, NGRAM, PLAIN
 from verifier_service.sessions.ngram import Confidence, SessionNgrams
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DEFAULTS
@@ -166,6 +166,31 @@ def test_bigrams_are_jacobi_decoding(width: int, sampling: Sampling) -> None:
     run(loop, client)
     assert client.tokens == client.want
     assert engine.faults == []
+
+
+ALONE = [
+    (Policy(frozenset({CandidateSource.NGRAM}), 64, 0.0), {NGRAM}),
+    (Policy(frozenset({CandidateSource.LOOKAHEAD}), 64, 0.0), {LOOKAHEAD}),
+    (Policy(frozenset({CandidateSource.LOOKAHEAD}), 64, 0.0, jacobi=True), {LOOKAHEAD}),
+    (Policy(frozenset({CandidateSource.LOOKAHEAD}), 64, 0.0, lookahead=Lookahead(8, 2, 1)), {LOOKAHEAD}),
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm"])
+@pytest.mark.parametrize(("policy", "proposers"), ALONE, ids=["n-grams", "lookahead", "jacobi", "jacobi of 8"])
+def test_a_drafter_alone_proposes_alone(policy: Policy, proposers: set[int], sampling: Sampling) -> None:
+    loop = step_loop(TextEngine(30), controller=Decided(Mode.NGRAM))
+    client = Client(loop, REPETITIVE, 400, sampling=sampling, policy=policy, rejected_candidates=True)
+    sizes = set()
+    while not client.over:
+        client.read()
+        loop.turn()
+        if (window := client.session.ngrams.window) is not None:
+            sizes.add(window.jacobi)
+    assert client.tokens == client.want
+    proposed = {candidate.source for result in client.mail.results for candidate in result.rejected}
+    assert proposed == proposers
+    assert sizes == ({policy.jacobi or policy.lookahead is not None} if policy.windows else set())
 
 
 def plainly(*prompts: list[int], sampling: Sampling) -> list[Client]:

@@ -42,6 +42,7 @@ class Policy:
     patience: float  # maximum seconds, after a commit, to wait for a draft's candidates
     forced: bool = False  # speculate regardless of the controller
     lookahead: Lookahead | None = None  # size of a window in every step; None: chosen by its gain
+    jacobi: bool = False  # windows have n-grams of 2 tokens
 
     def __post_init__(self) -> None:
         # Computed once: needed several times a step.

@@ -108,5 +108,5 @@ def _wanted(session: VerifierSession, costs: WindowCosts, eligibility: Eligibili
         return None
     size = session.policy.lookahead
     if size is None and not eligibility.uses_local_model(session):  # beside a local draft a window gains little
-        size = costs.affordable(session.ngrams.sizes, session.ngrams.gain)
+        size = costs.affordable(session.ngrams.sizes(jacobi=session.policy.jacobi), session.ngrams.gain)
     return size

@@ -155,11 +155,12 @@ class SessionNgrams:
 
     # --- the window ---------------------------------------------------------------------------------
 
-    @property
-    def sizes(self) -> tuple[Lookahead, ...]:
-        """The sizes to choose from for the next step's window, if the request names none; empty during a pause."""
+    def sizes(self, *, jacobi: bool) -> tuple[Lookahead, ...]:
+        """Return the sizes to choose from for the next step's window, if the request names none; empty during a
+        pause."""
         if self.window is None or self._size is None:
-            return () if self._window_pause > 0 else self._tuning.windows
+            of_kind = self._tuning.jacobi_windows if jacobi else self._tuning.windows
+            return () if self._window_pause > 0 else of_kind
         return (self._size,)
 
     def open_window(self, tree: TokenTree, size: Lookahead) -> LookaheadRows | None:

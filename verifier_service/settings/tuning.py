@@ -229,8 +229,14 @@ class NgramTuning:
         Lookahead(5, 4, 5),
         Lookahead(4, 3, 4),
     )
-    """Window sizes to choose from if a request names none, in order of preference: larger ones bring more and cost
-    more."""
+    jacobi_windows: tuple[Lookahead, ...] = (
+        Lookahead(17, 2, 1),
+        Lookahead(9, 2, 1),
+        Lookahead(5, 2, 1),
+        Lookahead(3, 2, 1),
+    )
+    """Window sizes to choose from if a request names none, in general and for Jacobi decoding, in order of preference:
+    larger ones bring more and cost more."""
 
     first_gain: float = 0.5
     gain_smoothing: float = 0.05

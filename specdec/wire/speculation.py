@@ -1,0 +1,49 @@
+"""The names of drafters, and of sets of drafters, as clients and operators write them.
+
+A new drafter of the contract is a line in `DRAFTERS`, its name in the two literals, and a `CandidateSource`
+(`tests/wire/test_speculation.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from specdec.v2.generation_pb2 import Speculation
+from specdec.v2.model_pb2 import (
+    DRAFTER_HEADS,
+    DRAFTER_LOCAL_MODEL,
+    DRAFTER_LOOKAHEAD,
+    DRAFTER_NGRAM,
+    DRAFTER_REMOTE,
+    Drafter,
+)
+
+DrafterName = Literal["remote", "ngram", "lookahead", "local_model", "heads"]
+
+SpeculationName = Literal[
+    "auto", "off", "always", "draft", "local", "ngram", "lookahead", "local_model", "heads", "jacobi"
+]
+"""Named sets of drafters: `local` is all but draft services, `draft` these alone, `always` these even at a loss. The
+others are one drafter alone, by its name; `jacobi` is the lookahead drafter with n-grams of 2 tokens."""
+
+DRAFTERS: Mapping[str, Drafter.ValueType] = {
+    "remote": DRAFTER_REMOTE,
+    "ngram": DRAFTER_NGRAM,
+    "lookahead": DRAFTER_LOOKAHEAD,
+    "local_model": DRAFTER_LOCAL_MODEL,
+    "heads": DRAFTER_HEADS,
+}
+
+_OWN = {name: number for name, number in DRAFTERS.items() if number != DRAFTER_REMOTE}
+
+SPECULATIONS: Mapping[str, Speculation] = {
+    "auto": Speculation(),
+    "off": Speculation(off=True),
+    "always": Speculation(drafters=[DRAFTER_REMOTE], forced=True),
+    "draft": Speculation(drafters=[DRAFTER_REMOTE]),
+    "local": Speculation(drafters=list(_OWN.values())),
+    **{name: Speculation(drafters=[number]) for name, number in _OWN.items()},
+    "jacobi": Speculation(drafters=[DRAFTER_LOOKAHEAD], jacobi=True),
+}
+"""What each `SpeculationName` means in a request."""
