@@ -65,11 +65,12 @@ def main(
         ),
     ] = None,
     served_model_name: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             parser=_model_name,
             metavar="NAME",
-            help="Name of the model in requests. Default: the name of its directory.",
+            help="Name of the model in requests. May be repeated: all names are served, and the first one is in "
+            "metrics and in answers to requests without a name. Default: the name of its directory.",
         ),
     ] = None,
     verifier: Annotated[
@@ -196,7 +197,7 @@ def main(
                 catalog = FollowedCatalog(ModelsFile(models), peers)
             else:
                 assert model is not None
-                served = ServedModel.of(await asyncio.to_thread(open_model, model), served_model_name or "")
+                served = ServedModel.of(await asyncio.to_thread(open_model, model), *served_model_name or ())
                 entry = RevisionEntry(served.name, "", model, tuple(verifier or ()), tuple(draft or ()))
                 revision = Revision.of(LoadedRevision(entry, served), peers)
                 await revision.look(entry)

@@ -258,6 +258,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 tool_format="" if model.tool_format is None else model.tool_format.name,
                 reasons=model.reasoning_marks is not None,
                 revisions=[revision.name for revision in revisions if revision.name],
+                aliases=model.aliases,
             )
 
     def _peers(self) -> Iterator[Peer]:

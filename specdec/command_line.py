@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import typer
-from typer.core import TyperCommand
 
 from specdec.wire.address import Address, parse_addresses
 
@@ -58,22 +57,6 @@ LogLevel = Annotated[
 ]
 
 
-NAMES = ("served_model_name",)
-"""Ends of the names of options that are given once: of two names, people would miss the first."""
-
-
-class _Command(TyperCommand):
-    """A command that refuses a second name. Of other options with one value the last one wins."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
-        for parameter in self.params:
-            if str(parameter.name).endswith(NAMES) and (count := order.count(parameter)) > 1:
-                problem = f"is given {count} times, must be given once: a model has one name"
-                raise typer.BadParameter(problem, param_hint=f"'{parameter.opts[0]}'")
-        return super().parse_args(ctx, args)
-
-
 def run_command(
     command: Callable[..., None],
     name: str | None = None,
@@ -91,5 +74,5 @@ def run_command(
 
         command = configurable(service, command)
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(cls=_Command)(command)
+    app.command()(command)
     app(arguments, prog_name=name)

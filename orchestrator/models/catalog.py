@@ -29,6 +29,7 @@ class Catalog:
 
     def __init__(self, revisions: Iterable[Revision] = ()) -> None:
         self._models: dict[str, list[Revision]] = {}
+        self._aliases: dict[str, str] = {}  # to the models' names
         self.missing: Collection[tuple[str, str]] = ()
         """Names of configured models and revisions unreadable here."""
         self._leaving: dict[Revision, asyncio.Task[None]] = {}
@@ -90,6 +91,7 @@ class Catalog:
             self._models.setdefault(revision.model.name, []).append(revision)
             if revision not in before:
                 self._counts[revision.key].append(revision.stats)
+        self._aliases = {alias: revision.model.name for revision in self for alias in revision.model.aliases}
         for gone in before - set(self):
             self._leaving[gone] = asyncio.create_task(self._leave(gone))
 
@@ -99,9 +101,10 @@ class Catalog:
 
         UnknownModelError if the name is unknown, InvalidRequestError if there are several models and no name.
         """
-        if (named := self._named(request.model)) is not None:
+        asked = self._aliases.get(request.model, request.model)
+        if (named := self._named(asked)) is not None:
             return named
-        revisions = self._of_model(request.model)
+        revisions = self._of_model(asked)
         if len(revisions) == 1:
             return revisions[0]
         begun = [
@@ -114,7 +117,8 @@ class Catalog:
     def main(self, model: str) -> Revision:
         """Return the revision of a model with the largest share, for calls that generate nothing. Errors are those of
         `choose`."""
-        return self._named(model) or largest(self._of_model(model))
+        asked = self._aliases.get(model, model)
+        return self._named(asked) or largest(self._of_model(asked))
 
     def _named(self, asked: str) -> Revision | None:
         """Return the revision requested by its own name; None if a model is requested."""
@@ -141,7 +145,9 @@ class Catalog:
         if without_share or (not found and asked in map(SEPARATOR.join, self.missing)):
             raise _cannot_be_read(asked)
         if not found:
-            raise UnknownModelError(f"model: is {echo(asked)}, must be one of {_listed(self._models)}")
+            raise UnknownModelError(
+                f"model: is {echo(asked)}, must be one of {_listed([*self._models, *self._aliases])}"
+            )
         return found
 
     async def _leave(self, revision: Revision) -> None:

@@ -28,19 +28,22 @@ class ServedModel:
     vocabulary: int
     end_tokens: frozenset[int]
     defaults: GenerationDefaults = NEUTRAL
+    aliases: tuple[str, ...] = ()  # further names in requests
 
     @classmethod
-    def of(cls, directory: ModelDirectory, name: str = "") -> Self:
+    def of(cls, directory: ModelDirectory, *names: str) -> Self:
         """Read a model directory; ModelDirectoryError if its tokenizer, chat template or generation defaults cannot be
-        used. The name defaults to the directory's."""
+        used. Without `names`, the model has the directory's."""
+        name, *aliases = dict.fromkeys(names or (directory.name,))
         model = cls(
-            name=name or directory.name,
+            name=name,
             tokenizer=Tokenizer(directory),
             tokenizer_fingerprint=directory.tokenizer_fingerprint,
             context=directory.context,
             vocabulary=directory.vocabulary,
             end_tokens=directory.end_tokens,
             defaults=GenerationDefaults.of(directory),
+            aliases=tuple(aliases),
         )
         _ = model.tool_format  # computed before requests come: rendering templates takes tens of milliseconds
         return model

@@ -201,10 +201,11 @@ class Model:
     tool_format: str = ""  # its format in `specdec.wire.tool_formats`; empty: no tools
     reasons: bool = False  # True: chats may contain reasoning
     revisions: tuple[str, ...] = ()  # selectable as NAME@REVISION; the fields above describe the main one
+    aliases: tuple[str, ...] = ()  # further names, each as good as `name` in requests
 
     def is_asked_as(self, name: str) -> bool:
         """Return True if a request for this name gets this model, in any revision."""
-        return name in (self.name, *(f"{self.name}@{revision}" for revision in self.revisions))
+        return name in (self.name, *self.aliases, *(f"{self.name}@{revision}" for revision in self.revisions))
 
 
 # Values unknown to this client, from a newer server, become "unspecified".
@@ -275,6 +276,7 @@ def read_models(response: pb.ListModelsResponse) -> list[Model]:
             m.tool_format,
             m.reasons,
             tuple(m.revisions),
+            tuple(m.aliases),
         )
         for m in response.models
     ]

@@ -21,6 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec import __version__
+from specdec.client import Model
 from specdec.openai_api.anthropic_answer import error_body
 from specdec.openai_api.bodies import BODY_SECONDS, Bodies, Unread
 from specdec.openai_api.callers import Callers, network_of
@@ -28,6 +29,7 @@ from specdec.openai_api.endpoints import Messages, Responses
 from specdec.openai_api.errors import ApiError, overloaded, too_many
 from specdec.openai_api.event_stream import IGNORED_HEADER, MISTAKE, EventStream, ignored_header
 from specdec.openai_api.gateway import Caller, Gateway
+from specdec.openai_api.json_text import Json
 from specdec.openai_api.page_files import page_routes
 from specdec.openai_api.parsing import Intake, Parser
 from specdec.openai_api.presence import CallerLeftError, while_present
@@ -127,23 +129,18 @@ def make_app(
         return await generate(request, chat=True)
 
     async def models(request: Request) -> JSONResponse:
+        def entry(model: Model, name: str) -> Json:
+            constant = {"object": "model", "created": started, "owned_by": "specdec"}
+            return {"id": name, **constant, "max_model_len": model.context_tokens}  # vLLM's field
+
         told = await while_present(request.receive, gateway.models(_caller(request)))
-        found = [
-            {
-                "id": model.name,
-                "object": "model",
-                "created": started,
-                "owned_by": "specdec",
-                "max_model_len": model.context_tokens,  # vLLM's field
-            }
-            for model in told
-        ]
         wanted = request.path_params.get("model")
         if wanted is None:
+            found = [entry(model, name) for model in told for name in (model.name, *model.aliases)]
             return JSONResponse({"object": "list", "data": found})
-        for entry, model in zip(found, told, strict=True):
+        for model in told:
             if model.is_asked_as(wanted):
-                return JSONResponse(entry | {"id": wanted})
+                return JSONResponse(entry(model, wanted))
         raise ApiError(404, f"model: {wanted!r} is not served here", param="model", code="model_not_found")
 
     async def stats(request: Request) -> JSONResponse:

@@ -1239,6 +1239,7 @@ class ServedModel(google.protobuf.message.Message):
     TOOL_FORMAT_FIELD_NUMBER: builtins.int
     REASONS_FIELD_NUMBER: builtins.int
     REVISIONS_FIELD_NUMBER: builtins.int
+    ALIASES_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Its name."""
     context_tokens: builtins.int
@@ -1264,6 +1265,10 @@ class ServedModel(google.protobuf.message.Message):
         with the largest share.
         """
 
+    @property
+    def aliases(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Further names, each as good as `name` in requests."""
+
     def __init__(
         self,
         *,
@@ -1275,8 +1280,9 @@ class ServedModel(google.protobuf.message.Message):
         tool_format: builtins.str = ...,
         reasons: builtins.bool = ...,
         revisions: collections.abc.Iterable[builtins.str] | None = ...,
+        aliases: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chat", b"chat", "context_tokens", b"context_tokens", "name", b"name", "reasons", b"reasons", "revisions", b"revisions", "text_fingerprint", b"text_fingerprint", "tool_format", b"tool_format", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "chat", b"chat", "context_tokens", b"context_tokens", "name", b"name", "reasons", b"reasons", "revisions", b"revisions", "text_fingerprint", b"text_fingerprint", "tool_format", b"tool_format", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___ServedModel = ServedModel
 

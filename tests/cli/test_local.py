@@ -34,8 +34,8 @@ from verifier_service.__main__ import main as verifier
 
 pytestmark = pytest.mark.timeout(900)  # several processes start, slowly on a busy machine
 
-NAME = "any/name at all"
-"""Name of `up`'s target in requests."""
+NAME, ALIAS = "any/name at all", "gpt-4o"
+"""Names of `up`'s target in requests."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Up:
 @pytest.fixture(scope="module")
 def up(pair: Pair, exported: object, cache: dict[str, str]) -> Iterator[Up]:
     command = [sys.executable, "-m", "specdec.cli", "up", "--target", str(pair.target), "--draft", str(pair.exported)]
-    command += ["--port", "0", "--openai-port", "0", "--served-model-name", NAME]
+    command += ["--port", "0", "--openai-port", "0", "--served-model-name", NAME, "--served-model-name", ALIAS]
     with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True, env=cache) as process:
         assert process.stdout is not None
         described = json.loads(process.stdout.readline())
@@ -104,7 +104,7 @@ def test_all_services_run(up: Up) -> None:
 def test_any_openai_client_is_answered(up: Up) -> None:
     address = up.described["services"]["openai"]
     with openai.OpenAI(base_url=f"http://{address}/v1", api_key="none") as client:
-        assert [each.id for each in client.models.list()] == [NAME]
+        assert [model.id for model in client.models.list()] == [NAME, ALIAS]
         answer = client.completions.create(
             model=NAME, prompt="hello there", max_tokens=8, extra_body={"ignore_eos": True}
         )

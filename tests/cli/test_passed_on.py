@@ -59,12 +59,13 @@ def test_only_what_was_given_is_passed_on() -> None:
         "1024",
     )
     of_http = ("--openai-allow-origin", "https://a.example", "--openai-no-serve-metrics")
-    output, passed = run(*words, *of_http, "--orchestrator-failover-seconds", "2.5", "--served-model-name", "big")
+    names = ("--served-model-name", "big", "--orchestrator-served-model-name", "gpt-4o")
+    output, passed = run(*words, *of_http, *names, "--orchestrator-failover-seconds", "2.5")
     assert output == ""
     assert passed == {
         "verifier": {"step_rows": 64, "exact": False, "speculation": "jacobi", "lookahead": (5, 3, 5)},
         "draft": {"kv_tokens": 1024},
-        "orchestrator": {"failover_seconds": 2.5, "served_model_name": "big"},
+        "orchestrator": {"failover_seconds": 2.5, "served_model_name": ["big", "gpt-4o"]},
         "openai": {"allow_origin": ["https://a.example"], "serve_metrics": False},
     }
 
@@ -92,7 +93,11 @@ def test_a_wrong_one_is_refused_by_its_name(words: tuple[str, ...], option: str)
         (verifier, ("--model", "m"), {"exact": False, "compile": True, "step_rows": 64, "dtype": "bfloat16"}),
         (verifier, ("--model", "m"), {"speculation": "lookahead", "lookahead": (5, 3, 5)}),
         (openai, (), {"allow_origin": ["https://a.example", "null"], "serve_metrics": True, "strict_fields": True}),
-        (orchestrator, ("--model", "m", "--verifier", "h:1"), {"patience_ms": 2.5, "workers": 2, "host": "::1"}),
+        (
+            orchestrator,
+            ("--model", "m", "--verifier", "h:1"),
+            {"served_model_name": ["a", "b"], "workers": 2, "host": "::1"},
+        ),
     ],
 )
 def test_the_service_reads_the_values_that_were_given(main: Any, required: tuple[str, ...], values: Values) -> None:

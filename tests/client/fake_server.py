@@ -81,6 +81,7 @@ class FakeServer(GenerationServiceServicer):
         self._script = iter(acts or script)
         self._listing = iter(listing)
         self.keys = keys
+        self.aliases: Sequence[str] = ()  # of the model "fake"
         self.refused_peers: list[str] = []  # by call without a known key
         self.calls: list[Call] = []
         self.listings: list[Call] = []
@@ -150,7 +151,14 @@ class FakeServer(GenerationServiceServicer):
         await self._play_end(next(self._listing, Act()), context)
         return pb.ListModelsResponse(
             models=[
-                pb.ServedModel(name="fake", context_tokens=1024, vocabulary_size=256, chat=True, text_fingerprint="t1")
+                pb.ServedModel(
+                    name="fake",
+                    context_tokens=1024,
+                    vocabulary_size=256,
+                    chat=True,
+                    text_fingerprint="t1",
+                    aliases=self.aliases,
+                )
             ]
         )
 

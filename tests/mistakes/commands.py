@@ -122,11 +122,6 @@ MISTAKES = (
         USAGE,
         "'--served-model-name': must be a name of 1 to 256 printable characters without @",
     ),
-    Mistake(
-        "specdec orchestrator --model target --verifier a:1 --served-model-name a --served-model-name b",
-        USAGE,
-        "'--served-model-name': is given 2 times, must be given once: a model has one name",
-    ),
     Mistake("specdec orchestrator --models none.yaml", CANNOT, "--models none.yaml: No such file or directory"),
     Mistake(
         "specdec orchestrator --models models.yaml",

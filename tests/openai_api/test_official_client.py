@@ -218,6 +218,16 @@ async def test_models() -> None:
             await http.client.models.retrieve("other")
 
 
+async def test_a_model_with_several_names() -> None:
+    async with FakeServer() as server, front(server.address) as http:
+        server.aliases = ["gpt-4o", "a/b"]
+        assert [model.id for model in (await http.client.models.list()).data] == ["fake", "gpt-4o", "a/b"]
+        assert (await http.client.models.retrieve("a/b")).id == "a/b"
+        for name, answered in (("gpt-4o", "gpt-4o"), ("", "fake")):  # one model is served, under whatever name
+            answer = await http.client.completions.create(model=name, prompt="def")
+            assert (answer.model, request_of(server).model) == (answered, name)
+
+
 async def test_key_id_and_trace_go_on() -> None:
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     async with FakeServer() as server, front(server.address) as http:

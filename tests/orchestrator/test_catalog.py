@@ -30,6 +30,15 @@ def test_a_single_model_needs_no_name() -> None:
     assert asked(catalog, "") == asked(catalog, "big") == "big"
 
 
+def test_a_model_has_several_names() -> None:
+    model = replace(MODEL, name="big", aliases=("gpt-4o", "o"))
+    catalog = Catalog([Revision(model, Peers(Pods()))])
+    for name in ("", "big", "gpt-4o", "o"):
+        assert asked(catalog, name) == catalog.main(name).model.name == "big"
+    with pytest.raises(UnknownModelError, match="must be one of 'big', 'gpt-4o', 'o'"):
+        catalog.main("gpt")
+
+
 def test_a_request_names_a_model_or_a_revision() -> None:
     catalog = Catalog([revision("big", "a"), revision("big", "b", 0.0), revision("small", "c"), revision("x@y")])
     assert asked(catalog, "big") == "big@a"

@@ -42,6 +42,12 @@ def another_end(directory: Path) -> None:
     edit(directory / "generation_config.json", lambda content: content.update(eos_token_id=[2, 5]))
 
 
+def test_names(source: Path) -> None:
+    directory = ModelDirectory(source)
+    named = [ServedModel.of(directory, *names) for names in ((), ("a",), ("b", "a", "b"))]
+    assert [(model.name, model.aliases) for model in named] == [("m", ()), ("a", ()), ("b", ("a",))]
+
+
 def test_a_copy_has_the_same_fingerprint(source: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(source, tmp_path / "another-name")
     assert (
