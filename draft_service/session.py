@@ -183,8 +183,15 @@ class DrafterSession:
     def query(self, node: Node) -> SamplingQuery:
         """Return the sampling query for the children of a node."""
         path = [ancestor.token for ancestor in node.path()]
-        allowed = None if self.grammar is None else self.grammar.hint(path)
-        return SamplingQuery(self.request.sampler, node.position + 1, self.penalty_state, path, allowed=allowed)
+        sampler = self.request.sampler
+        return SamplingQuery(
+            sampler,
+            node.position + 1,
+            self.penalty_state,
+            path,
+            allowed=None if self.grammar is None else self.grammar.hint(path),
+            ruled_out=sampler.ruled_out(self.tree.committed, path),
+        )
 
     def shifts(self, node: Node) -> list[float]:
         """Return the calibration's shifts for the children of a node."""

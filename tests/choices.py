@@ -24,9 +24,11 @@ def choose_token(
     penalty_state: PenaltyState | None = None,
     path: Sequence[int] = (),
     allowed: TokenMask | None = None,
+    ruled_out: Sequence[int] = (),
 ) -> int:
     """Return the token chosen for one row, float32 [V]."""
-    return int(choose(logits[None], [SamplingQuery(sampler, position, penalty_state, path, allowed=allowed)])[0])
+    query = SamplingQuery(sampler, position, penalty_state, path, allowed=allowed, ruled_out=ruled_out)
+    return int(choose(logits[None], [query])[0])
 
 
 def mask_of(tokens: Collection[int], vocabulary: int) -> TokenMask:

@@ -293,6 +293,7 @@ class VerifierServicer(
             follows_grammar=session.request.grammar is not None,
             max_branches=1 if self._backend.chains_only else 0,
             scores_prompt=session.request.prompt_logprobs is not None,
+            bans_sequences=bool(session.request.sampler.sampling.banned_sequences),
         )
         opened.checksum = checksum.of_opening(opened)
         return verifier_pb2.VerifyResponse(opened=opened)

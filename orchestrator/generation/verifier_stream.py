@@ -99,6 +99,8 @@ class VerifierStream(PeerStream):
             raise UnfitError(NotBuiltError("verifier: does not follow a grammar"))
         if self._context.text.unscored and not opened.scores_prompt:
             raise UnfitError(NotBuiltError("verifier: does not return log-probabilities of prompts"))
+        if self._context.sample.sampling.banned_sequences and not opened.bans_sequences:
+            raise UnfitError(NotBuiltError("verifier: does not ban words of several tokens"))
         if revision and identity.model_fingerprint != revision:
             raise UnfitError(
                 PeerLostError(

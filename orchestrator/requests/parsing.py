@@ -27,6 +27,7 @@ from specdec.serving.errors import (
 )
 from specdec.serving.messages import RULES, rule_of, speculation_from
 from specdec.serving.validation import (
+    MAX_BANNED_SEQUENCE_TOKENS,
     MAX_LOGPROBS,
     MAX_TENANT_CHARACTERS,
     drafter_violations,
@@ -102,7 +103,7 @@ def parse(
     if len(end_tokens) > MAX_STOP_TOKENS:  # a resumed text has all of them as stop tokens
         problem = f"makes {len(end_tokens)} end tokens with the model's own, may make at most {MAX_STOP_TOKENS}"
         violations.append(("stop_tokens", problem))
-    sampling = replace(sampling, banned_tokens=sampling.banned_tokens | _excluded(message.sampling, model, violations))
+    sampling = _with_bans(sampling, message.sampling, model, violations)
     violations += sampling_violations(sampling, model.vocabulary, end_tokens if message.min_tokens else frozenset())
     violations += rule_violations(message.rule, message.contrast, sampling)
 
@@ -211,27 +212,41 @@ def _sampling(asked: generation_pb2.SamplingParameters, default: Sampling) -> Sa
     )
 
 
-def _excluded(
-    asked: generation_pb2.SamplingParameters, model: ServedModel, violations: list[tuple[str, str]]
-) -> frozenset[int]:
-    """Return the tokens excluded by `allowed_tokens` and `bad_words`; faults are appended to `violations`."""
+def _with_bans(
+    sampling: Sampling,
+    asked: generation_pb2.SamplingParameters,
+    model: ServedModel,
+    violations: list[tuple[str, str]],
+) -> Sampling:
+    """Return the sampling parameters with the bans that `allowed_tokens` and `bad_words` stand for; faults are appended
+    to `violations`."""
     allowed = list(asked.allowed_tokens)
     violations += token_violations("sampling.allowed_tokens", allowed, model.vocabulary)
-    excluded = set(range(model.vocabulary)).difference(allowed) if allowed else set()
+    banned = set(sampling.banned_tokens)
+    if allowed:
+        banned |= set(range(model.vocabulary)).difference(allowed)
+    sequences: set[tuple[int, ...]] = set()
     for index, word in enumerate(asked.bad_words):
         field = f"sampling.bad_words[{index}]"
         bare = word.lstrip()
         if not bare or len(word) > MAX_BAD_WORD_CHARACTERS:
             problem = f"has {len(word)} characters, must have 1 to {MAX_BAD_WORD_CHARACTERS}, not only white space"
             violations.append((field, problem))
-            break
-        alone, spaced = (model.tokenizer.encode(text, special=False) for text in (bare, f" {bare}"))
-        if len(alone) != 1:
-            problem = f"is {len(alone)} tokens of this model, must be 1: only single tokens can be banned"
-            violations.append((field, problem))
-            break
-        excluded |= {*alone, *(spaced if len(spaced) == 1 else ())}
-    return frozenset(excluded)
+            return sampling
+        for text in (bare, f" {bare}"):
+            tokens = tuple(model.tokenizer.encode(text, special=False))
+            if not 0 < len(tokens) <= MAX_BANNED_SEQUENCE_TOKENS:
+                problem = f"is {len(tokens)} tokens of this model, must be 1 to {MAX_BANNED_SEQUENCE_TOKENS}"
+                violations.append((field, problem))
+                return sampling
+            if max(tokens) >= model.vocabulary:  # the tokenizer has more than the model, which never chooses them
+                continue
+            if len(tokens) == 1:
+                banned.update(tokens)
+            else:
+                sequences.add(tokens)
+    needed = frozenset(tokens for tokens in sequences if tokens[-1] not in banned)
+    return replace(sampling, banned_tokens=frozenset(banned), banned_sequences=needed)
 
 
 def _length_violations(message: generation_pb2.GenerateRequest, max_tokens: int, room: int) -> list[tuple[str, str]]:

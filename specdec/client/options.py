@@ -101,7 +101,8 @@ class GenerateOptions(TypedDict, total=False):
         "The only token ids that may be chosen, end tokens included. A grammar that permits none of them wins.",
     ]
     bad_words: Annotated[
-        Sequence[str] | None, "Words that are never chosen, alone or after a space; each one token of the model."
+        Sequence[str] | None,
+        "Words or other texts that are not generated, alone or after a space, in the tokens that stand for them.",
     ]
     seed: Annotated[int | None, "Sampling seed. Default: drawn by the server, and sent in the first chunk."]
 

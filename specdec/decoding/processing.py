@@ -67,6 +67,8 @@ def _adjust(z: Logits, logits: Logits, queries: Sequence[SamplingQuery]) -> None
     for row, raw, query in zip(z, logits, queries, strict=True):
         if query.position < sampler.first_end_position:
             row[sampler.ends] = -np.inf
+        if query.ruled_out:
+            row[query.ruled_out] = -np.inf
         if query.allowed is not None:
             _keep_allowed(row, raw, query.allowed)
 

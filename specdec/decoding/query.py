@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.decoding.banned_sequences import BannedSequences
 from specdec.decoding.noise import request_state
 from specdec.decoding.proposal import Proposal
 from specdec.decoding.sampling import DEFAULT_CONTRAST, Contrast, Rule, Sampling
@@ -74,6 +75,16 @@ class RequestSampler:
         return np.array(sorted(self.sampling.banned_tokens), dtype=np.int64)
 
     @cached_property
+    def _banned_sequences(self) -> BannedSequences | None:
+        sequences = self.sampling.banned_sequences
+        return BannedSequences(sequences) if sequences else None
+
+    def ruled_out(self, text: Sequence[int], path: Sequence[int]) -> Sequence[int]:
+        """Return the tokens that would complete a banned sequence after a text and a path below it."""
+        banned = self._banned_sequences
+        return () if banned is None else banned.ruled_out(text, path)
+
+    @cached_property
     def ends(self) -> NDArray[np.int64]:
         return np.array(sorted(self.end_tokens), dtype=np.int64)
 
@@ -89,6 +100,7 @@ class SamplingQuery(NamedTuple):
     `penalty_state` covers the committed text and is required if the sampling penalises; `path` holds the candidates
     between the committed text and this position. `proposal` is the draft's proposal for this position, under REJECTION
     and CONTRASTIVE; CONTRASTIVE cannot choose without it. `allowed` are the tokens a grammar allows here; None: all.
+    `ruled_out` are tokens banned at this position only (`RequestSampler.ruled_out`).
     """
 
     sampler: RequestSampler
@@ -97,8 +109,14 @@ class SamplingQuery(NamedTuple):
     path: Sequence[int] = ()
     proposal: Proposal | None = None
     allowed: TokenMask | None = None
+    ruled_out: Sequence[int] = ()
 
     @property
     def adjusts(self) -> bool:
         """True if logits need processing before the division by the temperature."""
-        return self.sampler.adjusts or self.allowed is not None or self.position < self.sampler.first_end_position
+        return (
+            self.sampler.adjusts
+            or self.allowed is not None
+            or self.position < self.sampler.first_end_position
+            or bool(self.ruled_out)
+        )

@@ -45,6 +45,7 @@ class Sampling:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     banned_tokens: frozenset[int] = frozenset()
+    banned_sequences: frozenset[tuple[int, ...]] = frozenset()
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -52,11 +53,13 @@ class Sampling:
     seed: int = 0
 
     def within(self, vocabulary: int) -> Sampling:
-        """Return these parameters without bias and bans of token ids outside a vocabulary."""
+        """Return these parameters without bias and bans of token ids outside a vocabulary. A sequence with such a token
+        never occurs."""
         return replace(
             self,
             logit_bias={token: bias for token, bias in self.logit_bias.items() if token < vocabulary},
             banned_tokens=frozenset(token for token in self.banned_tokens if token < vocabulary),
+            banned_sequences=frozenset(tokens for tokens in self.banned_sequences if max(tokens) < vocabulary),
         )
 
     @property
@@ -101,6 +104,12 @@ def sampling_violations(sampling: Sampling, vocabulary: int, barred: frozenset[i
             break
     highest = max(s.banned_tokens, default=0)
     check("banned_tokens", highest, highest < vocabulary, f"a token id below {vocabulary}")
-    if len(s.banned_tokens | barred) >= vocabulary:
+    never = s.banned_tokens | barred
+    if len(never) >= vocabulary:
         found.append((f"{prefix}banned_tokens", f"leaves none of the {vocabulary} tokens to choose"))
+    elif len(never.union(tokens[-1] for tokens in s.banned_sequences)) >= vocabulary:
+        problem = f"may leave none of the {vocabulary} tokens to choose, with banned_tokens, where bad words would end"
+        found.append((f"{prefix}banned_sequences", problem))
+    highest = max(map(max, s.banned_sequences), default=0)
+    check("banned_sequences", highest, highest < vocabulary, f"a token id below {vocabulary}")
     return found

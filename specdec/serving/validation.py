@@ -56,6 +56,10 @@ def token_violations(field: str, tokens: list[int], vocabulary: int) -> list[tup
     return []
 
 
+MAX_BANNED_SEQUENCES = 512
+MAX_BANNED_SEQUENCE_TOKENS = 64
+"""Banned sequences of a request, and tokens of each: every row looks up each length of a sequence."""
+
 MAX_END_TOKENS = 4096
 """Maximum end tokens of a session: those of the model and those of the request."""
 
@@ -73,9 +77,22 @@ def open_size_violations(
         too_many("end_tokens", len(message.end_tokens), MAX_END_TOKENS, "tokens"),
     )
     found = [violation for violation in counts if violation is not None] + size_violations(message.sampling, vocabulary)
+    found += _sequence_violations(message.sampling)
     if len(message.tenant) > MAX_TENANT_CHARACTERS:
         found.append(("tenant", f"has {len(message.tenant)} characters, must have at most {MAX_TENANT_CHARACTERS}"))
     return found
+
+
+def _sequence_violations(sampling: model_pb2.Sampling) -> list[tuple[str, str]]:
+    """Return violations of the number of banned sequences, or of the first one's length that is out of range."""
+    sequences, most = sampling.banned_sequences, MAX_BANNED_SEQUENCE_TOKENS
+    if excess := too_many("sampling.banned_sequences", len(sequences), MAX_BANNED_SEQUENCES, "sequences"):
+        return [excess]
+    return [
+        (f"sampling.banned_sequences[{index}]", f"has {len(sequence.tokens)} tokens, must have 2 to {most}")
+        for index, sequence in enumerate(sequences)
+        if not 2 <= len(sequence.tokens) <= most
+    ][:1]
 
 
 def text_violations(

@@ -522,8 +522,9 @@ class SamplingParameters(google.protobuf.message.Message):
 
     @property
     def bad_words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Words that are never chosen, neither alone nor after a space; each must be one token of the model. At most 256, of
-        256 characters each.
+        """Words, or other texts, that are not generated: the last token of each, as tokenized alone and after a space, is
+        never chosen where the text, prompt included, ends with its other tokens. At most 256, of 256 characters and 64
+        tokens each.
         """
 
     def __init__(

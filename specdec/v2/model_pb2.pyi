@@ -331,6 +331,7 @@ class Sampling(google.protobuf.message.Message):
     TOP_P_FIELD_NUMBER: builtins.int
     MIN_P_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
+    BANNED_SEQUENCES_FIELD_NUMBER: builtins.int
     repetition_penalty: builtins.float
     """In [0.01, 100]; 1 is off. Logits of tokens in prompt or output are divided (positive) or multiplied by it."""
     frequency_penalty: builtins.float
@@ -355,6 +356,12 @@ class Sampling(google.protobuf.message.Message):
     def banned_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token ids that are never chosen."""
 
+    @property
+    def banned_sequences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenSequence]:
+        """The last token of a sequence is never chosen where the text, prompt included, ends with the others. At most 512, of
+        2 to 64 tokens each. Applied with `banned_tokens`.
+        """
+
     def __init__(
         self,
         *,
@@ -368,10 +375,31 @@ class Sampling(google.protobuf.message.Message):
         top_p: builtins.float = ...,
         min_p: builtins.float = ...,
         seed: builtins.int = ...,
+        banned_sequences: collections.abc.Iterable[global___TokenSequence] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["banned_tokens", b"banned_tokens", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["banned_sequences", b"banned_sequences", "banned_tokens", b"banned_tokens", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
 
 global___Sampling = Sampling
+
+@typing.final
+class TokenSequence(google.protobuf.message.Message):
+    """A sequence of tokens."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: builtins.int
+    @property
+    def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Token ids, in order."""
+
+    def __init__(
+        self,
+        *,
+        tokens: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["tokens", b"tokens"]) -> None: ...
+
+global___TokenSequence = TokenSequence
 
 @typing.final
 class Grammar(google.protobuf.message.Message):

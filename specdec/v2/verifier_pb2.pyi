@@ -232,6 +232,7 @@ class VerifyOpened(google.protobuf.message.Message):
     MAX_BRANCHES_FIELD_NUMBER: builtins.int
     CHECKSUM_FIELD_NUMBER: builtins.int
     SCORES_PROMPT_FIELD_NUMBER: builtins.int
+    BANS_SEQUENCES_FIELD_NUMBER: builtins.int
     max_nodes: builtins.int
     """Maximum live candidate nodes of this session."""
     drafting_wanted: builtins.bool
@@ -248,6 +249,10 @@ class VerifyOpened(google.protobuf.message.Message):
     """CRC-32 (ISO 3309) of this message without this field, serialized with its fields in order. Unset: not checked."""
     scores_prompt: builtins.bool
     """Whether it returns the `prompt_logprobs` of VerifyOpen. False from a verifier that does not know the field."""
+    bans_sequences: builtins.bool
+    """Whether it follows the `banned_sequences` of VerifyOpen's sampling. False from a verifier that does not know the
+    field.
+    """
     @property
     def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
         """What this pod serves."""
@@ -269,9 +274,10 @@ class VerifyOpened(google.protobuf.message.Message):
         max_branches: builtins.int = ...,
         checksum: builtins.int | None = ...,
         scores_prompt: builtins.bool = ...,
+        bans_sequences: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "capacity", b"capacity", "checksum", b"checksum", "identity", b"identity"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "capacity", b"capacity", "checksum", b"checksum", "drafting_wanted", b"drafting_wanted", "follows_grammar", b"follows_grammar", "identity", b"identity", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_nodes", b"max_nodes", "min_candidate_probability", b"min_candidate_probability", "scores_prompt", b"scores_prompt"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "bans_sequences", b"bans_sequences", "capacity", b"capacity", "checksum", b"checksum", "drafting_wanted", b"drafting_wanted", "follows_grammar", b"follows_grammar", "identity", b"identity", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_nodes", b"max_nodes", "min_candidate_probability", b"min_candidate_probability", "scores_prompt", b"scores_prompt"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_checksum", b"_checksum"]) -> typing.Literal["checksum"] | None: ...
 
 global___VerifyOpened = VerifyOpened

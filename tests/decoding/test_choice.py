@@ -55,6 +55,7 @@ class Case:
     end_tokens: frozenset[int] = frozenset()
     first_end_position: int = 0
     allowed: frozenset[int] | None = None
+    ruled_out: tuple[int, ...] = ()
 
     @property
     def mask(self) -> TokenMask | None:
@@ -76,10 +77,17 @@ class Case:
 
     @property
     def query(self) -> SamplingQuery:
-        return SamplingQuery(self.sampler, self.position, self.penalty_state, self.path, allowed=self.mask)
+        return SamplingQuery(
+            self.sampler,
+            self.position,
+            self.penalty_state,
+            self.path,
+            allowed=self.mask,
+            ruled_out=list(self.ruled_out),
+        )
 
     def choose(self) -> int:
-        return choose_token(self.sampler, self.row, self.position, self.penalty_state, self.path, self.mask)
+        return int(choose(self.row[None], [self.query])[0])
 
     def draft_candidates(self, width: int) -> tuple[list[int], list[float]]:
         return candidates(self.row, self.query, width)
@@ -100,7 +108,8 @@ def reference_adjusted(case: Case) -> list[float]:
         z = float32(z - (float32(s.presence_penalty) if token in output else 0.0))
         z = float32(z + float32(s.logit_bias.get(token, 0.0)))
         too_early = token in case.end_tokens and case.position < case.first_end_position
-        adjusted.append(-math.inf if token in s.banned_tokens or too_early else z)
+        banned = token in s.banned_tokens or token in case.ruled_out
+        adjusted.append(-math.inf if banned or too_early else z)
     if case.allowed is None:
         return adjusted
     kept = [z if token in case.allowed else -math.inf for token, z in enumerate(adjusted)]
@@ -181,6 +190,7 @@ def cases(
         end_tokens=draw(st.just(frozenset()) | st.frozensets(token)),
         first_end_position=draw(st.integers(0, 5)),
         allowed=draw(st.none() | st.frozensets(token, min_size=1)),
+        ruled_out=draw(st.just(()) | st.lists(token, max_size=3).map(tuple)),
     )
     assume(any(z > -math.inf for z in reference_adjusted(case)))  # with every token banned there is no choice
     return case
@@ -209,7 +219,7 @@ class TestChoose:
         more = [token % len(case.logits) for token in more]
         penalty_state = case.penalty_state
         penalty_state.extend(more)
-        got = choose_token(case.sampler, case.row, case.position, penalty_state, case.path, case.mask)
+        got = int(choose(case.row[None], [case.query._replace(penalty_state=penalty_state)])[0])
         assert got == reference_choice(replace(case, output=case.output + more))
 
     @settings(max_examples=100, deadline=None)
@@ -333,10 +343,7 @@ class TestManyRows:
         self, batch: list[tuple[NDArray[np.float32], SamplingQuery]], data: st.DataObject
     ) -> None:
         """Including broken rows: they raise nothing and change no other row."""
-        alone = [
-            choose_token(query.sampler, row, query.position, query.penalty_state, query.path, query.allowed)
-            for row, query in batch
-        ]
+        alone = [int(choose(row[None], [query])[0]) for row, query in batch]
         assert together(batch) == alone
         some = data.draw(st.lists(st.integers(0, len(batch) - 1), min_size=1))
         assert together([batch[i] for i in some]) == [alone[i] for i in some]
@@ -353,10 +360,8 @@ class TestManyRows:
         paths = data.draw(st.lists(st.lists(st.integers(0, len(case.logits) - 1), max_size=6), min_size=1))
         of_paths = [replace(case, path=path) for path in paths]
         assume(all(any(z > -math.inf for z in reference_adjusted(each)) for each in of_paths))
-        sampler, penalty_state = case.sampler, case.penalty_state
-        rows = [
-            (case.row, SamplingQuery(sampler, case.position, penalty_state, path, allowed=case.mask)) for path in paths
-        ]
+        query = case.query
+        rows = [(case.row, query._replace(path=path)) for path in paths]
         assert together(rows) == [reference_choice(each) for each in of_paths]
 
     @pytest.mark.parametrize("kind", KINDS)

@@ -87,6 +87,7 @@ SAMPLERS = [
     *(RequestSampler(sampling) for sampling in PLAIN),
     RequestSampler(Sampling(logit_bias={9: 3.0})),
     RequestSampler(Sampling(temperature=0.8, banned_tokens=frozenset({4}))),
+    RequestSampler(Sampling(banned_sequences=frozenset((3, token) for token in range(0, VOCABULARY, 2)))),
     RequestSampler(Sampling(temperature=1.0), rule=Rule.REJECTION),
     RequestSampler(Sampling(), rule=Rule.CONTRASTIVE),
 ]
@@ -101,6 +102,21 @@ def test_trees_are_the_same_alone_and_together_here_and_on_a_device() -> None:
             (position, token) for position, token, _ in described(here)
         }
         assert here.tree.size
+
+
+def test_no_path_completes_a_banned_sequence() -> None:
+    """Neither across the end of the text nor along the path."""
+    (free,) = grown(Host(), [RequestSampler(Sampling(temperature=1.0))])
+    first = next(iter(free.tree.root.children))
+    second = next(iter(free.tree.root.children[first].children))
+    banned = Sampling(temperature=1.0, banned_sequences=frozenset({(2, 3, first), (first, second)}))
+    (session,) = grown(Host(), [RequestSampler(banned)])
+    assert session.tree.root.children
+    paths = [[1, 2, 3, *(step.token for step in node.path())] for node in session.tree.root.walk()]
+    assert not [path for path in paths if path[-3:] == [2, 3, first] or path[-2:] == [first, second]]
+    (other,) = grown(Host(), [RequestSampler(Sampling(temperature=1.0, banned_sequences=frozenset({(first, second)})))])
+    assert first in other.tree.root.children
+    assert second not in other.tree.root.children[first].children
 
 
 def test_whole_rows_stay_on_the_device() -> None:

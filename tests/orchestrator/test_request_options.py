@@ -14,9 +14,11 @@ from orchestrator.requests.parsing import parse
 from orchestrator.requests.sample import Sample, resolved
 from orchestrator.requests.tokenization import tokenize
 from orchestrator.text.transcript import SampleTranscript
+from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.errors import InvalidRequestError, PromptTooLongError
 from specdec.v2 import generation_pb2 as pb
 from specdec.v2 import model_pb2, verifier_pb2
+from tests.models import make
 from tests.text.tokenizers import directory, word_level
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -35,6 +37,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     )
     folder: Path = tmp_path_factory.mktemp("models") / "m"
     return ServedModel.of(directory(words, folder, chat_template=TEMPLATE))
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    """Return a model whose tokens are bytes."""
+    return ServedModel.of(ModelDirectory(make("llama", tmp_path_factory.mktemp("models") / "m")))
 
 
 def parsed(model: ServedModel, **fields: Any) -> Sample:
@@ -92,11 +100,24 @@ def test_the_allowed_tokens_ban_all_others(model: ServedModel) -> None:
     assert not parsed(model).sampling.banned_tokens
 
 
-def test_bad_words_are_single_tokens(model: ServedModel) -> None:
-    assert parsed(model, sampling=sampling(bad_words=["hello", " world"])).sampling.banned_tokens == {HELLO, WORLD}
-    for words, index in ((["hello world"], 0), (["hello", ""], 1), ([" "], 0), (["x" * 257], 0)):
+def test_bad_words_are_banned_as_their_tokens(model: ServedModel) -> None:
+    found = parsed(model, sampling=sampling(bad_words=["hello", " world w0", "w0 hello"], banned_tokens=[END])).sampling
+    assert found.banned_tokens == {END, HELLO}
+    assert found.banned_sequences == {(WORLD, W0)}  # "w0 hello" ends with a banned token
+    for words, index in ((["hello", ""], 1), ([" "], 0), (["x" * 257], 0), (["w0 " * 65], 0)):
         assert refused(model, sampling=sampling(bad_words=words)) == f"sampling.bad_words[{index}]"
     assert refused(model, sampling=sampling(bad_words=["hello"] * 257)) == "sampling.bad_words"
+    only = sampling(bad_words=["hello world"], allowed_tokens=[WORLD])
+    assert refused(model, sampling=only) == "sampling.banned_sequences"
+
+
+def test_a_bad_word_is_banned_after_a_space_too(byte_level: ServedModel) -> None:
+    """Its tokens differ there."""
+    encode = byte_level.tokenizer.encode
+    spelled = {tuple(encode(text, special=False)) for text in ("no way", " no way")}
+    assert len(spelled) == 2
+    for word in ("no way", "  no way"):
+        assert parsed(byte_level, sampling=sampling(bad_words=[word])).sampling.banned_sequences == spelled
 
 
 def test_the_last_message_may_be_continued(model: ServedModel) -> None:

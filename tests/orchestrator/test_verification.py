@@ -19,9 +19,11 @@ from orchestrator.generation.verification import Verification
 from orchestrator.pods.errors import LostError
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
+from specdec.decoding.sampling import Sampling
 from specdec.serving.errors import (
     GrammarPendingError,
     InvalidRequestError,
+    NotBuiltError,
     PeerLostError,
     PromptTooLongError,
     ProtocolError,
@@ -129,6 +131,15 @@ async def test_a_verifier_of_something_else_is_asked_once_for_all_texts(fields: 
         await pods.close()
     assert verifier.asked == 1
     assert [(line["event"], line["reason"]) for line in logs] == [("pod_unfit", reason)]
+
+
+async def test_a_text_with_banned_sequences_goes_to_no_verifier_that_would_ignore_them() -> None:
+    sampling = Sampling(banned_sequences=frozenset({(3, 4)}))
+    async with serving(Changing(identity())) as address:
+        pods = Pods([address], connect=grpc.aio.insecure_channel)
+        with pytest.raises(NotBuiltError, match="does not ban words of several tokens"):
+            await anext(Verification(context(Peers(pods), sampling=sampling)).messages())
+        await pods.close()
 
 
 async def test_a_text_without_a_token_may_begin_at_other_weights() -> None:

@@ -95,7 +95,11 @@ def reference(request: VerifierSessionRequest) -> list[int]:
     number = LANGUAGE.number_of(text)
     tokens: list[int] = []
     while True:
-        token = choose_token(sampler, LANGUAGE.logits(number), len(text) + len(tokens), penalty_state)
+        so_far = text + tokens
+        ruled_out = [
+            last for *before, last in sampler.sampling.banned_sequences if so_far[len(so_far) - len(before) :] == before
+        ]
+        token = choose_token(sampler, LANGUAGE.logits(number), len(so_far), penalty_state, ruled_out=ruled_out)
         tokens.append(token)
         length = len(text) + len(tokens)
         if token in request.end_tokens or length >= min(len(request.prompt) + request.max_tokens, request.context):

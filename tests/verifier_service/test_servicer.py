@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -66,6 +66,35 @@ def test_log_probabilities_of_a_prompt_are_told_to_be_known(wanted: int | None) 
     session = parsed(prompt_tokens=[2, 3, 4], **asked)
     assert session.scores_prompt == servicer().opened(session).opened.scores_prompt == (wanted is not None)
     assert session.scored == (1 if wanted is None else 2)
+
+
+def sequences(*tokens: Sequence[int]) -> model_pb2.Sampling:
+    return model_pb2.Sampling(banned_sequences=[model_pb2.TokenSequence(tokens=each) for each in tokens])
+
+
+def test_banned_sequences_are_told_to_be_known() -> None:
+    for sampling, known in ((sequences(), False), (sequences([2, 3], [2, 3], [4, 5, 6]), True)):
+        session = parsed(sampling=sampling)
+        assert servicer().opened(session).opened.bans_sequences == known
+    assert session.request.sampler.sampling.banned_sequences == {(2, 3), (4, 5, 6)}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field", "problem"),
+    [
+        (sequences([2, 3], [4]), "[1]", "has 1 tokens, must have 2 to 64"),
+        (sequences([2] * 65), "[0]", "has 65 tokens, must have 2 to 64"),
+        (sequences(*[[2, 3]] * 513), "", "has 513 sequences, must have at most 512"),
+        (sequences([2, VOCABULARY]), "", f"is {VOCABULARY}, must be a token id below {VOCABULARY}"),
+        (
+            sequences(*([2, token] for token in range(VOCABULARY))),
+            "",
+            "may leave none of the 12 tokens to choose, with banned_tokens, where bad words would end",
+        ),
+    ],
+)
+def test_banned_sequences_that_cannot_be_are_refused(sampling: model_pb2.Sampling, field: str, problem: str) -> None:
+    assert violation(sampling=sampling) == (f"sampling.banned_sequences{field}", problem)
 
 
 @pytest.mark.parametrize(

@@ -143,9 +143,15 @@ class DraftChain:
 
     def row(self, number: int) -> AskedRow:
         """Return the row of logits after the last token, row `number` of a pass."""
-        session = self.prefix.session
-        hint = session.hint(self.tokens)
-        query = SamplingQuery(session.request.sampler, self._end, session.penalty_state, self.tokens, allowed=hint)
+        session, sampler = self.prefix.session, self.prefix.session.request.sampler
+        query = SamplingQuery(
+            sampler,
+            self._end,
+            session.penalty_state,
+            self.tokens,
+            allowed=session.hint(self.tokens),
+            ruled_out=sampler.ruled_out(session.tree.committed, self.tokens),
+        )
         return AskedRow(number, query, session.vocabulary)
 
     def draw(self, row: AskedRow, logits: Logits) -> None:

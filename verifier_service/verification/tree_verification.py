@@ -243,14 +243,9 @@ class TreeVerification:
         """Return the sampling query below a node. A sampled child is tested even if it is not in this step: if
         accepted, the candidates below it stay alive."""
         proposal = None if node.distribution is None else Proposal(next(iter(node.children), None), node.distribution)
-        return SamplingQuery(
-            self.session.request.sampler,
-            node.position + 1,
-            self.session.penalty_state,
-            path,
-            proposal,
-            allowed,
-        )
+        session, sampler = self.session, self.session.request.sampler
+        ruled_out = sampler.ruled_out(session.tree.committed, path)
+        return SamplingQuery(sampler, node.position + 1, session.penalty_state, path, proposal, allowed, ruled_out)
 
     def _source(self, child: Node | None) -> int:
         if child is not None:

@@ -27,17 +27,20 @@ def adjusted(logits: Tensor, queries: Sequence[SamplingQuery]) -> Tensor:
     if any(len(ids) for ids, _ in biases):
         rows, ids = _indices(z, [ids for ids, _ in biases])
         z[rows, ids] = z[rows, ids] + _on(z, np.concatenate([bias for _, bias in biases]))
-    ruled_out = [
-        np.concatenate([query.sampler.banned, query.sampler.ends])
-        if query.position < query.sampler.first_end_position
-        else query.sampler.banned
-        for query in queries
-    ]
-    if any(len(ids) for ids in ruled_out):
-        rows, ids = _indices(z, ruled_out)
+    banned = [_banned(query) for query in queries]
+    if any(len(ids) for ids in banned):
+        rows, ids = _indices(z, banned)
         z[rows, ids] = z.new_full((), -torch.inf)  # a Python scalar would be copied from the host: a synchronisation
     _keep_allowed(z, queries)
     return z
+
+
+def _banned(query: SamplingQuery) -> Ids:
+    """Return the token ids banned at the query's position."""
+    sampler, ids = query.sampler, query.sampler.banned
+    if query.position < sampler.first_end_position:
+        ids = np.concatenate([ids, sampler.ends])
+    return np.concatenate([ids, np.array(query.ruled_out, dtype=np.int64)]) if query.ruled_out else ids
 
 
 def _keep_allowed(z: Tensor, queries: Sequence[SamplingQuery]) -> None:

@@ -58,7 +58,10 @@ def steps(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], list[SamplingQuery]]:
             path = random.integers(0, vocabulary, draw(st.integers(0, 3))).tolist()
             allowed = draw(st.none() | st.frozensets(st.integers(0, vocabulary - 1), min_size=1))
             mask = None if allowed is None else mask_of(allowed, vocabulary)
-            queries.append(SamplingQuery(sampler, 7 + len(path), penalty_state, path, allowed=mask))
+            ruled_out = draw(st.lists(st.integers(0, vocabulary - 1), max_size=3))
+            queries.append(
+                SamplingQuery(sampler, 7 + len(path), penalty_state, path, allowed=mask, ruled_out=ruled_out)
+            )
             row = random.normal(size=vocabulary).astype(np.float32) * draw(st.sampled_from([0.01, 1.0, 20.0]))
             if draw(st.booleans()):
                 row = np.round(row)

@@ -28,6 +28,15 @@ SAMPLINGS = [
     NO_BAD,
     WARM,
     Sampling(temperature=1.0, seed=3, top_k=4, repetition_penalty=1.3, banned_tokens=frozenset({BAD})),
+    Sampling(
+        temperature=0.9,
+        seed=5,
+        banned_tokens=frozenset({BAD}),
+        banned_sequences=frozenset(
+            [(one, other) for one in range(BAD) for other in range(BAD) if (one + 2 * other) % 3 == 0]
+            + [(one, 2, other) for one in range(BAD) for other in range(3, 8)]
+        ),
+    ),
 ]
 
 

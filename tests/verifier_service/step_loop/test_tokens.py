@@ -55,7 +55,7 @@ class PlacedEngine(TextEngine):
 
 class TestTokens:
     @pytest.mark.parametrize("rows", [None, InvariantRowCounts((4, 6, 16))], ids=["any-rows", "row-class"])
-    @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm", "penalised"])
+    @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm", "penalised", "banned"])
     def test_many_get_what_each_would_get_alone(self, sampling: Sampling, rows: InvariantRowCounts | None) -> None:
         """With good, bad and no drafts; by engines with and without padding."""
         engine = TextEngine(30, rows=rows)
