@@ -46,6 +46,7 @@ from specdec.serving.session_stream import SessionServicer
 from specdec.serving.timeline import Timeline
 from specdec.serving.tracing.servicer import TraceServicer
 from specdec.serving.validation import (
+    MAX_CACHE_SALT_CHARACTERS,
     MAX_LOGPROBS,
     MAX_NODES_A_MESSAGE,
     MAX_WINDOW_ROWS,
@@ -55,6 +56,7 @@ from specdec.serving.validation import (
     rule_violations,
     text_violations,
     token_violations,
+    too_many,
     weight_violations,
     window_violations,
 )
@@ -294,6 +296,7 @@ class VerifierServicer(
             max_branches=1 if self._backend.chains_only else 0,
             scores_prompt=session.request.prompt_logprobs is not None,
             bans_sequences=bool(session.request.sampler.sampling.banned_sequences),
+            salts_cache=bool(session.request.cache_salt),
         )
         opened.checksum = checksum.of_opening(opened)
         return verifier_pb2.VerifyResponse(opened=opened)
@@ -371,6 +374,8 @@ class VerifierServicer(
             problem = f"is {message.scored_tokens}, must be at most the {len(prompt)} prompt_tokens"
             violations.append(("scored_tokens", problem))
         violations += weight_violations(message.tenant_weight)
+        if too_long_salt := too_many("cache_salt", len(message.cache_salt), MAX_CACHE_SALT_CHARACTERS, "characters"):
+            violations.append(too_long_salt)
         rule = rule_of(message.rule, sampling) if message.rule in RULES else Rule.COUPLED  # an unknown one is refused
         violations += self._policy_violations(message.policy, rule)
         if message.HasField("grammar"):
@@ -396,6 +401,7 @@ class VerifierServicer(
             grammar=self._grammars.compiled(message.grammar, message.tenant),
             prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
             scored_tokens=message.scored_tokens,
+            cache_salt=message.cache_salt,
         )
         policy, nodes = self._policy(message.policy, rule), self._limits.max_nodes
         try:

@@ -83,7 +83,7 @@ class VerifierChoice:
         if len(asked) < 2 or text.unscored:  # a prompt is scored without the cache
             return {}
         tokens, left = [*sample.prompt, *text.generated], self._context.timeout
-        cached = await cached_tokens(asked, tokens, sample.tenant, math.inf if left is None else left)
+        cached = await cached_tokens(asked, tokens, sample.cache_scope, math.inf if left is None else left)
         return preferred(cached, len(tokens), sample.tenant, self._pods.willing)
 
     def _despair(self, resumed: bool) -> None:

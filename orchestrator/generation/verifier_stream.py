@@ -71,6 +71,7 @@ class VerifierStream(PeerStream):
             coalesce_commits=sample.coalesce_commits,
             prompt_logprobs=sample.prompt_logprobs if self._context.text.unscored else None,
             scored_tokens=self._context.text.scored if self._context.text.unscored else 0,
+            cache_salt=sample.cache_salt,
         )
         message.checksum = self._checksum = checksum.of_opening(message)
         stub = verifier_pb2_grpc.VerifierServiceStub(self.pod.channel)
@@ -101,6 +102,8 @@ class VerifierStream(PeerStream):
             raise UnfitError(NotBuiltError("verifier: does not return log-probabilities of prompts"))
         if self._context.sample.sampling.banned_sequences and not opened.bans_sequences:
             raise UnfitError(NotBuiltError("verifier: does not ban words of several tokens"))
+        if self._context.sample.cache_salt and not opened.salts_cache:
+            raise UnfitError(NotBuiltError("verifier: does not separate its caches by cache_salt"))
         if revision and identity.model_fingerprint != revision:
             raise UnfitError(
                 PeerLostError(

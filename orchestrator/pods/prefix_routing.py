@@ -35,10 +35,11 @@ one more makes no step much longer."""
 
 
 async def cached_tokens(
-    pods: Collection[Pod], tokens: Sequence[int], tenant: str, most_seconds: float = math.inf
+    pods: Collection[Pod], tokens: Sequence[int], scope: bytes, most_seconds: float = math.inf
 ) -> dict[Pod, int]:
-    """Ask verifiers how many leading tokens of a text they have cached, and take the capacity from their answers."""
-    hashes = block_hashes(tokens, tenant)
+    """Ask verifiers how many leading tokens of a text they have cached in its scope, and take the capacity from their
+    answers."""
+    hashes = block_hashes(tokens, scope)
     if not hashes:
         return {}
     request = verifier_pb2.FindPrefixRequest(block_hashes=hashes)

@@ -28,6 +28,7 @@ from specdec.serving.errors import (
 from specdec.serving.messages import RULES, rule_of, speculation_from
 from specdec.serving.validation import (
     MAX_BANNED_SEQUENCE_TOKENS,
+    MAX_CACHE_SALT_CHARACTERS,
     MAX_LOGPROBS,
     MAX_TENANT_CHARACTERS,
     drafter_violations,
@@ -160,6 +161,7 @@ def parse(
         reasoning=reasoning,
         time=time if message.WhichOneof("prompt") == "chat" else None,
         rejected_candidates=message.rejected_candidates,
+        cache_salt=message.cache_salt,
     )
     return Request(
         seed,
@@ -291,6 +293,7 @@ def _sizes(message: generation_pb2.GenerateRequest, model: ServedModel) -> list[
         too_many("stop", len(message.stop), MAX_STOP_STRINGS, "strings"),
         too_many("stop_tokens", len(message.stop_tokens), MAX_STOP_TOKENS, "tokens"),
         too_many("tenant", len(message.tenant), MAX_TENANT_CHARACTERS, "characters"),
+        too_many("cache_salt", len(message.cache_salt), MAX_CACHE_SALT_CHARACTERS, "characters"),
         too_many("model_fingerprint", len(message.model_fingerprint), MAX_FINGERPRINT_CHARACTERS, "characters"),
         too_many("prompt_digest", len(message.prompt_digest), MAX_FINGERPRINT_CHARACTERS, "characters"),
         *size_violations(message.sampling, model.vocabulary),

@@ -10,6 +10,7 @@ from datetime import datetime
 import numpy as np
 
 from orchestrator.requests.reasoning import Reasoning, reasoning_message
+from specdec.decoding.block_hashes import cache_scope
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import SpeculationOptions
 from specdec.v2 import generation_pb2, model_pb2
@@ -44,6 +45,12 @@ class Sample:
     reasoning: Reasoning | None = None  # at the start of the text, if any
     time: datetime | None = None  # seen by the chat template
     prompt_logprobs: int | None = None  # as `top_logprobs`, for the prompt; of the first sample only
+    cache_salt: str = ""  # separates the text from others of its tenant in caches
+
+    @property
+    def cache_scope(self) -> bytes:
+        """The scope of the text in prefix caches."""
+        return cache_scope(self.tenant, self.cache_salt)
 
     @property
     def needs_draft(self) -> bool:

@@ -150,6 +150,9 @@ class GenerateOptions(TypedDict, total=False):
     rejected_candidates: Annotated[bool | None, "Return the candidates that were verified and rejected."]
 
     tenant: Annotated[str | None, "Name of the tenant. The prefix cache is shared only within a tenant."]
+    cache_salt: Annotated[
+        str | None, "Share the prefix cache only with the tenant's requests with the same salt; at most 256 characters."
+    ]
     priority: Annotated[int | None, "Order among waiting requests of the same tenant: lower goes first. Default: 0."]
     generated_tokens: Annotated[
         Sequence[int] | None, "Resume an interrupted text with these tokens; needs its seed, and n = 1."

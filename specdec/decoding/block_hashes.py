@@ -1,7 +1,7 @@
 """Block hashes: 64-bit names for prefixes of a text, used to ask which of them a verifier has in its prefix cache.
 
-A text is cut into blocks of `HASHED_TOKENS` tokens. The hash of a block covers the tenant, all previous blocks and its
-own tokens, as in vLLM's prefix caching: equal hashes mean equal prefixes. One collision is expected among 2**32
+A text is cut into blocks of `HASHED_TOKENS` tokens. The hash of a block covers the cache scope, all previous blocks and
+its own tokens, as in vLLM's prefix caching: equal hashes mean equal prefixes. One collision is expected among 2**32
 different prefixes; it routes a text to a worse verifier and has no other effect.
 """
 
@@ -15,9 +15,15 @@ HASHED_TOKENS = 64
 """Tokens per block. Verifiers and orchestrators must agree on it, as stated in `verifier.proto`."""
 
 
-def root_hash(tenant: str) -> int:
-    """Return the hash preceding a tenant's first block."""
-    return _digest(tenant.encode())
+def cache_scope(tenant: str, salt: str = "") -> bytes:
+    """Return the scope of a text in prefix caches: texts share prefixes if their tenants and their salts are equal.
+    UTF-8 never has the byte 255, so other pairs have other scopes."""
+    return tenant.encode() + (b"\xff" + salt.encode() if salt else b"")
+
+
+def root_hash(scope: bytes) -> int:
+    """Return the hash preceding the first block of a cache scope."""
+    return _digest(scope)
 
 
 def next_hash(before: int, block: bytes) -> int:
@@ -25,10 +31,10 @@ def next_hash(before: int, block: bytes) -> int:
     return _digest(before.to_bytes(8, "little") + block)
 
 
-def block_hashes(tokens: Sequence[int], tenant: str) -> list[int]:
+def block_hashes(tokens: Sequence[int], scope: bytes) -> list[int]:
     """Return the hashes of a text's full blocks, first to last."""
     text, size, found = array("I", tokens).tobytes(), 4 * HASHED_TOKENS, []
-    before = root_hash(tenant)
+    before = root_hash(scope)
     for start in range(0, len(text) - size + 1, size):
         before = next_hash(before, text[start : start + size])
         found.append(before)

@@ -26,6 +26,7 @@ from specdec.v2.generation_pb2 import TokenizeRequest
 
 SAME = frozenset(
     {
+        "cache_salt",
         "chat_template_kwargs",
         "max_tokens",
         "min_p",

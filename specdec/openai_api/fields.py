@@ -49,6 +49,7 @@ RENAMED = {
 READ = frozenset(
     {
         "add_generation_prompt",
+        "cache_salt",
         "chat_template_kwargs",
         "continue_final_message",
         "echo",
@@ -148,7 +149,6 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     # vLLM's
     "add_special_tokens": Unsupported(),
     "bad_words_token_ids": Unsupported(([],), "use specdec.banned_tokens"),
-    "cache_salt": Unsupported(instead="prefixes are shared within a tenant only"),
     "chat_template": Unsupported(instead="the model's own is used"),
     "documents": Unsupported(([],)),
     "guided_choice": _GUIDED,

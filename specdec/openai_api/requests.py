@@ -186,7 +186,7 @@ def parse_fields(fields: Mapping[str, Any], *, chat: bool, strict: bool = False)
             raise refused(field, f"is {value}, must be at least {least}")
     if not (chat or given.get("n_predict") == UNLIMITED):
         options.setdefault("max_tokens", COMPLETION_TOKENS)
-    for read in (_seed, _top_k, _logit_bias, _special_tokens, constraint):
+    for read in (_seed, _top_k, _logit_bias, _special_tokens, _cache_salt, constraint):
         options |= dict(read(given))
     options |= dict(_logprobs(given, chat=chat))
     options |= dict(_prompt_logprobs(given, options))
@@ -301,6 +301,15 @@ def _seed(given: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
             raise refused("seed", "must be a whole number from -2^63 to 2^64 - 1")
         if seed != -1:
             yield "seed", seed % (1 << 64)
+
+
+def _cache_salt(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the cache salt. An empty one would separate nothing, so it is refused, as by vLLM."""
+    if "cache_salt" in given:
+        salt = given["cache_salt"]
+        if not isinstance(salt, str) or not salt:
+            raise refused("cache_salt", "must be text that is not empty")
+        yield "cache_salt", salt
 
 
 def _top_k(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

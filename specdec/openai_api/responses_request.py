@@ -22,6 +22,7 @@ SAME = frozenset(
     {
         "allowed_token_ids",
         "bad_words",
+        "cache_salt",
         "chat_template_kwargs",
         "frequency_penalty",
         "ignore_eos",

@@ -67,6 +67,10 @@ MAX_TENANT_CHARACTERS = 256
 """Maximum characters of a tenant's name."""
 
 
+MAX_CACHE_SALT_CHARACTERS = 256
+"""Maximum characters of a cache salt: it is kept as long as prefixes with it are cached."""
+
+
 def open_size_violations(
     message: verifier_pb2.VerifyOpen | draft_pb2.DraftOpen, vocabulary: int, context: int
 ) -> list[tuple[str, str]]:

@@ -89,6 +89,7 @@ class GenerateRequest(google.protobuf.message.Message):
     INCLUDE_STOP_FIELD_NUMBER: builtins.int
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Model name; empty for the only one served. NAME@REVISION selects a revision; otherwise one is drawn by traffic
     share, the same one for the same prompt and seed as long as the shares do not change.
@@ -150,6 +151,10 @@ class GenerateRequest(google.protobuf.message.Message):
     truncate_prompt_tokens: builtins.int
     """Keep only this many of the prompt's last tokens, with the special tokens around plain text; 0: all. The prompt may
     then have 4 times the tokens of the context before it is truncated.
+    """
+    cache_salt: builtins.str
+    """Share cached prefixes only with requests of the tenant with the same salt, and no finished texts. At most 256
+    characters; empty: with those that have none. It changes no token.
     """
     @property
     def tokens(self) -> global___TokenPrompt:
@@ -230,9 +235,10 @@ class GenerateRequest(google.protobuf.message.Message):
         include_stop: builtins.bool = ...,
         return_prompt_token_ids: builtins.bool = ...,
         truncate_prompt_tokens: builtins.int = ...,
+        cache_salt: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "ignore_end_token", b"ignore_end_token", "ignore_generation_config", b"ignore_generation_config", "include_stop", b"include_stop", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_digest", b"prompt_digest", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "rejected_candidates", b"rejected_candidates", "return_prompt_token_ids", b"return_prompt_token_ids", "rule", b"rule", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "ignore_end_token", b"ignore_end_token", "ignore_generation_config", b"ignore_generation_config", "include_stop", b"include_stop", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_digest", b"prompt_digest", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "rejected_candidates", b"rejected_candidates", "return_prompt_token_ids", b"return_prompt_token_ids", "rule", b"rule", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_fallback_temperature", b"_fallback_temperature"]) -> typing.Literal["fallback_temperature"] | None: ...
     @typing.overload

@@ -119,6 +119,7 @@ class VerifyOpen(google.protobuf.message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     SCORED_TOKENS_FIELD_NUMBER: builtins.int
     REJECTED_CANDIDATES_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
     rule: specdec.v2.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule of the request."""
     max_tokens: builtins.int
@@ -153,6 +154,10 @@ class VerifyOpen(google.protobuf.message.Message):
     """
     rejected_candidates: builtins.bool
     """Report the candidates that were verified and rejected."""
+    cache_salt: builtins.str
+    """The text shares the prefix cache only with texts of its tenant with the same salt. At most 256 characters; empty:
+    with those that have none.
+    """
     @property
     def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the prompt. At least one."""
@@ -204,9 +209,10 @@ class VerifyOpen(google.protobuf.message.Message):
         prompt_logprobs: builtins.int | None = ...,
         scored_tokens: builtins.int = ...,
         rejected_candidates: builtins.bool = ...,
+        cache_salt: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "checksum", b"checksum", "contrast", b"contrast", "grammar", b"grammar", "policy", b"policy", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "top_logprobs", b"top_logprobs"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "attempt", b"attempt", "checksum", b"checksum", "coalesce_commits", b"coalesce_commits", "contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "rejected_candidates", b"rejected_candidates", "rule", b"rule", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "top_logprobs", b"top_logprobs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "attempt", b"attempt", "cache_salt", b"cache_salt", "checksum", b"checksum", "coalesce_commits", b"coalesce_commits", "contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "rejected_candidates", b"rejected_candidates", "rule", b"rule", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "top_logprobs", b"top_logprobs"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_checksum", b"_checksum"]) -> typing.Literal["checksum"] | None: ...
     @typing.overload
@@ -233,6 +239,7 @@ class VerifyOpened(google.protobuf.message.Message):
     CHECKSUM_FIELD_NUMBER: builtins.int
     SCORES_PROMPT_FIELD_NUMBER: builtins.int
     BANS_SEQUENCES_FIELD_NUMBER: builtins.int
+    SALTS_CACHE_FIELD_NUMBER: builtins.int
     max_nodes: builtins.int
     """Maximum live candidate nodes of this session."""
     drafting_wanted: builtins.bool
@@ -253,6 +260,8 @@ class VerifyOpened(google.protobuf.message.Message):
     """Whether it follows the `banned_sequences` of VerifyOpen's sampling. False from a verifier that does not know the
     field.
     """
+    salts_cache: builtins.bool
+    """Whether it follows the `cache_salt` of VerifyOpen. False from a verifier that does not know the field."""
     @property
     def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
         """What this pod serves."""
@@ -275,9 +284,10 @@ class VerifyOpened(google.protobuf.message.Message):
         checksum: builtins.int | None = ...,
         scores_prompt: builtins.bool = ...,
         bans_sequences: builtins.bool = ...,
+        salts_cache: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "capacity", b"capacity", "checksum", b"checksum", "identity", b"identity"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "bans_sequences", b"bans_sequences", "capacity", b"capacity", "checksum", b"checksum", "drafting_wanted", b"drafting_wanted", "follows_grammar", b"follows_grammar", "identity", b"identity", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_nodes", b"max_nodes", "min_candidate_probability", b"min_candidate_probability", "scores_prompt", b"scores_prompt"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "bans_sequences", b"bans_sequences", "capacity", b"capacity", "checksum", b"checksum", "drafting_wanted", b"drafting_wanted", "follows_grammar", b"follows_grammar", "identity", b"identity", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_nodes", b"max_nodes", "min_candidate_probability", b"min_candidate_probability", "salts_cache", b"salts_cache", "scores_prompt", b"scores_prompt"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_checksum", b"_checksum"]) -> typing.Literal["checksum"] | None: ...
 
 global___VerifyOpened = VerifyOpened
@@ -543,7 +553,8 @@ class FindPrefixRequest(google.protobuf.message.Message):
     def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Block hashes of the text, first to last: of every 64 tokens, as far as they are full. The hash of a block is the
         8-byte BLAKE2b digest, as a little-endian number, of the hash before it (8 bytes, little-endian) and the block's
-        tokens (4 bytes each, little-endian); the first block continues the digest of the tenant's name in UTF-8.
+        tokens (4 bytes each, little-endian); the first block continues the digest of the tenant's name in UTF-8, followed,
+        for a text with a `cache_salt`, by the byte 255 and the salt in UTF-8.
         """
 
     def __init__(

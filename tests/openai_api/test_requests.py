@@ -124,7 +124,8 @@ def completion(**fields: Any) -> ParsedRequest:
         ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens", "is -1, must be at least 1"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids", "allowed_token_ids = [-1]"),
         ({"bad_words": [5]}, "bad_words", "bad_words = [5]: must be text"),
-        ({"cache_salt": "a"}, "cache_salt", "prefixes are shared within a tenant only"),
+        ({"cache_salt": ""}, "cache_salt", "must be text that is not empty"),
+        ({"cache_salt": 5}, "cache_salt", "must be text that is not empty"),
         ({"continue_final_message": 1}, "continue_final_message", "must be true or false"),
         (
             {"continue_final_message": True, "add_generation_prompt": True},

@@ -40,7 +40,7 @@ class Holding(verifier_pb2_grpc.VerifierServiceServicer):
     ) -> verifier_pb2.FindPrefixResponse:
         self.asked += 1
         known = min(self.blocks, len(request.block_hashes))
-        assert list(request.block_hashes) == block_hashes(TEXT, "a tenant")
+        assert list(request.block_hashes) == block_hashes(TEXT, b"a tenant")
         capacity = model_pb2.PodCapacity(sessions=self.sessions, room=5)
         return verifier_pb2.FindPrefixResponse(cached_tokens=HASHED_TOKENS * known, capacity=capacity)
 
@@ -85,7 +85,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_every_verifier_says_what_it_has_and_how_full_it_is() -> None:
     async with asking(Holding(2, sessions=4), Holding(0), Boasting(0)) as pods:
-        found = await cached_tokens(pods, TEXT, "a tenant")
+        found = await cached_tokens(pods, TEXT, b"a tenant")
         assert list(found.values()) == [2 * HASHED_TOKENS, 0, len(TEXT)]
         assert [pod.load.sessions for pod in pods] == [4, 0, 0]
 
@@ -94,7 +94,7 @@ async def test_who_does_not_answer_has_nothing_and_is_not_waited_for_beyond_the_
     async with asking(Holding(3), Silent(3), Older(3)) as pods:
         await asyncio.gather(*(pod.channel.channel_ready() for pod in pods))
         begin = time.monotonic()
-        found = await cached_tokens(pods, TEXT, "a tenant", 2.0)
+        found = await cached_tokens(pods, TEXT, b"a tenant", 2.0)
         assert 1.8 < time.monotonic() - begin < 30.0  # Silent answers after a minute
         assert list(found.values()) == [3 * HASHED_TOKENS, 0, 0]
 
@@ -102,18 +102,18 @@ async def test_who_does_not_answer_has_nothing_and_is_not_waited_for_beyond_the_
 async def test_nobody_is_asked_about_a_text_without_a_whole_block() -> None:
     asked = [Holding(3), Holding(3)]
     async with asking(*asked) as pods:
-        assert await cached_tokens(pods, TEXT[: HASHED_TOKENS - 1], "a tenant") == {}
+        assert await cached_tokens(pods, TEXT[: HASHED_TOKENS - 1], b"a tenant") == {}
     assert not any(verifier.asked for verifier in asked)
 
 
 async def test_a_pod_that_leaves_while_it_is_asked_has_nothing() -> None:
     silent = Silent(3)
     async with asking(Holding(2), silent) as pods:
-        begun = asyncio.ensure_future(cached_tokens(pods, TEXT, "a tenant"))
+        begun = asyncio.ensure_future(cached_tokens(pods, TEXT, b"a tenant"))
         await until(lambda: silent.asked > 0)
         await pods[1].channel.close()
         assert list((await begun).values()) == [2 * HASHED_TOKENS, 0]
-        assert list((await cached_tokens(pods, TEXT, "a tenant")).values()) == [2 * HASHED_TOKENS, 0]
+        assert list((await cached_tokens(pods, TEXT, b"a tenant")).values()) == [2 * HASHED_TOKENS, 0]
 
 
 def three(sessions: Sequence[int], rooms: Sequence[int] = (9, 9, 9)) -> list[Pod]:

@@ -43,7 +43,7 @@ async def garbling() -> AsyncIterator[str]:
 
 async def test_it_has_nothing_cached(garbling: str) -> None:
     pods = Pods([garbling])
-    assert list((await cached_tokens(list(pods), list(range(200)), "")).values()) == [0]
+    assert list((await cached_tokens(list(pods), list(range(200)), b"")).values()) == [0]
     await pods.close()
 
 

@@ -133,12 +133,18 @@ async def test_a_verifier_of_something_else_is_asked_once_for_all_texts(fields: 
     assert [(line["event"], line["reason"]) for line in logs] == [("pod_unfit", reason)]
 
 
-async def test_a_text_with_banned_sequences_goes_to_no_verifier_that_would_ignore_them() -> None:
-    sampling = Sampling(banned_sequences=frozenset({(3, 4)}))
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"sampling": Sampling(banned_sequences=frozenset({(3, 4)}))}, "does not ban words of several tokens"),
+        ({"cache_salt": "s"}, "does not separate its caches by cache_salt"),
+    ],
+)
+async def test_a_text_goes_to_no_verifier_that_would_ignore_its_fields(fields: dict[str, Any], problem: str) -> None:
     async with serving(Changing(identity())) as address:
         pods = Pods([address], connect=grpc.aio.insecure_channel)
-        with pytest.raises(NotBuiltError, match="does not ban words of several tokens"):
-            await anext(Verification(context(Peers(pods), sampling=sampling)).messages())
+        with pytest.raises(NotBuiltError, match=problem):
+            await anext(Verification(context(Peers(pods), **fields)).messages())
         await pods.close()
 
 

@@ -20,9 +20,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_routing, "ASK_SECONDS", 5.0)
 
 
-async def turn(services: Stack, text: list[int], tenant: str = "") -> int:
+async def turn(services: Stack, text: list[int], **fields: str) -> int:
     """Request an answer, append it to the text, and return the text's number of cached tokens."""
-    answer = await services.generate(text, max_tokens=20, plain=True, ignore_end_token=True, tenant=tenant)
+    answer = await services.generate(text, max_tokens=20, plain=True, ignore_end_token=True, **fields)
     text += answer.tokens
     return answer.finish.usage.cached_tokens
 
@@ -63,6 +63,17 @@ async def test_tenants_do_not_find_one_anothers_prefixes(directories: Directorie
         assert await turn(services, list(prompt), tenant="other") == 0
         took = [pod.loop.stats.prompt_tokens for pod in services.verifiers]
         assert took == [len(prompt)] * 2  # they alternated, as uncached texts do
+
+
+async def test_requests_with_other_salts_do_not_either(directories: Directories) -> None:
+    async with stack(directories.target, None, verifiers=2) as services:
+        prompt = said(0, 0) + said(0, 1) + said(0, 2)
+        texts = []
+        for fields in ({"cache_salt": "one"}, {"cache_salt": "other"}, {"cache_salt": "one", "tenant": "t"}, {}):
+            texts.append(list(prompt))
+            assert await turn(services, texts[-1], **fields) == 0
+        assert await turn(services, list(prompt), cache_salt="other") == len(prompt) // HASHED_TOKENS * HASHED_TOKENS
+        assert texts == texts[:1] * 4  # and the tokens are the same
 
 
 async def test_a_chat_goes_on_elsewhere_when_its_verifier_is_gone(directories: Directories) -> None:

@@ -287,6 +287,7 @@ class Client:
         coalesce_commits: bool = False,
         prompt_logprobs: int | None = None,
         scored_tokens: int = 0,
+        cache_salt: str = "",
     ) -> None:
         sampler = RequestSampler(sampling or Sampling(), end_tokens, rule=rule)
         request = VerifierSessionRequest(
@@ -305,6 +306,7 @@ class Client:
             coalesce_commits=coalesce_commits,
             prompt_logprobs=prompt_logprobs,
             scored_tokens=scored_tokens,
+            cache_salt=cache_salt,
         )
         policy = policy or Policy(REMOTE, max_candidates, 0.0)
         chains_only = isinstance(loop, StepLoop) and loop.chains_only

@@ -79,6 +79,14 @@ def test_banned_sequences_are_told_to_be_known() -> None:
     assert session.request.sampler.sampling.banned_sequences == {(2, 3), (4, 5, 6)}
 
 
+def test_a_cache_salt_is_told_to_be_known() -> None:
+    for salt, scope in (("", b"t"), ("s" * 256, b"t\xff" + b"s" * 256)):
+        session = parsed(tenant="t", cache_salt=salt)
+        assert session.request.cache_scope == scope
+        assert servicer().opened(session).opened.salts_cache == bool(salt)
+    assert violation(cache_salt="s" * 257) == ("cache_salt", "has 257 characters, must have at most 256")
+
+
 @pytest.mark.parametrize(
     ("sampling", "field", "problem"),
     [

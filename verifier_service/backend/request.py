@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specdec.decoding.block_hashes import cache_scope
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.speculation import OWN_DRAFTERS, CandidateSource
@@ -31,6 +32,12 @@ class VerifierSessionRequest:
     grammar: CompiledGrammar | None = None  # of the generated text
     prompt_logprobs: int | None = None  # as `top_logprobs`, for the prompt
     scored_tokens: int = 0  # leading tokens of the prompt that need no logprobs
+    cache_salt: str = ""  # separates the text from others of its tenant in caches
+
+    @property
+    def cache_scope(self) -> bytes:
+        """The scope of the text in prefix caches."""
+        return cache_scope(self.tenant, self.cache_salt)
 
 
 @dataclass

@@ -171,7 +171,7 @@ class DraftModelProposer(Proposer):
         """Return a session's prefix state, updated to its text; None if nothing can be proposed for it now."""
         prefix = self._prefixes.get(session)
         if prefix is None:
-            table, source, target = self._pool.open(session.tree.committed, session.request.tenant)
+            table, source, target = self._pool.open(session.tree.committed, session.request.cache_scope)
             if len(source):
                 self.engine.copy(source, target)
             request = session.request

@@ -20,14 +20,15 @@ from verifier_service.verification.tree_verification import TreeVerification
 
 class LookupProposer(Proposer):
     """N-gram lookup for all sessions. A session keeps its own text (`ngram.py`); this object keeps `cached_tokens`
-    tokens of each tenant's finished texts."""
+    tokens of each tenant's finished texts, without those that have a cache salt."""
 
     def __init__(self, cached_tokens: int) -> None:
         self._cache = SuffixCache(cached_tokens)
 
     def propose(self, step: ComingStep) -> ProposalStats:
         for session in step.proposed_for():
-            session.propose_ngrams(step.break_even, self._cache.tokens_of(session.request.tenant))
+            salted = session.request.cache_salt
+            session.propose_ngrams(step.break_even, None if salted else self._cache.tokens_of(session.request.tenant))
         return NO_PROPOSALS
 
     def observe(self, verifications: Sequence[TreeVerification], logits: StepLogits) -> None:
@@ -49,7 +50,8 @@ class LookupProposer(Proposer):
             )
 
     def finished(self, session: VerifierSession) -> None:
-        self._cache.add(session.request.tenant, session.tree.committed)
+        if not session.request.cache_salt:
+            self._cache.add(session.request.tenant, session.tree.committed)
 
 
 def open_windows(

@@ -145,7 +145,7 @@ class VerifierSession:
         """
         known = self.tree.committed
         self.table, source, target = pool.open(
-            known[: self.scored] if self.scores_prompt else known, self.request.tenant
+            known[: self.scored] if self.scores_prompt else known, self.request.cache_scope
         )
         try:
             make_room(max(0, -(-(self.tree.base - len(self.table.slots)) // BLOCK)))

@@ -3,10 +3,10 @@
 Pure book-keeping, for one thread and one model. The tensors belong to the engine; block b is their rows b * BLOCK .. b
 * BLOCK + BLOCK - 1.
 
-A full block is *published*: it becomes a node of its tenant's prefix tree. The path from the root to a node spells a
-text from its start, compared token by token. A block is free, held by tables, or *cached*: published but held by none.
-A table holding a node also holds all its ancestors, and releases them last. So the least recently used cached node
-never has children, and evicting it loses no longer prefix.
+A full block is *published*: it becomes a node of its scope's prefix tree (`block_hashes.cache_scope`). The path from
+the root to a node spells a text from its start, compared token by token. A block is free, held by tables, or *cached*:
+published but held by none. A table holding a node also holds all its ancestors, and releases them last. So the least
+recently used cached node never has children, and evicting it loses no longer prefix.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ BLOCK = HASHED_TOKENS
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """A published block, or a tenant's root (no parent, block 0)."""
+    """A published block, or a scope's root (no parent, block 0)."""
 
     parent: _Node | None
-    key: bytes  # its own BLOCK tokens; for a root, the tenant
+    key: bytes  # its own BLOCK tokens; for a root, the scope
     block: int
     hash: int  # block hash of the text up to its end
     holders: int  # number of tables holding this block
@@ -59,7 +59,7 @@ class BlockPool:
         self.usable = blocks - 1
         self.free = blocks - 1
         self._map = bytearray(b"\0" + b"\1" * (blocks - 1))  # 1: free; searching bytes is fast
-        self._roots: dict[bytes, _Node] = {}  # only tenants with published blocks
+        self._roots: dict[bytes, _Node] = {}  # only scopes with published blocks
         self._cached: OrderedDict[_Node, None] = OrderedDict()  # least recently used first
         self._hashes: set[int] = set()  # of all nodes
 
@@ -87,15 +87,15 @@ class BlockPool:
             known += BLOCK
         return known
 
-    def open(self, tokens: Sequence[int], tenant: str = "") -> tuple[BlockTable, Slots, Slots]:
+    def open(self, tokens: Sequence[int], scope: bytes = b"") -> tuple[BlockTable, Slots, Slots]:
         """Open a table starting with the longest cached prefix of `tokens`, except the last token: it must be computed.
 
         Returns the table and the (source, target) slots to copy before anything is written: if the prefix ends inside a
         block and memory allows, the table gets a block of its own for that part.
         """
-        table = BlockTable(self, tenant.encode())
+        table = BlockTable(self, scope)
         start, limit = 0, len(tokens) - 1
-        node, key = self._roots.get(table.tenant), b""
+        node, key = self._roots.get(table.scope), b""
         while node is not None:
             key = _key(tokens[start : min(start + BLOCK, limit)])
             child = node.children.get(key)
@@ -174,10 +174,10 @@ class BlockPool:
         self._cached[node] = None
         return []
 
-    def _root(self, tenant: bytes) -> _Node:
-        root = self._roots.get(tenant)
+    def _root(self, scope: bytes) -> _Node:
+        root = self._roots.get(scope)
         if root is None:
-            root = self._roots[tenant] = _Node(None, tenant, 0, root_hash(tenant.decode()), 0)
+            root = self._roots[scope] = _Node(None, scope, 0, root_hash(scope), 0)
         return root
 
     def _publish(self, parent: _Node, key: bytes, block: int) -> _Node:
@@ -230,8 +230,8 @@ class BlockTable:
     blocks.
     """
 
-    def __init__(self, pool: BlockPool, tenant: bytes) -> None:
-        self.tenant = tenant
+    def __init__(self, pool: BlockPool, scope: bytes) -> None:
+        self.scope = scope
         self.shared = 0  # leading tokens found when opened, copied ones included
         self.slots: Slots = np.arange(0)  # slots[p] is the slot of token p
         self._pool = pool
@@ -326,7 +326,7 @@ class BlockTable:
         return any(node.suspect for node in found)
 
     def _parent(self) -> _Node:
-        return self._chain[-1] if self._chain else self._pool._root(self.tenant)
+        return self._chain[-1] if self._chain else self._pool._root(self.scope)
 
     def _grow(self, count: int) -> None:
         # An empty table passes -1, not 0: block 1 must not count as adjacent, so that _take searches for a long enough

@@ -1,6 +1,6 @@
-"""Block tables never mix up texts, tenants or owners, and the cache evicts in the right order.
+"""Block tables never mix up texts, scopes or owners, and the cache evicts in the right order.
 
-A state machine lets many sessions of two tenants open, compute, speculate, trim, fail and close in a tiny pool. Two
+A state machine lets many sessions of two scopes open, compute, speculate, trim, fail and close in a tiny pool. Two
 oracles check it. The *memory* is that of a simulated engine: each slot records the text before its token, so a table
 with slots of another text is found at once. The *register* is the plain specification of the cache: a dictionary of
 whole prefixes with holders and time of last use.
@@ -31,18 +31,18 @@ def text(*pieces: tuple[int, int]) -> list[int]:
 
 
 class Memory:
-    """The engine's rows. Two tokens are the same row only if tenant and text up to them are the same."""
+    """The engine's rows. Two tokens are the same row only if scope and text up to them are the same."""
 
     def __init__(self, blocks: int) -> None:
         self.rows = np.full(blocks * BLOCK, NOTHING)
         self.bad = np.zeros(blocks * BLOCK, dtype=bool)  # NaN
-        self._names: dict[tuple[int, int | str], int] = {}
+        self._names: dict[tuple[int, int | bytes], int] = {}
 
-    def spell(self, tenant: str, tokens: Sequence[int]) -> list[int]:
-        name = self._name(NOTHING, tenant)
+    def spell(self, scope: bytes, tokens: Sequence[int]) -> list[int]:
+        name = self._name(NOTHING, scope)
         return [name := self._name(name, token) for token in tokens]
 
-    def _name(self, before: int, token: int | str) -> int:
+    def _name(self, before: int, token: int | bytes) -> int:
         return self._names.setdefault((before, token), len(self._names))
 
     def copy(self, source: Slots, target: Slots) -> None:
@@ -69,7 +69,7 @@ class Session:
     """A table, and its state in the register."""
 
     table: BlockTable
-    tenant: str
+    scope: bytes
     tokens: list[int]
     computed: int
     origin: Entry | None
@@ -78,8 +78,8 @@ class Session:
     filled: int = 0
     blocks: int = 0
 
-    def prefix(self, block: int) -> tuple[str, tuple[int, ...]]:
-        return self.tenant, tuple(self.tokens[: (block + 1) * BLOCK])
+    def prefix(self, block: int) -> tuple[bytes, tuple[int, ...]]:
+        return self.scope, tuple(self.tokens[: (block + 1) * BLOCK])
 
     def block(self, index: int) -> int:
         return int(self.table.slots[index * BLOCK]) // BLOCK
@@ -94,7 +94,7 @@ class Register:
 
     def __init__(self, blocks: int) -> None:
         self.usable = blocks - 1
-        self.entries: dict[tuple[str, tuple[int, ...]], Entry] = {}
+        self.entries: dict[tuple[bytes, tuple[int, ...]], Entry] = {}
         self.sessions: list[Session] = []
         self.clock = 0
 
@@ -112,19 +112,19 @@ class Register:
     def free(self) -> int:
         return self.usable - self.held - self.cached
 
-    def match(self, tenant: str, tokens: list[int]) -> tuple[list[Entry], list[Entry], int]:
+    def match(self, scope: bytes, tokens: list[int]) -> tuple[list[Entry], list[Entry], int]:
         """Return whole prefixes, entries to copy rows from, and the number of rows."""
         tokens = tokens[:-1]
         chain: list[Entry] = []
-        while (tenant, tuple(tokens[: (len(chain) + 1) * BLOCK])) in self.entries:
-            chain.append(self.entries[tenant, tuple(tokens[: (len(chain) + 1) * BLOCK])])
+        while (scope, tuple(tokens[: (len(chain) + 1) * BLOCK])) in self.entries:
+            chain.append(self.entries[scope, tuple(tokens[: (len(chain) + 1) * BLOCK])])
             if len(chain) * BLOCK == len(tokens):
                 break
         whole = len(chain) * BLOCK
         best: list[Entry] = []
         rows = 1
         for (owner, known), entry in self.entries.items():
-            if owner == tenant and len(known) == whole + BLOCK and known[:whole] == tuple(tokens[:whole]):
+            if owner == scope and len(known) == whole + BLOCK and known[:whole] == tuple(tokens[:whole]):
                 common = 0
                 while whole + common < len(tokens) and known[whole + common] == tokens[whole + common]:
                     common += 1
@@ -137,12 +137,12 @@ class Register:
     def make_room(self, count: int) -> None:
         while self.free < count:
             oldest = min((key for key in self.entries if not self.entries[key].holders), key=self._used)
-            tenant, known = oldest
-            longer = [key for key in self.entries if key[0] == tenant and key[1][: len(known)] == known]
+            scope, known = oldest
+            longer = [key for key in self.entries if key[0] == scope and key[1][: len(known)] == known]
             assert longer == [oldest], "a prefix would be forgotten before its continuation"
             del self.entries[oldest]
 
-    def _used(self, key: tuple[str, tuple[int, ...]]) -> int:
+    def _used(self, key: tuple[bytes, tuple[int, ...]]) -> int:
         return self.entries[key].used
 
     def publish(self, session: Session) -> None:
@@ -160,7 +160,7 @@ class Register:
             # Unless evicted already, with another session's newer prefix under that name.
             known = session.chain and self.entries.get(session.prefix(0)) is session.chain[0]
             for key, entry in list(self.entries.items()):
-                if known and key[0] == session.tenant and key[1][:BLOCK] == tuple(session.tokens[:BLOCK]):
+                if known and key[0] == session.scope and key[1][:BLOCK] == tuple(session.tokens[:BLOCK]):
                     entry.lost = True
                     del self.entries[key]
         else:
@@ -180,7 +180,7 @@ class Register:
 
 
 TEXTS = st.lists(st.tuples(st.integers(1, 2), st.sampled_from([1, 30, 63, 64, 65])), min_size=1, max_size=4)
-TENANTS = st.sampled_from(["", "b"])
+SCOPES = st.sampled_from([b"", b"b"])
 
 
 class Sessions(RuleBasedStateMachine):
@@ -199,12 +199,12 @@ class Sessions(RuleBasedStateMachine):
     def pick(self, data: st.DataObject) -> Session:
         return data.draw(st.sampled_from(self.sessions))
 
-    @rule(pieces=TEXTS, tenant=TENANTS)
-    def open(self, pieces: list[tuple[int, int]], tenant: str) -> None:
+    @rule(pieces=TEXTS, scope=SCOPES)
+    def open(self, pieces: list[tuple[int, int]], scope: bytes) -> None:
         tokens = text(*pieces)
-        chain, origins, rows = self.register.match(tenant, tokens)
-        table, source, target = self.pool.open(tokens, tenant)
-        session = Session(table, tenant, tokens, table.shared, None, chain, blocks=len(chain), filled=len(chain))
+        chain, origins, rows = self.register.match(scope, tokens)
+        table, source, target = self.pool.open(tokens, scope)
+        session = Session(table, scope, tokens, table.shared, None, chain, blocks=len(chain), filled=len(chain))
         for entry in chain:
             entry.holders += 1
         self.sessions.append(session)
@@ -224,10 +224,10 @@ class Sessions(RuleBasedStateMachine):
         assert not self.memory.bad[table.slots[len(chain) * BLOCK :]].any()
         self.memory.copy(source, target)
 
-    @rule(pieces=TEXTS, tenant=TENANTS, stay=st.booleans())
-    def visit(self, pieces: list[tuple[int, int]], tenant: str, stay: bool) -> None:
+    @rule(pieces=TEXTS, scope=SCOPES, stay=st.booleans())
+    def visit(self, pieces: list[tuple[int, int]], scope: bytes, stay: bool) -> None:
         """Compute a session's whole prompt at once, and optionally close it."""
-        self.open(pieces, tenant)
+        self.open(pieces, scope)
         session = self.sessions[-1]
         self.make_room(session, len(session.tokens))
         self.write(session, len(session.tokens), fails=False)
@@ -273,7 +273,7 @@ class Sessions(RuleBasedStateMachine):
         written = table.slots[session.computed : end]
         for other in self.sessions:
             assert other is session or not set(other.table.slots.tolist()) & set(written.tolist())
-        self.memory.rows[written] = self.memory.spell(session.tenant, session.tokens[:end])[session.computed :]
+        self.memory.rows[written] = self.memory.spell(session.scope, session.tokens[:end])[session.computed :]
         self.memory.bad[written] = fails or self.is_bad(session)
         session.computed = max(session.computed, end)
         table.publish(session.tokens, session.computed)
@@ -306,18 +306,16 @@ class Sessions(RuleBasedStateMachine):
     def everyone_reads_their_own_text(self) -> None:
         for session in self.sessions:
             rows = self.memory.rows[session.table.slots[: session.computed]]
-            assert rows.tolist() == self.memory.spell(session.tenant, session.tokens[: session.computed])
+            assert rows.tolist() == self.memory.spell(session.scope, session.tokens[: session.computed])
 
     @invariant()
     def hashes_tell_which_prefixes_are_known(self) -> None:
-        texts = [(session.tenant, session.tokens) for session in self.sessions]
-        texts += [(tenant, list(tokens)) for tenant, tokens in self.register.entries]
-        for tenant, tokens in texts:
+        texts = [(session.scope, session.tokens) for session in self.sessions]
+        texts += [(scope, list(tokens)) for scope, tokens in self.register.entries]
+        for scope, tokens in texts:
             blocks = len(tokens) // BLOCK
-            known = (
-                b for b in range(blocks) if (tenant, tuple(tokens[: (b + 1) * BLOCK])) not in self.register.entries
-            )
-            assert self.pool.known_prefix(block_hashes(tokens, tenant)) == BLOCK * next(known, blocks)
+            known = (b for b in range(blocks) if (scope, tuple(tokens[: (b + 1) * BLOCK])) not in self.register.entries)
+            assert self.pool.known_prefix(block_hashes(tokens, scope)) == BLOCK * next(known, blocks)
 
     @invariant()
     def counts(self) -> None:
@@ -362,17 +360,17 @@ def nodes(pool: BlockPool) -> int:
     return count
 
 
-def filled(pool: BlockPool, tokens: list[int], tenant: str = "") -> BlockTable:
+def filled(pool: BlockPool, tokens: list[int], scope: bytes = b"") -> BlockTable:
     """Return an open table with all of `tokens` computed."""
-    table, _, _ = pool.open(tokens, tenant)
+    table, _, _ = pool.open(tokens, scope)
     table.reserve(len(tokens))
     table.publish(tokens, len(tokens))
     return table
 
 
-def known(pool: BlockPool, tokens: list[int], tenant: str = "") -> int:
+def known(pool: BlockPool, tokens: list[int], scope: bytes = b"") -> int:
     """Return the number of leading tokens cached in whole blocks, from the tree, without counting as a use."""
-    node, count = pool._roots.get(tenant.encode()), 0
+    node, count = pool._roots.get(scope), 0
     while node is not None:
         key = np.asarray(tokens[count : count + BLOCK], dtype=np.uint32).tobytes()
         node = node.children.get(key)
@@ -424,13 +422,13 @@ def common_beginning(left: list[int], right: list[int]) -> list[tuple[int, int]]
     return pairs[:end]
 
 
-def test_tenants_share_nothing() -> None:
+def test_scopes_share_nothing() -> None:
     pool = BlockPool(10)
     tokens = text((1, 3 * BLOCK))
-    filled(pool, tokens, "a").close()
-    assert pool.open(tokens, "b")[0].shared == 0
+    filled(pool, tokens, b"a").close()
+    assert pool.open(tokens, b"b")[0].shared == 0
     assert pool.open(tokens)[0].shared == 0
-    assert pool.open(tokens, "a")[0].shared == 3 * BLOCK - 1
+    assert pool.open(tokens, b"a")[0].shared == 3 * BLOCK - 1
 
 
 def test_the_least_recently_used_goes_first_and_from_its_end() -> None:
@@ -652,11 +650,11 @@ def test_after_a_plain_close_there_is_nothing_to_overwrite() -> None:
 
 
 def test_nothing_grows_over_many_sessions() -> None:
-    """With ever new tenants and texts, some wiped."""
+    """With ever new scopes and texts, some wiped."""
     pool = BlockPool(9)
     for number in range(10_000):
         tokens = [number] * (BLOCK * (1 + number % 3) + 1)
-        filled(pool, tokens, tenant=f"tenant {number % 5000}").close(wipe=number % 100 == 0)
+        filled(pool, tokens, scope=f"tenant {number % 5000}".encode()).close(wipe=number % 100 == 0)
         if number % 500 == 0:
             assert nodes(pool) == pool.cached == len(pool._cached)
             assert len(pool._roots) <= pool.cached
