@@ -10,7 +10,7 @@ from specdec.openai_api.answers import statistics
 from specdec.openai_api.anthropic_request import MessagesRequest
 from specdec.openai_api.errors import ApiError
 from specdec.openai_api.json_text import Json
-from specdec.openai_api.parts import CallPart, EndPart, Part, ReasoningPart, TextPart
+from specdec.openai_api.parts import BeginPart, CallPart, EndPart, Part, ReasoningPart, TextPart
 
 ERRORS = {
     400: "invalid_request_error",
@@ -63,13 +63,12 @@ class MessageAnswer:
         blocks: list[Json] = self.whole["content"]
         return blocks
 
-    def begin(self) -> Iterator[Json]:
-        """Yield the event before the first part. The tokens of the prompt are known at the end only."""
-        yield {"type": "message_start", "message": self.whole}
-
     def add(self, part: Part) -> Iterator[Json]:
         """Yield the events of a part of the sample."""
         match part:
+            case BeginPart():  # how much of the prompt was cached is known at the end
+                self.whole["usage"] = _usage(part.prompt_tokens, 0, 0)
+                yield {"type": "message_start", "message": self.whole}
             case ReasoningPart():
                 yield from self._write("thinking", part.text)
             case TextPart():

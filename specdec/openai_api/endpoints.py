@@ -243,8 +243,6 @@ def _listed(item: Json, item_id: str) -> Json:
 async def _events_of(answer: ResponseAnswer | MessageAnswer, parts: Parts) -> AsyncGenerator[Json, None]:
     """Yield the events of an answer's parts."""
     async with aclosing(parts):
-        for event in answer.begin():
-            yield event
         async for part in parts:
             for event in answer.add(part):
                 yield event

@@ -13,6 +13,13 @@ from specdec.openai_api.answers import REASONS, Calls
 
 
 @dataclass(frozen=True)
+class BeginPart:
+    """The beginning of the sample."""
+
+    prompt_tokens: int  # 0 from an orchestrator that does not count them before the end
+
+
+@dataclass(frozen=True)
 class ReasoningPart:
     """A piece of the reasoning."""
 
@@ -57,17 +64,22 @@ class EndPart:
         return REASONS.get(self.finish.reason) == "length"
 
 
-Part = ReasoningPart | TextPart | CallPart | EndPart
+Part = BeginPart | ReasoningPart | TextPart | CallPart | EndPart
 
 
 async def parts_of(
     chunks: AsyncGenerator[Chunk, None], calls: Calls | None, *, reasoning: bool
 ) -> AsyncGenerator[Part, None]:
-    """Yield the parts of a sample. `calls`: reads its tool calls, None if it may have none; `reasoning`: include the
-    reasoning. The logprobs of text that may still become a call are held back with it."""
+    """Yield the parts of a sample, its beginning first and its end last. `calls`: reads its tool calls, None if it may
+    have none; `reasoning`: include the reasoning. The logprobs of text that may still become a call are held back with
+    it."""
     logprobs: list[Logprobs] = []
+    begun = False
     async with aclosing(chunks):
         async for chunk in chunks:
+            if not begun:
+                begun = True
+                yield BeginPart(0 if chunk.resolved is None else chunk.resolved.prompt_tokens)
             if chunk.reasoning and reasoning:
                 yield ReasoningPart(chunk.reasoning)
             logprobs += chunk.logprobs[chunk.reasoning_tokens :]

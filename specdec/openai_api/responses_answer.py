@@ -12,7 +12,7 @@ from specdec.openai_api.answers import statistics
 from specdec.openai_api.errors import ApiError
 from specdec.openai_api.json_text import EncodedList, Json
 from specdec.openai_api.logprobs import chat_logprobs
-from specdec.openai_api.parts import CallPart, EndPart, Part, ReasoningPart, TextPart
+from specdec.openai_api.parts import BeginPart, CallPart, EndPart, Part, ReasoningPart, TextPart
 from specdec.openai_api.responses_request import CUSTOM_INPUT, ResponsesRequest, carried
 
 ECHOED: Json = {
@@ -68,14 +68,12 @@ class ResponseAnswer:
         output: list[Json] = self.whole["output"]
         return output
 
-    def begin(self) -> Iterator[Json]:
-        """Yield the events before the first part."""
-        yield self._event("response.created", response=dict(self.whole))
-        yield self._event("response.in_progress", response=dict(self.whole))
-
     def add(self, part: Part) -> Iterator[Json]:
         """Yield the events of a part of the sample."""
         match part:
+            case BeginPart():
+                yield self._event("response.created", response=dict(self.whole))
+                yield self._event("response.in_progress", response=dict(self.whole))
             case ReasoningPart():
                 yield from self._write("reasoning", part.text)
             case TextPart():

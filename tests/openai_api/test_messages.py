@@ -43,6 +43,9 @@ async def test_a_text() -> None:
         asked["stop_sequences"] = ["."]
         found = await client.messages.create(**asked)
         async with client.messages.stream(**asked) as stream:
+            begin = await anext(aiter(stream))
+            assert begin.type == "message_start"
+            started = begin.message.usage.input_tokens, begin.message.usage.output_tokens
             text = "".join([piece async for piece in stream.text_stream])
             last = await stream.get_final_message()
     assert (found.type, found.role, found.model, found.stop_reason) == ("message", "assistant", "fake", "max_tokens")
@@ -50,6 +53,7 @@ async def test_a_text() -> None:
     assert text == TEXT
     assert [block.text for block in last.content if block.type == "text"] == [TEXT]
     assert (last.stop_reason, last.usage.output_tokens) == (found.stop_reason, found.usage.output_tokens)
+    assert started == (2, 0)  # one of them is cached, as is told at the end
     usage = found.usage
     assert (usage.input_tokens, usage.cache_read_input_tokens, last.usage.input_tokens) == (1, 1, 1)
     request = orchestrator.calls[0].request
