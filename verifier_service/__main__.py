@@ -242,7 +242,7 @@ def main(
         target = Placement(engine, dtype, device, kv_tokens, compile, max_sessions, weights=weights)
         beside = replace(target, beside=True, weights="stored")
         directory, *drafts = check(
-            Wanted(model, target), *([] if draft_model is None else [Wanted(draft_model, beside)])
+            Wanted(model, target), *([] if draft_model is None else [Wanted(draft_model, beside)]), heads=heads
         )
         files = None if heads is None else read_heads(heads, heads_tree, directory)
         most = threads or threads_for(device)

@@ -11,15 +11,10 @@ from specdec.decoding.level_tree import MAX_NODES, RANKS, FixedTree
 from specdec.engine.engine import Engine, Placed, hidden_states
 from specdec.engine.heads.medusa_files import MedusaFiles, TargetShape
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.model_file import Fields, ModelDirectoryError, is_integer, read_text
+from specdec.engine.model_file import ModelDirectoryError, is_integer, read_text
 
 if TYPE_CHECKING:  # imports torch
     from verifier_service.proposers.medusa import MedusaProposer
-
-HIDDEN_SIZE = "word_embed_proj_dim", "hidden_size", "n_embd"
-"""Fields of config.json with the width of the output head's inputs; the first one there counts."""
-
-MAX_SIZE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -45,9 +40,7 @@ class HeadsFiles:
 def read_heads(path: Path, tree: Path | None, directory: ModelDirectory) -> HeadsFiles:
     """Return the heads in a directory, for a target; ModelDirectoryError if they do not fit it, or the tree does not
     fit them."""
-    config = Fields(directory.path, directory.config)
-    hidden = next((config.integer(name, 1, MAX_SIZE) for name in HIDDEN_SIZE if config.has(name)), 0)
-    medusa = MedusaFiles.of(path, TargetShape(hidden, directory.vocabulary))
+    medusa = MedusaFiles.of(path, TargetShape.of(directory))
     return HeadsFiles(medusa, None if tree is None else _tree(tree, medusa.heads))
 
 

@@ -39,6 +39,7 @@ class SpeedConfig:
     patience_seconds: float  # maximum wait for a quiet machine each time
     seed: int  # of the prompts
     windows: Sequence[Window]
+    heads: Sequence[Path]
     bad_drafts: bool
     transformers: bool
     vllm_python: str | None
@@ -89,6 +90,9 @@ def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
     parser.add_argument(
         "--windows", type=_window, nargs="+", default=[], help="lookahead windows W,N,G to measure as well"
     )
+    parser.add_argument(
+        "--heads", type=Path, nargs="+", default=[], help="directories of Medusa heads to measure as well"
+    )
     parser.add_argument("--bad-drafts", action="store_true", help="measure slow, random and foreign drafts as well")
     parser.add_argument("--peers", type=names, default=["transformers"], help='"transformers" (default), or "none"')
     peer_options.add(parser)
@@ -119,6 +123,7 @@ def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
         patience_seconds=args.patience,
         seed=args.seed,
         windows=args.windows,
+        heads=args.heads,
         bad_drafts=args.bad_drafts,
         transformers="transformers" in args.peers,
         vllm_python=peer_options.vllm_python(parser, args),
@@ -137,6 +142,9 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     for name in ("learning", "patience"):
         if not getattr(args, name) >= 0:
             parser.error(f"--{name} is {getattr(args, name):g}, must not be negative")
+    for path in args.heads:
+        if not path.exists():
+            parser.error(f"--heads {path}: there is no such file or directory")
     try:
         check_device(Placement(device=args.device))
     except UnsupportedModelError as error:

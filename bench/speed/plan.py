@@ -30,7 +30,7 @@ class Cell:
 def launches(config: SpeedConfig) -> list[Launch]:
     """Return the systems under test, each with its configurations, in the order of their turns."""
     setup = config.setup
-    found = specdec.launches(setup, config.windows)
+    found = specdec.launches(setup, config.windows, config.heads)
     if config.bad_drafts:
         found += bad_drafts.launches(setup)
     if config.transformers:

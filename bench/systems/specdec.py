@@ -124,8 +124,9 @@ def _speculation(mode: str) -> GenerateOptions:
     return cast("GenerateOptions", {"speculation": speculation, **size})
 
 
-def launches(setup: Setup, windows: Sequence[Window] = ()) -> list[Launch]:
-    """Return specdec's systems; lookahead windows of these sizes are measured whether or not they pay."""
+def launches(setup: Setup, windows: Sequence[Window] = (), heads: Sequence[Path] = ()) -> list[Launch]:
+    """Return specdec's systems; lookahead windows of these sizes are measured whether or not they pay, and each of
+    these sets of heads alone and beside the verifier's other proposers."""
     start = partial(Specdec.start, setup)
     sizes = (",".join(map(str, window)) for window in windows)
     lookahead = (
@@ -150,4 +151,10 @@ def launches(setup: Setup, windows: Sequence[Window] = ()) -> list[Launch]:
             Launch("specdec, draft service", partial(start, setup.draft), drafted),
             Launch("specdec, local draft", partial(start, local_draft=setup.draft), (local,)),
         ]
+    for path in heads:
+        by_heads = (
+            Configuration(f"specdec {path.name} alone", "heads", adaptive=True),
+            Configuration(f"specdec {path.name}", "auto", adaptive=True),
+        )
+        found.append(Launch(f"specdec, {path.name}", partial(start, verifier_options=("--heads", str(path))), by_heads))
     return found

@@ -158,10 +158,10 @@ class VerifierServicer(verifier_service.servicer.VerifierServicer):
     ) -> None:
         self._backend.serve(session, responses, _free_of_charge, scores_response, timeline)
 
-    def _policy(self, message: verifier_pb2.VerifyPolicy) -> Policy:
+    def _policy(self, message: verifier_pb2.VerifyPolicy, rule: Rule) -> Policy:
         """Return the policy without step delay, since a draft sends one answer only, and without the speculation
         controller."""
-        return replace(super()._policy(message), patience=0.0, forced=True)
+        return replace(super()._policy(message, rule), patience=0.0, forced=True)
 
 
 def _free_of_charge(result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:

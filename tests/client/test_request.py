@@ -299,7 +299,7 @@ def test_what_is_no_conversation_is_told_in_our_words(messages: Any, error: type
 
 def test_who_may_propose_goes_by_one_name() -> None:
     unknown: Any = "on"
-    own = [model_pb2.DRAFTER_NGRAM, model_pb2.DRAFTER_LOOKAHEAD, model_pb2.DRAFTER_LOCAL_MODEL]
+    own = [number for number in model_pb2.Drafter.values() if number not in (0, model_pb2.DRAFTER_REMOTE)]
     assert build_request("hi", speculation="local").speculation == pb.Speculation(drafters=own)
     with pytest.raises(ValueError, match=r"^speculation = 'on': not one of auto, off, always, draft, local, ngram, "):
         build_request("hi", speculation=unknown)

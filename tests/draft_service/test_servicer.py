@@ -47,7 +47,10 @@ UNKNOWN = VOCABULARY // 2
         ("generated_tokens[0]", {"generated_tokens": [UNKNOWN]}),
         (f"sampling.logit_bias[{UNKNOWN}]", {"sampling": model_pb2.Sampling(logit_bias={UNKNOWN: 1.0})}),
         ("sampling.banned_tokens", {"sampling": model_pb2.Sampling(banned_tokens=[UNKNOWN])}),
-        ("sampling.banned_sequences", {"sampling": model_pb2.Sampling(banned_sequences=[{"tokens": [1, UNKNOWN]}])}),
+        (
+            "sampling.banned_sequences",
+            {"sampling": model_pb2.Sampling(banned_sequences=[model_pb2.TokenSequence(tokens=[1, UNKNOWN])])},
+        ),
     ],
 )
 def test_tokens_that_the_target_does_not_know_are_refused(field: str, fields: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ class Serving:
     """A local model that may propose for every session."""
 
     works = True
+    drafter = CandidateSource.LOCAL_MODEL
 
     def serves(self, session: VerifierSession) -> bool:
         return True

@@ -12,13 +12,17 @@ files' headers before weights are read.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.model_file import Fields, ModelDirectoryError, in_one_line, opened, read_fields
+from specdec.engine.placement import BYTES, Dtype
+from specdec.engine.preflight.memory_needed import MemoryNeeded
 from specdec.engine.preflight.weights import tensors
 
 if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without it
@@ -63,11 +67,24 @@ PATTERNS: Sequence[tuple[re.Pattern[str], Callable[[re.Match[str]], Place]]] = (
 """Names of tensors in all layouts, to what they are."""
 
 
+HIDDEN_SIZE = "word_embed_proj_dim", "hidden_size", "n_embd"
+"""Fields of config.json with the width of the output head's inputs; the first one there counts."""
+
+MAX_SIZE = 1 << 20
+
+
 class TargetShape(NamedTuple):
     """The sizes of a target that its heads must fit."""
 
     hidden: int
     vocabulary: int  # rows of its output head
+
+    @classmethod
+    def of(cls, directory: ModelDirectory) -> TargetShape:
+        """Return the sizes by a target's configuration."""
+        config = Fields(directory.path, directory.config)
+        hidden = next((config.integer(name, 1, MAX_SIZE) for name in HIDDEN_SIZE if config.has(name)), 0)
+        return cls(hidden, directory.vocabulary)
 
 
 class Stored(NamedTuple):
@@ -106,6 +123,11 @@ class MedusaFiles:
         found = cls(path, places, heads, layers, _scale(config))
         found._check(target)
         return found
+
+    def memory_needed(self, dtype: Dtype) -> MemoryNeeded:
+        """Return the memory of the weights beside the target's."""
+        numbers = sum(math.prod(stored.shape) for stored in self.places.values())
+        return MemoryNeeded(f"heads {self.path.name}", dtype, 0, numbers * BYTES[dtype], 0, 0, 0)
 
     def load(
         self, target: TargetShape, output: Callable[[Tensor], Tensor], device: str, dtype: torch.dtype

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from specdec.engine.gguf_file import open_model
+from specdec.engine.heads.medusa_files import MedusaFiles, TargetShape
 from specdec.engine.memory import free_bytes
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import Placement
@@ -26,9 +28,9 @@ class Wanted(NamedTuple):
     placement: Placement = Placement()
 
 
-def check(target: Wanted, *drafts: Wanted) -> list[ModelDirectory]:
-    """Return the models' directories if this machine can serve all of them at the same time and each draft can draft
-    for the target.
+def check(target: Wanted, *drafts: Wanted, heads: Path | None = None) -> list[ModelDirectory]:
+    """Return the models' directories if this machine can serve all of them at the same time, each draft can draft for
+    the target, and the target's `heads` fit it.
 
     Raises ModelDirectoryError or UnsupportedModelError, naming in one line the problem and the remedy, or
     ModuleNotFoundError for a missing package. Weights are not read, torch and transformers not imported.
@@ -36,7 +38,11 @@ def check(target: Wanted, *drafts: Wanted) -> list[ModelDirectory]:
     directories = [check_model(wanted) for wanted in (target, *drafts)]
     for draft in directories[1:]:
         draft.check_pair(directories[0])
-    check_memory([wanted.placement for wanted in (target, *drafts)], directories)
+    beside = []
+    if heads is not None:
+        files = MedusaFiles.of(heads, TargetShape.of(directories[0]))
+        beside.append(files.memory_needed(dtype_of(directories[0], target.placement)))
+    check_memory([wanted.placement for wanted in (target, *drafts)], directories, beside)
     return directories
 
 
@@ -63,10 +69,15 @@ def device_of(placement: Placement) -> str:
     return "cuda:0" if placement.device == "cuda" else placement.device
 
 
-def check_memory(placements: list[Placement], directories: list[ModelDirectory]) -> None:
-    """Raise UnsupportedModelError unless each device has room for all models placed on it. On GPUs vLLM finds out by
-    itself: its options determine the number of GPUs for a model, and the quantisation."""
+def check_memory(
+    placements: list[Placement], directories: list[ModelDirectory], beside: Sequence[MemoryNeeded] = ()
+) -> None:
+    """Raise UnsupportedModelError unless each device has room for all models placed on it, and the first one's for what
+    is `beside` it. On GPUs vLLM finds out by itself: its options determine the number of GPUs for a model, and the
+    quantisation."""
     on_device: dict[str, list[MemoryNeeded]] = defaultdict(list)
+    if beside:
+        on_device[device_of(placements[0])] += beside
     for placement, directory in zip(placements, directories, strict=True):
         if is_counted(placement):
             on_device[device_of(placement)].append(memory_needed(directory, placement))

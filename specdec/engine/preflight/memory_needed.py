@@ -92,9 +92,9 @@ class MemoryNeeded:
             if count
         ]
         exported = f", {in_gigabytes(self.export)} while it is exported" if self.export else ""
+        kv = f", {in_gigabytes(self.kv)} for {self.tokens} tokens of keys and values" if self.tokens else ""
         return (
-            f"{self.name} needs {in_gigabytes(self.weights)} for weights in {self.kept_as}, "
-            f"{in_gigabytes(self.kv)} for {self.tokens} tokens of keys and values"
+            f"{self.name} needs {in_gigabytes(self.weights)} for weights in {self.kept_as}{kv}"
             f"{''.join(f', {need}' for need in beside)}{exported}"
         )
 

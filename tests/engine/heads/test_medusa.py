@@ -15,6 +15,11 @@ from torch import Tensor
 
 from specdec.engine.heads.medusa import MedusaHeads
 from specdec.engine.heads.medusa_files import MedusaFiles, MedusaFilesError, TargetShape
+from specdec.engine.placement import Placement
+from specdec.engine.preflight.check import Wanted, check
+from specdec.engine.unsupported import UnsupportedModelError
+from tests.heads import make_heads
+from tests.models import make
 
 HEADS, LAYERS, HIDDEN, VOCABULARY = 3, 2, 8, 21
 TARGET = TargetShape(HIDDEN, VOCABULARY)
@@ -94,7 +99,7 @@ def hidden() -> Tensor:
     return torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(2))
 
 
-def check(heads: MedusaHeads, hidden: Tensor, want: Tensor) -> None:
+def compare(heads: MedusaHeads, hidden: Tensor, want: Tensor) -> None:
     found = heads(hidden)
     assert found.shape == (len(hidden), HEADS, VOCABULARY)
     assert found.dtype == torch.float32
@@ -110,7 +115,7 @@ def test_heads_of_fasterdecoding(tmp_path: Path, hidden: Tensor, name: str, laye
     weights = Weights(layers)
     config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
     heads = loaded(written(tmp_path / "heads", fasterdecoding(weights), name, config))
-    check(heads, hidden, weights.reference(hidden))
+    compare(heads, hidden, weights.reference(hidden))
     assert (heads.shape.heads, heads.shape.layers, heads.shape.outputs) == (HEADS, layers, HEADS)
 
 
@@ -119,7 +124,7 @@ def test_heads_beside_a_whole_model_of_medusa_2(tmp_path: Path, hidden: Tensor) 
     others = {"model.layers.0.mlp.gate_proj.weight": torch.zeros(3, 3), "lm_head.weight": torch.zeros(VOCABULARY, 5)}
     folder = written(tmp_path / "heads", others, "model-00001-of-00002.safetensors", {"model_type": "llama"})
     written(folder, fasterdecoding(weights, "medusa_head."), "model-00002-of-00002.safetensors")
-    check(loaded(folder), hidden, weights.reference(hidden))
+    compare(loaded(folder), hidden, weights.reference(hidden))
 
 
 @pytest.mark.parametrize("prefix", ["", "medusa_heads."])
@@ -128,7 +133,7 @@ def test_heads_of_vllm(tmp_path: Path, hidden: Tensor, prefix: str, bias: bool) 
     weights = Weights()
     config = {"model_type": "medusa", "logit_scale": 0.5}
     heads = loaded(written(tmp_path / "heads", vllm(weights, prefix, bias=bias), config=config))
-    check(heads, hidden, 0.5 * weights.reference(hidden, bias=bias))
+    compare(heads, hidden, 0.5 * weights.reference(hidden, bias=bias))
 
 
 def test_one_output_head_for_all(tmp_path: Path, hidden: Tensor) -> None:
@@ -136,10 +141,10 @@ def test_one_output_head_for_all(tmp_path: Path, hidden: Tensor) -> None:
     tensors = {name: tensor for name, tensor in vllm(weights).items() if not name.startswith("lm_heads")}
     own = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(3))
     heads = loaded(written(tmp_path / "own", tensors | {"lm_head.weight": own}))
-    check(heads, hidden, weights.reference(hidden, bias=False, outputs=own))
+    compare(heads, hidden, weights.reference(hidden, bias=False, outputs=own))
     assert heads.shape.outputs == 1
     heads = loaded(written(tmp_path / "targets", tensors))
-    check(heads, hidden, weights.reference(hidden, bias=False, outputs=OUTPUT))
+    compare(heads, hidden, weights.reference(hidden, bias=False, outputs=OUTPUT))
     assert heads.shape.outputs == 0
 
 
@@ -225,3 +230,17 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path, ids: list[int]) -
     tensors |= {f"lm_heads.{head}.weight": torch.zeros(4, HIDDEN) for head in range(HEADS)}
     with pytest.raises(MedusaFilesError, match="token_map has ids from"):
         loaded(written(tmp_path / "heads", tensors))
+
+
+def test_a_start_without_room_for_heads_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make("llama", tmp_path / "target")
+    heads = make_heads(tmp_path / "heads")
+    wanted = Wanted(target, Placement(kv_tokens=512))
+    check(wanted, heads=heads)
+    numbers = 3 * (64 * 64 + 320 * 64)
+    monkeypatch.setattr("specdec.engine.preflight.check.free_bytes", lambda _: 600_000_000)
+    said = rf"heads heads needs {4 * numbers / 1e9:.3g} GB for weights in float32;"
+    with pytest.raises(UnsupportedModelError, match=said):
+        check(wanted, heads=heads)
+    with pytest.raises(MedusaFilesError, match="for a target of hidden size 64 with 320 token ids"):
+        check(wanted, heads=make_heads(tmp_path / "others", hidden=32))
