@@ -1,7 +1,8 @@
 """JSON schemas as real generators write them, rewritten into the keywords that llguidance takes.
 
-The rewritten schema is valid for the same values, with two exceptions: bounds that no 64-bit float equals are narrowed,
-and a property that tells the parts of a oneOf apart is always written. What has no equivalent is refused with its place
+The rewritten schema is valid for the same values, with three exceptions: bounds that no 64-bit float equals are
+narrowed, a property that tells the parts of a oneOf apart is always written, and an item that fits `contains` is among
+the first ones of its array. What has no equivalent is refused with its place
 in the schema, a JSON pointer. Annotations are dropped, and so are keywords that JSON Schema does not have, and formats
 that llguidance does not know (annotations too: JSON Schema 2020-12, 7.2.1).
 """
@@ -46,7 +47,7 @@ MAX_COMBINATIONS = 32
 """Most alternatives that the conditions of one object may make together: llguidance follows them side by side."""
 
 MAX_CONTAINING = 16
-"""Most items of an array of which one must fit `contains`: an alternative for each place."""
+"""Number of first items of an array of which one must fit `contains`: an alternative for each place."""
 
 MAX_UNIQUE = 4
 """Most values of items that must be unique: an alternative for each order."""
@@ -307,20 +308,19 @@ class _Rewriting:
         elif least == 0 and most in (0, None):
             if most == 0:
                 conditions.append({"items": self.negation(wanted, f"{place}/contains")})
-        elif least == 1 and most is None and is_at_most(schema.get("maxItems"), MAX_CONTAINING):
+        elif least == 1 and most is None and is_number(longest := schema.get("maxItems", math.inf)):
             fitting = self.schema(wanted, f"{place}/contains")
             self._count(place, MAX_CONTAINING**2)
             conditions.append(
                 {
                     "anyOf": [
                         {"prefixItems": [True] * at + [fitting], "minItems": at + 1}
-                        for at in range(int(schema["maxItems"]))
+                        for at in range(int(min(longest, MAX_CONTAINING)))
                     ]
                 }
             )
         else:
-            why = f"it needs maxItems of at most {MAX_CONTAINING}, without minContains and maxContains"
-            raise _refused(place, "contains", why)
+            raise _refused(place, "contains", "not with minContains or maxContains")
 
     def _object(self, schema: Mapping[str, Any], place: str, found: dict[str, Any], conditions: list[Schema]) -> None:
         found |= {key: schema[key] for key in ("properties", "patternProperties") if key in schema}

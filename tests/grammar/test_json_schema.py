@@ -207,6 +207,16 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [[5], [1, 1, 7]],
         [[], [1, 2], [1, 1, 1, 7]],
     ),
+    "contains in an open array": (
+        {"type": "array", "items": {"type": ["integer", "null"]}, "contains": {"minimum": 5, "type": "integer"}},
+        [[5], [None, 1, 7, None, 9], [1] * 15 + [5], [5] * 40],
+        [[], [None, 2], ["x", 5]],
+    ),
+    "contains in a longer array": (
+        {"items": {"enum": [1, 2]}, "contains": {"const": 1}, "minItems": 2, "maxItems": 40},
+        [[2, 1], [1] * 40, "x"],
+        [[1], [2, 2], [1] * 41],
+    ),
     "contains at least none": ({"type": "array", "contains": {"const": 1}, "minContains": 0}, [[], [2]], [1]),
     "contains none": (
         {"type": "array", "contains": {"const": 1}, "minContains": 0, "maxContains": 0},
