@@ -47,6 +47,7 @@ from verifier_service.scheduling.step_shares import Division
 from verifier_service.sessions.draft_timing import DraftGain
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
+from verifier_service.sessions.window_gain import WindowsByTenant
 from verifier_service.settings.tuning import DEFAULTS, Tuning
 from verifier_service.speculation.controller import Controllers, SpeculationController
 from verifier_service.verification.tree_verification import VerifiedStep, warm_up
@@ -138,6 +139,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             engine.packer, self._queue, self._threads, eligibility, tree_slots, step_rows, prefill_rows, tuning
         )
         self._publisher = CommitPublisher(self._queue, eligibility, tuning.commits, on_cpu=on_cpu(engine))
+        self._windows = WindowsByTenant()
         self._delay = StepDelay()
         self._last_step = 0.0  # end of the last step
         self._idle = True  # nothing to do since the last step
@@ -165,7 +167,14 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         expected = self._speculation.tenant_gains.of(request.tenant)
         gain = DraftGain(expected, self._tuning.draft_gain)
         return VerifierSession(
-            request, policy, max_nodes, vocabulary, self._tuning, chains_only=self.chains_only, draft_gain=gain
+            request,
+            policy,
+            max_nodes,
+            vocabulary,
+            self._tuning,
+            chains_only=self.chains_only,
+            draft_gain=gain,
+            tenant_windows=self._windows.of(request.tenant),
         )
 
     def outlook(self, session: VerifierSession, sessions: int) -> Outlook:

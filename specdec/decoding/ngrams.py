@@ -25,7 +25,7 @@ class NgramPool:
     """A pool of the `guesses` latest n-grams of every first token; adding one again makes it the latest."""
 
     def __init__(self, guesses: int) -> None:
-        self._guesses = guesses
+        self.guesses = guesses
         self._after: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = OrderedDict()
 
     def add(self, ngram: Sequence[int]) -> None:
@@ -34,7 +34,7 @@ class NgramPool:
         self._after.move_to_end(first)
         known[rest] = None
         known.move_to_end(rest)
-        if len(known) > self._guesses:
+        while len(known) > self.guesses:
             known.popitem(last=False)
         if len(self._after) > MAX_KEYS:
             self._after.popitem(last=False)

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdec.decoding.speculation import CandidateSource
 from specdec.decoding.tree import BestNodes, Node
 from tests.replay.clock import Clock
 from tests.replay.engines import TimedEngine
 from tests.verifier_service.fakes import Client, ThreadedTextEngine, step_loop
+from verifier_service.backend.request import Policy
 from verifier_service.costs.step_latency import MEASURED_ROWS, StepLatency
 from verifier_service.costs.token_budget import WindowCosts, select_candidates
 from verifier_service.settings.tuning import DEFAULTS
@@ -150,18 +152,37 @@ def test_two_steps_in_a_row_do_not_explore() -> None:
 
 
 def test_a_window_is_tried_where_it_is_not_certain_that_it_costs_too_much() -> None:
-    """The smallest one, in one step, and not again once its cost is known."""
-    sizes = DEFAULTS.ngrams.windows
+    """Until its cost is known, or the budget of experiments is spent."""
+    smallest = DEFAULTS.windows.sizes[0]
     latency = measured(0.0, WRONG["dear beyond one row"])
     latency.observe(1, STEP)
-    costs = WindowCosts(1.0, latency, 1, may_explore=True)
-    assert costs.affordable(sizes, 0.5) is sizes[-1]
-    assert costs.affordable(sizes, 0.5) is None
-    assert WindowCosts(1.0, latency, 1).affordable(sizes, 0.5) is None
+    costs = WindowCosts(1.0, latency, 1)
+    assert costs.optimistic(smallest) < 0.5 < costs.of(smallest)
+    costs.explore()
+    latency.observe(1 + smallest.rows, 100 * STEP)
+    assert not latency.may_explore
     dear = measured(1.0, WRONG["right"])
-    for rows in (1, *[1 + sizes[-1].rows, 1] * 5):
+    for rows in (1, *[1 + smallest.rows, 1] * 15):
         dear.observe(rows, STEP * rows)
-    assert WindowCosts(1.0, dear, 1, may_explore=True).affordable(sizes, 0.5) is None
+    assert WindowCosts(1.0, dear, 1).optimistic(smallest) > 0.5
+
+
+def test_a_step_loop_learns_what_a_window_costs_by_opening_one() -> None:
+    """The wrong estimate alone would keep it shut for ever."""
+    clock = Clock()
+    with clock.rules():
+        inner = ThreadedTextEngine(64)
+        inner.threads, inner.bad = (1,), -1
+        engine = TimedEngine(inner, clock, STEP, 0.0)
+        loop = step_loop(engine, measured(0.0, WRONG["far too dear"]))  # type: ignore[arg-type]
+        policy = Policy(frozenset({CandidateSource.LOOKAHEAD}), 64, 0.0)
+        client = Client(loop, [3, 4, 5], 1000, policy=policy)
+        opened = False
+        while not client.over and not opened:
+            client.read()
+            loop.turn()
+            opened = client.session.ngrams.window is not None
+        assert opened
 
 
 @pytest.mark.parametrize("wrong", [name for name in WRONG if name != "right"])

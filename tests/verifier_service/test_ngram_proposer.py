@@ -298,19 +298,31 @@ def test_who_asks_for_no_guesses_gets_none() -> None:
 
 
 def test_a_window_that_costs_more_than_it_brings_is_closed_and_tried_again() -> None:
-    """Random text is unpredictable; the window starts on an optimistic prior and is retried later."""
-    loop = step_loop(TextEngine(30), FixedLatency(0.06))
-    client = Client(loop, [2, 3, 4], 1500, sampling=SAMPLINGS[1], policy=guessing())
+    """Random text is unpredictable. A trial is saved for; the next one comes after a pause."""
+    loop = step_loop(TextEngine(40), FixedLatency(0.06), controller=Decided(Mode.NGRAM))
+    client = Client(loop, [2, 3, 4], 2300, sampling=SAMPLINGS[1], policy=guessing())
     open_at = []
     while not client.over:
         client.read()
         loop.turn()
         open_at.append(client.session.ngrams.window is not None)
-    assert any(open_at[:5])
-    closed = open_at.index(False, open_at.index(True))
-    assert not any(open_at[closed : closed + DEFAULTS.ngrams.first_window_pause])
-    assert any(open_at[closed + DEFAULTS.ngrams.first_window_pause :])
-    assert sum(open_at) < len(open_at) / 2
+    first = open_at.index(True)
+    assert first > 100
+    closed = open_at.index(False, first)
+    assert not any(open_at[closed : closed + DEFAULTS.windows.first_pause])
+    assert any(open_at[closed + DEFAULTS.windows.first_pause :])
+    assert sum(open_at) < len(open_at) / 10
+    assert client.tokens == client.want
+
+
+def test_a_session_forced_to_use_windows_alone_has_one_at_any_cost() -> None:
+    loop = step_loop(TextEngine(8), DEAR)
+    windows = frozenset({CandidateSource.LOOKAHEAD})
+    client = Client(loop, REPETITIVE, 30, sampling=SAMPLINGS[0], policy=Policy(windows, 64, 0.0, forced=True))
+    loop.turn()
+    loop.turn()
+    assert client.session.ngrams.size == DEFAULTS.windows.sizes[0]
+    run(loop, client)
     assert client.tokens == client.want
 
 

@@ -272,20 +272,18 @@ class TestWindowCosts:
 
     sizes = (Lookahead(4, 3, 4), Lookahead(3, 2, 1))  # of 7 rows and of 2
 
-    @pytest.mark.parametrize(("gain", "index"), [(8.0, 0), (7.0, 0), (6.9, 1), (2.0, 1), (1.9, None)])
-    def test_the_first_that_brings_what_it_costs(self, gain: float, index: int | None) -> None:
+    def test_a_window_costs_its_rows(self) -> None:
         costs = WindowCosts(4.0, StepLatency((1, 2), [1.0, 2.0]), 4)
-        assert costs.affordable(self.sizes, gain) == (None if index is None else self.sizes[index])
-
-    def test_none_of_none(self) -> None:
-        assert WindowCosts(4.0, FREE, 4).affordable((), 9.0) is None
+        assert [costs.of(size) for size in self.sizes] == pytest.approx([7.0, 2.0])
+        assert costs.of_rows(0) == 0.0
+        assert WindowCosts(4.0, FREE, 4).of(self.sizes[0]) == 0.0
 
     def test_rows_that_others_have_taken_count(self) -> None:
         """In a step twice as long, each row costs half."""
         costs = WindowCosts(4.0, StepLatency((1, 2), [1.0, 2.0]), 4)
-        assert costs.affordable(self.sizes, 3.5) == self.sizes[1]
+        assert costs.of(self.sizes[0]) == pytest.approx(7.0)
         costs.add(4)
-        assert costs.affordable(self.sizes, 3.5) == self.sizes[0]
+        assert costs.of(self.sizes[0]) == pytest.approx(3.5)
 
 
 def test_a_fixed_cost_is_what_it_says() -> None:

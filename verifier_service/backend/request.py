@@ -57,3 +57,4 @@ class Policy:
         self.own = bool(self.drafters & OWN_DRAFTERS)
         self.ngram = CandidateSource.NGRAM in self.drafters
         self.windows = CandidateSource.LOOKAHEAD in self.drafters
+        self.only_windows = self.drafters == {CandidateSource.LOOKAHEAD}

@@ -87,40 +87,37 @@ def _optimistic_break_even(expected: float, latency: StepLatency, rows: int, spe
 
 class WindowCosts:
     """The costs of lookahead windows, in tokens, in a step of `rows` rows expected to bring `tokens` tokens without
-    them.
+    them: r further rows cost tokens * (T_v(rows + r) / T_v(rows) - 1)."""
 
-    A window of r rows costs tokens * (T_v(rows + r) / T_v(rows) - 1). If the step `may_explore`, one window is judged
-    by its optimistic cost.
-    """
-
-    def __init__(self, tokens: float, latency: StepLatency, rows: int, *, may_explore: bool = False) -> None:
+    def __init__(self, tokens: float, latency: StepLatency, rows: int) -> None:
         self._tokens, self._latency, self._rows = tokens, latency, rows
-        self._may_explore = may_explore
-        self._costs: dict[Lookahead, float] = {}  # cost by size: needed for every session of the step
+        self._without = latency.of(rows)
+        self._costs: dict[int, float] = {}  # by rows: needed for every session of the step
 
     def add(self, rows: int) -> None:
         """Add the rows of an opened window."""
         self._rows += rows
+        self._without = self._latency.of(self._rows)
         self._costs.clear()
 
-    def affordable(self, sizes: Sequence[Lookahead], gain: float) -> Lookahead | None:
-        """Return the first size of window with a cost of at most `gain`, the tokens it brings a step; None if there is
-        none. The last, smallest size is tried if its cost is uncertain and may be within the gain."""
-        size = next((size for size in sizes if self._of(size) <= gain), None)
-        if size is None and sizes and self._may_explore and self._latency.may_explore:
-            without, least = (
-                self._latency.of(self._rows),
-                self._latency.optimistic(self._rows, self._rows + sizes[-1].rows),
-            )
-            if self._tokens * (least / without - 1.0) <= gain:
-                self._may_explore = False
-                self._latency.explore(without)
-                return sizes[-1]
-        return size
+    def of(self, size: Lookahead) -> float:
+        """Return the cost of a full window."""
+        return self.of_rows(size.rows)
 
-    def _of(self, size: Lookahead) -> float:
-        cost = self._costs.get(size)
+    def of_rows(self, rows: int) -> float:
+        """Return the cost of `rows` more rows."""
+        cost = self._costs.get(rows)
         if cost is None:
-            with_it, without = self._latency.of(self._rows + size.rows), self._latency.of(self._rows)
-            cost = self._costs[size] = self._tokens * (with_it / without - 1.0)
+            cost = self._costs[rows] = self._in_tokens(self._latency.of(self._rows + rows))
         return cost
+
+    def optimistic(self, size: Lookahead) -> float:
+        """Return a lower bound of the cost of a full window, as far as it is uncertain."""
+        return self._in_tokens(self._latency.optimistic(self._rows, self._rows + size.rows))
+
+    def explore(self) -> None:
+        """Note that the coming step has a window to learn its cost."""
+        self._latency.explore(self._without)
+
+    def _in_tokens(self, seconds: float) -> float:
+        return self._tokens * (seconds / self._without - 1.0)

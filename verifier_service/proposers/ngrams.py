@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.tree import Node
+from verifier_service.backend.result import LOOKAHEAD
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.costs.token_budget import WindowCosts
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, ProposalStats, Proposer
 from verifier_service.proposers.suffix_cache import SuffixCache
 from verifier_service.sessions.ngram import LookaheadRows
 from verifier_service.sessions.session import VerifierSession
+from verifier_service.sessions.window_gain import Cost
 from verifier_service.speculation.eligibility import Eligibility
 from verifier_service.verification.tree_verification import TreeVerification
 
@@ -69,20 +71,40 @@ def open_windows(
     `chosen`: their candidates, extended by those of Jacobi windows; `free`: tree slots left for windows. If the step
     `may_explore`, a window may be opened to learn the cost of its rows.
     """
-    costs = WindowCosts(decoding, latency, decoding + sum(map(len, chosen)), may_explore=may_explore)
+    costs = WindowCosts(decoding, latency, decoding + sum(map(len, chosen)))
     windows: list[LookaheadRows | None] = []
     for session, nodes in zip(sessions, chosen, strict=True):
-        size = _wanted(session, costs, eligibility)
+        size = _wanted(session, costs.of, eligibility)
+        exploring = size is None and may_explore and latency.may_explore
+        if exploring:
+            size = _wanted(session, costs.optimistic, eligibility)
+            if size is not None:  # one experiment a step
+                costs.explore()
+                may_explore = False
         if size is not None and size.most_rows > free:
             size = None
         window = session.open_window(size)
         windows.append(window)
-        if window is not None:
+        if window is not None and size is not None:
+            if not exploring:  # that step shows what rows cost, and not yet what windows bring
+                _charge(session, size, costs, window, nodes)
             planned = {id(node) for node in nodes}
             nodes += [node for node in window.candidates if id(node) not in planned]
             costs.add(len(window.nodes))
             free -= len(window.nodes)
     return windows
+
+
+def _charge(
+    session: VerifierSession, size: Lookahead, costs: WindowCosts, window: LookaheadRows, nodes: Sequence[Node]
+) -> None:
+    """Enter the costs of a window, and of the candidates that windows have found, unless the request wants it at any
+    cost."""
+    if session.policy.lookahead is None and not session.policy.forced:
+        gain = session.ngrams.gain
+        gain.begin(size, session.window_sizes, costs.of)
+        found = sum(node.origin == LOOKAHEAD for node in nodes)
+        gain.charge(size, costs.of_rows(len(window.nodes)), costs.of_rows(found))
 
 
 def window_rows(
@@ -97,18 +119,23 @@ def window_rows(
     costs = WindowCosts(decoding, latency, decoding + sum(map(len, chosen)))
     rows = 0
     for session in sessions:
-        size = _wanted(session, costs, eligibility)
+        size = _wanted(session, costs.of, eligibility)
         if size is not None and size.most_rows <= free - rows:
             rows += size.most_rows
             costs.add(size.most_rows)
     return rows
 
 
-def _wanted(session: VerifierSession, costs: WindowCosts, eligibility: Eligibility) -> Lookahead | None:
-    """Return the size of the window for a session, or None."""
-    if not session.policy.windows or session.chains_only or not eligibility.uses_proposers(session):
+def _wanted(session: VerifierSession, cost: Cost, eligibility: Eligibility) -> Lookahead | None:
+    """Return the size of the window for a session, or None; a forced session that may use nothing else always has
+    one."""
+    policy = session.policy
+    if not policy.windows or session.chains_only or not eligibility.uses_proposers(session):
         return None
-    size = session.policy.lookahead
-    if size is None and not eligibility.uses_local_model(session):  # beside a local draft a window gains little
-        size = costs.affordable(session.ngrams.sizes(jacobi=session.policy.jacobi), session.ngrams.gain)
-    return size
+    if policy.lookahead is not None:
+        return policy.lookahead
+    if eligibility.uses_local_model(session):  # beside a local draft a window gains little
+        return None
+    sizes, ngrams = session.window_sizes, session.ngrams
+    size = ngrams.gain.wanted(sizes, cost, ngrams.size)
+    return sizes[0] if size is None and policy.forced and policy.only_windows else size

@@ -22,6 +22,7 @@ from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node, Paths, TokenTree
 from verifier_service.backend.result import LOOKAHEAD, NGRAM
+from verifier_service.sessions.window_gain import WindowGain
 from verifier_service.settings.tuning import DEFAULTS, NgramTuning
 
 MAX_OWN_NODES = 128
@@ -67,7 +68,12 @@ class SessionNgrams:
     ends."""
 
     def __init__(
-        self, text: Sequence[int], end: int, sampler: RequestSampler, tuning: NgramTuning = DEFAULTS.ngrams
+        self,
+        text: Sequence[int],
+        end: int,
+        sampler: RequestSampler,
+        tuning: NgramTuning = DEFAULTS.ngrams,
+        gain: WindowGain | None = None,
     ) -> None:
         self._tuning = tuning
         self._text = np.empty(max(end, len(text)) + 1, dtype=np.int32)
@@ -81,11 +87,10 @@ class SessionNgrams:
         self.lookup_confidence, self.lookahead_confidence = Confidence(tuning), Confidence(tuning)
         self._proposed = 0  # text length at the last `propose`
         self._fruitless = self._skipped = 0  # consecutive steps
-        self._size: Lookahead | None = None
+        self.size: Lookahead | None = None  # of the open window
         self.window: Window | None = None
         self.pool: NgramPool | None = None
-        self.gain = tuning.first_gain  # the window's accepted tokens a step, moving average
-        self._window_pause, self._next_window_pause = 0, tuning.first_window_pause  # steps
+        self.gain = WindowGain() if gain is None else gain
 
     # --- candidates ---------------------------------------------------------------------------------
 
@@ -148,40 +153,46 @@ class SessionNgrams:
         self._text[self._length : self._length + len(tokens)] = tokens
         self._length += len(tokens)
         self._fruitless = 0 if NGRAM in sources or LOOKAHEAD in sources else self._fruitless + 1
-        if self.window is None:
-            self._window_pause -= 1
-        elif self.window.full:
-            self.gain += self._tuning.gain_smoothing * (sources.count(LOOKAHEAD) - self.gain)
+        full = self.window is not None and self.window.full
+        if not self.gain.observe(len(tokens), sources.count(LOOKAHEAD), full=full):
+            self.close_window()
+            self.pool = None
 
     # --- the window ---------------------------------------------------------------------------------
-
-    def sizes(self, *, jacobi: bool) -> tuple[Lookahead, ...]:
-        """Return the sizes to choose from for the next step's window, if the request names none; empty during a
-        pause."""
-        if self.window is None or self._size is None:
-            of_kind = self._tuning.jacobi_windows if jacobi else self._tuning.windows
-            return () if self._window_pause > 0 else of_kind
-        return (self._size,)
 
     def open_window(self, tree: TokenTree, size: Lookahead) -> LookaheadRows | None:
         """Return the rows of a window for this step, opening a new one if none of this size is open. None if the window
         would extend beyond the end of the text."""
         if tree.base + size.window + size.ngram - 3 > self._end:
             return None
-        if self.window is None or self._size != size:
+        if self.window is None or self.size != size:
             count = size.window + size.ngram - 3
             seeds = np.resize(self._text[max(0, self._length - count) : self._length], count)
-            self._size, self.window, self.pool = size, Window(size, seeds.tolist()), NgramPool(size.guesses)
-        return _jacobi(self.window, tree) if self.window.jacobi else _lookahead_rows(self.window, tree)
+            self.size, self.window = size, Window(size, seeds.tolist())
+            self.pool = self.pool or NgramPool(size.guesses)
+            self.pool.guesses = size.guesses
+        return self._jacobi(self.window.levels[0], tree) if self.window.jacobi else _lookahead_rows(self.window, tree)
+
+    def _jacobi(self, chain: Sequence[int], tree: TokenTree) -> LookaheadRows:
+        """Return a Jacobi window's rows: its chain as candidates in the token tree. A token that the tree does not
+        take, and all after it, become nodes outside the tree."""
+        self._insert(tree, chain, self.lookahead_confidence.logprobs(0, len(chain), -math.inf), 0, LOOKAHEAD, False)
+        nodes: list[Node] = []
+        candidates: list[Node] = []
+        place = tree.root
+        for token in chain:
+            child = place.children.get(token)
+            if child is None:
+                child = Node(token, place.position + 1, place, 0.0, LOOKAHEAD)
+            else:
+                candidates.append(child)
+            nodes.append(child)
+            place = child
+        return LookaheadRows(nodes, [tree.root, *nodes], candidates)
 
     def close_window(self) -> None:
         """Close the window, if any: without a step its tokens are soon stale. Its n-grams stay."""
-        if self.window is not None:
-            self.window, self.gain = None, self._tuning.first_gain
-            self._window_pause, self._next_window_pause = (
-                self._next_window_pause,
-                min(2 * self._next_window_pause, self._tuning.longest_window_pause),
-            )
+        self.size = self.window = None
 
     def queries(self, lookahead_rows: LookaheadRows, penalty_state: PenaltyState | None) -> Iterator[SamplingQuery]:
         """Yield the sampling queries of the window's rows."""
@@ -215,22 +226,3 @@ def _lookahead_rows(window: Window, tree: TokenTree) -> LookaheadRows:
     columns = [_chain(above, column) for above, column in zip([root, *first_level], window.columns, strict=True)]
     nodes = first_level + [node for column in columns for node in column]
     return LookaheadRows(nodes, [column[-1] for column in columns], [])
-
-
-def _jacobi(window: Window, tree: TokenTree) -> LookaheadRows:
-    """Return a Jacobi window's rows: its first level as candidates in the token tree. A token rejected by the tree, and
-    all after it, become nodes outside the tree."""
-    nodes: list[Node] = []
-    candidates: list[Node] = []
-    place = tree.root
-    for token in window.levels[0]:
-        child = place.children.get(token)
-        if child is None and len(candidates) == len(nodes):
-            child = tree.add(place, token, 0.0, LOOKAHEAD)
-        if child is None:
-            child = Node(token, place.position + 1, place, 0.0, LOOKAHEAD)
-        else:
-            candidates.append(child)
-        nodes.append(child)
-        place = child
-    return LookaheadRows(nodes, [tree.root, *nodes], candidates)

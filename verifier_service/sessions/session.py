@@ -32,6 +32,7 @@ from verifier_service.backend.result import (
 from verifier_service.sessions.draft_timing import DraftGain, DraftTiming, WaitEstimate
 from verifier_service.sessions.ngram import MAX_OWN_NODES, LookaheadRows, SessionNgrams
 from verifier_service.sessions.step_rows import ScheduledRows, plan_tree
+from verifier_service.sessions.window_gain import TenantWindows, WindowGain
 from verifier_service.settings.tuning import DEFAULTS, Tuning
 
 
@@ -52,6 +53,7 @@ class VerifierSession:
         *,
         chains_only: bool = False,
         draft_gain: DraftGain | None = None,
+        tenant_windows: TenantWindows | None = None,
     ) -> None:
         self.chains_only = chains_only
         """True if the engine verifies a single chain of candidates instead of a tree."""
@@ -75,7 +77,9 @@ class VerifierSession:
         )
         self.draft_timing = DraftTiming(tuning.draft_timing)
         self.draft_gain = draft_gain or DraftGain(tuning=tuning.draft_gain)
-        self.ngrams = SessionNgrams(text, self.end, request.sampler, tuning.ngrams)
+        self._windows = tuning.windows
+        window_gain = WindowGain(tenant_windows, tuning.windows)
+        self.ngrams = SessionNgrams(text, self.end, request.sampler, tuning.ngrams, window_gain)
         self._checksum = request.checksum
         self.table: BlockTable | None = None
         self.computed = 0
@@ -265,11 +269,16 @@ class VerifierSession:
         self.tree.insert(self.tree.base, paths, origin=source)
         self._best_nodes = None
 
+    @property
+    def window_sizes(self) -> tuple[Lookahead, ...]:
+        """The sizes of window to choose from if the request names none, in ascending order."""
+        return self._windows.jacobi_sizes if self.policy.jacobi else self._windows.sizes
+
     def open_window(self, size: Lookahead | None) -> LookaheadRows | None:
-        """Open a lookahead window of this size for the coming step and return its rows, if any. Without a size, or if
-        its candidates could not be accepted, close it."""
-        if size is None or (size.ngram == 2 and self.samples_candidates):
-            self.ngrams.close_window()  # an unsampled first level of a window cannot be accepted
+        """Open a lookahead window of this size for the coming step and return its rows, if any; close it without a
+        size."""
+        if size is None:
+            self.ngrams.close_window()
             return None
         return self.ngrams.open_window(self.tree, size)
 

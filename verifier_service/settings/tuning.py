@@ -202,7 +202,7 @@ class DraftGainTuning:
 
 @dataclass(frozen=True)
 class NgramTuning:
-    """N-gram lookup and lookahead windows of a session."""
+    """N-grams of a session: lookups, and how sure n-grams of any source are."""
 
     branches: int = 3
     depth: int = 24
@@ -222,29 +222,49 @@ class NgramTuning:
     least_rate: float = 0.01
     """Weight of the latest verified proposal in the estimate for its match length, and the minimum estimate."""
 
-    windows: tuple[Lookahead, ...] = (
-        Lookahead(15, 5, 15),
-        Lookahead(10, 5, 10),
-        Lookahead(7, 5, 7),
+
+@dataclass(frozen=True)
+class WindowTuning:
+    """Lookahead windows of a session, if its request names no size."""
+
+    sizes: tuple[Lookahead, ...] = (
+        Lookahead(3, 3, 3),
         Lookahead(5, 4, 5),
-        Lookahead(4, 3, 4),
+        Lookahead(7, 5, 7),
+        Lookahead(10, 5, 10),
+        Lookahead(15, 5, 15),
     )
-    jacobi_windows: tuple[Lookahead, ...] = (
-        Lookahead(17, 2, 1),
-        Lookahead(9, 2, 1),
-        Lookahead(5, 2, 1),
+    jacobi_sizes: tuple[Lookahead, ...] = (
         Lookahead(3, 2, 1),
+        Lookahead(5, 2, 1),
+        Lookahead(9, 2, 1),
+        Lookahead(17, 2, 1),
     )
-    """Window sizes to choose from if a request names none, in general and for Jacobi decoding, in order of preference:
-    larger ones bring more and cost more."""
+    """Sizes to choose from, in general and for Jacobi decoding, in the order in which they are tried: larger ones bring
+    more and cost more."""
 
-    first_gain: float = 0.5
-    gain_smoothing: float = 0.05
-    """Assumed tokens a step from a new window until it is measured, and the weight of the latest step."""
+    trial_share: float = 0.02
+    most_budget: float = 8.0
+    """Share of a tenant's tokens that trials may cost, and the most tokens saved for them: one trial must not be felt
+    in a text. A window whose trial has a higher price is not tried."""
 
-    first_window_pause: int = 64
-    longest_window_pause: int = 4096
-    """Steps until an unprofitable window is tried again: first value and maximum, doubled each time."""
+    priced_steps: int = 16
+    trial_steps: int = 16
+    """Steps in the price of a trial, and its most steps with a full window. The same number: a trial whose window finds
+    nothing lasts as long, less what its wrong candidates cost."""
+
+    first_pause: int = 64
+    longest_pause: int = 4096
+    """Steps of a text until a size is tried again that has not paid: first value and maximum, doubled each time."""
+
+    remembered_steps: int = 20
+    remembered_steps_of_tenant: int = 256
+    first_weight: int = 4
+    """Steps averaged in the gain of a size, in a text and in all texts of a tenant, and those that the tenant's gain
+    counts for in a new text: a few steps show whether it resembles the others."""
+
+    margin: float = 0.1
+    """Tokens a step by which another size must be better than that of the open window: a new window begins empty."""
 
 
 @dataclass(frozen=True)
@@ -283,6 +303,7 @@ class Tuning:
     draft_timing: DraftTimingTuning = field(default_factory=DraftTimingTuning)
     draft_gain: DraftGainTuning = field(default_factory=DraftGainTuning)
     ngrams: NgramTuning = field(default_factory=NgramTuning)
+    windows: WindowTuning = field(default_factory=WindowTuning)
     draft_model: DraftModelTuning = field(default_factory=DraftModelTuning)
 
     break_even_smoothing: float = 0.2

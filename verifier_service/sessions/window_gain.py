@@ -1,0 +1,208 @@
+"""The gain of lookahead windows: which size, if any, pays in a text's next step.
+
+A window costs rows in every step, and brings tokens only where the target's choices ahead of the text come true. Both
+are in tokens a step: the cost from the step latency of the batch at hand (`WindowCosts`), the gain from the steps that
+had a window of this size.
+
+- The gain of a size in a text is that in all texts of its tenant, times the *likeness* of the text to these, learned
+  from all its windows. Of the sizes with a known gain, the one with the highest gain - cost is used, if that is
+  positive.
+- The next larger size is tried, at first the smallest. A *trial* is paid in advance, from a budget that is a share of
+  the tenant's tokens. It ends when its price is lost or enough steps were seen, and returns what it has not lost. After
+  a trial that does not pay, the text pauses, twice as long each time.
+
+So where no window ever hits, windows and their candidates cost at most that share of the tokens.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from specdec.decoding.lookahead import Lookahead
+from verifier_service.settings.tuning import DEFAULTS, WindowTuning
+
+MAX_TENANTS = 256
+"""Tenants with remembered gains; the one whose last text began first is forgotten first."""
+
+LEAST_GAIN = 1e-3
+"""Gain in tokens a step below which texts are not compared: a ratio of two such gains says nothing."""
+
+LEAST_LIKENESS = 0.25
+"""Limit on how far the gain of a size, first seen in a text unlike the tenant's others, is raised for these."""
+
+Cost = Callable[[Lookahead], float]
+"""The cost of a window in the coming step, in tokens, by its size."""
+
+
+@dataclass
+class Average:
+    """A moving average over steps."""
+
+    mean: float
+    steps: float = 0.0  # averaged in it
+
+    def observe(self, value: float, most_steps: float, count: int = 1) -> None:
+        """Add `count` steps with this value, to an average over at most `most_steps`."""
+        for _ in range(count):
+            self.steps = min(self.steps + 1.0, most_steps)
+            self.mean += (value - self.mean) / self.steps
+
+
+@dataclass
+class TenantWindows:
+    """What a tenant's texts have taught about windows."""
+
+    gains: dict[Lookahead, Average] = field(default_factory=dict)
+    """By size: accepted tokens a step, less the cost of the candidates' rows."""
+    budget: float = 0.0  # for trials, in tokens
+
+
+class WindowsByTenant:
+    """The windows of all tenants, owned by the thread that makes sessions."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, TenantWindows] = OrderedDict()
+
+    def of(self, tenant: str) -> TenantWindows:
+        """Return the windows of a tenant: the same object for all its texts."""
+        found = self._known.setdefault(tenant, TenantWindows())
+        self._known.move_to_end(tenant)
+        if len(self._known) > MAX_TENANTS:
+            self._known.popitem(last=False)
+        return found
+
+
+@dataclass
+class Trial:
+    """A size on trial. Amounts are in tokens."""
+
+    size: Lookahead
+    price: float  # paid for it
+    least: float  # gain - cost of what it has to beat
+    lost: float = 0.0  # so far, beside what it has to beat
+    gain: float = 0.0  # over its steps with a full window
+    steps: int = 0  # with a full window
+
+
+class WindowGain:
+    """The windows of one text. `wanted` has no side effects: a planner may ask several times for a step. The step is
+    then `charge`d, and `observe`d once its tokens are known."""
+
+    def __init__(self, tenant: TenantWindows | None = None, tuning: WindowTuning = DEFAULTS.windows) -> None:
+        self._tuning = tuning
+        self._tenant = TenantWindows() if tenant is None else tenant
+        self._likeness = Average(1.0, tuning.first_weight)
+        self._trial: Trial | None = None
+        self._pause = self._next_pause = tuning.first_pause  # steps until a known size is tried again
+        self._charged: tuple[Lookahead, float, float] | None = None  # of the coming step, as in `charge`
+
+    def wanted(self, sizes: Sequence[Lookahead], cost: Cost, current: Lookahead | None) -> Lookahead | None:
+        """Return the size of window for the next step, out of `sizes` in ascending order; None if none pays. `current`
+        is the size of the open window: another one begins empty, so it has to be better by a margin."""
+        if self._trial is not None and self._trial.size in sizes:
+            return self._trial.size
+        best, net = self._best(sizes, cost, current)
+        place = 0 if best is None else sizes.index(best) + 1
+        if place == len(sizes) or not self._may_try(sizes[place], best):
+            return best
+        affordable = self._price(sizes[place], best, net, cost) <= self._tenant.budget
+        return sizes[place] if affordable else best
+
+    def begin(self, size: Lookahead, sizes: Sequence[Lookahead], cost: Cost) -> None:
+        """Note that the coming step has a window of this wanted size; pay for a trial if it begins one."""
+        if self._trial is not None:
+            return
+        best, net = self._best(sizes, cost, size)
+        if size != best:
+            self._trial = Trial(size, self._price(size, best, net, cost), net)
+            self._tenant.budget -= self._trial.price
+
+    def charge(self, size: Lookahead, window: float, candidates: float) -> None:
+        """Note what the window of the coming step costs, and what candidates from windows cost, in tokens."""
+        self._charged = size, window, candidates
+
+    def observe(self, tokens: int, accepted: int, *, full: bool) -> bool:
+        """Add a step of `tokens` tokens, `accepted` of them from windows; `full`: the window has all its levels. Return
+        False if a trial has ended and nothing that windows found is of use."""
+        tuning, tenant, charged = self._tuning, self._tenant, self._charged
+        tenant.budget = min(tenant.budget + tuning.trial_share * tokens, tuning.most_budget)
+        self._pause -= 1
+        self._charged = None
+        if charged is None:
+            return True
+        size, cost, of_candidates = charged
+        gain, trial = accepted - of_candidates, self._trial
+        if trial is not None:
+            trial.lost += trial.least - (gain - cost)
+            if full:
+                trial.gain += gain
+                trial.steps += 1
+            going_on = trial.lost <= trial.price and trial.steps < tuning.trial_steps
+            return going_on or self._ended(trial, cost)
+        if full:
+            of_tenant = tenant.gains[size]
+            if of_tenant.mean > LEAST_GAIN:
+                self._likeness.observe(gain / of_tenant.mean, tuning.remembered_steps)
+            of_tenant.observe(gain, tuning.remembered_steps_of_tenant)
+            if self._gain_of(of_tenant) <= cost:
+                self._rest()
+        return True
+
+    def _ended(self, trial: Trial, cost: float) -> bool:
+        """End a trial of a window with this cost. Return False if nothing pays now."""
+        tuning, tenant, likeness = self._tuning, self._tenant, self._likeness
+        self._trial = None
+        steps = max(trial.steps, 1)
+        mean = trial.gain / steps
+        if trial.size not in tenant.gains:
+            tenant.gains[trial.size] = Average(mean / max(likeness.mean, LEAST_LIKENESS), steps)
+            likeness.observe(likeness.mean, tuning.remembered_steps, steps)
+        else:
+            of_tenant = tenant.gains[trial.size]
+            of_tenant.observe(mean, tuning.remembered_steps_of_tenant, steps)
+            if of_tenant.mean > LEAST_GAIN:
+                self._likeness = Average(mean / of_tenant.mean, min(steps, tuning.remembered_steps))
+        tenant.budget = min(tenant.budget + trial.price - max(0.0, trial.lost), tuning.most_budget)
+        if mean - cost > trial.least:
+            self._next_pause = tuning.first_pause
+            return True
+        self._rest()
+        return trial.least > 0.0  # a smaller window pays
+
+    def _rest(self) -> None:
+        self._pause = self._next_pause
+        self._next_pause = min(2 * self._next_pause, self._tuning.longest_pause)
+
+    def _may_try(self, size: Lookahead, best: Lookahead | None) -> bool:
+        """Return True if a size may go on trial: a known one after a pause, and one beyond the `best` only in a text
+        known to be like the tenant's others."""
+        if best is not None and self._likeness.steps < self._tuning.remembered_steps:
+            return False
+        return self._pause <= 0 or size not in self._tenant.gains
+
+    def _gain_of(self, of_tenant: Average) -> float:
+        """Return the gain of a size in this text."""
+        return self._likeness.mean * of_tenant.mean
+
+    def _best(
+        self, sizes: Sequence[Lookahead], cost: Cost, current: Lookahead | None
+    ) -> tuple[Lookahead | None, float]:
+        """Return the known size with the highest gain - cost, and that; (None, 0) if none is positive."""
+        best, highest, compared = None, 0.0, 0.0
+        for size in sizes:
+            of_tenant = self._tenant.gains.get(size)
+            if of_tenant is None:
+                continue
+            net = self._gain_of(of_tenant) - cost(size)
+            handicapped = net if current in (None, size) else net - self._tuning.margin
+            if net > 0.0 and handicapped > compared:
+                best, highest, compared = size, net, handicapped
+        return best, highest
+
+    def _price(self, size: Lookahead, best: Lookahead | None, net: float, cost: Cost) -> float:
+        """Return the price of a trial: the rows beyond those of the best size known, which brings `net`, and what that
+        brings no more while the new window fills up."""
+        more = cost(size) - (0.0 if best is None else cost(best))
+        return max(0.0, more) * self._tuning.priced_steps + net * (size.ngram - 2)
