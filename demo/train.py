@@ -1,13 +1,15 @@
-"""Train the demo pair: tokenizer, then target, then a draft distilled from the target.
+"""Train the demo pair: tokenizer, then target, then a draft distilled from the target, then the target's heads.
 
     python -m demo.train tokenizer
     python -m demo.train target --minutes 60
     python -m demo.train draft --minutes 24
     python -m demo.train draft --minutes 29 --resume
+    python -m demo.train heads --steps 1000
 
-Each stage writes into `demo/target` and `demo/draft`, which hold the bundled result. The learning
-rate follows elapsed time, so a slower machine still ends with a finished schedule, only at a higher
-loss. Matrices are trained by Muon (Jordan et al. 2024), embeddings and norms by AdamW.
+Each stage writes into `demo/target`, `demo/draft` and `demo/heads`, which hold the bundled result.
+The learning rate of a model follows elapsed time, so a slower machine still ends with a finished
+schedule, only at a higher loss. Matrices are trained by Muon (Jordan et al. 2024), embeddings and
+norms by AdamW; heads as `specdec train-heads` does.
 
 The draft learns the target's distribution (Hinton et al. 2015) on two kinds of text, half and half:
 the corpus, and the target's own continuations of it, since that is the text that a draft sees in service (on-policy
@@ -29,6 +31,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from demo import corpus
+from specdec.training.medusa import HeadTraining, TrainingPlan
+from specdec.training.texts import Windows
 
 HOME = Path(__file__).parent
 END_OF_TEXT = "<|endoftext|>"
@@ -253,13 +257,26 @@ def train_draft(minutes: float, device: str, rows: int, length: int, resume: boo
     save(model, "draft")
 
 
+def train_heads(steps: int, device: str) -> None:
+    model = LlamaForCausalLM.from_pretrained(HOME / "target", dtype=torch.bfloat16).to(device)
+    plan = TrainingPlan(heads=4, steps=steps)
+    training = HeadTraining(model, Windows(encoded(held_out=False), plan.length), plan)
+    while not training.over:
+        loss = training.step()
+        if training.done % 100 == 0:
+            print(f"heads: step {training.done} of {steps}, {loss:.3f} nats a token at the first head", flush=True)
+    training.save(HOME / "heads", target="demo-target")
+    print(f"heads: {training.accuracies()}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["tokenizer", "target", "draft"])
+    parser.add_argument("stage", choices=["tokenizer", "target", "draft", "heads"])
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rows", type=int, default=8, help="sequences per step")
     parser.add_argument("--length", type=int, default=512, help="tokens per sequence")
+    parser.add_argument("--steps", type=int, default=1000, help="of heads")
     parser.add_argument("--resume", action="store_true", help="continue to train the existing draft")
     args = parser.parse_args()
     match args.stage:
@@ -269,6 +286,8 @@ def main() -> None:
             train_target(args.minutes, args.device, args.rows, args.length)
         case "draft":
             train_draft(args.minutes, args.device, args.rows, args.length, args.resume)
+        case "heads":
+            train_heads(args.steps, args.device)
 
 
 if __name__ == "__main__":
