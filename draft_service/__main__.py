@@ -15,9 +15,12 @@ with needed_by("draft", "draft"):
     from draft_service.draft_loop import DraftLoop
     from draft_service.language_model import LanguageModelDrafter
     from draft_service.pass_times import PassTimes
+    from draft_service.request import MIN_PROBABILITY, ExpansionPolicy
     from draft_service.servicer import DraftLimits, DraftServicer
     from specdec import ports
     from specdec.command_line import run_command
+    from specdec.decoding.sampling import Rule
+    from specdec.decoding.speculation import Scorer
     from specdec.engine import fast_paths
     from specdec.engine.cpu_count import MAX_THREADS, threads_for
     from specdec.engine.engines.loading import load_engine
@@ -29,6 +32,8 @@ with needed_by("draft", "draft"):
     from specdec.serving.identity import identity_of, pod_info
     from specdec.serving.process.options import serving
     from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
+    from specdec.serving.validation import MAX_BRANCHES, MAX_DEPTH, MAX_NODES, expansion_violations
+    from specdec.wire.speculation import ScorerName
 
 log = structlog.get_logger()
 
@@ -85,18 +90,84 @@ def main(
             "refused. Default: only --max-sessions applies.",
         ),
     ] = None,
+    branches: Annotated[
+        int, typer.Option(min=1, max=MAX_BRANCHES, help="Children of a node, unless a request names `max_branches`.")
+    ] = ExpansionPolicy.max_branches,
+    depth: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MAX_DEPTH,
+            help="Tokens ahead of the last committed one for a step to verify, unless a request names `max_depth`; "
+            "drafting goes on beyond them for the commit that is under way.",
+        ),
+    ] = ExpansionPolicy.max_depth,
+    max_branches: Annotated[
+        int,
+        typer.Option(min=1, max=MAX_BRANCHES, help="Maximum `max_branches` granted; a larger one gets this."),
+    ] = MAX_BRANCHES,
+    max_depth: Annotated[
+        int, typer.Option(min=1, max=MAX_DEPTH, help="Maximum `max_depth` granted; a larger one gets this.")
+    ] = MAX_DEPTH,
+    max_nodes: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MAX_NODES,
+            help="Maximum live candidates of a session, which also has memory for this many; a larger `max_nodes` of a "
+            "request gets this.",
+        ),
+    ] = MAX_NODES,
+    min_path_probability: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=0.999,
+            help="Pruning threshold: nodes with a smaller path probability are not expanded. Requests may name a "
+            "higher one.",
+        ),
+    ] = MIN_PROBABILITY,
+    scorer: Annotated[
+        ScorerName,
+        typer.Option(
+            help="How candidates are scored, unless a request says: calibrated to what the target has accepted, or by "
+            "the draft's own probability."
+        ),
+    ] = "calibrated",
+    expansion: Annotated[
+        str,
+        typer.Option(
+            metavar="N,N,...",
+            help="Fixed widths of the token tree, as in SpecInfer, unless a request names a tree: children of a node "
+            "by its depth, as in 4,2,1. Default: by probability.",
+        ),
+    ] = "",
     *,
     server: ServerSettings,
 ) -> None:
     """Serve a draft model: propose candidates ahead of the target."""
     set_memory_policy()
+    limits = DraftLimits(
+        defaults=default_policy(
+            max_nodes=max_nodes,
+            depth=("--depth", depth, "--max-depth", max_depth),
+            branches=("--branches", branches, "--max-branches", max_branches),
+            min_path_probability=min_path_probability,
+            scorer=Scorer[scorer.upper()],
+            expansion=expansion,
+        ),
+        max_nodes=max_nodes,
+        max_depth=max_depth,
+        max_branches=max_branches,
+        max_sessions=max_sessions,
+        max_sessions_per_client=max_sessions_per_client,
+    )
 
     def start() -> DraftServicer:
         placement = Placement(engine, dtype, device, kv_tokens, sessions=max_sessions, is_draft=True)
         (directory,) = check(Wanted(model, placement))
         loaded = load_engine(directory, placement, threads=(threads or threads_for(device),))
         fast_paths.log_off()
-        limits = DraftLimits(max_sessions=max_sessions, max_sessions_per_client=max_sessions_per_client)
         # A session's slots hold its text and its nodes.
         identity = identity_of(directory, loaded, loaded.capacity - 1 - limits.max_nodes)
         width = expansion_width.measured(loaded, limits.defaults.max_branches)
@@ -111,6 +182,29 @@ def main(
         return DraftServicer(loop, identity, limits, pod_info(loaded), grammars, GrammarTrials(directory.path))
 
     run(server, lambda: in_a_thread_of_its_own(start), "draft")
+
+
+def default_policy(
+    *,
+    max_nodes: int,
+    depth: tuple[str, int, str, int],
+    branches: tuple[str, int, str, int],
+    min_path_probability: float,
+    scorer: Scorer,
+    expansion: str,
+) -> ExpansionPolicy:
+    """Return the policy of sessions that leave it open. `depth` and `branches` are an option and its value, and the
+    option of its limit and that; typer.BadParameter names the option that is wrong."""
+    for option, value, of_limit, most in (depth, branches):
+        if value > most:
+            raise typer.BadParameter(f"is {value}, must be at most {most} ({of_limit})", param_hint=option)
+    words = [word.strip() for word in expansion.split(",")] if expansion else []
+    if wrong := [word for word in words if not (word.isascii() and word.isdecimal() and len(word) < 4)]:
+        raise typer.BadParameter(f"has {wrong[0]!r}, must have numbers of children", param_hint="--expansion")
+    widths = tuple(map(int, words))
+    for field, problem in expansion_violations("", widths, Rule.COUPLED):
+        raise typer.BadParameter(f"{field} {problem}".lstrip(), param_hint="--expansion")
+    return ExpansionPolicy(max_nodes, depth[1], branches[1], min_path_probability, scorer, widths)
 
 
 if __name__ == "__main__":

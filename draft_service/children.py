@@ -41,7 +41,7 @@ def chosen(computed: Sequence[Computed], logits: DraftLogits) -> Chosen:
     rows = logits.whole([node.row.number for node in whole]) if whole else []
     by_whole_rows = [(node, _by_whole_row(node, row)) for node, row in zip(whole, rows, strict=True)]
     expanded = [node for node in computed if node.session.request.sampler.rule is not Rule.REJECTION]
-    width = max((node.session.policy.max_branches for node in expanded), default=0)
+    width = max((session.width(node) for session, node, _ in expanded), default=0)
     candidates = draft_candidates(logits, [node.row for node in expanded], width) if expanded else None
     return Chosen(by_whole_rows, expanded, candidates)
 

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule
+from specdec.decoding.speculation import Scorer
 from specdec.grammar.compiler import CompiledGrammar
 
 MIN_PROBABILITY = 0.002
@@ -26,19 +27,34 @@ class ExpansionPolicy:
     """A validated DraftPolicy."""
 
     max_nodes: int = 256  # limit on nodes offered to the verifier, and on nodes expanded
-    max_depth: int = 64
+    max_depth: int = 64  # of a node that a step verifies, below the last committed token
     max_branches: int = 5
     min_path_probability: float = MIN_PROBABILITY
+    scorer: Scorer = Scorer.CALIBRATED
+    expansion: tuple[int, ...] = ()  # children of a node by its depth, whatever their probability; (): by probability
     extend_interval: float = 0.0  # minimum seconds between messages
     round_trip: float = 0.0  # seconds from verifier to draft and back; 0: unknown
     paused: bool = False  # expand nothing; follow commits, with a bounded lag
 
     @cached_property
     def min_logprob(self) -> float:
-        """`min_path_probability` as a log-probability; 0 while paused, above every node's."""
+        """`min_path_probability` as a log-probability, with fixed widths none; 0 while paused, above every node's."""
         if self.paused:
             return 0.0
+        if self.expansion:
+            return -math.inf
         return math.log(self.min_path_probability) if self.min_path_probability > 0 else -math.inf
+
+    @property
+    def deepest(self) -> int:
+        """The depth, below the last committed token, of the deepest node to expand. By probability, the tree goes on
+        below the nodes of the next step: its commit, of `max_depth` + 1 tokens at most, may be under way. The widths of
+        a fixed tree are those of one step."""
+        return len(self.expansion) - 1 if self.expansion else 2 * self.max_depth
+
+    def width(self, depth: int) -> int:
+        """Return the maximum children of a node expanded at this depth below the last committed token."""
+        return self.expansion[min(depth, len(self.expansion) - 1)] if self.expansion else self.max_branches
 
     @cached_property
     def min_sent_logprob(self) -> float:

@@ -23,7 +23,7 @@ from specdec.serving.errors import InvalidRequestError
 from specdec.serving.grammar_trials import GrammarTrials
 from specdec.serving.grammars import Grammars
 from specdec.serving.identity import pod_info
-from specdec.serving.messages import paths_message, rule_of, sampler_from, sampling_from
+from specdec.serving.messages import RULES, paths_message, rule_of, sampler_from, sampling_from, scorer_of
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.session_stream import SessionServicer
 from specdec.serving.timeline import Timeline
@@ -31,10 +31,12 @@ from specdec.serving.tracing.servicer import TraceServicer
 from specdec.serving.validation import (
     MAX_BRANCHES,
     MAX_DEPTH,
+    MAX_NODES,
     grammar_violations,
     open_size_violations,
     rule_violations,
     text_violations,
+    token_tree_violations,
     weight_violations,
 )
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
@@ -48,7 +50,7 @@ class DraftLimits:
     """Limits on a session's requested values, and the defaults for unset ones."""
 
     defaults: ExpansionPolicy = field(default_factory=ExpansionPolicy)
-    max_nodes: int = 256
+    max_nodes: int = MAX_NODES
     max_depth: int = MAX_DEPTH
     max_branches: int = MAX_BRANCHES
     max_sessions: int = 256
@@ -157,16 +159,19 @@ class DraftServicer(
             case "committed":
                 self._loop.commit(session, request.committed.base, list(request.committed.tokens), arrived)
             case "policy":
-                if wrong := _policy_violations(request.policy):
+                if wrong := token_tree_violations("policy", request.policy, session.request.sampler.rule):
                     raise ValueError("; ".join(" ".join(violation) for violation in wrong))
                 session.set_policy(self._policy(request.policy, session.max_nodes))
             case "resend":
                 session.outgoing.resend()
 
     def opened(self, session: DrafterSession) -> draft_pb2.DraftResponse:
-        policy = session.policy
+        policy, draws = session.policy, session.request.sampler.rule is Rule.REJECTION
         opened = draft_pb2.DraftOpened(
-            identity=self._identity, max_depth=policy.max_depth, max_branches=policy.max_branches
+            identity=self._identity,
+            max_depth=policy.max_depth,
+            max_branches=1 if draws else policy.max_branches,
+            max_nodes=policy.max_nodes,
         )
         return draft_pb2.DraftResponse(opened=opened)
 
@@ -179,10 +184,13 @@ class DraftServicer(
     def _policy(self, message: draft_pb2.DraftPolicy, most_nodes: int) -> ExpansionPolicy:
         """Clamp a policy to this pod's limits and to `most_nodes`, the nodes that memory is reserved for."""
         limits, defaults = self._limits, self._limits.defaults
+        chosen = message.max_depth or message.max_branches  # by the request, against fixed widths by default
         return ExpansionPolicy(
             max_nodes=min(message.max_nodes or defaults.max_nodes, most_nodes),
             max_depth=min(message.max_depth or defaults.max_depth, limits.max_depth),
             max_branches=min(message.max_branches or defaults.max_branches, limits.max_branches),
+            scorer=scorer_of(message.scorer) or defaults.scorer,
+            expansion=tuple(message.expansion) or (() if chosen else defaults.expansion),
             min_path_probability=max(message.min_path_probability, defaults.min_path_probability),
             paused=message.paused,
             extend_interval=message.extend_interval_us * 1e-6,
@@ -208,12 +216,13 @@ class DraftServicer(
             violations = sampling_violations(sampling, own, frozenset())
         violations += rule_violations(message.rule, message.contrast, sampling)
         violations += text_violations(prompt, generated, message.max_tokens, vocabulary=vocabulary, context=context)
-        violations += _policy_violations(message.policy)
         violations += weight_violations(message.tenant_weight)
         end_tokens = frozenset(token for token in message.end_tokens if token < vocabulary)  # others are not proposed
         if message.HasField("grammar"):
             violations += grammar_violations(message.grammar, end_tokens, vocabulary)
-        if not violations and (rule := rule_of(message.rule, sampling)) not in self._loop.drafter.rules:
+        rule = rule_of(message.rule, sampling) if message.rule in RULES else Rule.COUPLED  # an unknown one is refused
+        violations += token_tree_violations("policy", message.policy, rule)
+        if not violations and rule not in self._loop.drafter.rules:
             served = ", ".join(known.name for known in Rule if known in self._loop.drafter.rules)
             violations.append(("rule", f"is {rule.name}, this draft serves {served}"))
         if violations:
@@ -234,10 +243,3 @@ class DraftServicer(
             return DrafterSession(wanted, policy, vocabulary, self._calibrations.of(wanted.sampler, message.tenant))
         except GrammarError as error:
             raise InvalidRequestError([("generated_tokens", str(error))]) from None
-
-
-def _policy_violations(policy: draft_pb2.DraftPolicy) -> list[tuple[str, str]]:
-    """Return the violations of a policy. A minimum probability of 1 is invalid: `paused` requests a pause."""
-    if 0 <= policy.min_path_probability < 1:
-        return []
-    return [("policy.min_path_probability", f"is {policy.min_path_probability:g}, must be in [0, 1)")]

@@ -13,15 +13,20 @@ from draft_service.candidate_queue import CandidateQueue
 from draft_service.frontier import Frontier
 from draft_service.request import MIN_PROBABILITY, DrafterSessionRequest, ExpansionPolicy
 from specdec.decoding import rejection
-from specdec.decoding.calibration import Calibration, corrected
+from specdec.decoding.calibration import RANKS, Calibration, corrected
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import PenaltyState, SamplingQuery
+from specdec.decoding.speculation import Scorer
 from specdec.decoding.tree import Node, TokenTree
 from specdec.serving.errors import InvalidRequestError
 
 MIN_CHILD_LOGPROB = math.log(MIN_PROBABILITY)
 """Minimum logprob of a child, except a node's first: one below it would not be expanded even with its parent as the
 root."""
+
+
+UNCALIBRATED = [0.0] * RANKS
+"""Shifts of siblings whose probabilities are the draft's own."""
 
 
 class RootMove(NamedTuple):
@@ -124,9 +129,10 @@ class DrafterSession:
                 break
             child = node.children.get(token)
             taken = None if child is None else list(node.children).index(token)
-            self._calibration.learn(
-                self._expanded[node], taken, [sibling.logprob for sibling in node.children.values()]
-            )
+            if self.policy.scorer is Scorer.CALIBRATED:
+                self._calibration.learn(
+                    self._expanded[node], taken, [sibling.logprob for sibling in node.children.values()]
+                )
             if child is None:
                 break
             followed.append(child)
@@ -142,7 +148,7 @@ class DrafterSession:
         policy = self.policy
         if policy.paused or self.over or self._full:
             return -math.inf
-        deepest = self.tree.root.position + policy.max_depth - 1
+        deepest = self.tree.root.position + policy.deepest
         while self._frontier:
             path_logprob, node = self._frontier.best()
             if node.position <= deepest:
@@ -193,16 +199,22 @@ class DrafterSession:
             ruled_out=sampler.ruled_out(self.tree.committed, path),
         )
 
+    def width(self, node: Node) -> int:
+        """Return the maximum children of an expanded node."""
+        return self.policy.width(self._expanded[node])
+
     def shifts(self, node: Node) -> list[float]:
-        """Return the calibration's shifts for the children of a node."""
+        """Return the calibration's shifts for the children of a node; none if the draft's own estimates count."""
+        if self.policy.scorer is Scorer.PROBABILITY:
+            return UNCALIBRATED
         return self._calibration.shifts(self._expanded[node])
 
     def add_calibrated(self, node: Node, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Add children within the policy, the likeliest first, from `tokens` with calibrated logprobs."""
-        path_logprob = node.path_logprob()
-        for token, logprob in zip(tokens[: self.policy.max_branches], logprobs, strict=False):
+        path_logprob, least = node.path_logprob(), -math.inf if self.policy.expansion else MIN_CHILD_LOGPROB
+        for token, logprob in zip(tokens[: self.width(node)], logprobs, strict=False):
             # Keep the first child even if improbable: the likeliest next token is always sent.
-            if logprob < MIN_CHILD_LOGPROB and (node.children or logprob == -math.inf):
+            if logprob == -math.inf or (logprob < least and node.children):
                 break
             self._add_child(node, token, logprob, path_logprob + logprob)
 
@@ -210,7 +222,9 @@ class DrafterSession:
         """Add one child drawn from this distribution (REJECTION). The decision to add it must not depend on the token,
         so the token is not looked at."""
         node.distribution = distribution
-        (logprob,) = self._calibration.corrected(self._expanded[node], [math.log(rejection.acceptance(distribution))])
+        ((logprob,),) = corrected(
+            [self.shifts(node)], np.array([[math.log(rejection.acceptance(distribution))]])
+        ).tolist()
         self._add_child(node, token, logprob, node.path_logprob() + logprob)
 
     def add_distribution(self, node: Node, distribution: DraftDistribution) -> None:

@@ -50,6 +50,8 @@ from specdec.serving.validation import (
     MAX_LOGPROBS,
     MAX_NODES_A_MESSAGE,
     MAX_WINDOW_ROWS,
+    candidate_limit_violations,
+    depth_violations,
     drafter_violations,
     grammar_violations,
     open_size_violations,
@@ -328,6 +330,7 @@ class VerifierServicer(
             forced=options.forced,
             lookahead=options.lookahead,
             jacobi=options.jacobi,
+            max_depth=message.max_depth,
         )
 
     def _by_default(self, available: SpeculationOptions, rule: Rule) -> SpeculationOptions:
@@ -340,7 +343,8 @@ class VerifierServicer(
         return replace(options, drafters=options.drafters - {CandidateSource.LOOKAHEAD}, lookahead=None, jacobi=False)
 
     def _policy_violations(self, policy: verifier_pb2.VerifyPolicy, rule: Rule) -> list[tuple[str, str]]:
-        violations = drafter_violations("policy.drafters", policy.drafters)
+        violations = candidate_limit_violations("policy", policy) + depth_violations("policy", policy)
+        violations += drafter_violations("policy.drafters", policy.drafters)
         if violations:
             return violations
         options = _options(policy)

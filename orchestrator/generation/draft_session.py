@@ -172,7 +172,7 @@ class DraftSession:
         self._stream = stream
         self._context = context
         self._policy = state.draft_policy(context.sample)
-        self._control = DraftControl(self._policy, needed=context.sample.needs_draft)
+        self._control = DraftControl(self._policy, context.sample.speculation, needed=context.sample.needs_draft)
         self._flow = CandidateFlow(state.max_nodes)
         self._fruitless = 0  # steps since a candidate of the draft was last accepted
         self._fruitless_since = 0.0  # when the first of them ended; monotonic

@@ -23,6 +23,7 @@ class GrantedLimits:
             "max_candidates": speculation.max_candidates,
             "max_depth": speculation.max_depth,
             "max_branches": speculation.max_branches,
+            "max_nodes": speculation.max_nodes,
         }
         self._least = {name: limit for name, limit in asked.items() if limit}  # 0: left to the services
 
@@ -30,11 +31,13 @@ class GrantedLimits:
         """Record a verifier's grants."""
         self._grant("max_candidates", opened.max_candidates)
         self._grant("max_branches", opened.max_branches)
+        self._grant("max_nodes", opened.max_nodes)
 
     def by_draft(self, opened: draft_pb2.DraftOpened) -> None:
         """Record a draft's grants."""
         self._grant("max_depth", opened.max_depth)
         self._grant("max_branches", opened.max_branches)
+        self._grant("max_nodes", opened.max_nodes)
 
     def message(self) -> generation_pb2.SpeculationLimits:
         """Return the smallest grants; limits the request leaves open are unset."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from orchestrator.generation.sample_context import SampleContext
 from orchestrator.requests.sample import Sample
-from specdec.decoding.speculation import NO_DRAFT_PAYS, CandidateSource, Outlook
+from specdec.decoding.speculation import NO_DRAFT_PAYS, CandidateSource, Outlook, SpeculationOptions
 from specdec.serving.messages import lookahead_message, outlook_from
 from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
 
@@ -51,19 +51,25 @@ class SpeculationState:
             patience_us=int(1e6 * context.peers.patience_seconds),
             lookahead=None if speculation.lookahead is None else lookahead_message(speculation.lookahead),
             jacobi=speculation.jacobi,
+            max_depth=speculation.max_depth,
             unspecified=speculation.unspecified,
         )
 
     def draft_policy(self, sample: Sample) -> draft_pb2.DraftPolicy:
         """Return the opening policy for a session at a draft; `DraftControl` makes the later ones."""
+        speculation = sample.speculation
         policy = draft_pb2.DraftPolicy(
-            max_nodes=self.max_nodes,
-            max_depth=sample.speculation.max_depth,
-            max_branches=sample.speculation.max_branches,
+            max_nodes=granted_nodes(speculation, self.max_nodes),
+            max_depth=speculation.max_depth,
+            max_branches=speculation.max_branches,
+            min_path_probability=speculation.min_path_probability,
+            scorer=speculation.scorer or 0,  # type: ignore[arg-type]
+            expansion=speculation.expansion,
         )
         if not sample.forces_drafting:
             policy.paused = not self.outlook.drafting_wanted
-            policy.min_path_probability = first_min_probability(self.outlook.break_even)
+            least = first_min_probability(self.outlook.break_even)
+            policy.min_path_probability = max(least, speculation.min_path_probability)
         return policy
 
 
@@ -94,10 +100,11 @@ ROUND_TRIP_TOLERANCE = 0.05
 
 class DraftControl:
     """The draft control of one session at a draft. `needed`: no token can be chosen without the draft, whether or not
-    candidates pay."""
+    candidates pay; `asked`: what the request says about candidates."""
 
-    def __init__(self, policy: draft_pb2.DraftPolicy, *, needed: bool) -> None:
+    def __init__(self, policy: draft_pb2.DraftPolicy, asked: SpeculationOptions | None = None, *, needed: bool) -> None:
         self._policy = policy  # as last sent
+        self._asked = asked or SpeculationOptions()
         self._needed = needed
         self._unsent = model_pb2.Committed()
         self._step_us = 0.0  # moving average of T_v
@@ -129,8 +136,8 @@ class DraftControl:
             self._unsent = model_pb2.Committed()
 
     def another_verifier(self, max_nodes: int) -> Iterator[draft_pb2.DraftRequest]:
-        """Yield the messages for a move to another verifier, which grants `max_nodes` and has none of the
-        candidates."""
+        """Yield the messages for a move to another verifier: it grants `max_nodes`, and has none of the candidates."""
+        max_nodes = granted_nodes(self._asked, max_nodes)
         if max_nodes != self._policy.max_nodes:
             self._policy.max_nodes = max_nodes
             yield draft_pb2.DraftRequest(policy=self._policy)
@@ -148,8 +155,14 @@ class DraftControl:
             outlook = outlook_from(commit)
             policy.paused = not outlook.drafting_wanted
             if not policy.paused:
-                policy.min_path_probability = min_probability(outlook.break_even)
+                least = min_probability(outlook.break_even)
+                policy.min_path_probability = max(least, self._asked.min_path_probability)
         return policy
+
+
+def granted_nodes(asked: SpeculationOptions, credit: int) -> int:
+    """Return the limit on a draft's live nodes: the verifier's credit, or fewer as requested."""
+    return min(credit, asked.max_nodes or credit)
 
 
 def first_min_probability(break_even: float) -> float:

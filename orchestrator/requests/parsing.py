@@ -310,8 +310,9 @@ def _speculation(
 ) -> SpeculationOptions:
     """Return how to speculate; faults are appended to `violations`."""
     wanted = message.speculation
-    violations += speculation_limit_violations("speculation", wanted)
-    wrong = drafter_violations("speculation.drafters", wanted.drafters)
+    rule = rule_of(message.rule, sampling) if message.rule in RULES else Rule.COUPLED  # an unknown one is refused
+    wrong = speculation_limit_violations("speculation", wanted, rule)
+    wrong += drafter_violations("speculation.drafters", wanted.drafters)
     if wrong:
         violations += wrong
         return SpeculationOptions()
@@ -323,7 +324,6 @@ def _speculation(
     if message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE and not options.remote:
         field = "off" if wanted.off else "drafters"
         violations.append((f"speculation.{field}", "leaves out REMOTE, which the CONTRASTIVE rule needs"))
-    rule = rule_of(message.rule, sampling) if message.rule in RULES else Rule.COUPLED  # an unknown one is refused
     if rule is Rule.REJECTION and options.lookahead is not None and not wanted.drafters and not wanted.off:
         options = replace(options, drafters=OWN_DRAFTERS)  # draws of a draft would exclude the window
     violations += window_violations("speculation", options, rule)

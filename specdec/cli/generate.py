@@ -36,7 +36,7 @@ from specdec.cli.waiting import WaitReporter
 from specdec.client import Client, Speculation, build_request
 from specdec.command_line import duration
 from specdec.exit_status import ExitStatus
-from specdec.wire.speculation import SpeculationName
+from specdec.wire.speculation import ScorerName, SpeculationName
 
 
 def generate(
@@ -131,6 +131,36 @@ def generate(
             metavar="W", help="Jacobi decoding with a window of W positions, used even at a loss: --lookahead W 2 1."
         ),
     ] = None,
+    max_candidates: Annotated[
+        int | None, typer.Option(min=1, help="Maximum candidates verified in a step. Default: the verifier's.")
+    ] = None,
+    max_depth: Annotated[
+        int | None,
+        typer.Option(min=1, help="Maximum tokens verified ahead of the last committed one. Default: the services'."),
+    ] = None,
+    max_branches: Annotated[
+        int | None, typer.Option(min=1, help="Maximum alternatives at one position. Default: the draft's.")
+    ] = None,
+    max_nodes: Annotated[
+        int | None, typer.Option(min=1, help="Maximum live candidates of the draft. Default: the draft's.")
+    ] = None,
+    min_path_probability: Annotated[
+        float | None, typer.Option(help="Less probable paths are not drafted further. Default: the draft's threshold.")
+    ] = None,
+    scorer: Annotated[
+        ScorerName | None,
+        typer.Option(
+            help="How the draft scores candidates: calibrated to what the target has accepted, or by its own "
+            "probability. Default: the draft's."
+        ),
+    ] = None,
+    expansion: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="Fixed widths of the draft's token tree, as in SpecInfer: children of a node by its depth.",
+        ),
+    ] = None,
     rule: Annotated[
         Literal["coupled", "rejection", "contrastive"],
         typer.Option(help="Acceptance rule: how candidates become tokens."),
@@ -195,6 +225,13 @@ def generate(
         "forced": forced or None,
         "lookahead": lookahead,
         "jacobi": jacobi,
+        "max_candidates": max_candidates,
+        "max_depth": max_depth,
+        "max_branches": max_branches,
+        "max_nodes": max_nodes,
+        "min_path_probability": min_path_probability,
+        "scorer": scorer,
+        "expansion": None if expansion is None else _widths(expansion),
         "rule": rule,
         "alpha": alpha,
     }
@@ -221,6 +258,14 @@ def generate(
         address, timeout=timeout, credentials=allowed.credentials, api_key=allowed.api_key, options=allowed.options
     ) as client:
         _complete(client, WaitReporter(address, access=allowed), text, options, json_output)
+
+
+def _widths(text: str) -> list[int]:
+    """Return the numbers of a list such as 4,2,1."""
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        fail(f"--expansion {text}: must be numbers with commas between them, as in 4,2,1", ExitStatus.USAGE)
 
 
 def _content(file: Path | None) -> str | None:

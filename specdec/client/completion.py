@@ -57,6 +57,7 @@ class SpeculationLimits:
     max_candidates: int | None
     max_depth: int | None
     max_branches: int | None
+    max_nodes: int | None
 
 
 @dataclass(frozen=True)
@@ -335,6 +336,7 @@ def _read_limits(limits: pb.SpeculationLimits) -> SpeculationLimits:
         max_candidates=limits.max_candidates if limits.HasField("max_candidates") else None,
         max_depth=limits.max_depth if limits.HasField("max_depth") else None,
         max_branches=limits.max_branches if limits.HasField("max_branches") else None,
+        max_nodes=limits.max_nodes if limits.HasField("max_nodes") else None,
     )
 
 

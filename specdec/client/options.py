@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Annotated, Any, Literal, NotRequired, TypedDict, TypeVar, get_args, get_type_hints
 
-from specdec.wire.speculation import DrafterName, SpeculationName
+from specdec.wire.speculation import DrafterName, ScorerName, SpeculationName
 
 
 class Message(TypedDict):
@@ -136,8 +136,22 @@ class GenerateOptions(TypedDict, total=False):
     ]
     amateur_temperature: Annotated[float | None, "contrastive: divides the draft's logits. Default: 1."]
     max_candidates: Annotated[int | None, "Maximum candidates per step; 0: the server's default."]
-    max_depth: Annotated[int | None, "Maximum tokens drafted ahead; 0: the server's default."]
+    max_depth: Annotated[
+        int | None, "Maximum tokens verified ahead of the last committed one; 0: the server's default."
+    ]
     max_branches: Annotated[int | None, "Maximum alternatives at one position; 0: the server's default."]
+    max_nodes: Annotated[int | None, "Maximum live candidates of a draft service; 0: the server's default."]
+    min_path_probability: Annotated[
+        float | None, "Pruning threshold of a draft service: less probable paths are not drafted further, in [0, 1)."
+    ]
+    scorer: Annotated[
+        ScorerName | None,
+        "How a draft service scores candidates: calibrated to what the target has accepted, or by its own probability.",
+    ]
+    expansion: Annotated[
+        Sequence[int] | None,
+        "Fixed widths of a draft service's token tree, as in SpecInfer: children of a node by its depth.",
+    ]
     lookahead: Annotated[
         tuple[int, int, int] | None,
         "Use a lookahead window of this size, even at a loss: W positions, n-grams of N tokens, G guesses.",

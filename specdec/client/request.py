@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from specdec.client.options import GenerateOptions, takes_options
 from specdec.v2 import generation_pb2 as pb
 from specdec.v2 import model_pb2
-from specdec.wire.speculation import DRAFTERS, SPECULATIONS
+from specdec.wire.speculation import DRAFTERS, SCORERS, SPECULATIONS
 
 
 def put(message: Message, field: str, option: str, value: object) -> None:
@@ -57,7 +57,9 @@ _SAMPLING = {
 }  # fmt: skip
 _ENDS = ("add_generation_prompt", "continue_final_message")
 _CONTRAST = {"alpha", "amateur_temperature"}
-_SPECULATION = {"forced", "max_candidates", "max_depth", "max_branches"}
+_SPECULATION = {
+    "forced", "max_candidates", "max_depth", "max_branches", "max_nodes", "min_path_probability", "expansion",
+}  # fmt: skip
 
 _GRAMMARS = ("json_schema", "regex", "lark", "choice")
 
@@ -156,6 +158,8 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
         elif name == "jacobi":
             put(request.speculation.lookahead, "window", name, value)
             request.speculation.lookahead.ngram, request.speculation.lookahead.guesses = 2, 1
+        elif name == "scorer":
+            request.speculation.scorer = _named(SCORERS, name, value)
         elif name == "rule":
             put(request, name, name, _named(_RULES, name, value))
         else:

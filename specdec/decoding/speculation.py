@@ -26,6 +26,15 @@ OWN_DRAFTERS = ALL_DRAFTERS - {CandidateSource.REMOTE}
 NO_DRAFTERS: frozenset[CandidateSource] = frozenset()
 
 
+class Scorer(IntEnum):
+    """How a draft scores candidates; numbers as in specdec.v2.DraftScorer."""
+
+    CALIBRATED = 1
+    """By path probability, calibrated to the target's acceptance."""
+    PROBABILITY = 2
+    """By the draft's own path probability."""
+
+
 @dataclass(frozen=True)
 class SpeculationOptions:
     """A request's speculation: its drafters and its limits on candidates; 0 leaves a number to the services."""
@@ -33,8 +42,12 @@ class SpeculationOptions:
     drafters: frozenset[CandidateSource] = ALL_DRAFTERS
     forced: bool = False  # even where it does not pay
     max_candidates: int = 0  # verified per step
-    max_depth: int = 0  # tokens ahead of the text
+    max_depth: int = 0  # tokens verified ahead of the text
     max_branches: int = 0  # alternatives at one position
+    max_nodes: int = 0  # live candidates of a draft service
+    min_path_probability: float = 0.0  # of nodes that it expands
+    scorer: Scorer | None = None  # None: the draft's default
+    expansion: tuple[int, ...] = ()  # fixed widths of its token tree, by depth; (): by probability
     lookahead: Lookahead | None = None  # the window for every step; None: one that pays
     jacobi: bool = False  # only windows with n-grams of 2 tokens
     unspecified: bool = False  # neither drafters nor a window are named: a verifier's default applies

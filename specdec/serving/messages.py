@@ -9,7 +9,14 @@ from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import DEFAULT_CONTRAST, Contrast, Rule, Sampling
-from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, Outlook, SpeculationOptions, drafters_of
+from specdec.decoding.speculation import (
+    ALL_DRAFTERS,
+    NO_DRAFTERS,
+    Outlook,
+    Scorer,
+    SpeculationOptions,
+    drafters_of,
+)
 from specdec.decoding.tree import Paths
 from specdec.grammar.grammar import Grammar, Kind
 from specdec.v2 import draft_pb2, generation_pb2, model_pb2, verifier_pb2
@@ -112,10 +119,19 @@ def speculation_from(message: generation_pb2.Speculation) -> SpeculationOptions:
         max_candidates=message.max_candidates,
         max_depth=message.max_depth,
         max_branches=message.max_branches,
+        max_nodes=message.max_nodes,
+        min_path_probability=message.min_path_probability,
+        scorer=scorer_of(message.scorer),
+        expansion=tuple(message.expansion),
         lookahead=lookahead_from(message.lookahead) if windowed else None,
         jacobi=message.jacobi,
         unspecified=not (message.off or message.drafters or message.forced or windowed or message.jacobi),
     )
+
+
+def scorer_of(number: int) -> Scorer | None:
+    """Return the scorer with this number of a validated message; None for the default."""
+    return Scorer(number) if number else None
 
 
 def rule_message(rule: Rule) -> model_pb2.AcceptanceRule.ValueType:

@@ -3,12 +3,14 @@ can fix them in one go."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Sequence
 
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.sampling import Rule, Sampling
-from specdec.decoding.speculation import CandidateSource, SpeculationOptions
+from specdec.decoding.speculation import CandidateSource, Scorer, SpeculationOptions
 from specdec.grammar.grammar import Kind, source_violation
 from specdec.serving.messages import RULES, contrast_from
 from specdec.v2 import draft_pb2, generation_pb2, model_pb2, verifier_pb2
@@ -185,18 +187,64 @@ MAX_LOGPROBS = 20
 MAX_CANDIDATES = 128
 MAX_DEPTH = 128
 MAX_BRANCHES = 16
+MAX_NODES = 256
 """Limits on a request's speculation: candidates of a session per step, tokens ahead of its text, alternatives at one
-position. A pod may grant less, and no pod grants more."""
+position, live candidates of a draft. A pod may grant less, and no pod grants more."""
 
 
-def speculation_limit_violations(field: str, message: generation_pb2.Speculation) -> list[tuple[str, str]]:
-    """Return violations of speculation limits above what any pod grants."""
-    asked = (
-        ("max_candidates", message.max_candidates, MAX_CANDIDATES),
-        ("max_depth", message.max_depth, MAX_DEPTH),
-        ("max_branches", message.max_branches, MAX_BRANCHES),
-    )
-    return [(f"{field}.{name}", f"is {value}, must be at most {most}") for name, value, most in asked if value > most]
+def candidate_limit_violations(
+    field: str, message: generation_pb2.Speculation | verifier_pb2.VerifyPolicy
+) -> list[tuple[str, str]]:
+    """Return the violation of a limit on the candidates of a step above what any pod grants."""
+    return _above(field, message.max_candidates, "max_candidates", MAX_CANDIDATES)
+
+
+def depth_violations(
+    field: str, message: generation_pb2.Speculation | verifier_pb2.VerifyPolicy | draft_pb2.DraftPolicy
+) -> list[tuple[str, str]]:
+    """Return the violation of a limit on depth above what any pod grants."""
+    return _above(field, message.max_depth, "max_depth", MAX_DEPTH)
+
+
+def token_tree_violations(
+    field: str, message: generation_pb2.Speculation | draft_pb2.DraftPolicy, rule: Rule
+) -> list[tuple[str, str]]:
+    """Return violations of what a message says about the token tree of a draft service, but its number of nodes."""
+    found = depth_violations(field, message) + _above(field, message.max_branches, "max_branches", MAX_BRANCHES)
+    if not 0 <= message.min_path_probability < 1:
+        problem = f"is {message.min_path_probability:g}, must be in [0, 1)"
+        found.append((f"{field}.min_path_probability", problem))
+    if message.scorer and message.scorer not in set(map(int, Scorer)):
+        found.append((f"{field}.scorer", f"is {message.scorer}, must be a value of DraftScorer"))
+    return found + expansion_violations(f"{field}.expansion", message.expansion, rule)
+
+
+def expansion_violations(field: str, widths: Sequence[int], rule: Rule) -> list[tuple[str, str]]:
+    """Return violations of a list of fixed widths."""
+    if len(widths) > MAX_DEPTH:
+        return [(field, f"has {len(widths)} widths, must have at most {MAX_DEPTH}")]
+    for index, width in enumerate(widths):
+        if not 1 <= width <= MAX_BRANCHES:
+            return [(f"{field}[{index}]", f"is {width}, must be 1 to {MAX_BRANCHES}")]
+        if width > 1 and rule is Rule.REJECTION:
+            return [(f"{field}[{index}]", f"is {width}, must be 1 under REJECTION, which draws one candidate a place")]
+    if (nodes := sum(itertools.accumulate(widths, operator.mul))) > MAX_NODES:
+        return [(field, f"makes a tree of {nodes} nodes, must make at most {MAX_NODES}")]
+    return []
+
+
+def speculation_limit_violations(field: str, message: generation_pb2.Speculation, rule: Rule) -> list[tuple[str, str]]:
+    """Return violations of a request's limits on candidates, and of its wishes for the token tree."""
+    found = candidate_limit_violations(field, message) + token_tree_violations(field, message, rule)
+    found += _above(field, message.max_nodes, "max_nodes", MAX_NODES)
+    for name in ("max_depth", "max_branches", "min_path_probability"):
+        if message.expansion and getattr(message, name):
+            found.append((f"{field}.{name}", "is set, must not be set with `expansion`, which decides it"))
+    return found
+
+
+def _above(field: str, value: int, name: str, most: int) -> list[tuple[str, str]]:
+    return [(f"{field}.{name}", f"is {value}, must be at most {most}")] if value > most else []
 
 
 MAX_WINDOW_ROWS = 128

@@ -179,12 +179,15 @@ class DraftOpened(google.protobuf.message.Message):
     IDENTITY_FIELD_NUMBER: builtins.int
     MAX_DEPTH_FIELD_NUMBER: builtins.int
     MAX_BRANCHES_FIELD_NUMBER: builtins.int
+    MAX_NODES_FIELD_NUMBER: builtins.int
     max_depth: builtins.int
     """Maximum tokens this session may draft ahead of the committed text: the smaller of its policy's and this pod's
     limit. 0: not reported.
     """
     max_branches: builtins.int
     """Maximum children of a node, likewise limited by policy and pod."""
+    max_nodes: builtins.int
+    """Maximum live nodes, likewise limited by policy and pod."""
     @property
     def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
         """What this pod serves."""
@@ -195,9 +198,10 @@ class DraftOpened(google.protobuf.message.Message):
         identity: specdec.v2.model_pb2.ModelIdentity | None = ...,
         max_depth: builtins.int = ...,
         max_branches: builtins.int = ...,
+        max_nodes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["identity", b"identity"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["identity", b"identity", "max_branches", b"max_branches", "max_depth", b"max_depth"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["identity", b"identity", "max_branches", b"max_branches", "max_depth", b"max_depth", "max_nodes", b"max_nodes"]) -> None: ...
 
 global___DraftOpened = DraftOpened
 
@@ -214,12 +218,16 @@ class DraftPolicy(google.protobuf.message.Message):
     EXTEND_INTERVAL_US_FIELD_NUMBER: builtins.int
     ROUND_TRIP_US_FIELD_NUMBER: builtins.int
     PAUSED_FIELD_NUMBER: builtins.int
+    SCORER_FIELD_NUMBER: builtins.int
+    EXPANSION_FIELD_NUMBER: builtins.int
     max_nodes: builtins.int
     """Maximum live nodes sent (the credit granted by the verifier), and maximum live nodes computed."""
     max_depth: builtins.int
-    """Maximum tokens ahead of the committed text."""
+    """Maximum tokens that a step verifies ahead of the last committed one, up to 128. The draft goes on for as many more,
+    and one: the next commit moves the root that far at most.
+    """
     max_branches: builtins.int
-    """Maximum children of a node."""
+    """Maximum children of a node, up to 16."""
     min_path_probability: builtins.float
     """Nodes with a smaller path probability are not expanded; the draft's own limit applies too. In [0, 1)."""
     extend_interval_us: builtins.int
@@ -230,6 +238,12 @@ class DraftPolicy(google.protobuf.message.Message):
     """
     paused: builtins.bool
     """Propose nothing; compute committed tokens with a bounded lag."""
+    scorer: specdec.v2.model_pb2.DraftScorer.ValueType
+    """How to score candidates."""
+    @property
+    def expansion(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """As in Speculation. `min_path_probability` does not apply then."""
+
     def __init__(
         self,
         *,
@@ -240,8 +254,10 @@ class DraftPolicy(google.protobuf.message.Message):
         extend_interval_us: builtins.int = ...,
         round_trip_us: builtins.int = ...,
         paused: builtins.bool = ...,
+        scorer: specdec.v2.model_pb2.DraftScorer.ValueType = ...,
+        expansion: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["extend_interval_us", b"extend_interval_us", "max_branches", b"max_branches", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "min_path_probability", b"min_path_probability", "paused", b"paused", "round_trip_us", b"round_trip_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["expansion", b"expansion", "extend_interval_us", b"extend_interval_us", "max_branches", b"max_branches", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "min_path_probability", b"min_path_probability", "paused", b"paused", "round_trip_us", b"round_trip_us", "scorer", b"scorer"]) -> None: ...
 
 global___DraftPolicy = DraftPolicy
 

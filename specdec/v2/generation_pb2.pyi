@@ -584,20 +584,34 @@ class Speculation(google.protobuf.message.Message):
     MAX_BRANCHES_FIELD_NUMBER: builtins.int
     LOOKAHEAD_FIELD_NUMBER: builtins.int
     JACOBI_FIELD_NUMBER: builtins.int
+    MAX_NODES_FIELD_NUMBER: builtins.int
+    MIN_PATH_PROBABILITY_FIELD_NUMBER: builtins.int
+    SCORER_FIELD_NUMBER: builtins.int
+    EXPANSION_FIELD_NUMBER: builtins.int
     off: builtins.bool
     """Plain decoding, without candidates."""
     forced: builtins.bool
     """Speculate even if it does not pay."""
     max_candidates: builtins.int
-    """Maximum candidates verified in one step, up to 128; 0: the default. A pod may grant less of this and the next two
-    limits: SpeculationStatistics.granted.
+    """Maximum candidates verified in one step, up to 128; 0: the default. A pod may grant less of this, of the next two
+    limits and of `max_nodes`: SpeculationStatistics.granted.
     """
     max_depth: builtins.int
-    """Maximum tokens drafted ahead, up to 128; 0: the default."""
+    """Maximum tokens verified ahead of the last committed one, up to 128; 0: the default. Drafts go on beyond it for the
+    commit that is under way.
+    """
     max_branches: builtins.int
     """Maximum alternatives at one position, up to 16; 0: the default."""
     jacobi: builtins.bool
     """With LOOKAHEAD: Jacobi decoding, windows with n-grams of 2 tokens only. Not under REJECTION."""
+    max_nodes: builtins.int
+    """Maximum live candidates of a draft service, up to 256; 0: the default."""
+    min_path_probability: builtins.float
+    """Pruning threshold of a draft service: nodes with a smaller path probability are not expanded. In [0, 1); the
+    draft's own threshold applies too.
+    """
+    scorer: specdec.v2.model_pb2.DraftScorer.ValueType
+    """How a draft service scores candidates."""
     @property
     def drafters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[specdec.v2.model_pb2.Drafter.ValueType]:
         """Drafters that may propose candidates, each at most once. Empty, and not `off`: all available ones."""
@@ -606,6 +620,12 @@ class Speculation(google.protobuf.message.Message):
     def lookahead(self) -> specdec.v2.model_pb2.Lookahead:
         """With LOOKAHEAD: size of the window, even if it does not pay. Unset: a size that pays, if any. Under REJECTION it
         excludes REMOTE, and `drafters` left empty are the verifier's own.
+        """
+
+    @property
+    def expansion(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Fixed widths of a draft service's token tree, as in SpecInfer: number of children of a node by its depth, the root's
+        first; each 1 to 16, together at most 256 nodes. Excludes `max_depth`, `max_branches` and `min_path_probability`.
         """
 
     def __init__(
@@ -619,9 +639,13 @@ class Speculation(google.protobuf.message.Message):
         max_branches: builtins.int = ...,
         lookahead: specdec.v2.model_pb2.Lookahead | None = ...,
         jacobi: builtins.bool = ...,
+        max_nodes: builtins.int = ...,
+        min_path_probability: builtins.float = ...,
+        scorer: specdec.v2.model_pb2.DraftScorer.ValueType = ...,
+        expansion: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["lookahead", b"lookahead"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["drafters", b"drafters", "forced", b"forced", "jacobi", b"jacobi", "lookahead", b"lookahead", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_depth", b"max_depth", "off", b"off"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drafters", b"drafters", "expansion", b"expansion", "forced", b"forced", "jacobi", b"jacobi", "lookahead", b"lookahead", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "min_path_probability", b"min_path_probability", "off", b"off", "scorer", b"scorer"]) -> None: ...
 
 global___Speculation = Speculation
 
@@ -1055,11 +1079,14 @@ class SpeculationLimits(google.protobuf.message.Message):
     MAX_CANDIDATES_FIELD_NUMBER: builtins.int
     MAX_DEPTH_FIELD_NUMBER: builtins.int
     MAX_BRANCHES_FIELD_NUMBER: builtins.int
+    MAX_NODES_FIELD_NUMBER: builtins.int
     max_candidates: builtins.int
     """As in Speculation."""
     max_depth: builtins.int
     """As in Speculation."""
     max_branches: builtins.int
+    """As in Speculation."""
+    max_nodes: builtins.int
     """As in Speculation."""
     def __init__(
         self,
@@ -1067,15 +1094,18 @@ class SpeculationLimits(google.protobuf.message.Message):
         max_candidates: builtins.int | None = ...,
         max_depth: builtins.int | None = ...,
         max_branches: builtins.int | None = ...,
+        max_nodes: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_branches", b"_max_branches", "_max_candidates", b"_max_candidates", "_max_depth", b"_max_depth", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_depth", b"max_depth"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_branches", b"_max_branches", "_max_candidates", b"_max_candidates", "_max_depth", b"_max_depth", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_depth", b"max_depth"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_branches", b"_max_branches", "_max_candidates", b"_max_candidates", "_max_depth", b"_max_depth", "_max_nodes", b"_max_nodes", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_depth", b"max_depth", "max_nodes", b"max_nodes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_branches", b"_max_branches", "_max_candidates", b"_max_candidates", "_max_depth", b"_max_depth", "_max_nodes", b"_max_nodes", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_depth", b"max_depth", "max_nodes", b"max_nodes"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_branches", b"_max_branches"]) -> typing.Literal["max_branches"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_candidates", b"_max_candidates"]) -> typing.Literal["max_candidates"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_depth", b"_max_depth"]) -> typing.Literal["max_depth"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_nodes", b"_max_nodes"]) -> typing.Literal["max_nodes"] | None: ...
 
 global___SpeculationLimits = SpeculationLimits
 

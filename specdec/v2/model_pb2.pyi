@@ -111,6 +111,30 @@ DRAFTER_HEADS: Drafter.ValueType  # 5
 """Heads over the target's hidden states inside the verifier (Medusa, Cai et al. 2024), if it has any."""
 global___Drafter = Drafter
 
+class _DraftScorer:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _DraftScorerEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_DraftScorer.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    DRAFT_SCORER_UNSPECIFIED: _DraftScorer.ValueType  # 0
+    """The draft's default."""
+    DRAFT_SCORER_CALIBRATED: _DraftScorer.ValueType  # 1
+    """By path probability, calibrated to what the target has accepted."""
+    DRAFT_SCORER_PROBABILITY: _DraftScorer.ValueType  # 2
+    """By the draft's own path probability."""
+
+class DraftScorer(_DraftScorer, metaclass=_DraftScorerEnumTypeWrapper):
+    """How a draft scores candidates."""
+
+DRAFT_SCORER_UNSPECIFIED: DraftScorer.ValueType  # 0
+"""The draft's default."""
+DRAFT_SCORER_CALIBRATED: DraftScorer.ValueType  # 1
+"""By path probability, calibrated to what the target has accepted."""
+DRAFT_SCORER_PROBABILITY: DraftScorer.ValueType  # 2
+"""By the draft's own path probability."""
+global___DraftScorer = DraftScorer
+
 class _TokenSource:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType

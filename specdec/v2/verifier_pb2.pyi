@@ -305,16 +305,19 @@ class VerifyPolicy(google.protobuf.message.Message):
     LOOKAHEAD_FIELD_NUMBER: builtins.int
     JACOBI_FIELD_NUMBER: builtins.int
     UNSPECIFIED_FIELD_NUMBER: builtins.int
+    MAX_DEPTH_FIELD_NUMBER: builtins.int
     forced: builtins.bool
     """Speculate even if it does not pay."""
     max_candidates: builtins.int
-    """Maximum candidates verified in one step. 0: the verifier's default."""
+    """Maximum candidates verified in one step, up to 128. 0: the verifier's default."""
     patience_us: builtins.int
     """Maximum step delay for expected candidates, microseconds. 0: never wait."""
     jacobi: builtins.bool
     """With LOOKAHEAD: as in Speculation."""
     unspecified: builtins.bool
     """The request names neither drafters nor a window: the pod may have a default that leaves out some of `drafters`."""
+    max_depth: builtins.int
+    """Maximum tokens verified ahead of the last committed one, up to 128; deeper candidates wait. 0: no limit."""
     @property
     def drafters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[specdec.v2.model_pb2.Drafter.ValueType]:
         """Drafters that may propose candidates. Empty: none."""
@@ -333,9 +336,10 @@ class VerifyPolicy(google.protobuf.message.Message):
         lookahead: specdec.v2.model_pb2.Lookahead | None = ...,
         jacobi: builtins.bool = ...,
         unspecified: builtins.bool = ...,
+        max_depth: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["lookahead", b"lookahead"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["drafters", b"drafters", "forced", b"forced", "jacobi", b"jacobi", "lookahead", b"lookahead", "max_candidates", b"max_candidates", "patience_us", b"patience_us", "unspecified", b"unspecified"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drafters", b"drafters", "forced", b"forced", "jacobi", b"jacobi", "lookahead", b"lookahead", "max_candidates", b"max_candidates", "max_depth", b"max_depth", "patience_us", b"patience_us", "unspecified", b"unspecified"]) -> None: ...
 
 global___VerifyPolicy = VerifyPolicy
 

@@ -1,4 +1,4 @@
-"""The names of drafters, and of sets of drafters, as clients and operators write them.
+"""The names of drafters, of sets of drafters and of scorers, as clients and operators write them.
 
 A new drafter of the contract is a line in `DRAFTERS`, its name in the two literals, and a `CandidateSource`
 (`tests/wire/test_speculation.py`).
@@ -11,12 +11,15 @@ from typing import Literal
 
 from specdec.v2.generation_pb2 import Speculation
 from specdec.v2.model_pb2 import (
+    DRAFT_SCORER_CALIBRATED,
+    DRAFT_SCORER_PROBABILITY,
     DRAFTER_HEADS,
     DRAFTER_LOCAL_MODEL,
     DRAFTER_LOOKAHEAD,
     DRAFTER_NGRAM,
     DRAFTER_REMOTE,
     Drafter,
+    DraftScorer,
 )
 
 DrafterName = Literal["remote", "ngram", "lookahead", "local_model", "heads"]
@@ -27,12 +30,19 @@ SpeculationName = Literal[
 """Named sets of drafters: `local` is all but draft services, `draft` these alone, `always` these even at a loss. The
 others are one drafter alone, by its name; `jacobi` is the lookahead drafter with n-grams of 2 tokens."""
 
+ScorerName = Literal["calibrated", "probability"]
+
 DRAFTERS: Mapping[str, Drafter.ValueType] = {
     "remote": DRAFTER_REMOTE,
     "ngram": DRAFTER_NGRAM,
     "lookahead": DRAFTER_LOOKAHEAD,
     "local_model": DRAFTER_LOCAL_MODEL,
     "heads": DRAFTER_HEADS,
+}
+
+SCORERS: Mapping[str, DraftScorer.ValueType] = {
+    "calibrated": DRAFT_SCORER_CALIBRATED,
+    "probability": DRAFT_SCORER_PROBABILITY,
 }
 
 _OWN = {name: number for name, number in DRAFTERS.items() if number != DRAFTER_REMOTE}

@@ -217,13 +217,34 @@ def test_a_long_text_leaves_the_interpreter_to_others() -> None:
     assert longest < 0.5 * seconds
 
 
-@pytest.mark.parametrize(("field", "most"), [("max_candidates", 128), ("max_depth", 128), ("max_branches", 16)])
+@pytest.mark.parametrize(
+    ("field", "most"), [("max_candidates", 128), ("max_depth", 128), ("max_branches", 16), ("max_nodes", 256)]
+)
 def test_more_speculation_than_any_pod_grants_is_refused(model: ServedModel, field: str, most: int) -> None:
     asked = generation_pb2.Speculation()
     setattr(asked, field, most)
     parse(generation_pb2.GenerateRequest(text="a", speculation=asked), model)
     setattr(asked, field, 100_000)
     assert violations(model, speculation=asked) == [(f"speculation.{field}", f"is 100000, must be at most {most}")]
+
+
+def test_fixed_widths_exclude_other_shapes(model: ServedModel) -> None:
+    asked = generation_pb2.Speculation(expansion=[3, 2], max_depth=2, max_branches=3, min_path_probability=0.5)
+    assert {field for field, _ in violations(model, speculation=asked)} == {
+        "speculation.max_depth",
+        "speculation.max_branches",
+        "speculation.min_path_probability",
+    }
+    assert violations(model, speculation=generation_pb2.Speculation(expansion=[16, 16])) == [
+        ("speculation.expansion", "makes a tree of 272 nodes, must make at most 256")
+    ]
+    asked = generation_pb2.Speculation(expansion=[3, 2])
+    assert parse(generation_pb2.GenerateRequest(text="a", speculation=asked), model).samples[
+        0
+    ].speculation.expansion == (
+        3,
+        2,
+    )
 
 
 REJECTION = {"rule": model_pb2.ACCEPTANCE_RULE_REJECTION, "sampling": sampling(temperature=1)}

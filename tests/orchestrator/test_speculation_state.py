@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.generation.speculation_policy import FIRST_MIN_PROBABILITY, SpeculationState
+from orchestrator.generation.speculation_policy import FIRST_MIN_PROBABILITY, DraftControl, SpeculationState
 from specdec.decoding.sampling import Rule
-from specdec.decoding.speculation import ALL_DRAFTERS, OWN_DRAFTERS, Outlook, SpeculationOptions, drafters_of
+from specdec.decoding.speculation import ALL_DRAFTERS, OWN_DRAFTERS, Outlook, Scorer, SpeculationOptions, drafters_of
 from specdec.v2 import verifier_pb2
 from tests.orchestrator.samples import context, sample
 
@@ -55,6 +55,20 @@ def test_a_draft_opens_with_what_pays_now() -> None:
     assert (policy.max_nodes, policy.max_depth, policy.max_branches) == (64, 3, 2)
     assert policy.paused
     assert policy.min_path_probability == pytest.approx(FIRST_MIN_PROBABILITY)
+
+
+def test_the_token_tree_of_a_request_reaches_verifier_and_draft() -> None:
+    asked = SpeculationOptions(
+        max_depth=4, max_nodes=30, min_path_probability=0.25, scorer=Scorer.PROBABILITY, expansion=(3, 1)
+    )
+    state = SpeculationState(True, 64, Outlook(drafting_wanted=True, break_even=0.5))
+    policy = state.draft_policy(sample(speculation=asked))
+    assert (policy.max_nodes, policy.min_path_probability) == (30, 0.25)
+    assert (int(policy.scorer), list(policy.expansion)) == (int(Scorer.PROBABILITY), [3, 1])
+    assert state.verify_policy(context(speculation=asked)).max_depth == 4
+    control = DraftControl(policy, asked, needed=False)
+    assert [message.WhichOneof("message") for message in control.another_verifier(200)] == ["resend"]  # still 30
+    assert next(message.policy.max_nodes for message in control.another_verifier(20)) == 20
 
 
 @pytest.mark.parametrize("fields", [{"speculation": FORCED}, {"rule": Rule.CONTRASTIVE}])

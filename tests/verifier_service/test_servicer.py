@@ -125,6 +125,12 @@ def test_a_window_without_its_drafter_is_refused() -> None:
     assert parsed(policy=policy).policy.lookahead == (5, 3, 3)
 
 
+@pytest.mark.parametrize("field", ["max_candidates", "max_depth"])
+def test_more_than_any_pod_grants_is_refused(field: str) -> None:
+    policy = verifier_pb2.VerifyPolicy(**{field: 129})  # type: ignore[arg-type]
+    assert violation(policy=policy) == (f"policy.{field}", "is 129, must be at most 128")
+
+
 def test_a_session_has_the_drafters_that_are_named() -> None:
     assert parsed().policy.drafters == NO_DRAFTERS
     named = verifier_pb2.VerifyPolicy(drafters=[model_pb2.DRAFTER_REMOTE, model_pb2.DRAFTER_NGRAM])

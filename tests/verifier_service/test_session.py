@@ -3,6 +3,7 @@ allocated, shared, freed."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -259,6 +260,17 @@ class TestCandidates:
         assert result.offered == 2
         assert result.tokens == [4, 5, 6]
         assert result.sources == [REMOTE_DRAFT, REMOTE_DRAFT, BONUS]
+
+    def test_depth_counts_from_the_last_committed_token(self) -> None:
+        """What lies deeper waits: a draft goes on while a commit is under way."""
+        session = decoding(max_candidates=9)
+        session.policy = replace(session.policy, max_depth=2)
+        session.extend(3, Paths([4, 5, 6, 7, 8], [0, 1, 2, 3, 1], [-0.1] * 4 + [-2.0]), 0.0)
+        assert [node.token for node in session.candidates().nodes] == [4, 5, 8]
+        session.tree.commit([4])
+        session.computed += 1
+        session.set_policy(session.policy)
+        assert [node.token for node in session.candidates().nodes] == [5, 6, 8]
 
     def test_none_without_speculation_or_in_the_prompt(self) -> None:
         session = made(max_candidates=5)

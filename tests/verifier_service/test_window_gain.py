@@ -79,9 +79,8 @@ def by_rows(size: Lookahead) -> float:
 def test_where_none_ever_hits_trials_cost_two_hundredths_of_the_tokens_at_most(price: float, steps: int) -> None:
     text = Text(never, price)
     text.steps(steps)
-    assert (
-        text.cost <= TUNING.trial_share * text.tokens + SMALLEST.rows * price
-    )  # a trial ends with the step it fails in
+    of_last_step = SMALLEST.rows * price  # a trial ends with the step in which its price is lost
+    assert text.cost <= TUNING.trial_share * text.tokens + of_last_step
     assert TUNING.trial_share <= 0.02
 
 

@@ -7,10 +7,17 @@ from typing import get_args
 import pytest
 
 from specdec.client import build_request
-from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, OWN_DRAFTERS, CandidateSource, SpeculationOptions
+from specdec.decoding.speculation import (
+    ALL_DRAFTERS,
+    NO_DRAFTERS,
+    OWN_DRAFTERS,
+    CandidateSource,
+    Scorer,
+    SpeculationOptions,
+)
 from specdec.serving.messages import speculation_from
-from specdec.v2.model_pb2 import Drafter
-from specdec.wire.speculation import DRAFTERS, SPECULATIONS, DrafterName, SpeculationName
+from specdec.v2.model_pb2 import Drafter, DraftScorer
+from specdec.wire.speculation import DRAFTERS, SCORERS, SPECULATIONS, DrafterName, ScorerName, SpeculationName
 
 
 def test_every_drafter_of_the_contract_has_a_name_and_a_source() -> None:
@@ -22,6 +29,11 @@ def test_every_drafter_of_the_contract_has_a_name_and_a_source() -> None:
 def test_type_checkers_know_the_names() -> None:
     assert get_args(DrafterName) == tuple(DRAFTERS)
     assert get_args(SpeculationName) == tuple(SPECULATIONS)
+    assert get_args(ScorerName) == tuple(SCORERS)
+
+
+def test_every_scorer_of_the_contract_has_a_name() -> None:
+    assert set(map(int, DraftScorer.values())) - {0} == set(map(int, SCORERS.values())) == set(map(int, Scorer))
 
 
 def test_each_of_the_verifiers_drafters_is_asked_for_by_its_name_alone() -> None:

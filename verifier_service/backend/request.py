@@ -50,6 +50,7 @@ class Policy:
     forced: bool = False  # speculate regardless of the controller
     lookahead: Lookahead | None = None  # size of a window in every step; None: chosen by its gain
     jacobi: bool = False  # windows have n-grams of 2 tokens
+    max_depth: int = 0  # tokens verified ahead of the last committed one; 0: no limit
 
     def __post_init__(self) -> None:
         # Computed once: needed several times a step.

@@ -221,8 +221,11 @@ class VerifierSession:
             return grammar.forced()
 
     def usable(self, node: Node) -> bool:
-        """True if verifying a candidate can add a token. Under CONTRASTIVE nothing can be chosen below a candidate
-        without the draft's distribution."""
+        """True if verifying a candidate now is permitted and can add a token. Depth counts from the last committed
+        token. Under CONTRASTIVE nothing can be chosen below a candidate without the draft's distribution."""
+        most = self.policy.max_depth
+        if most and node.position >= self.tree.base + most:
+            return False
         return not self.needs_draft or node.distribution is not None
 
     def client_has_read(self, tokens: int, scored: int) -> None:
@@ -299,7 +302,7 @@ class VerifierSession:
     def best_nodes(self) -> BestNodes:
         """The best candidates, up to the policy's limit."""
         if self._best_nodes is None:
-            usable = self.usable if self.needs_draft else None
+            usable = self.usable if self.needs_draft or self.policy.max_depth else None
             ranked = (self.tree.best_chain if self.chains_only else self.tree.by_path_logprob)(usable)
             self._best_nodes = BestNodes.of(ranked, self.policy.max_candidates)
         return self._best_nodes
