@@ -161,6 +161,12 @@ ASKED = (
     Mistake("specdec generate 'def' --max-tokens 5000000000", USAGE, "max_tokens = 5000000000: Value out of range"),
     Mistake("specdec generate 'def' --stop ''", REFUSED, "stop[0]: has 0 characters, must have 1 to 256"),
     Mistake("specdec generate 'def' --lookahead 500 5 5", REFUSED, "adds 2008 tokens to a step, must add at most 128"),
+    Mistake("specdec generate 'def' --jacobi 500", REFUSED, "adds 499 tokens to a step, must add at most 128"),
+    Mistake(
+        "specdec generate 'def' --max-branches 100000",
+        REFUSED,
+        "speculation.max_branches: is 100000, must be at most 16",
+    ),
     Mistake(
         "specdec generate 'def' --alpha 0.5", REFUSED, "contrast: is set, must be unset unless the rule is CONTRASTIVE"
     ),

@@ -246,6 +246,10 @@ def test_a_completion_is_refused_by_field(fields: dict[str, Any], param: str, pr
     [
         ({"rule": "contrastive", "speculation": "off"}, "speculation.off", "specdec.speculation"),
         ({"speculation": "draft"}, "speculation.drafters", "specdec.speculation"),
+        ({"speculation": "jacobi"}, "speculation.jacobi", "specdec.speculation"),
+        ({"jacobi": 500}, "speculation.lookahead", "specdec.jacobi"),
+        ({"lookahead": [500, 5, 5]}, "speculation.lookahead", "specdec.lookahead"),
+        ({"expansion": [2, 17]}, "speculation.expansion[1]", "specdec.expansion[1]"),
         ({"drafters": ["ngram"], "forced": True}, "speculation.forced", "specdec.forced"),
         ({"max_depth": 99}, "speculation.max_depth", "specdec.max_depth"),
     ],

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
+from specdec.client import build_request
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.v2 import generation_pb2, model_pb2
 from tests.models import CONTEXT, END, VOCABULARY
 from tests.services.conftest import Directories
-from tests.stack import ALWAYS, OWN_DRAFTERS, Stack, stack, until
+from tests.stack import ALWAYS, Stack, stack, until
 from tests.verifier_service.fakes import Decided
 from verifier_service.speculation.controller import Mode
 
@@ -44,8 +45,17 @@ def prompts(count: int, seed: int = 3) -> list[list[int]]:
     return [[generator.randrange(3, VOCABULARY) for _ in range(generator.choice((1, 5, 30, 90)))] for _ in range(count)]
 
 
-WINDOWS = ((4, 2, 1), (5, 3, 5), (7, 5, 3))
-"""W, N, G of lookahead decoding; N = 2 is Jacobi decoding."""
+LOOKING = [
+    build_request(speculation="lookahead", lookahead=(5, 3, 5)).speculation,
+    build_request(speculation="local", lookahead=(7, 5, 3)).speculation,
+    build_request(speculation="jacobi", jacobi=4).speculation,
+    build_request(speculation="lookahead", forced=True).speculation,
+]
+
+SHAPES = [
+    generation_pb2.Speculation(drafters=[model_pb2.DRAFTER_REMOTE], forced=True, expansion=[3, 2, 1]),
+    generation_pb2.Speculation(max_depth=1, max_nodes=20, scorer=model_pb2.DRAFT_SCORER_PROBABILITY),
+]
 
 HEADS = model_pb2.DRAFTER_HEADS
 
@@ -89,6 +99,10 @@ async def check(directories: Directories, requests: list[tuple[list[int], dict[s
     async with stack(directories.target, directories.near, target_delay=slow_target) as services:
         want, drafted, _ = await run_all(services, requests, tokens, at_once=1, plain=True)
         assert drafted == 0
+        for shape in SHAPES:
+            got, drafted, _ = await run_all(services, requests, tokens, speculation=shape)
+            compare(want, got, f"a token tree of {shape}")
+            assert drafted > 0
         alone, drafted, accepted = await run_all(services, requests, tokens, at_once=1)
         compare(want, alone, "drafted")
         assert 0 < accepted < drafted  # it did speculate, and was corrected
@@ -107,14 +121,9 @@ async def check(directories: Directories, requests: list[tuple[list[int], dict[s
     await against(directories.near, "a slow draft", delay=lambda: time.sleep(0.05))
     await against(None, "no draft at all")
     async with stack(directories.target, None, target_delay=slow_target) as services:
-        for window, ngram, guesses in WINDOWS:
-            size = model_pb2.Lookahead(window=window, ngram=ngram, guesses=guesses)
-            looking = generation_pb2.Speculation(
-                drafters=OWN_DRAFTERS,
-                lookahead=size,
-            )
+        for looking in LOOKING:
             got, drafted, _ = await run_all(services, requests, tokens, speculation=looking)
-            compare(want, got, f"lookahead {size}")
+            compare(want, got, f"{looking}")
             assert drafted > 0
     for own in (directories.near, directories.random):
         controller = Decided(Mode.LOCAL_DRAFT)

@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.speculation import CandidateSource
+from tests.replay.clock import Clock
+from tests.replay.engines import TimedEngine
 from tests.verifier_service.fakes import BAD, Client, Decided, FixedLatency, TextEngine, run, step_loop
 from tests.verifier_service.test_ngram_proposer import Parrot
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import LOOKAHEAD
+from verifier_service.costs.step_latency import MEASURED_ROWS, StepLatency
 from verifier_service.sessions.window_gain import TenantWindows, WindowGain, WindowsByTenant
 from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.speculation.controller import Mode
@@ -156,6 +159,36 @@ def test_a_step_loop_opens_windows_by_itself_where_they_hit(jacobi: bool) -> Non
     assert client.tokens == [2 + i % 7 for i in range(15, 915)]
     assert sources[-300:].count(LOOKAHEAD) > 120
     assert sum(1 + 0.03 * rows for rows in engine.steps) < 0.8 * 900 * 1.03
+
+
+class ThreadedParrot(Parrot):
+    """On the CPU, with one thread."""
+
+    threads = (1,)
+
+    def use_threads(self, count: int) -> None:
+        assert count == 1
+
+
+def test_adaptive_speculation_finds_windows_that_pay_within_two_seconds() -> None:
+    """Lookups off, by the modes that it chooses itself, on a virtual clock: plain decoding brings 200 tokens a second,
+    a fixed window 330."""
+    rates = {}
+    for name, policy in (("auto", WINDOWS), ("fixed", Policy(WINDOWS.drafters, 64, 0.0, lookahead=SMALLEST))):
+        clock = Clock()
+        with clock.rules():
+            engine = TimedEngine(ThreadedParrot(40), clock, 0.97 * 0.005, 0.03 * 0.005)
+            latency = StepLatency(MEASURED_ROWS, [0.005 * (0.97 + 0.03 * rows) for rows in MEASURED_ROWS])
+            loop = step_loop(engine, latency)  # type: ignore[arg-type]
+            client = Client(loop, [2 + (i + 1) % 7 for i in range(15)], 2300, policy=policy)
+            at = []
+            while not client.over:
+                client.read()
+                loop.turn()
+                at.append((clock.now, len(client.tokens)))
+        (start, had) = next(entry for entry in at if entry[0] >= at[0][0] + 2.0)
+        rates[name] = (at[-1][1] - had) / (at[-1][0] - start)
+    assert rates["auto"] > 0.95 * rates["fixed"] > 0.95 * 1.4 * 200
 
 
 @pytest.mark.parametrize("sampling", [Sampling(banned_tokens=frozenset({BAD})), Sampling(temperature=1.5, seed=4)])
