@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -33,7 +34,7 @@ with needed_by("verifier", "verifier"):
     from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
     from specdec.serving.validation import MAX_CANDIDATES, MAX_WINDOW_ROWS, window_violations
     from specdec.wire.speculation import SPECULATIONS, SpeculationName
-    from verifier_service.heads_files import read_heads
+    from verifier_service.heads_files import memory_of_heads, read_heads
     from verifier_service.proposers.draft_model import DraftModelProposer
     from verifier_service.servicer import VerifierLimits, VerifierServicer
     from verifier_service.step_loop import StepLoop
@@ -242,7 +243,9 @@ def main(
         target = Placement(engine, dtype, device, kv_tokens, compile, max_sessions, weights=weights)
         beside = replace(target, beside=True, weights="stored")
         directory, *drafts = check(
-            Wanted(model, target), *([] if draft_model is None else [Wanted(draft_model, beside)]), heads=heads
+            Wanted(model, target),
+            *([] if draft_model is None else [Wanted(draft_model, beside)]),
+            beside=None if heads is None else partial(memory_of_heads, heads),
         )
         files = None if heads is None else read_heads(heads, heads_tree, directory)
         most = threads or threads_for(device)

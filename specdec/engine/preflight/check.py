@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from specdec.engine.gguf_file import open_model
-from specdec.engine.heads.medusa_files import MedusaFiles, TargetShape
 from specdec.engine.memory import free_bytes
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.placement import Placement
+from specdec.engine.placement import Dtype, Placement
 from specdec.engine.preflight.architectures import check_architecture
 from specdec.engine.preflight.device import check_placement, is_exported
 from specdec.engine.preflight.dtype import dtype_of
@@ -28,9 +27,13 @@ class Wanted(NamedTuple):
     placement: Placement = Placement()
 
 
-def check(target: Wanted, *drafts: Wanted, heads: Path | None = None) -> list[ModelDirectory]:
-    """Return the models' directories if this machine can serve all of them at the same time, each draft can draft for
-    the target, and the target's `heads` fit it.
+Beside = Callable[[ModelDirectory, Dtype], MemoryNeeded]
+"""Checks something on a target's device, by the target and its dtype, and returns the memory it needs there."""
+
+
+def check(target: Wanted, *drafts: Wanted, beside: Beside | None = None) -> list[ModelDirectory]:
+    """Return the models' directories if this machine can serve all of them at the same time, with something `beside`
+    the target, and each draft can draft for the target.
 
     Raises ModelDirectoryError or UnsupportedModelError, naming in one line the problem and the remedy, or
     ModuleNotFoundError for a missing package. Weights are not read, torch and transformers not imported.
@@ -38,11 +41,8 @@ def check(target: Wanted, *drafts: Wanted, heads: Path | None = None) -> list[Mo
     directories = [check_model(wanted) for wanted in (target, *drafts)]
     for draft in directories[1:]:
         draft.check_pair(directories[0])
-    beside = []
-    if heads is not None:
-        files = MedusaFiles.of(heads, TargetShape.of(directories[0]))
-        beside.append(files.memory_needed(dtype_of(directories[0], target.placement)))
-    check_memory([wanted.placement for wanted in (target, *drafts)], directories, beside)
+    further = [] if beside is None else [beside(directories[0], dtype_of(directories[0], target.placement))]
+    check_memory([wanted.placement for wanted in (target, *drafts)], directories, further)
     return directories
 
 
@@ -70,14 +70,14 @@ def device_of(placement: Placement) -> str:
 
 
 def check_memory(
-    placements: list[Placement], directories: list[ModelDirectory], beside: Sequence[MemoryNeeded] = ()
+    placements: list[Placement], directories: list[ModelDirectory], further: Sequence[MemoryNeeded] = ()
 ) -> None:
-    """Raise UnsupportedModelError unless each device has room for all models placed on it, and the first one's for what
-    is `beside` it. On GPUs vLLM finds out by itself: its options determine the number of GPUs for a model, and the
+    """Raise UnsupportedModelError unless each device has room for all models placed on it, and the first model's for
+    the `further` needs. On GPUs vLLM finds out by itself: its options determine the number of GPUs for a model, and the
     quantisation."""
     on_device: dict[str, list[MemoryNeeded]] = defaultdict(list)
-    if beside:
-        on_device[device_of(placements[0])] += beside
+    if further:
+        on_device[device_of(placements[0])] += further
     for placement, directory in zip(placements, directories, strict=True):
         if is_counted(placement):
             on_device[device_of(placement)].append(memory_needed(directory, placement))

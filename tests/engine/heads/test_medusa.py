@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from specdec.engine.preflight.check import Wanted, check
 from specdec.engine.unsupported import UnsupportedModelError
 from tests.heads import make_heads
 from tests.models import make
+from verifier_service.heads_files import memory_of_heads
 
 HEADS, LAYERS, HIDDEN, VOCABULARY = 3, 2, 8, 21
 TARGET = TargetShape(HIDDEN, VOCABULARY)
@@ -236,11 +238,11 @@ def test_a_start_without_room_for_heads_is_refused(tmp_path: Path, monkeypatch: 
     target = make("llama", tmp_path / "target")
     heads = make_heads(tmp_path / "heads")
     wanted = Wanted(target, Placement(kv_tokens=512))
-    check(wanted, heads=heads)
+    check(wanted, beside=partial(memory_of_heads, heads))
     numbers = 3 * (64 * 64 + 320 * 64)
     monkeypatch.setattr("specdec.engine.preflight.check.free_bytes", lambda _: 600_000_000)
     said = rf"heads heads needs {4 * numbers / 1e9:.3g} GB for weights in float32;"
     with pytest.raises(UnsupportedModelError, match=said):
-        check(wanted, heads=heads)
+        check(wanted, beside=partial(memory_of_heads, heads))
     with pytest.raises(MedusaFilesError, match="for a target of hidden size 64 with 320 token ids"):
-        check(wanted, heads=make_heads(tmp_path / "others", hidden=32))
+        check(wanted, beside=partial(memory_of_heads, make_heads(tmp_path / "others", hidden=32)))
