@@ -198,6 +198,7 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple[in
     return start(model, root / "cache"), start(model, root / "cache", 8)
 
 
+@pytest.mark.verify
 def test_code_has_the_same_bits_compiled_here_and_kept(starts: tuple[dict[str, tuple[int, str]], ...]) -> None:
     """Compiled loops fix the order of their sums: no version of an inner loop may replace another."""
     first, second = (each["layers"] for each in starts)
@@ -206,6 +207,7 @@ def test_code_has_the_same_bits_compiled_here_and_kept(starts: tuple[dict[str, t
         assert (first[0], second[0]) == (0, 1)
 
 
+@pytest.mark.verify
 def test_kept_code_computes_the_same_bits_in_another_process(starts: tuple[dict[str, tuple[int, str]], ...]) -> None:
     """Addresses differ there: the code must refer to functions by name, with one thread and with a team."""
     first, second = starts

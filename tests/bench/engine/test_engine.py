@@ -104,6 +104,7 @@ class TestRandomWeights:
         with pytest.raises(ModelDirectoryError, match="vocab_size"):
             RandomWeights(tmp_path)
 
+    @pytest.mark.verify
     def test_injected_candidates_change_no_token(self, tiny: RandomWeights) -> None:
         """Random weights are reproducible; the more candidates are right, the fewer steps a text takes."""
         prompts = [[3 + i for i in range(40)], [70 + i for i in range(25)]]
@@ -121,6 +122,7 @@ class TestRandomWeights:
 
 
 class TestReport:
+    @pytest.mark.verify
     def test_a_quick_run(self, tiny: RandomWeights, tmp_path: Path) -> None:
         given = ["--quick", "--peers", "eager-dynamic,eager-static", "--threads", "1", "--repeats", "3"]
         args = parsed([*given, "--synthetic-acceptance", "0.9"])

@@ -223,6 +223,7 @@ gpu.main(["--device", "cpu", "--only", "endless", "--out", sys.argv[1]])
 """
 
 
+@pytest.mark.verify
 def test_a_run_that_is_told_to_end_ends_its_step(tmp_path: Path) -> None:
     log = tmp_path / "endless" / "log.txt"
     with subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path)], stdout=subprocess.PIPE, text=True) as run:

@@ -114,6 +114,7 @@ def test_half_precision_is_quantised_on_request_alone(tmp_path: Path, monkeypatc
     assert "MatMulNBits" in operators(tmp_path / "out")
 
 
+@pytest.mark.verify
 def test_a_truncated_export_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
