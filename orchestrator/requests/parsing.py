@@ -18,6 +18,7 @@ from specdec.decoding.sampling import Rule, Sampling, sampling_violations
 from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS, SpeculationOptions
 from specdec.grammar.grammar import GrammarError
 from specdec.grammar.json_schema import supported_source
+from specdec.grammar.unique_items import UniqueItems
 from specdec.serving.echo import echo
 from specdec.serving.errors import (
     InvalidRequestError,
@@ -119,7 +120,7 @@ def parse(
         if top is not None and top > MAX_LOGPROBS:
             violations.append((field, f"is {top}, must be at most {MAX_LOGPROBS}"))
     _check_stops(message, model, violations)
-    grammar = _grammar(message, model, violations)
+    grammar, check = _grammar(message, model, violations)
     if grammar is not None and reasoning is not None:
         grammar = reasoning.before(grammar)
     if grammar is not None:
@@ -155,6 +156,7 @@ def parse(
         revision=message.model_fingerprint,
         coalesce_commits=not streamed and not message.stop,
         grammar=grammar,
+        schema_check=check,
         shown_tokens=frozenset(model.tool_tokens.values()) if message.chat.tools else frozenset(),
         show_special=message.show_special_tokens,
         include_stop=message.include_stop,
@@ -347,32 +349,29 @@ def _reasoning(
 
 def _grammar(
     message: generation_pb2.GenerateRequest, model: ServedModel, violations: list[tuple[str, str]]
-) -> model_pb2.Grammar | None:
-    """Return the grammar of the text: of its answer, and of calls in its place; None if it is free."""
+) -> tuple[model_pb2.Grammar | None, UniqueItems | None]:
+    """Return the grammar of the text: of its answer, and of calls in its place; None if it is free. And the check that
+    the finished answer needs, if it has no calls beside it."""
     answer = message.grammar if message.HasField("grammar") else None
     if message.json_schema:
         if answer is not None:
             violations.append(("grammar", "is set together with json_schema, must be the only grammar"))
         answer = model_pb2.Grammar(json_schema=message.json_schema)
     if violations:
-        return None
+        return None, None
     if answer is not None and answer.WhichOneof("kind") is None:
-        return answer  # the checks of grammars refuse it
+        return answer, None  # the checks of grammars refuse it
+    check = None
     try:
-        return tool_grammar(message.chat, model, None if answer is None else _supported(answer))
+        if answer is not None and answer.WhichOneof("kind") == "json_schema":
+            source, check = supported_source(answer.json_schema, checks=not message.chat.tools)
+            given, answer = answer, model_pb2.Grammar()
+            answer.CopyFrom(given)
+            answer.json_schema = source
+        return tool_grammar(message.chat, model, answer), check
     except GrammarError as error:
         violations.append((grammar_field(message), str(error)))
-        return None
-
-
-def _supported(grammar: model_pb2.Grammar) -> model_pb2.Grammar:
-    """Return a grammar with its schema, if it is one, as the services take it; GrammarError if they cannot."""
-    if grammar.WhichOneof("kind") != "json_schema":
-        return grammar
-    found = model_pb2.Grammar()
-    found.CopyFrom(grammar)
-    found.json_schema = supported_source(grammar.json_schema)
-    return found
+        return None, None
 
 
 def grammar_field(message: generation_pb2.GenerateRequest) -> str:

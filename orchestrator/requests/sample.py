@@ -13,6 +13,7 @@ from orchestrator.requests.reasoning import Reasoning, reasoning_message
 from specdec.decoding.block_hashes import cache_scope
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import SpeculationOptions
+from specdec.grammar.unique_items import UniqueItems
 from specdec.v2 import generation_pb2, model_pb2
 
 
@@ -45,6 +46,7 @@ class Sample:
     reasoning: Reasoning | None = None  # at the start of the text, if any
     time: datetime | None = None  # seen by the chat template
     prompt_logprobs: int | None = None  # as `top_logprobs`, for the prompt; of the first sample only
+    schema_check: UniqueItems | None = None  # of the finished answer: what no grammar enforces of its schema
     cache_salt: str = ""  # separates the text from others of its tenant in caches
 
     @property

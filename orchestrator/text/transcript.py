@@ -62,6 +62,7 @@ class SampleTranscript:
         self._found: int | None = None  # cached tokens of the prompt at the first verifier
         self._undecided: verifier_pb2.Commit | None = None  # has had no response yet
         self._completion_tokens = len(sample.generated)
+        self._answer: list[str] = []  # pieces, if it is checked when finished
         self.finish_reason: model_pb2.FinishReason.ValueType = model_pb2.FINISH_REASON_UNSPECIFIED
         """Why the text is complete; unspecified while it is not."""
 
@@ -90,7 +91,10 @@ class SampleTranscript:
     def _spell_generated(self) -> None:
         space = self._text.take_space(self._sample.generated) or 0
         for token in self._sample.generated[space:]:
-            self._text.push(token)
+            before = self._text.reasoning_tokens
+            spelt = self._text.push(token)
+            if self._sample.schema_check is not None and self._text.reasoning_tokens == before:
+                self._answer.append(spelt.text)
 
     def score(self, scores: verifier_pb2.PromptLogprobs) -> generation_pb2.GenerateResponse:
         """Return the response with log-probabilities of the next tokens of the prompt; the last one has `finish` if
@@ -166,6 +170,8 @@ class SampleTranscript:
             offered=commit.offered,
             rejected=self._rejected(commit, ended=bool(reason)),
         )
+        if self._sample.schema_check is not None:
+            self._answer.append(response.text)
         if reason:
             self.finish_reason = reason
             response.finish.CopyFrom(self._finish(reason, stop))
@@ -218,9 +224,12 @@ class SampleTranscript:
 
     def _finish(self, reason: model_pb2.FinishReason.ValueType, stop: str) -> generation_pb2.Finish:
         """Return `finish`, with the fields known to the transcript."""
+        check = self._sample.schema_check
+        found = None if check is None else check.of_text("".join(self._answer))
         return generation_pb2.Finish(
             reason=reason,
             stop=stop,
             usage=self.usage,
             speculation=self.statistics.message(),
+            schema_check=None if found is None else generation_pb2.SchemaCheck(**found._asdict()),
         )

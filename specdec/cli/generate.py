@@ -344,6 +344,11 @@ def _complete(
             f"{without_draft(s, options)}{finish.reason}, seed {report.seed}, "
             f"request {report.request_id}[/dim]"
         )
+        if (check := finish.schema_check) is not None and not check.ok:
+            broken = f"{check.keyword} does not hold at {check.path}"
+            err.file.write(
+                f"not valid under the schema: {broken}\n" if check.keyword else "not checked for uniqueItems\n"
+            )
         for line in speculation_lines(s, err, in_colours=console.is_terminal):
             err.file.write(f"{line}\n")
 

@@ -50,6 +50,7 @@ class CompletionReport:
             "text": "".join(self._text),
             **({"reasoning": reasoning} if (reasoning := "".join(self._reasoning)) else {}),
             "finish_reason": finish.reason,
+            **({} if finish.schema_check is None else {"schema_check": asdict(finish.schema_check)}),
             "usage": {"prompt_tokens": finish.prompt_tokens, "completion_tokens": finish.completion_tokens},
             "seed": self.seed,
             "request_id": self.request_id,

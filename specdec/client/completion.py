@@ -97,6 +97,15 @@ class Speculation:
 
 
 @dataclass(frozen=True)
+class SchemaCheck:
+    """The outcome of a check of the finished text for what no grammar enforces of its JSON schema."""
+
+    ok: bool | None  # whether the text is valid; None: it is no whole JSON value, or too large to check
+    path: str  # the part of the value that is not valid, a JSON pointer
+    keyword: str  # that it breaks
+
+
+@dataclass(frozen=True)
 class Finish:
     """How a completion ended."""
 
@@ -111,6 +120,7 @@ class Finish:
     cached_tokens: int  # tokens of the prompt found in the KV cache
     reproducible: bool  # True: repeating the request gives the same tokens
     reasoning_tokens: int  # part of `completion_tokens`
+    schema_check: SchemaCheck | None = None  # None: the grammar enforces all of the schema, or there is none
 
 
 @dataclass(frozen=True)
@@ -315,7 +325,12 @@ def _read_finish(finish: pb.Finish) -> Finish:
         cached_tokens=finish.usage.cached_tokens,
         reproducible=finish.reproducible,
         reasoning_tokens=finish.usage.reasoning_tokens,
+        schema_check=_read_check(finish.schema_check) if finish.HasField("schema_check") else None,
     )
+
+
+def _read_check(check: pb.SchemaCheck) -> SchemaCheck:
+    return SchemaCheck(check.ok if check.HasField("ok") else None, check.path, check.keyword)
 
 
 def _read_decisions(decisions: model_pb2.SpeculationDecisions) -> SpeculationDecisions:

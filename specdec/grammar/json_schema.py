@@ -34,6 +34,7 @@ from specdec.grammar.json_values import (
 from specdec.grammar.languages import Languages
 from specdec.grammar.patterns import EVERY, PatternError, PatternTooLargeError, UnreadableError
 from specdec.grammar.references import Document
+from specdec.grammar.unique_items import UniqueItems
 
 Made = TypeVar("Made")
 
@@ -80,16 +81,20 @@ OTHER_TYPES = ("null", "boolean", "string", "array", "object")
 """All types but numbers."""
 
 
-def supported_source(source: str) -> str:
-    """Return the JSON of an equivalent schema that llguidance takes; GrammarError if there is none. A source that is
-    not a JSON object is returned as it is: compilation will say why."""
+def supported_source(source: str, *, checks: bool = False) -> tuple[str, UniqueItems | None]:
+    """Return the JSON of an equivalent schema that llguidance takes; GrammarError if there is none. With `checks`, also
+    one that allows more, and the check that a finished text needs. A source that is not a JSON object is returned as it
+    is: compilation will say why."""
     if problem := source_violation(Kind.JSON_SCHEMA, (source,)):
         raise GrammarError(problem)
     try:
         schema = json.loads(source)
     except (ValueError, RecursionError):
-        return source
-    return json_text(supported(schema)) if isinstance(schema, dict) else source
+        return source, None
+    if not isinstance(schema, dict):
+        return source, None
+    found, check = _rewritten(schema, Work(), checks=checks)
+    return json_text(found), check
 
 
 def json_text(schema: Mapping[str, Any]) -> str:
@@ -122,10 +127,17 @@ class Work:
 def supported(schema: Mapping[str, Any], work: Work | None = None) -> Mapping[str, Any]:
     """Return an equivalent schema that llguidance takes; GrammarError if there is none. With llguidance's `lenient` the
     schema itself, since what cannot be enforced is to be ignored."""
+    found, _ = _rewritten(schema, work or Work(), checks=False)
+    return found
+
+
+def _rewritten(schema: Mapping[str, Any], work: Work, *, checks: bool) -> tuple[Mapping[str, Any], UniqueItems | None]:
+    """Return what `supported` returns; with `checks`, also the check of what the schema leaves out, if anything."""
     if object_of(schema.get("x-guidance")).get("lenient") is True:
-        return schema
+        return schema, None
     try:
-        return _Rewriting(schema, work or Work()).whole()
+        rewriting = _Rewriting(schema, work, checks=checks)
+        return rewriting.whole(), rewriting.check()
     except GrammarError as error:
         told = str(error)
         if len(told) <= MAX_TOLD_CHARACTERS:
@@ -141,9 +153,11 @@ def supported(schema: Mapping[str, Any], work: Work | None = None) -> Mapping[st
 class _Rewriting:
     """Rewrites one schema. Every method gets the place of its schema as a JSON pointer, for errors."""
 
-    def __init__(self, root: Mapping[str, Any], work: Work) -> None:
+    def __init__(self, root: Mapping[str, Any], work: Work, *, checks: bool) -> None:
         self._root = root
         self._work = work
+        self._checks = checks
+        self._unenforced: dict[int, str] = {}  # places of schemas whose uniqueItems is left out, by identity
         self._document = Document(root)
         self._languages = work.languages
         self._negations = 0
@@ -161,6 +175,10 @@ class _Rewriting:
             definitions[name] = self.schema(target, place)
         result |= {"$defs": definitions} if definitions else {}
         return result | {key: self._root[key] for key in ("x-guidance",) if key in self._root}
+
+    def check(self) -> UniqueItems | None:
+        """Return the check of what the result leaves out; None if nothing."""
+        return UniqueItems(self._root, self._document, self._unenforced) if self._unenforced else None
 
     def schema(self, schema: Schema, place: str) -> Schema:
         """Return an equivalent schema."""
@@ -292,6 +310,8 @@ class _Rewriting:
                         ]
                     }
                 )
+            elif self._checks:
+                self._unenforced[id(schema)] = place
             else:
                 why = f"items must be an enum of at most {MAX_UNIQUE} values, or maxItems at most 1"
                 raise _refused(place, "uniqueItems", why)

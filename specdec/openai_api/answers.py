@@ -304,6 +304,7 @@ def fingerprint(finishes: Iterable[Finish]) -> str:
 
 def statistics(finish: Finish) -> Json:
     """Return this project's own statistics of a finished sample."""
+    check = finish.schema_check
     return {
         **asdict(finish.speculation),
         "mean_tokens_per_step": finish.speculation.mean_tokens_per_step,
@@ -311,4 +312,5 @@ def statistics(finish: Finish) -> Json:
         "exact": finish.exact,
         "reproducible": finish.reproducible,
         "preemptions": finish.preemptions,
+        **({} if check is None else {"schema_check": asdict(check)}),
     }

@@ -891,6 +891,7 @@ class Finish(google.protobuf.message.Message):
     REPRODUCIBLE_FIELD_NUMBER: builtins.int
     NUMERICS_MODE_FIELD_NUMBER: builtins.int
     PREEMPTIONS_FIELD_NUMBER: builtins.int
+    SCHEMA_CHECK_FIELD_NUMBER: builtins.int
     reason: specdec.v2.model_pb2.FinishReason.ValueType
     """Why."""
     stop: builtins.str
@@ -913,6 +914,12 @@ class Finish(google.protobuf.message.Message):
     def speculation(self) -> global___SpeculationStatistics:
         """Speculation statistics."""
 
+    @property
+    def schema_check(self) -> global___SchemaCheck:
+        """Check of the finished text for what no grammar enforces of its JSON schema: `uniqueItems` of open values. Unset: the
+        grammar enforces all of the schema, or there is none.
+        """
+
     def __init__(
         self,
         *,
@@ -924,11 +931,40 @@ class Finish(google.protobuf.message.Message):
         reproducible: builtins.bool = ...,
         numerics_mode: specdec.v2.model_pb2.NumericsMode.ValueType = ...,
         preemptions: builtins.int = ...,
+        schema_check: global___SchemaCheck | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["speculation", b"speculation", "usage", b"usage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["numerics_fingerprint", b"numerics_fingerprint", "numerics_mode", b"numerics_mode", "preemptions", b"preemptions", "reason", b"reason", "reproducible", b"reproducible", "speculation", b"speculation", "stop", b"stop", "usage", b"usage"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["schema_check", b"schema_check", "speculation", b"speculation", "usage", b"usage"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["numerics_fingerprint", b"numerics_fingerprint", "numerics_mode", b"numerics_mode", "preemptions", b"preemptions", "reason", b"reason", "reproducible", b"reproducible", "schema_check", b"schema_check", "speculation", b"speculation", "stop", b"stop", "usage", b"usage"]) -> None: ...
 
 global___Finish = Finish
+
+@typing.final
+class SchemaCheck(google.protobuf.message.Message):
+    """The outcome of a check of a finished text."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OK_FIELD_NUMBER: builtins.int
+    PATH_FIELD_NUMBER: builtins.int
+    KEYWORD_FIELD_NUMBER: builtins.int
+    ok: builtins.bool
+    """Whether the text is valid. Unset: it is no whole JSON value, as one that is cut short, or too large to check."""
+    path: builtins.str
+    """The part of the value that is not valid, a JSON pointer, as in "/tags/3"."""
+    keyword: builtins.str
+    """The keyword that it breaks."""
+    def __init__(
+        self,
+        *,
+        ok: builtins.bool | None = ...,
+        path: builtins.str = ...,
+        keyword: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_ok", b"_ok", "ok", b"ok"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_ok", b"_ok", "keyword", b"keyword", "ok", b"ok", "path", b"path"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_ok", b"_ok"]) -> typing.Literal["ok"] | None: ...
+
+global___SchemaCheck = SchemaCheck
 
 @typing.final
 class Usage(google.protobuf.message.Message):

@@ -32,7 +32,6 @@ def test_public_names_are_frozen() -> None:
         "AccessDenied", "AsyncClient", "AsyncStream", "Cancelled", "Chunk", "Client", "Completion",
         "DeadlineExceeded", "Finish", "GenerateOptions", "InvalidRequest", "Logprobs", "Message", "Model",
         "NotFound", "Overloaded", "Piece", "PromptChanged", "PromptToken", "Rejected", "Resolved", "Result",
-        "ServerError", "SpecdecError", "Speculation", "SpeculationDecisions", "SpeculationLimits", "Stream",
-        "Tokenized", "Unavailable",
-        "Unimplemented", "build_request",
+        "SchemaCheck", "ServerError", "SpecdecError", "Speculation", "SpeculationDecisions", "SpeculationLimits",
+        "Stream", "Tokenized", "Unavailable", "Unimplemented", "build_request",
     }  # fmt: skip

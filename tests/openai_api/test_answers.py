@@ -9,9 +9,9 @@ import pytest
 from google.protobuf.json_format import ParseDict
 
 from specdec.client.completion import Chunk, Finish, read_chunk
-from specdec.openai_api.answers import Choice
+from specdec.openai_api.answers import Choice, statistics
 from specdec.openai_api.event_stream import typed_event_of
-from specdec.openai_api.json_text import EncodedList, encoded
+from specdec.openai_api.json_text import EncodedList, Json, encoded
 from specdec.openai_api.parts import EndPart, TextPart
 from specdec.openai_api.responses_answer import ResponseAnswer
 from specdec.openai_api.responses_request import ResponsesReader
@@ -44,6 +44,24 @@ def finish_of(chunk: Chunk) -> Finish:
 
 def a_choice(*, chat: bool) -> Choice:
     return Choice(0, first_sample=True, chat=chat, logprobs=True)
+
+
+@pytest.mark.parametrize(
+    ("check", "told"),
+    [
+        (None, None),
+        ({"ok": True}, {"ok": True, "path": "", "keyword": ""}),
+        ({}, {"ok": None, "path": "", "keyword": ""}),
+        (
+            {"path": "/tags/1", "keyword": "uniqueItems", "ok": False},
+            {"ok": False, "path": "/tags/1", "keyword": "uniqueItems"},
+        ),
+    ],
+)
+def test_the_check_of_a_schema_is_told(check: Json | None, told: Json | None) -> None:
+    finish = pb.Finish(schema_check=None if check is None else pb.SchemaCheck(**check))
+    statistics_of = statistics(finish_of(read_chunk(pb.GenerateResponse(finish=finish))))
+    assert statistics_of.get("schema_check") == told
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -12,10 +12,12 @@ import jsonschema
 import pytest
 
 from orchestrator.requests.model import ServedModel
+from orchestrator.requests.parsing import parse
 from orchestrator.requests.tools import tool_grammar, tool_violations
 from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar, GrammarError, Kind
+from specdec.serving.errors import InvalidRequestError
 from specdec.v2 import generation_pb2, model_pb2
 from specdec.wire.tool_calls import ToolCall, ToolCallReader
 from specdec.wire.tool_formats import FORMATS, MISTRAL_ARGS, QWEN_CODER, TaggedCall, ToolFormat, written
@@ -319,3 +321,14 @@ def test_an_answer_keeps_its_beginning(model: ServedModel) -> None:
     assert found is not None
     assert (found.after_token, found.opening_token) == (5, 4)
     assert tool_grammar(generation_pb2.ChatPrompt(), model, answer) is answer
+
+
+def test_an_answer_beside_tools_is_held_to_its_whole_schema(source: Path, tmp_path: Path) -> None:
+    """Its text may be a call, which the check of a finished answer could take for one."""
+    asked = chat({"f": {"type": "object"}}, messages=[generation_pb2.ChatMessage(role="user", content="hi")])
+    schema = json.dumps({"type": "array", "items": {"type": "string"}, "uniqueItems": True})
+    model = model_of(source, tmp_path / "m", next(iter(TEMPLATES.values())))
+    with pytest.raises(
+        InvalidRequestError, match=r"json_schema: /uniqueItems: cannot be enforced: items must be an enum"
+    ):
+        parse(generation_pb2.GenerateRequest(chat=asked, json_schema=schema), model)

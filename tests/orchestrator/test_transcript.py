@@ -11,6 +11,7 @@ from orchestrator.requests.model import ServedModel
 from orchestrator.requests.parsing import parse
 from orchestrator.text.transcript import SampleTranscript
 from specdec.engine.model_directory import ModelDirectory
+from specdec.serving.bounded_threads import BoundedThreads
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
 from tests.models import make
 
@@ -86,3 +87,44 @@ def test_decisions_of_a_texts_commits_are_summed(tmp_path: Path) -> None:
     assert response.finish.speculation.decisions == model_pb2.SpeculationDecisions(
         modes={"off": 2}, without={"row_cost": 2}, row_us=2000
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "check"),
+    [
+        ('["a", "b"]', generation_pb2.SchemaCheck(ok=True)),
+        ('["a", "b", "a"]', generation_pb2.SchemaCheck(ok=False, path="/2", keyword="uniqueItems")),
+        ('["a", "b", "a"', generation_pb2.SchemaCheck()),
+    ],
+)
+@pytest.mark.parametrize("resumed", [0, 6])
+async def test_a_finished_text_is_checked_for_what_no_grammar_enforces(
+    tmp_path: Path, text: str, check: generation_pb2.SchemaCheck, resumed: int
+) -> None:
+    """However it came: in one commit or two, or in part by another orchestrator."""
+    model = ServedModel.of(ModelDirectory(make("llama", tmp_path / "m")))
+    tokens = model.tokenizer.encode(text, special=False)
+    schema = '{"type": "array", "items": {"type": "string"}, "uniqueItems": true}'
+    asked = generation_pb2.GenerateRequest(text="abc", json_schema=schema, generated_tokens=tokens[:resumed])
+    asked.sampling.seed = 1
+    sample = parse(asked, model).samples[0]
+    assert sample.grammar is not None
+    assert "uniqueItems" not in sample.grammar.json_schema
+    transcript = SampleTranscript(sample, model, 0.0)
+    threads = BoundedThreads("texts", 1, 1)
+    await transcript.resume(threads)
+    threads.close()
+    ends = (model_pb2.FINISH_REASON_UNSPECIFIED, model_pb2.FINISH_REASON_LENGTH)
+    for part, reason in zip((tokens[resumed:-1], tokens[-1:]), ends, strict=True):
+        commit = verifier_pb2.Commit(
+            committed=model_pb2.Committed(tokens=part),
+            sources=[model_pb2.TOKEN_SOURCE_PLAIN] * len(part),
+            steps=len(part),
+            finish_reason=reason,
+        )
+        response = transcript.take(commit)
+        assert response is not None
+        assert response.finish.schema_check == (check if reason else generation_pb2.SchemaCheck())
+    assert response is not None
+    assert response.HasField("finish")
+    assert response.finish.HasField("schema_check")

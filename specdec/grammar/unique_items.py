@@ -1,0 +1,204 @@
+"""`uniqueItems` of open values: no grammar remembers all items of an array, so the finished text is checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
+from typing import Any, NamedTuple
+
+from specdec.grammar.grammar import GrammarError
+from specdec.grammar.json_values import list_of, object_of
+from specdec.grammar.references import Document
+
+Schema = Any
+
+Select = Callable[[Any], Iterable[tuple[str, Any]]]
+"""Returns the parts of a value to which a subschema applies, each after its place in the value, a JSON pointer."""
+
+KEYWORD = "uniqueItems"
+
+MAX_REFERENCES = 50
+"""Most references followed in a row."""
+
+MAX_CHARACTERS = 1 << 18
+"""Most characters of a text that is checked: parsing takes some 10 ms."""
+
+MAX_WORK, VISIT_WORK, ITEM_WORK = 500_000, 100, 30
+"""Limit on the work of a check, some 10 ms: 100 for each value visited, 30 for each item compared, and its characters.
+It runs on the event loop."""
+
+CONTAINERS = frozenset(["array", "object"])
+"""Types of values that may hold an array."""
+
+DEFINITIONS = frozenset(["$defs", "definitions"])
+"""Keywords with schemas that apply where they are referred to."""
+
+
+class SchemaCheck(NamedTuple):
+    """The outcome of a check of a finished text."""
+
+    ok: bool | None  # None: it is no whole JSON value, or too large to check
+    path: str = ""  # of the value that does not fit, a JSON pointer
+    keyword: str = ""  # that it does not fit
+
+
+class UniqueItems:
+    """The check of a text for what its grammar does not enforce of a schema. The rest of the schema holds already."""
+
+    def __init__(self, root: Mapping[str, Any], document: Document, unenforced: Mapping[int, str]) -> None:
+        """`unenforced`: places of the schemas of `document` whose uniqueItems is left to the check, by their identity.
+        GrammarError if only other keywords of the schema decide whether one of them applies to a value."""
+        self._root = root
+        self._document = document
+        self._unenforced = frozenset(unenforced)
+        steps, uncertain = self._reached()
+        for schema, place in unenforced.items():
+            if schema in uncertain or schema not in steps:
+                why = "alternatives other than types decide whether it applies"
+                raise GrammarError(f"{place}/{KEYWORD}: cannot be enforced: {why}")
+        self._steps = _leading_to(self._unenforced, steps)
+
+    def of_text(self, text: str) -> SchemaCheck:
+        """Check a text that fits the grammar."""
+        if len(text) > MAX_CHARACTERS:
+            return SchemaCheck(None)
+        try:
+            return self._of_value(json.loads(text, parse_float=_number))
+        except (ValueError, RecursionError):
+            return SchemaCheck(None)
+
+    def _of_value(self, value: Any) -> SchemaCheck:
+        left, ahead = MAX_WORK, [(self._root, value, "")]
+        while ahead:
+            schema, value, path = ahead.pop()
+            left -= VISIT_WORK
+            if id(schema) in self._unenforced and isinstance(value, list):
+                known = set[str]()
+                for number, item in enumerate(value):
+                    spelled = json.dumps(item, sort_keys=True)
+                    left -= ITEM_WORK + len(spelled)
+                    if spelled in known:
+                        return SchemaCheck(False, f"{path}/{number}", KEYWORD)
+                    if left < 0:
+                        break
+                    known.add(spelled)
+            if left < 0:
+                return SchemaCheck(None)
+            parts = (
+                (inner, part, path + place)
+                for select, inner in self._steps.get(id(schema), ())
+                for place, part in select(value)
+            )
+            ahead += islice(parts, left // VISIT_WORK + 1)  # more than there is work for ends without a verdict
+        return SchemaCheck(True)
+
+    def _reached(self) -> tuple[dict[int, list[tuple[Select, Schema]]], set[int]]:
+        """Return, by the identity of schemas, the steps from those that certainly apply, and the others."""
+        steps: dict[int, list[tuple[Select, Schema]]] = {}
+        others, ahead = list[Any](), [self._root]
+        while ahead:
+            schema = ahead.pop()
+            if not isinstance(schema, dict) or id(schema) in steps:
+                continue
+            steps[id(schema)] = own = list(self._steps_from(schema, others))
+            ahead += [inner for _, inner in own]
+        uncertain = set[int]()
+        while others:
+            found = others.pop()
+            if not isinstance(found, dict | list) or id(found) in uncertain:
+                continue
+            uncertain.add(id(found))
+            others += found.values() if isinstance(found, dict) else found
+            if isinstance(found, dict) and isinstance(found.get("$ref"), str):
+                with suppress(GrammarError):
+                    others.append(self._document.resolved(found, ""))
+        return steps, uncertain
+
+    def _steps_from(self, schema: Mapping[str, Any], others: list[Any]) -> Iterator[tuple[Select, Schema]]:
+        """Yield the steps to the subschemas that certainly apply to a part of the value; append what is left of the
+        schema to `others`."""
+        certain = {*DEFINITIONS, "allOf", "$ref", "properties", "prefixItems", "items"}
+        yield from ((_itself, part) for part in list_of(schema.get("allOf")))
+        if "$ref" in schema:
+            yield _itself, self._document.resolved(schema, "/$ref")
+        for key in ("anyOf", "oneOf"):
+            parts = list_of(schema.get(key))
+            types = [self._containers(part) for part in parts]
+            if all(sum(kind in of_part for of_part in types) <= 1 for kind in CONTAINERS):
+                certain.add(key)
+                yield from ((_of_types(of_part), part) for of_part, part in zip(types, parts, strict=True))
+        properties = object_of(schema.get("properties"))
+        yield from ((_property(name), inner) for name, inner in properties.items())
+        if "additionalProperties" in schema and "patternProperties" not in schema:
+            certain.add("additionalProperties")
+            yield _properties_but(properties.keys()), schema["additionalProperties"]
+        prefix, items = list_of(schema.get("prefixItems")), schema.get("items")
+        if isinstance(items, list):  # before draft 2020-12
+            prefix, items = items, schema.get("additionalItems")
+            certain.add("additionalItems")
+        yield from ((_items(number, number + 1), inner) for number, inner in enumerate(prefix))
+        if items is not None:
+            yield _items(len(prefix), None), items
+        others += [value for key, value in schema.items() if key not in certain]
+
+    def _containers(self, schema: Schema) -> frozenset[str]:
+        """Return the types with parts that a schema may allow."""
+        for _ in range(MAX_REFERENCES):
+            if not isinstance(schema, dict) or "$ref" not in schema or "type" in schema:
+                break
+            schema = self._document.resolved(schema, "/$ref")
+        if not isinstance(schema, dict):
+            return CONTAINERS if schema is True else frozenset()
+        kinds = schema.get("type", list(CONTAINERS))
+        return CONTAINERS.intersection(map(str, kinds if isinstance(kinds, list) else [kinds]))
+
+
+def _leading_to(
+    targets: frozenset[int], steps: Mapping[int, list[tuple[Select, Schema]]]
+) -> dict[int, list[tuple[Select, Schema]]]:
+    """Return the steps that lead to one of these schemas: the others need no visit."""
+    before: dict[int, list[int]] = {}
+    for schema, own in steps.items():
+        for _, inner in own:
+            before.setdefault(id(inner), []).append(schema)
+    leading, ahead = set(targets), list(targets)
+    while ahead:
+        for schema in before.get(ahead.pop(), ()):
+            if schema not in leading:
+                leading.add(schema)
+                ahead.append(schema)
+    return {schema: [step for step in own if id(step[1]) in leading] for schema, own in steps.items()}
+
+
+def _number(text: str) -> float | int:
+    """Return a number as JSON Schema compares it: 1.0 is 1."""
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
+def _itself(value: Any) -> Iterable[tuple[str, Any]]:
+    return [("", value)]
+
+
+def _of_types(types: frozenset[str]) -> Select:
+    return lambda value: [("", value)] if ("array" if isinstance(value, list) else "object") in types else []
+
+
+def _place(key: str) -> str:
+    return "/" + key.replace("~", "~0").replace("/", "~1")
+
+
+def _property(name: str) -> Select:
+    place = _place(name)
+    return lambda value: [(place, value[name])] if isinstance(value, dict) and name in value else []
+
+
+def _properties_but(names: Iterable[str]) -> Select:
+    known = frozenset(names)
+    return lambda value: ((_place(key), part) for key, part in object_of(value).items() if key not in known)
+
+
+def _items(begin: int, end: int | None) -> Select:
+    return lambda value: ((f"/{number}", part) for number, part in enumerate(list_of(value)[begin:end], begin))
