@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdec.decoding.level_tree import MAX_NODES, RANKS, FixedTree
+from specdec.decoding.level_tree import GUESSES, MAX_NODES, FixedTree
 from specdec.engine.engine import Engine, Placed, hidden_states
 from specdec.engine.heads.medusa_files import MedusaFiles, TargetShape
 from specdec.engine.model_directory import ModelDirectory
@@ -64,8 +64,8 @@ def _tree(file: Path, heads: int) -> FixedTree:
     for path in paths:
         if not isinstance(path, list) or not 1 <= len(path) <= heads:
             raise ModelDirectoryError(f"{file}: has {path}, must have lists of 1 to {heads} ranks, one for each head")
-        if not all(is_integer(rank, 0, RANKS - 1) for rank in path):
-            raise ModelDirectoryError(f"{file}: has {path}, must have ranks from 0 to {RANKS - 1}")
+        if not all(is_integer(rank, 0, GUESSES - 1) for rank in path):
+            raise ModelDirectoryError(f"{file}: has {path}, must have ranks from 0 to {GUESSES - 1}")
     try:
         return FixedTree(paths)
     except ValueError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import signal
 import time
 from pathlib import Path
 from typing import Annotated
@@ -37,8 +39,8 @@ def train_heads(
         typer.Option(
             min=0,
             max=100_000_000,
-            help="Also train on this many tokens that the target writes itself, as "
-            "continuations of the text. They take longer to write than to learn.",
+            help="Also train on this many tokens that the target writes itself, as continuations of the text. Writing "
+            "takes longer than learning.",
         ),
     ] = 0,
     heads: Annotated[int, typer.Option(min=1, max=32, help="Number of heads: positions guessed ahead.")] = 5,
@@ -83,24 +85,28 @@ def train_heads(
         from specdec.training.medusa import TrainingPlan
 
         plan = TrainingPlan(heads, layers, own_outputs, steps, rows, length, rate, seed)
-        training = prepared(directory, Wishes(text, own_tokens, device), plan, out, resume=resume, say=say)
+        until = math.inf if minutes is None else begin + 60 * minutes
+        training = prepared(directory, Wishes(text, own_tokens, device, until), plan, out, resume=resume, say=say)
     except (ModelDirectoryError, UnsupportedModelError) as error:
         fail(str(error), ExitStatus.USAGE)
-    reported = saved = time.monotonic()
-    try:
-        while not training.over and (minutes is None or time.monotonic() - begin < 60 * minutes):
-            loss = training.step()
-            now = time.monotonic()
-            if now - reported >= REPORT_SECONDS or training.over:
-                reported = now
-                say(f"step {training.done} of {steps}, {loss:.3f} nats a token at the first head")
-            if now - saved >= SAVE_SECONDS:
-                saved = now
-                training.save(out, target=directory.name)
-    finally:
-        training.save(out, target=directory.name)
-        if not training.over:
-            say(f"stopped at step {training.done} of {steps}; the same command with --resume goes on")
+    told: list[int] = []
+    for ending in (signal.SIGINT, signal.SIGTERM):  # a step is completed: half of one could not be resumed
+        signal.signal(ending, lambda came, _: told.append(came))
+    reported = saved = now = time.monotonic()
+    while not training.over and not told and now < until:
+        loss = training.step()
+        now = time.monotonic()
+        if now - reported >= REPORT_SECONDS or training.over:
+            reported = now
+            say(f"step {training.done} of {steps}, {loss:.3f} nats a token at the first head")
+        if now - saved >= SAVE_SECONDS:
+            saved = now
+            training.save(out, target=directory.name)
+    training.save(out, target=directory.name)
+    if not training.over:
+        say(f"stopped at step {training.done} of {steps}; the same command with --resume goes on")
+    if told:
+        raise SystemExit(ExitStatus.INTERRUPTED if told[0] == signal.SIGINT else ExitStatus.TERMINATED)
     for head, within in enumerate(training.accuracies(), 1):
         parts = ", ".join(f"{share:.1%} among the best {rank}" for rank, share in within.items())
         say(f"head {head}: the target's likeliest token is {parts}")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-RANKS = 10
+GUESSES = 10
 """Guesses of a head for one position, as in the trees published with Medusa."""
 
 MAX_NODES = 63
@@ -74,9 +74,6 @@ class FixedTree:
             parents.append(numbers[path[:-1]])
             numbers[path] = len(numbers)
         nodes = list(numbers)[1:]
-        self.depth = max(map(len, nodes), default=0)
-        self.width = 1 + max((max(path) for path in nodes), default=-1)
-        """One more than the largest rank."""
         self._parents = np.array(parents, dtype=np.int64)
         self._levels = np.array([len(path) - 1 for path in nodes], dtype=np.int64)
         self._ranks = np.array([path[-1] for path in nodes], dtype=np.int64)

@@ -189,8 +189,8 @@ class HiddenStates(Protocol):
         losslessly from a narrower dtype."""
 
     def output_head(self, hidden: Any) -> Any:
-        """Return the target's logits [n, vocabulary], float32, of hidden states [n, hidden_size]: tensors on its
-        device."""
+        """Return the products [n, vocabulary], float32, of the output head with any number of hidden states [n,
+        hidden_size], tensors on the engine's device: logits before what a model does to them after its head."""
 
 
 @runtime_checkable

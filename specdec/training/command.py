@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from specdec.engine.hf.pretrained import DTYPES, load
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.dtype import dtype_of
 from specdec.text.tokenizer import Tokenizer
-from specdec.training.medusa import TEXTS, HeadTraining, TrainingPlan, check_unfinished
-from specdec.training.texts import Windows, continued, tokens_of
+from specdec.training.medusa import TEXTS, HeadTraining, TrainingPlan, check_unfinished, write_texts
+from specdec.training.texts import PROMPT_TOKENS, Windows, continued, tokens_of
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Wishes:
     files: Sequence[Path]
     own_tokens: int  # written by the target
     device: str
+    until: float = math.inf  # time of `time.monotonic` after which the target writes no more
 
 
 def prepared(
@@ -36,27 +38,28 @@ def prepared(
     resume: bool,
     say: Callable[[str], None],
 ) -> HeadTraining:
-    """Return a training at its beginning, or where the one in `out` stopped. ModelDirectoryError, with a one-line
-    message, if a file has no usable text or `out` nothing to go on with."""
-    kept = out / TEXTS
+    """Return a training at its beginning, or where the one in `out` stopped; from now on `out` has what it takes to go
+    on. ModelDirectoryError, with a one-line message, if a file has no usable text or `out` nothing to go on with."""
     if resume:
-        check_unfinished(out, plan)
-        tokens = load_file(kept)["tokens"]
+        check_unfinished(out, plan, target=directory.name)
+        windows = Windows(load_file(out / TEXTS)["tokens"], plan.length)
     else:
-        tokens = tokens_of(wishes.files, Tokenizer(directory), min(directory.end_tokens, default=None))
-        Windows(tokens, plan.length)  # refused before the target is loaded
+        ids = tokens_of(wishes.files, Tokenizer(directory), min(directory.end_tokens, default=None))
+        windows = Windows(ids, plan.length)  # refused before the target is loaded
     dtype = dtype_of(directory, Placement("eager", device=wishes.device))
     model = load(directory, DTYPES[dtype], wishes.device)
     model.set_attn_implementation("sdpa")
-    if not resume:
-        if wishes.own_tokens:
-            say(f"the target writes {wishes.own_tokens} tokens to train on")
-            rows = -(-wishes.own_tokens // plan.length)
-            tokens = torch.cat([tokens, continued(model, tokens, plan.length, rows, plan.seed)])
-        out.mkdir(parents=True, exist_ok=True)
-        save_file({"tokens": tokens}, kept)
-    say(f"training {plan.heads} heads on {len(tokens)} tokens")
-    training = HeadTraining(model, Windows(tokens, plan.length), plan)
+    if not resume and wishes.own_tokens:
+        say(f"the target writes {wishes.own_tokens} tokens to train on")
+        rows = -(-wishes.own_tokens // (plan.length - PROMPT_TOKENS))
+        begun = windows.trained.flatten()  # nothing of what is held out
+        own = continued(model, begun, plan.length, rows, plan.seed, until=wishes.until)
+        windows = Windows(torch.cat([windows.tokens, own]), plan.length)
+    training = HeadTraining(model, windows, plan)
     if resume:
         training.resume(out)
+    else:
+        write_texts(out, windows.tokens)
+        training.save(out, target=directory.name)
+    say(f"training {plan.heads} heads on {len(windows.tokens)} tokens")
     return training

@@ -25,8 +25,11 @@ from specdec.engine.hf.hidden_states import with_hidden_states
 from specdec.engine.model_file import ModelDirectoryError, read_fields
 from specdec.training.texts import Windows
 
-STATE, PROGRESS, TEXTS = "training.safetensors", "training.json", "texts.safetensors"
-"""Files of a training that is not over: heads and moments in float32, where it stands, and its tokens."""
+STATE, PLAN, TEXTS = "training.safetensors", "training.json", "texts.safetensors"
+"""Files of a training that is not over: heads and moments in float32 with the steps done, its plan, and its tokens."""
+
+DONE = "done"
+"""Name of the number of steps among the tensors of STATE."""
 
 DECAY = 0.8
 """Weight of a head's loss, relative to the head before it."""
@@ -36,7 +39,7 @@ WARM_UP = 0.1
 
 MOMENTS = "exp_avg", "exp_avg_sq"
 BETAS, EPSILON = (0.9, 0.95), 1e-8
-RANKS = (1, 3, 10)
+TOLD_RANKS = (1, 3, 10)
 
 
 class ResumeError(ModelDirectoryError):
@@ -66,9 +69,7 @@ class HeadTraining:
         self._model = model.requires_grad_(False).eval()
         self._windows = windows
         head = model.get_output_embeddings()
-        self.heads = MedusaHeads.untrained(
-            plan.heads, plan.layers, head.weight.detach().float(), own_outputs=plan.own_outputs
-        )
+        self.heads = MedusaHeads.untrained(plan.heads, plan.layers, head, own_outputs=plan.own_outputs)
         parameters = (self.heads.weights, self.heads.biases, self.heads.outputs)
         self._trained = [parameter.requires_grad_() for parameter in parameters if parameter is not None]
         self._optimizer = torch.optim.AdamW(self._trained, lr=plan.rate, betas=BETAS, eps=EPSILON, weight_decay=0.0)
@@ -98,20 +99,22 @@ class HeadTraining:
     @torch.no_grad()
     def accuracies(self, most: int = 64) -> list[dict[int, float]]:
         """Return, for each head, the part of held-out positions at which the target's likeliest token is among the
-        head's k likeliest, by k in RANKS; over `most` windows."""
-        hits = torch.zeros(self.plan.heads, max(RANKS))
+        head's k likeliest, by k in TOLD_RANKS; over `most` windows, evenly spread."""
+        hits = torch.zeros(self.plan.heads, max(TOLD_RANKS))
         count = torch.zeros(self.plan.heads, 1)
-        for rows in torch.split(self._windows.held_out[:most], self.plan.rows):
+        held_out = self._windows.held_out
+        spread = torch.linspace(0, len(held_out) - 1, min(most, len(held_out))).long()
+        for rows in torch.split(held_out[spread], self.plan.rows):
             hidden, targets = self._read(rows)
             best = targets.argmax(-1)
             for number in range(self.plan.heads):
                 ahead = number + 1
                 logits = self.heads.head(number, hidden[:, :-ahead].flatten(0, 1))
-                guesses = logits.topk(max(RANKS)).indices
+                guesses = logits.topk(max(TOLD_RANKS)).indices
                 hits[number] += (guesses == best[:, ahead:].flatten()[:, None]).sum(0).cpu()
                 count[number] += len(guesses)
         within = (hits.cumsum(1) / count).tolist()
-        return [{rank: row[rank - 1] for rank in RANKS} for row in within]
+        return [{rank: row[rank - 1] for rank in TOLD_RANKS} for row in within]
 
     def _read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the target's hidden states [rows, length, d] and its distributions [rows, length, V], float32."""
@@ -149,22 +152,23 @@ class HeadTraining:
             },
         )
         if self.over:
-            for name in (STATE, PROGRESS, TEXTS):
+            for name in (STATE, PLAN, TEXTS):
                 (out / name).unlink(missing_ok=True)
             return
-        state: dict[str, Tensor] = {}
+        _write_json(out / PLAN, {"target": target, "plan": asdict(self.plan)})
+        state: dict[str, Tensor] = {DONE: torch.tensor(self.done)}
         for number, parameter in enumerate(self._trained):
             state[f"{number}"] = parameter.detach().clone()
             for name in MOMENTS:
                 if self.done:
                     state[f"{number}.{name}"] = self._optimizer.state[parameter][name].clone()
         _replace(out / STATE, state)
-        _write_json(out / PROGRESS, {"done": self.done, "plan": asdict(self.plan)})
 
     def resume(self, out: Path) -> None:
-        """Go on from the state in a directory that `check_unfinished` has passed; ResumeError if it is another
-        target's."""
-        done, state = check_unfinished(out, self.plan), load_file(out / STATE)
+        """Go on from the state in a directory that `check_unfinished` has passed; ResumeError if it does not fit the
+        target."""
+        state = load_file(out / STATE)
+        done = int(state[DONE])
         for number, parameter in enumerate(self._trained):
             if f"{number}" not in state or state[f"{number}"].shape != parameter.shape:
                 raise ResumeError(f"{out / STATE}: is not of this target")
@@ -175,19 +179,26 @@ class HeadTraining:
         self.done = done
 
 
-def check_unfinished(out: Path, plan: TrainingPlan) -> int:
-    """Return the steps done by the unfinished training in a directory; ResumeError, naming the option, if there is none
-    or it has another plan."""
-    progress = read_fields(out / PROGRESS)
-    missing = [name for name in (PROGRESS, STATE, TEXTS) if not (out / name).is_file()]
-    if progress is None or missing:
+def check_unfinished(out: Path, plan: TrainingPlan, *, target: str) -> None:
+    """Raise ResumeError, naming the option, unless a directory has an unfinished training of this plan for this
+    target."""
+    missing = [name for name in (PLAN, STATE, TEXTS) if not (out / name).is_file()]
+    kept = read_fields(out / PLAN)
+    if kept is None or missing:
         raise ResumeError(f"{out}: has no unfinished training: {', '.join(missing)} not found")
-    begun = progress.fields("plan").content
+    begun = kept.fields("plan").content
     for name, value in asdict(plan).items():
         if begun.get(name) != value:
             option = name.replace("_", "-")
             raise ResumeError(f"{out}: was begun with --{option} {begun.get(name)}, cannot go on with {value}")
-    return progress.integer("done", 0, plan.steps)
+    if kept.text("target") != target:
+        raise ResumeError(f"{out}: was begun for {kept.text('target')}, cannot go on for {target}")
+
+
+def write_texts(out: Path, tokens: Tensor) -> None:
+    """Write the tokens of a training, int64 [n], readable by their owner alone."""
+    out.mkdir(parents=True, exist_ok=True)
+    _replace(out / TEXTS, {"tokens": tokens})
 
 
 def _schedule(progress: float) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,14 +32,16 @@ class TextError(ModelDirectoryError):
 
 
 class Windows:
-    """Windows of `length` tokens, in random order; the same seed and number give the same windows."""
+    """Windows of `length` tokens, in random order; the same seed and number give the same windows. `tokens`: those of
+    all windows, one after the other."""
 
     def __init__(self, tokens: Tensor, length: int) -> None:
         """`tokens`: int64 [n]. TextError if they make fewer than two windows."""
         count = len(tokens) // length
         if count < 2:
             raise TextError(f"the texts have {len(tokens)} tokens, must have at least {2 * length}: two windows")
-        windows = tokens[: count * length].view(count, length)
+        self.tokens = tokens[: count * length]
+        windows = self.tokens.view(count, length)
         held = torch.arange(count) % HELD_OUT == HELD_OUT - 1 if count >= HELD_OUT else torch.arange(count) == count - 1
         self.trained, self.held_out = windows[~held], windows[held]
 
@@ -68,7 +72,7 @@ def _texts(file: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
     if file.suffix != ".jsonl":
         yield content, True
         return
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(content.split("\n"), 1):  # JSON may contain what else ends a line
         if not line.strip():
             continue
         try:
@@ -87,16 +91,20 @@ def _texts(file: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
 
 
 @torch.inference_mode()
-def continued(model: PreTrainedModel, tokens: Tensor, length: int, rows: int, seed: int) -> Tensor:
-    """Return `rows` texts of `length` tokens, one after the other, int64 [rows * length]: the target's continuations of
-    random places of `tokens`, half of them greedy, half sampled at temperature 0.8.
+def continued(
+    model: PreTrainedModel, tokens: Tensor, length: int, rows: int, seed: int, *, until: float = math.inf
+) -> Tensor:
+    """Return `rows` texts of `length` tokens, one after the other, int64 [rows * length]: PROMPT_TOKENS from random
+    places of `tokens`, and what the target writes next, in half of the texts greedily, in half sampled at temperature
+    0.8. Fewer if `time.monotonic` reaches `until` meanwhile.
 
     Heads draft for text that the target writes, which differs from what others wrote.
     """
     generator = torch.Generator().manual_seed(seed)
     found: list[Tensor] = []
-    while len(found) * CONTINUED_ROWS < rows:
-        starts = torch.randint(max(1, len(tokens) - PROMPT_TOKENS), (CONTINUED_ROWS,), generator=generator)
+    at_once = min(CONTINUED_ROWS, max(1, rows // 2))
+    while len(found) * at_once < rows and time.monotonic() < until:
+        starts = torch.randint(max(1, len(tokens) - PROMPT_TOKENS), (at_once,), generator=generator)
         prompts = torch.stack([tokens[start : start + PROMPT_TOKENS] for start in starts.tolist()]).to(model.device)
         torch.manual_seed((seed << 32) + len(found))
         sampled = {"do_sample": True, "temperature": 0.8, "top_k": 0} if len(found) % 2 else {"do_sample": False}
@@ -111,4 +119,4 @@ def continued(model: PreTrainedModel, tokens: Tensor, length: int, rows: int, se
                 **sampled,
             ).cpu()
         )
-    return torch.cat(found)[:rows].flatten()
+    return torch.cat(found)[:rows].flatten() if found else tokens[:0]

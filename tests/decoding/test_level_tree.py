@@ -61,9 +61,7 @@ def test_the_likeliest_paths_are_those_of_a_search_over_all(logprobs: NDArray[np
 
 @given(guesses())
 def test_a_fixed_tree_of_all_paths_has_their_log_probabilities(logprobs: NDArray[np.float64]) -> None:
-    _, levels, width = logprobs.shape
     tree = FixedTree(list(every_path(logprobs[0])))
-    assert (tree.depth, tree.width) == (levels, width)
     trees = tree.of(logprobs)
     for text, own in enumerate(logprobs):
         found, every = paths_of(trees, text), every_path(own)

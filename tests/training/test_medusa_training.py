@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from specdec.engine.hf.pretrained import load
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 from specdec.text.tokenizer import Tokenizer
-from specdec.training.medusa import PROGRESS, STATE, TEXTS, HeadTraining, ResumeError, TrainingPlan, check_unfinished
+from specdec.training.medusa import PLAN as PLAN_FILE
+from specdec.training.medusa import STATE, TEXTS, HeadTraining, ResumeError, TrainingPlan, check_unfinished, write_texts
 from specdec.training.texts import TextError, Windows, continued, tokens_of
 from tests.models import VOCABULARY, make
 
@@ -72,7 +74,7 @@ def test_heads_of_the_demo_target_learn_its_language(own_outputs: bool, tmp_path
     hidden = torch.randn(3, shape.hidden)
     with torch.no_grad():
         torch.testing.assert_close(heads(hidden), training.heads(hidden), atol=0.2, rtol=0.1)  # stored in bfloat16
-    assert not any((tmp_path / "heads" / name).exists() for name in (STATE, PROGRESS, TEXTS))
+    assert not any((tmp_path / "heads" / name).exists() for name in (STATE, PLAN_FILE, TEXTS))
 
 
 def test_a_training_in_two_parts_gives_the_heads_of_one(model: PreTrainedModel, tokens: Tensor, tmp_path: Path) -> None:
@@ -107,21 +109,38 @@ def test_a_file_that_is_cut_while_it_is_written_costs_nothing(
     HeadTraining(model, Windows(tokens, PLAN.length), PLAN).resume(tmp_path)
 
 
-def test_a_training_of_another_plan_is_refused(model: PreTrainedModel, tokens: Tensor, tmp_path: Path) -> None:
+def test_a_training_of_another_plan_or_target_is_refused(
+    model: PreTrainedModel, tokens: Tensor, tmp_path: Path
+) -> None:
     training = HeadTraining(model, Windows(tokens, PLAN.length), PLAN)
     training.step()
     training.save(tmp_path, target="tiny")
     with pytest.raises(ResumeError, match=r"no unfinished training: texts.safetensors not found"):
-        check_unfinished(tmp_path, PLAN)
-    (tmp_path / TEXTS).write_bytes(b"")
-    assert check_unfinished(tmp_path, PLAN) == 1
+        check_unfinished(tmp_path, PLAN, target="tiny")
+    write_texts(tmp_path, tokens)
+    assert (tmp_path / TEXTS).stat().st_mode & 0o077 == 0
+    check_unfinished(tmp_path, PLAN, target="tiny")
     other = TrainingPlan(heads=3, steps=6, rows=2, length=16, rate=0.01)
     with pytest.raises(ResumeError, match="was begun with --heads 2, cannot go on with 3"):
-        check_unfinished(tmp_path, other)
-    progress = json.loads((tmp_path / PROGRESS).read_text())
-    (tmp_path / PROGRESS).write_text(json.dumps(progress | {"done": 7}))
-    with pytest.raises(Exception, match="done is 7, must be an integer from 0 to 6"):
-        check_unfinished(tmp_path, PLAN)
+        check_unfinished(tmp_path, other, target="tiny")
+    with pytest.raises(ResumeError, match="was begun for tiny, cannot go on for small"):
+        check_unfinished(tmp_path, PLAN, target="small")
+
+
+def test_lines_end_where_json_lines_end(tmp_path: Path) -> None:
+    """U+2028 and U+0085 may stand in a JSON string as they are."""
+    file = tmp_path / "texts.jsonl"
+    file.write_text(json.dumps({"text": "a\u2028b\u0085c"}, ensure_ascii=False) + "\n\n" + json.dumps({"text": "d"}))
+    tokenizer = Tokenizer(ModelDirectory(DEMO / "target"))
+    found = tokens_of([file], tokenizer, end=0).tolist()
+    assert found.count(0) == 2
+    file.write_text('{"text": "a"}\n{"txt": "b"}')
+    with pytest.raises(TextError, match=r"texts.jsonl:2: has neither text, a string, nor messages, a list"):
+        tokens_of([file], tokenizer, end=0)
+
+
+def test_own_text_ends_in_time(model: PreTrainedModel, tokens: Tensor) -> None:
+    assert len(continued(model, tokens, 48, 64, seed=1, until=time.monotonic() - 1)) == 0
 
 
 def test_windows_are_held_out_and_repeatable() -> None:

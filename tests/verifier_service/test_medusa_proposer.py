@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,9 @@ from torch import Tensor
 from specdec.decoding.level_tree import FixedTree
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import OWN_DRAFTERS, CandidateSource
+from specdec.decoding.step_logits import HostLogits
 from specdec.engine.batch import PackedBatch
+from specdec.engine.engine import Pass
 from specdec.engine.kv.blocks import BLOCK
 from tests.verifier_service.fakes import (
     BAD,
@@ -33,6 +36,7 @@ from tests.verifier_service.fakes import (
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import HEADS
 from verifier_service.proposers.medusa import MedusaProposer
+from verifier_service.proposers.proposer import Phase
 from verifier_service.speculation.controller import Mode
 from verifier_service.step_loop import StepLoop
 
@@ -60,6 +64,7 @@ class Guessing:
     """Heads that follow the target's likeliest tokens, except where they are `wrong`."""
 
     shape = SimpleNamespace(heads=COUNT)
+    vocabulary = VOCABULARY
     weights = torch.zeros(1)
 
     def __init__(self, wrong: float = 0.0) -> None:
@@ -153,13 +158,95 @@ def test_a_fixed_tree_is_proposed() -> None:
     assert loop.stats.drafted <= 3 * loop.stats.steps
 
 
-def test_under_rejection_there_is_one_certain_candidate_at_a_place() -> None:
-    """Those of greedy decoding are accepted if they are its tokens."""
+def test_candidates_are_ranked_with_the_noise_of_their_positions() -> None:
+    """The first head has the target's own logits here, so its best guess is the target's choice whatever the noise."""
+
+    class Knowing(Guessing):
+        def __init__(self) -> None:
+            super().__init__()
+            self.chosen: dict[int, int] = {}  # the next token, by the number of a text
+
+        def guesses(self, number: int) -> NDArray[np.float32]:
+            after = LANGUAGE.number(number, self.chosen[number])
+            return np.tile(LANGUAGE.logits(after), (COUNT, 1))
+
+    heads = Knowing()
+    loop = loop_with(heads, FixedTree([[0]]))
+    hot = Sampling(temperature=3.0, seed=8, banned_tokens=frozenset({BAD}))
+    one = client(loop, sampling=hot, max_tokens=200)
+    number = LANGUAGE.number_of(one.session.request.prompt)
+    for token in one.want:
+        heads.chosen[number] = token
+        number = LANGUAGE.number(number, token)
+    run(loop, one)
+    check_over(loop, one)
+    assert sources(one).count(HEADS) == 100  # every step but the first has its candidate accepted
+
+
+def test_under_rejection_greedy_candidates_are_accepted_if_they_are_the_tokens() -> None:
     loop = loop_with(Guessing(0.3))
     clients = [client(loop, 5, i, rule=Rule.REJECTION, max_tokens=40) for i in range(3)]
     run(loop, *clients)
     check_over(loop, *clients)
     assert sources(*clients).count(HEADS) > 30
+
+
+def test_under_rejection_a_candidate_does_not_depend_on_the_draw() -> None:
+    """One at each place, the same for every seed, and certain to be drawn."""
+    places: set[tuple[int, ...]] = set()
+    for seed in range(20):
+        sampling = Sampling(temperature=1.0, seed=seed, banned_tokens=frozenset({BAD}))
+        loop = loop_with(Guessing())
+        one = client(loop, rule=Rule.REJECTION, sampling=sampling, max_tokens=2 + COUNT)
+        loop.turn()  # the prompt, and a first token that differs by seed
+        first = one.tokens[0]
+        entry = one.session
+        loop._speculation.propose(Phase.AFTER_DELAY, [entry])
+        node, path = entry.tree.root, list[int]()
+        while node.children:
+            (child,) = node.children.values()
+            assert node.distribution is not None
+            assert node.distribution.can_draw(child.token)
+            path.append(child.token)
+            node = child
+        assert len(path) >= COUNT - 1  # none for the last position
+        places.add((first, *path))
+    assert len({first for first, *_ in places}) > 1
+    assert len({tuple(path) for _, *path in places}) == 1  # from the same hidden state
+
+
+def test_a_head_that_is_always_wrong_loses_probability() -> None:
+    loop = loop_with(Guessing(1.0), FixedTree([[0]]))
+    one = client(loop, max_tokens=120)
+    probabilities = []
+    while not one.over:
+        one.read()
+        loop.turn()
+        probabilities += [
+            float(np.exp(text.logprobs[0, 0])) for text in proposer_of(loop)._texts.values() if text.proposed
+        ]
+    assert one.tokens == one.want
+    assert np.mean(probabilities[-10:]) < np.mean(probabilities[:10]) - 0.05
+
+
+def test_hidden_states_that_cannot_be_had_cost_no_step() -> None:
+    class WithoutHidden(HostLogits):
+        def hidden(self, rows: Sequence[int]) -> NDArray[np.float32]:
+            raise MemoryError
+
+    class Short(HiddenTextEngine):
+        def launch(self, batch: PackedBatch) -> Pass:
+            raise NotImplementedError
+
+        def launch_hidden(self, batch: PackedBatch) -> Pass:
+            logits, _ = self.forward_hidden(batch)
+            return SimpleNamespace(logits=lambda asked: WithoutHidden(logits))
+
+    loop = loop_with(Guessing(), target=Short(60))
+    one = client(loop)
+    run(loop, one)
+    check_over(loop, one)
+    assert not proposer_of(loop).works
 
 
 def test_only_texts_that_permit_heads_get_their_candidates() -> None:

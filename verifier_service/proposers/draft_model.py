@@ -23,8 +23,9 @@ from specdec.engine.engine import Engine, draft_pass_of
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.kv.slots import PADDING_SLOT
 from verifier_service.costs.step_latency import StepLatency
-from verifier_service.proposers.draft_chain import DraftChain, PrefixState, Usefulness, extend
+from verifier_service.proposers.draft_chain import DraftChain, PrefixState, extend
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Phase, ProposalStats, Proposer
+from verifier_service.proposers.usefulness import Usefulness
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DEFAULTS, Tuning
 

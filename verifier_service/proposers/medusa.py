@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,16 +23,17 @@ from numpy.typing import NDArray
 from specdec.decoding.calibration import Calibration, Calibrations, corrected
 from specdec.decoding.candidates import AskedRow, draft_candidates
 from specdec.decoding.draft_logits import DraftLogits, HostDraftLogits
-from specdec.decoding.level_tree import MAX_NODES, RANKS, FixedTree, LevelTrees, likeliest
+from specdec.decoding.level_tree import GUESSES, MAX_NODES, FixedTree, LevelTrees, likeliest
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.speculation import CandidateSource
 from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.tree import Paths
 from specdec.engine.heads.medusa import MedusaHeads
+from specdec.engine.heads.medusa_files import MAX_LOGITS
 from verifier_service.backend.result import HEADS
-from verifier_service.proposers.draft_chain import Usefulness
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Phase, ProposalStats, Proposer
+from verifier_service.proposers.usefulness import Usefulness
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DEFAULTS, DraftModelTuning
 from verifier_service.verification.tree_verification import TreeVerification
@@ -41,7 +43,7 @@ log = structlog.get_logger()
 
 class MedusaProposer(Proposer):
     """The Medusa heads of a verifier, owned by the step loop's thread. A failure costs no token: the heads are not used
-    again. `tree`: its ranks are below RANKS, its depth at most the number of heads; None: the likeliest paths."""
+    again. `tree`: its ranks are below GUESSES, its depth at most the number of heads; None: the likeliest paths."""
 
     phase = Phase.AFTER_DELAY
     drafter = CandidateSource.HEADS
@@ -52,6 +54,7 @@ class MedusaProposer(Proposer):
         self.works = True
         self._heads = heads
         self._count = heads.shape.heads
+        self._texts_at_once = max(1, MAX_LOGITS // (self._count * heads.vocabulary))
         self._tree = tree
         self._tuning = tuning
         self._texts: dict[VerifierSession, _HeadText] = {}
@@ -73,19 +76,13 @@ class MedusaProposer(Proposer):
         ]
         if not served or not self.works:
             return
-        states = logits.hidden([verification.rows[-1] for verification in served])
-        for verification, state in zip(served, states, strict=True):
-            session, committed = verification.session, verification.result.tokens
-            text = self._texts.get(session)
-            if text is None:
-                request = session.request
-                text = self._texts[session] = _HeadText(
-                    _greedy(request.sampler) if session.samples_candidates else request.sampler,
-                    self._calibrations.of(request.sampler, request.tenant),
-                    Usefulness(self._tuning),
-                )
-            text.learn(session.tree.base, committed)
-            text.state, text.length = state, session.tree.base + len(committed)
+        with self._failing_alone():
+            states = logits.hidden([verification.rows[-1] for verification in served])
+            for verification, state in zip(served, states, strict=True):
+                session, committed = verification.session, verification.result.tokens
+                text = self._text_of(session)
+                text.learn(session.tree.base, committed)
+                text.state, text.length = state, session.tree.base + len(committed)
 
     def propose(self, step: ComingStep) -> ProposalStats:
         begin = time.monotonic()
@@ -97,18 +94,34 @@ class MedusaProposer(Proposer):
             and text.proposed != text.length == session.tree.base
             and session.best_nodes.expected - 1.0 < text.usefulness.expected_accepted
         ]
-        if not asked:
-            return NO_PROPOSALS
+        with self._failing_alone():
+            for first in range(0, len(asked), self._texts_at_once):
+                self._propose(asked[first : first + self._texts_at_once])
+        return ProposalStats(time.monotonic() - begin, len(asked)) if asked else NO_PROPOSALS
+
+    def forget(self, session: VerifierSession) -> None:
+        self._texts.pop(session, None)
+
+    @contextmanager
+    def _failing_alone(self) -> Iterator[None]:
+        """Turn the heads off on an error, without failing the step."""
         try:
-            self._propose(asked)
+            yield
         except Exception as error:
             log.error("heads_failed", exc_info=error)
             self.works = False
             self._texts.clear()
-        return ProposalStats(time.monotonic() - begin, len(asked))
 
-    def forget(self, session: VerifierSession) -> None:
-        self._texts.pop(session, None)
+    def _text_of(self, session: VerifierSession) -> _HeadText:
+        text = self._texts.get(session)
+        if text is None:
+            request = session.request
+            text = self._texts[session] = _HeadText(
+                _greedy(request.sampler) if session.samples_candidates else request.sampler,
+                self._calibrations.of(request.sampler, request.tenant),
+                Usefulness(self._tuning),
+            )
+        return text
 
     def _propose(self, asked: Sequence[tuple[VerifierSession, _HeadText]]) -> None:
         rows = [
@@ -116,9 +129,9 @@ class MedusaProposer(Proposer):
             for number, (session, text) in enumerate(asked)
             for head in range(self._count)
         ]
-        found = draft_candidates(self._logits([text.state for _, text in asked]), rows, RANKS)
+        found = draft_candidates(self._logits([text.state for _, text in asked]), rows, GUESSES)
         shifts = [text.calibration.shifts(head) for _, text in asked for head in range(self._count)]
-        shape = len(asked), self._count, RANKS
+        shape = len(asked), self._count, found.tokens.shape[1]
         tokens, logprobs = found.tokens.reshape(shape), corrected(shifts, found.logprobs).reshape(shape)
         most = max(session.policy.max_candidates for session, _ in asked)
         trees = likeliest(logprobs, min(most, MAX_NODES)) if self._tree is None else self._tree.of(logprobs)
@@ -167,14 +180,18 @@ class _HeadText:
     state: Any = None  # hidden state [d] that chose the last of `length` tokens
     length: int = 0
     proposed: int = 0  # length of the text at the last proposal
-    tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, RANKS), np.int64))  # [heads, RANKS], then
-    logprobs: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, RANKS)))
+    tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # [heads, GUESSES], then
+    logprobs: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
 
     def query(self, session: VerifierSession, head: int) -> SamplingQuery:
-        """Return the query that ranks a head's guesses. The grammar's mask is that of the first position: below it, the
-        tree refuses what the grammar does not permit."""
-        hint = session.hint(()) if head == 0 else None
-        return SamplingQuery(self.sampler, self.length + head, session.penalty_state, allowed=hint)
+        """Return the query that ranks a head's guesses. Grammar and bans of sequences count for the first position
+        only, since what stands before the others is a guess too: the tree refuses what the grammar does not permit."""
+        if head:
+            return SamplingQuery(self.sampler, self.length + head, session.penalty_state)
+        ruled_out = self.sampler.ruled_out(session.tree.committed, ())
+        return SamplingQuery(
+            self.sampler, self.length, session.penalty_state, allowed=session.hint(()), ruled_out=ruled_out
+        )
 
     def learn(self, base: int, committed: Sequence[int]) -> None:
         """Learn from the tokens committed after the first `base` ones, down to the first that was no guess."""

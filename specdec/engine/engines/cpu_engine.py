@@ -24,7 +24,7 @@ from specdec.engine.hf.block_linear import HEAD_BITS, quantise
 from specdec.engine.hf.linear import Head, PackedLinear, SlicedHead, can_pack, lay_out
 from specdec.engine.memory import drop_file_pages
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.row_counts import CANDIDATES, Shape, ShapeRowCounts
+from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, Shape, ShapeRowCounts
 
 
 class CpuEngine(TorchEngine):
@@ -58,9 +58,11 @@ class CpuEngine(TorchEngine):
         super().__init__(directory, dtype=dtype, backend=backend, **options)
 
     def packer(self) -> Packer:
-        if self._rows is None and self._usual is not None:
-            return self._backend.packer(self._usual.batch)
-        return super().packer()
+        return self._backend.packer(self._product_rows)
+
+    @property
+    def _product_rows(self) -> InvariantRowCounts | None:
+        return self._usual.batch if self._rows is None and self._usual is not None else self._rows
 
     def use_threads(self, count: int) -> None:
         torch.set_num_threads(count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import transformers
 from numpy.typing import NDArray
 from torch import Tensor
@@ -103,8 +104,16 @@ class TorchEngine:
 
     @torch.inference_mode()
     def output_head(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.model.get_output_embeddings()(hidden)
-        return logits
+        count = len(hidden)
+        rows = self._product_rows
+        padded = hidden if rows is None else F.pad(hidden, (0, 0, 0, rows.padded(count) - count))
+        logits: Tensor = self.model.get_output_embeddings()(padded)
+        return logits[:count]
+
+    @property
+    def _product_rows(self) -> InvariantRowCounts | None:
+        """The row counts at which products run; None: any."""
+        return self._rows
 
     def logits(self, batch: PackedBatch) -> Tensor:
         """Run a forward pass and return its logits [n, vocabulary], on the device."""

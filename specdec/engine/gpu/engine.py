@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import transformers
 import triton
 from numpy.typing import NDArray
@@ -149,9 +150,11 @@ class GpuEngine:
             return np.asarray(logits.cpu().numpy()), np.asarray(hidden.float().cpu().numpy())
 
     def output_head(self, hidden: Tensor) -> Tensor:
+        count = len(hidden)
         with self._computing():
-            logits: Tensor = self.model.get_output_embeddings()(hidden)
-            return logits
+            padded = F.pad(hidden, (0, 0, 0, self._rows.padded(count) - count))
+            logits: Tensor = self.model.get_output_embeddings()(padded)
+            return logits[:count]
 
     def launch(self, batch: PackedBatch) -> GpuPass:
         with self._computing():

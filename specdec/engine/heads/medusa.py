@@ -52,14 +52,16 @@ class MedusaHeads(torch.nn.Module):
         self._scale = scale
 
     @classmethod
-    def untrained(cls, count: int, layers: int, output: Tensor, *, own_outputs: bool) -> MedusaHeads:
-        """Return `count` heads that repeat the target's own logits: blocks of zeros, and its output head [V, d], a copy
-        of it for each head if they have `own_outputs`."""
-        vocabulary, width = output.shape
+    def untrained(cls, count: int, layers: int, output: torch.nn.Linear, *, own_outputs: bool) -> MedusaHeads:
+        """Return `count` heads in float32 that repeat the target's output head: blocks of zeros, and this head, or a
+        copy of its weights for each of them if they have `own_outputs`."""
+        weight = output.weight.detach().float()
+        bias = None if output.bias is None else output.bias.detach().float()
+        vocabulary, width = weight.shape
         return cls(
-            output.new_zeros(count, layers, width, width),
-            output.new_zeros(count, layers, width),
-            output.expand(count, -1, -1).clone() if own_outputs else lambda states: F.linear(states, output),
+            weight.new_zeros(count, layers, width, width),
+            weight.new_zeros(count, layers, width),
+            weight.expand(count, -1, -1).clone() if own_outputs else lambda states: F.linear(states, weight, bias),
             vocabulary=vocabulary,
         )
 
@@ -78,7 +80,7 @@ class MedusaHeads(torch.nn.Module):
             found = torch.bmm(states, self.outputs.transpose(1, 2))
         else:  # one product for all heads: the output head is read once
             found = self._output(states.flatten(0, 1)).view(*states.shape[:2], -1)
-        logits = (self._scale * found.float()).transpose(0, 1)
+        logits = self._scaled(found).transpose(0, 1)
         if self._ids is None:
             return logits
         every = logits.new_full((*logits.shape[:2], self.vocabulary), -torch.inf)
@@ -89,8 +91,11 @@ class MedusaHeads(torch.nn.Module):
         """Return the logits [n, ids], float32, of one head, for training."""
         state = self._state(number, hidden)
         if self.outputs is not None and self.outputs.dim() == 3:
-            return self._scale * F.linear(state, self.outputs[number]).float()
-        return self._scale * self._output(state).float()
+            return self._scaled(F.linear(state, self.outputs[number]))
+        return self._scaled(self._output(state))
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        return logits.float() if self._scale == 1.0 else self._scale * logits.float()
 
     def _state(self, number: int, hidden: Tensor) -> Tensor:
         """Return the states [n, d] that one head's output head reads."""

@@ -38,6 +38,10 @@ MAX_HEADS, MAX_LAYERS = 32, 16
 """Maximum heads, and residual blocks of a head. Published ones have 3 to 5 heads of one block."""
 
 
+MAX_LOGITS = 1 << 22
+"""Approximate number of logits that heads compute at once: one text's at least."""
+
+
 class MedusaFilesError(ModelDirectoryError):
     """Raised, with a one-line message, if a directory has no Medusa heads for the target."""
 
@@ -125,9 +129,10 @@ class MedusaFiles:
         return found
 
     def memory_needed(self, dtype: Dtype) -> MemoryNeeded:
-        """Return the memory of the weights beside the target's."""
+        """Return the memory of the weights and of a block of logits, beside the target's."""
         numbers = sum(math.prod(stored.shape) for stored in self.places.values())
-        return MemoryNeeded(f"heads {self.path.name}", dtype, 0, numbers * BYTES[dtype], 0, 0, 0)
+        logits = 2 * MAX_LOGITS * BYTES["float32"]
+        return MemoryNeeded(f"heads {self.path.name}", dtype, 0, numbers * BYTES[dtype], logits, 0, 0)
 
     def load(
         self, target: TargetShape, output: Callable[[Tensor], Tensor], device: str, dtype: torch.dtype

@@ -14,10 +14,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.heads.medusa import MedusaHeads
 from specdec.engine.heads.medusa_files import MedusaFiles, MedusaFilesError, TargetShape
+from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.check import Wanted, check
+from specdec.engine.row_counts import ShapeRowCounts
 from specdec.engine.unsupported import UnsupportedModelError
 from tests.heads import make_heads
 from tests.models import make
@@ -239,10 +242,23 @@ def test_a_start_without_room_for_heads_is_refused(tmp_path: Path, monkeypatch: 
     heads = make_heads(tmp_path / "heads")
     wanted = Wanted(target, Placement(kv_tokens=512))
     check(wanted, beside=partial(memory_of_heads, heads))
-    numbers = 3 * (64 * 64 + 320 * 64)
     monkeypatch.setattr("specdec.engine.preflight.check.free_bytes", lambda _: 600_000_000)
-    said = rf"heads heads needs {4 * numbers / 1e9:.3g} GB for weights in float32;"
+    bytes_of_weights = 4 * 3 * (64 * 64 + 320 * 64)
+    said = rf"heads heads needs {bytes_of_weights / 1e9:.3g} GB for weights in float32, 0.0336 GB for checks and steps;"
     with pytest.raises(UnsupportedModelError, match=said):
         check(wanted, beside=partial(memory_of_heads, heads))
     with pytest.raises(MedusaFilesError, match="for a target of hidden size 64 with 320 token ids"):
         check(wanted, beside=partial(memory_of_heads, make_heads(tmp_path / "others", hidden=32)))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_targets_output_head_takes_any_number_of_states(tmp_path: Path, exact: bool) -> None:
+    """Its products run at some numbers of rows only."""
+    engine = CpuEngine(ModelDirectory(make("llama", tmp_path / "target")), capacity=512, exact=exact)
+    if exact:
+        engine.tile(ShapeRowCounts.alike((4, 8, 16), [(64, 320)]))
+    states = torch.randn(600, engine.hidden_size, generator=torch.Generator().manual_seed(4))
+    whole = engine.output_head(states)
+    assert whole.shape == (600, 320)
+    for count in (1, 17, 35):
+        torch.testing.assert_close(engine.output_head(states[:count]), whole[:count], atol=1e-5, rtol=1e-5)
