@@ -36,7 +36,7 @@ DEFINITIONS = frozenset(["$defs", "definitions"])
 """Keywords with schemas that apply where they are referred to."""
 
 
-class SchemaCheck(NamedTuple):
+class UniquenessVerdict(NamedTuple):
     """The outcome of a check of a finished text."""
 
     ok: bool | None  # None: it is no whole JSON value, or too large to check
@@ -60,16 +60,16 @@ class UniqueItems:
                 raise GrammarError(f"{place}/{KEYWORD}: cannot be enforced: {why}")
         self._steps = _leading_to(self._unenforced, steps)
 
-    def of_text(self, text: str) -> SchemaCheck:
+    def of_text(self, text: str) -> UniquenessVerdict:
         """Check a text that fits the grammar."""
         if len(text) > MAX_CHARACTERS:
-            return SchemaCheck(None)
+            return UniquenessVerdict(None)
         try:
             return self._of_value(json.loads(text, parse_float=_number))
         except (ValueError, RecursionError):
-            return SchemaCheck(None)
+            return UniquenessVerdict(None)
 
-    def _of_value(self, value: Any) -> SchemaCheck:
+    def _of_value(self, value: Any) -> UniquenessVerdict:
         left, ahead = MAX_WORK, [(self._root, value, "")]
         while ahead:
             schema, value, path = ahead.pop()
@@ -80,19 +80,19 @@ class UniqueItems:
                     spelled = json.dumps(item, sort_keys=True)
                     left -= ITEM_WORK + len(spelled)
                     if spelled in known:
-                        return SchemaCheck(False, f"{path}/{number}", KEYWORD)
+                        return UniquenessVerdict(False, f"{path}/{number}", KEYWORD)
                     if left < 0:
                         break
                     known.add(spelled)
             if left < 0:
-                return SchemaCheck(None)
+                return UniquenessVerdict(None)
             parts = (
                 (inner, part, path + place)
                 for select, inner in self._steps.get(id(schema), ())
                 for place, part in select(value)
             )
             ahead += islice(parts, left // VISIT_WORK + 1)  # more than there is work for ends without a verdict
-        return SchemaCheck(True)
+        return UniquenessVerdict(True)
 
     def _reached(self) -> tuple[dict[int, list[tuple[Select, Schema]]], set[int]]:
         """Return, by the identity of schemas, the steps from those that certainly apply, and the others."""

@@ -14,7 +14,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from specdec.grammar.grammar import GrammarError
 from specdec.grammar.json_schema import supported, supported_source
-from specdec.grammar.unique_items import ITEM_WORK, MAX_CHARACTERS, MAX_WORK, VISIT_WORK, SchemaCheck, UniqueItems
+from specdec.grammar.unique_items import ITEM_WORK, MAX_CHARACTERS, MAX_WORK, VISIT_WORK, UniqueItems, UniquenessVerdict
 
 SET: dict[str, Any] = {
     "type": "array",
@@ -48,7 +48,7 @@ def check_of(schema: dict[str, Any]) -> UniqueItems:
     ],
 )
 def test_the_place_of_what_is_repeated(schema: dict[str, Any], value: Any, path: str) -> None:
-    assert check_of(schema).of_text(json.dumps(value)) == SchemaCheck(not path, path, path and "uniqueItems")
+    assert check_of(schema).of_text(json.dumps(value)) == UniquenessVerdict(not path, path, path and "uniqueItems")
     assert validator_for(schema, Draft202012Validator)(schema).is_valid(value) == (not path)
 
 
@@ -146,4 +146,4 @@ def test_sets_of_pydantic() -> None:
     good = Page(tags={"a", "b"}, links={"x": frozenset([1, 2])}, pages=[Page(tags=set())])
     assert check.of_text(good.model_dump_json()).ok is True
     bad = {"tags": [], "links": {"x": [1, 2]}, "pages": [{"tags": ["a"], "links": {"y": [3, 3]}}]}
-    assert check.of_text(json.dumps(bad)) == SchemaCheck(False, "/pages/0/links/y/1", "uniqueItems")
+    assert check.of_text(json.dumps(bad)) == UniquenessVerdict(False, "/pages/0/links/y/1", "uniqueItems")

@@ -46,27 +46,27 @@ class MedusaFilesError(ModelDirectoryError):
     """Raised, with a one-line message, if a directory has no Medusa heads for the target."""
 
 
-class Place(NamedTuple):
-    """The part of a set of heads that a tensor is."""
+class HeadPart(NamedTuple):
+    """The part of a set of heads that is in one tensor."""
 
-    part: str  # weight, bias: of a block; output; ids
+    kind: str  # weight, bias: of a block; output; ids
     head: int | None = None  # None: common to all heads
     layer: int | None = None  # of a block
 
 
-PATTERNS: Sequence[tuple[re.Pattern[str], Callable[[re.Match[str]], Place]]] = (
+PATTERNS: Sequence[tuple[re.Pattern[str], Callable[[re.Match[str]], HeadPart]]] = (
     (
         re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)"),
-        lambda found: Place(found[3], int(found[1]), int(found[2])),
+        lambda found: HeadPart(found[3], int(found[1]), int(found[2])),
     ),
-    (re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.weight"), lambda found: Place("output", int(found[1]))),
+    (re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.weight"), lambda found: HeadPart("output", int(found[1]))),
     (
         re.compile(r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"),
-        lambda found: Place(found[3], int(found[1]), int(found[2])),
+        lambda found: HeadPart(found[3], int(found[1]), int(found[2])),
     ),
-    (re.compile(r"(?:medusa_heads\.)?lm_heads\.(\d+)\.weight"), lambda found: Place("output", int(found[1]))),
-    (re.compile(r"(?:medusa_heads\.)?lm_head\.weight"), lambda _: Place("output")),
-    (re.compile(r"(?:medusa_heads\.)?token_map"), lambda _: Place("ids")),
+    (re.compile(r"(?:medusa_heads\.)?lm_heads\.(\d+)\.weight"), lambda found: HeadPart("output", int(found[1]))),
+    (re.compile(r"(?:medusa_heads\.)?lm_head\.weight"), lambda _: HeadPart("output")),
+    (re.compile(r"(?:medusa_heads\.)?token_map"), lambda _: HeadPart("ids")),
 )
 """Names of tensors in all layouts, to what they are."""
 
@@ -104,7 +104,7 @@ class MedusaFiles:
     """Medusa heads in a directory, judged by headers and configuration; their weights are not read yet."""
 
     path: Path
-    places: Mapping[Place, Stored]
+    places: Mapping[HeadPart, Stored]
     heads: int
     layers: int
     scale: float
@@ -115,9 +115,9 @@ class MedusaFiles:
         there are none for this target."""
         places = _places(path)
         config = read_fields((path if path.is_dir() else path.parent) / "config.json")
-        numbers = {place.head for place in places if place.part == "weight"}
+        numbers = {place.head for place in places if place.kind == "weight"}
         heads = len(numbers)
-        layers = len({place.layer for place in places if place.part == "weight"})
+        layers = len({place.layer for place in places if place.kind == "weight"})
         if not heads:
             raise MedusaFilesError(f"{path}: has no Medusa heads: no tensors such as 0.0.linear.weight")
         if heads > MAX_HEADS or layers > MAX_LAYERS:
@@ -147,19 +147,19 @@ class MedusaFiles:
 
         def stacked(part: str) -> Tensor:
             rows = [
-                torch.stack([read(self.places[Place(part, head, layer)]) for layer in range(self.layers)])
+                torch.stack([read(self.places[HeadPart(part, head, layer)]) for layer in range(self.layers)])
                 for head in range(self.heads)
             ]
             return torch.stack(rows).to(device, dtype)
 
-        biases = stacked("bias") if Place("bias", 0, 0) in self.places else None
+        biases = stacked("bias") if HeadPart("bias", 0, 0) in self.places else None
         outputs: Tensor | Callable[[Tensor], Tensor] = output
-        if Place("output", 0) in self.places:
-            stored = [read(self.places[Place("output", head)]) for head in range(self.heads)]
+        if HeadPart("output", 0) in self.places:
+            stored = [read(self.places[HeadPart("output", head)]) for head in range(self.heads)]
             outputs = torch.stack(stored).to(device, dtype)
-        elif Place("output") in self.places:
-            outputs = read(self.places[Place("output")]).to(device, dtype)
-        ids = read(self.places[Place("ids")]).to(device, torch.int64) if Place("ids") in self.places else None
+        elif HeadPart("output") in self.places:
+            outputs = read(self.places[HeadPart("output")]).to(device, dtype)
+        ids = read(self.places[HeadPart("ids")]).to(device, torch.int64) if HeadPart("ids") in self.places else None
         if ids is not None and not 0 <= int(ids.min()) <= int(ids.max()) < target.vocabulary:
             raise MedusaFilesError(
                 f"{self.path}: token_map has ids from {int(ids.min())} to {int(ids.max())}, must have ids from 0 to "
@@ -171,17 +171,17 @@ class MedusaFiles:
         """Raise MedusaFilesError unless all tensors are there, in shapes that fit the target."""
         d = target.hidden
         blocks = [(head, layer) for head in range(self.heads) for layer in range(self.layers)]
-        wanted: dict[Place, tuple[int, ...]] = {Place("weight", *block): (d, d) for block in blocks}
-        if any(place.part == "bias" for place in self.places):
-            wanted |= {Place("bias", *block): (d,) for block in blocks}
+        wanted: dict[HeadPart, tuple[int, ...]] = {HeadPart("weight", *block): (d, d) for block in blocks}
+        if any(place.kind == "bias" for place in self.places):
+            wanted |= {HeadPart("bias", *block): (d,) for block in blocks}
         rows = target.vocabulary
-        if (ids := self.places.get(Place("ids"))) is not None:
+        if (ids := self.places.get(HeadPart("ids"))) is not None:
             rows = ids.shape[0] if len(ids.shape) == 1 else -1
-            wanted[Place("ids")] = (max(rows, 1),)
-        if Place("output") in self.places:
-            wanted[Place("output")] = (rows, d)
-        elif any(place.part == "output" for place in self.places):
-            wanted |= {Place("output", head): (rows, d) for head in range(self.heads)}
+            wanted[HeadPart("ids")] = (max(rows, 1),)
+        if HeadPart("output") in self.places:
+            wanted[HeadPart("output")] = (rows, d)
+        elif any(place.kind == "output" for place in self.places):
+            wanted |= {HeadPart("output", head): (rows, d) for head in range(self.heads)}
         elif ids is not None:
             raise MedusaFilesError(f"{self.path}: has a token_map, but no output head for its {rows} tokens")
         for place, shape in wanted.items():
@@ -200,8 +200,8 @@ class MedusaFiles:
                 )
 
 
-def _words(place: Place) -> str:
-    return "output head" if place.part == "output" else f"{place.part} of block {place.layer}"
+def _words(place: HeadPart) -> str:
+    return "output head" if place.kind == "output" else f"{place.kind} of block {place.layer}"
 
 
 def _scale(config: Fields | None) -> float:
@@ -214,11 +214,11 @@ def _scale(config: Fields | None) -> float:
     return scale
 
 
-def _places(path: Path) -> dict[Place, Stored]:
+def _places(path: Path) -> dict[HeadPart, Stored]:
     """Return the tensors of heads in a directory or file, by what they are."""
     stored = [tensor for file in _files(path) for tensor in _tensors(file)]
     whole_model = any(tensor.name.startswith("medusa_head.") for tensor in stored)
-    found: dict[Place, Stored] = {}
+    found: dict[HeadPart, Stored] = {}
     for tensor in stored:
         if whole_model and not tensor.name.startswith("medusa_head."):
             continue  # the target's own
