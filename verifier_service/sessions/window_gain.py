@@ -16,6 +16,7 @@ So where no window ever hits, windows and their candidates cost at most that sha
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -154,17 +155,18 @@ class WindowGain:
         """End a trial of a window with this cost. Return False if nothing pays now."""
         tuning, tenant, likeness = self._tuning, self._tenant, self._likeness
         self._trial = None
-        steps = max(trial.steps, 1)
-        mean = trial.gain / steps
+        tenant.budget = min(tenant.budget + trial.price - max(0.0, trial.lost), tuning.most_budget)
+        if trial.steps < tuning.least_trial_steps:  # rows cost more than expected: it has shown nothing else
+            return trial.least > 0.0
+        mean = trial.gain / trial.steps
         if trial.size not in tenant.gains:
-            tenant.gains[trial.size] = Average(mean / max(likeness.mean, LEAST_LIKENESS), steps)
-            likeness.observe(likeness.mean, tuning.remembered_steps, steps)
+            tenant.gains[trial.size] = Average(mean / max(likeness.mean, LEAST_LIKENESS), trial.steps)
+            likeness.observe(likeness.mean, tuning.remembered_steps, trial.steps)
         else:
             of_tenant = tenant.gains[trial.size]
-            of_tenant.observe(mean, tuning.remembered_steps_of_tenant, steps)
+            of_tenant.observe(mean, tuning.remembered_steps_of_tenant, trial.steps)
             if of_tenant.mean > LEAST_GAIN:
-                self._likeness = Average(mean / of_tenant.mean, min(steps, tuning.remembered_steps))
-        tenant.budget = min(tenant.budget + trial.price - max(0.0, trial.lost), tuning.most_budget)
+                self._likeness = Average(mean / of_tenant.mean, min(trial.steps, tuning.remembered_steps))
         if mean - cost > trial.least:
             self._next_pause = tuning.first_pause
             return True
@@ -189,16 +191,19 @@ class WindowGain:
     def _best(
         self, sizes: Sequence[Lookahead], cost: Cost, current: Lookahead | None
     ) -> tuple[Lookahead | None, float]:
-        """Return the known size with the highest gain - cost, and that; (None, 0) if none is positive."""
-        best, highest, compared = None, 0.0, 0.0
+        """Return the best size of those with a positive gain - cost, and that; (None, 0) if there is none.
+
+        A larger size must be better than the smaller ones by a standard error: a few steps of a text, that perhaps just
+        repeats itself, must not decide for one."""
+        best, highest = None, 0.0
         for size in sizes:
             of_tenant = self._tenant.gains.get(size)
             if of_tenant is None:
                 continue
             net = self._gain_of(of_tenant) - cost(size)
-            handicapped = net if current in (None, size) else net - self._tuning.margin
-            if net > 0.0 and handicapped > compared:
-                best, highest, compared = size, net, handicapped
+            least = net - self._likeness.mean * self._tuning.spread / math.sqrt(of_tenant.steps)
+            if least - (0.0 if current in (None, size) else self._tuning.margin) > highest:
+                best, highest = size, net
         return best, highest
 
     def _price(self, size: Lookahead, best: Lookahead | None, net: float, cost: Cost) -> float:
