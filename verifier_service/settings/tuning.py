@@ -263,8 +263,7 @@ class WindowTuning:
     remembered_steps_of_tenant: int = 256
     first_weight: int = 12
     """Steps averaged in the likeness of a text and in the gains of a tenant, and those for which a new text counts as
-    like the others. Windows hit in spells: with 20 and 4 steps, texts of the demo closed them between two spells, and
-    AUTO made 336 tokens a second in place of 380 (a row costing 3 % of a step; a fixed window 400)."""
+    like the others. Windows hit in spells: with 20 and 4 steps, texts of the demo closed them between two spells."""
 
     spread: float = 1.5
     """Standard deviation of a step's gain, in tokens: windows find several tokens at once, or none."""
