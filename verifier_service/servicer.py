@@ -334,10 +334,10 @@ class VerifierServicer(
         )
 
     def _by_default(self, available: SpeculationOptions, rule: Rule) -> SpeculationOptions:
-        """Return this verifier's default with the `available` drafters. A window that the rule excludes is left out:
-        nobody has asked for it."""
-        default = self._limits.speculation
-        options = replace(default, drafters=default.drafters & available.drafters)
+        """Return this verifier's default with the `available` drafters, and heads, which orchestrators name only on
+        request. A window that the rule excludes is left out: nobody has asked for it."""
+        default, named = self._limits.speculation, available.drafters
+        options = replace(default, drafters=default.drafters & (named | {CandidateSource.HEADS} if named else named))
         if not window_violations("", options, rule):
             return options
         return replace(options, drafters=options.drafters - {CandidateSource.LOOKAHEAD}, lookahead=None, jacobi=False)

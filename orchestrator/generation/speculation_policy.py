@@ -44,6 +44,8 @@ class SpeculationState:
         `drafted`."""
         speculation = context.sample.speculation
         drafters = speculation.drafters if self.drafted else speculation.drafters - {CandidateSource.REMOTE}
+        if speculation.unspecified:  # a verifier of the last version refuses a drafter that it does not know
+            drafters -= {CandidateSource.HEADS}
         return verifier_pb2.VerifyPolicy(
             drafters=sorted(drafters),  # type: ignore[arg-type]
             forced=speculation.forced,

@@ -6,7 +6,15 @@ import pytest
 
 from orchestrator.generation.speculation_policy import FIRST_MIN_PROBABILITY, DraftControl, SpeculationState
 from specdec.decoding.sampling import Rule
-from specdec.decoding.speculation import ALL_DRAFTERS, OWN_DRAFTERS, Outlook, Scorer, SpeculationOptions, drafters_of
+from specdec.decoding.speculation import (
+    ALL_DRAFTERS,
+    OWN_DRAFTERS,
+    CandidateSource,
+    Outlook,
+    Scorer,
+    SpeculationOptions,
+    drafters_of,
+)
 from specdec.v2 import verifier_pb2
 from tests.orchestrator.samples import context, sample
 
@@ -47,6 +55,14 @@ def test_a_verifier_waits_for_a_draft_only_while_there_is_one() -> None:
         policy = SpeculationState(drafted).verify_policy(context(speculation=SpeculationOptions(max_candidates=9)))
         assert set(drafters_of(policy.drafters)) == drafters
         assert (policy.forced, policy.max_candidates, policy.patience_us) == (False, 9, 50_000)
+
+
+def test_heads_are_named_on_request_only() -> None:
+    """A verifier of the last version does not know the drafter, and refuses it."""
+    state, heads = SpeculationState(True), CandidateSource.HEADS
+    for unspecified in (False, True):
+        asked = SpeculationOptions(unspecified=unspecified)
+        assert (heads in state.verify_policy(context(speculation=asked)).drafters) is not unspecified
 
 
 def test_a_draft_opens_with_what_pays_now() -> None:

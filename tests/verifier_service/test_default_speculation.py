@@ -59,6 +59,13 @@ def test_it_decides_where_the_request_names_nothing(
     assert (named.drafters, named.lookahead, named.jacobi) == (frozenset({CandidateSource.NGRAM}), None, False)
 
 
+def test_it_adds_heads_which_orchestrators_do_not_name() -> None:
+    drafters = sorted(ALL_DRAFTERS - {CandidateSource.HEADS})
+    assert policy_of(default("auto"), {"drafters": drafters, "unspecified": True}).drafters == ALL_DRAFTERS
+    assert policy_of(default("auto"), {"drafters": drafters}).drafters == set(drafters)
+    assert policy_of(default("auto"), {"unspecified": True}).drafters == NO_DRAFTERS
+
+
 def test_it_adds_no_drafter_that_is_not_there() -> None:
     own = {"drafters": sorted(OWN_DRAFTERS), "unspecified": True}
     assert policy_of(default("always"), own).drafters == NO_DRAFTERS
