@@ -37,6 +37,7 @@ PACKAGES = {
         "fairness": "effect on a tenant of another one flooding the verifier",
         "shares": "latency of a text next to another tenant's texts, by their options",
         "step-shares": "the same in CPU time, with a step loop driven by hand",
+        "serve": "latencies, throughput and goodput of any deployment under a load of requests",
         "goodput": "requests completed before their deadline, by load",
         "restarts": "effect on users of killed and restarted servers, compared with vLLM",
         "overload": "served and refused requests at ten times the load",

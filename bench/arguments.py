@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from typing import NoReturn
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that refuses wrong options in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
 
 
 def parser_of(name: str, about: str | None) -> argparse.ArgumentParser:
     """Return the parser of `python -m bench NAME`; the benchmark's docstring is its help."""
-    return argparse.ArgumentParser(
+    return _Parser(
         prog=f"python -m bench {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 

@@ -18,7 +18,8 @@ from concurrent.futures import ProcessPoolExecutor
 import numpy as np
 
 from bench.arguments import parser_of
-from bench.serving.open_loop import VERIFIER, Answer, arrivals, capacity, completed
+from bench.serving.answers import Answer, completed
+from bench.serving.open_loop import VERIFIER, arrivals, capacity
 from specdec.client import AsyncClient
 from specdec.local import DEMO, Stack
 

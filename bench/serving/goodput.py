@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bench.arguments import parser_of
-from bench.serving.open_loop import VERIFIER, arrivals, ask, capacity, completed
+from bench.serving.answers import completed
+from bench.serving.open_loop import VERIFIER, arrivals, ask, capacity
 from demo.prompts import held_out
 from specdec.client import AsyncClient
 from specdec.local import DEMO, Stack

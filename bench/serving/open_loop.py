@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 
+from bench.serving.answers import Answer
 from demo.prompts import held_out
 from specdec.client import AsyncClient, SpecdecError
 
@@ -20,40 +20,38 @@ VERIFIER = ("--kv-tokens", str(MEMORY), "--threads", "1")
 """Options of the verifier: memory for some thirty texts. One core computes; the other is for all the rest."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The outcome of a request."""
-
-    first: float | None  # seconds to the first token; None: there was none
-    seconds: float  # to the end
-    error: str | None  # name of the error that ended it; None: it is complete
-
-
 async def ask(client: AsyncClient, prompt: list[int], tenant: str, timeout: float | None) -> Answer:
-    begin, first = time.perf_counter(), None
+    answer = Answer()
     try:
         async with client.generate(
             tokens=prompt, max_tokens=TOKENS, ignore_end_token=True, tenant=tenant, speculation="off", timeout=timeout
         ) as chunks:
-            async for _ in chunks:
-                first = first or time.perf_counter() - begin
+            async for chunk in chunks:
+                answer.piece(len(chunk.tokens))
     except SpecdecError as error:
-        return Answer(first, time.perf_counter() - begin, type(error).__name__)
-    return Answer(first, time.perf_counter() - begin, None)
+        answer.finish(type(error).__name__, str(error))
+    else:
+        answer.finish()
+    return answer
+
+
+async def at_poisson_times(rate: float, seconds: float, seed: int) -> AsyncIterator[float]:
+    """Yield at Poisson times, `rate` a second, for some seconds; the value is when it was due, in seconds."""
+    dice, begin, due = random.Random(seed), time.perf_counter(), 0.0
+    while (due := due + dice.expovariate(rate)) <= seconds:
+        await asyncio.sleep(max(0.0, begin + due - time.perf_counter()))
+        yield due
 
 
 async def arrivals(
     client: AsyncClient, rate: float, seconds: float, *, seed: int, tenant: str = "", timeout: float | None = None
 ) -> list[Answer]:
     """Send requests at Poisson times at `rate` per second for `seconds`; return all answers."""
-    dice = random.Random(seed)
-    prompts = held_out(max(1, int(2 * rate * seconds)), tokens=PROMPT_TOKENS, seed=seed)
-    begin, at, asked = time.perf_counter(), 0.0, []
-    for prompt in prompts:
-        at += dice.expovariate(rate)
-        if at > seconds:
+    prompts = iter(held_out(max(1, int(2 * rate * seconds)), tokens=PROMPT_TOKENS, seed=seed))
+    asked = []
+    async for _ in at_poisson_times(rate, seconds, seed):
+        if (prompt := next(prompts, None)) is None:
             break
-        await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
         asked.append(asyncio.create_task(ask(client, prompt, tenant, timeout)))
     return await asyncio.gather(*asked)
 
@@ -73,7 +71,3 @@ async def capacity(client: AsyncClient, seconds: float, at_once: int = 48) -> fl
 
     await asyncio.gather(*(ask_on() for _ in range(at_once)))
     return done / seconds
-
-
-def completed(answers: Sequence[Answer]) -> list[Answer]:
-    return [each for each in answers if each.error is None]

@@ -21,7 +21,6 @@ import contextlib
 import itertools
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -41,6 +40,7 @@ from bench.environment import as_installed
 from bench.report import markdown_table
 from bench.serving.commands import VLLM_KV_GIB
 from bench.serving.drain import Pod, deployment
+from bench.serving.open_loop import at_poisson_times
 from bench.systems import peer_options
 from bench.systems.http_server import HOST, free_port
 from demo.prompts import held_out
@@ -277,14 +277,9 @@ async def capacity(system: System) -> float:
 
 async def arrivals(system: System, rate: float, seconds: float) -> list[Seen]:
     """Send requests at Poisson times at `rate` per second for `seconds`; return the texts as seen by users."""
-    dice, asked, tasks = random.Random(3), list[Seen](), list[asyncio.Task[None]]()
-    begin = at = time.monotonic()
-    for number in itertools.cycle(range(PROMPTS)):
-        at += dice.expovariate(rate)
-        if at > begin + seconds:
-            break
-        await asyncio.sleep(max(0.0, at - time.monotonic()))
-        asked.append(Seen(number, time.monotonic()))
+    asked, tasks, numbers = list[Seen](), list[asyncio.Task[None]](), itertools.cycle(range(PROMPTS))
+    async for _ in at_poisson_times(rate, seconds, seed=3):
+        asked.append(Seen(next(numbers), time.monotonic()))
         tasks.append(asyncio.create_task(system.ask(asked[-1])))
     await asyncio.gather(*tasks)
     return asked

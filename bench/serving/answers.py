@@ -1,0 +1,60 @@
+"""An answer as its caller saw it, and the latencies of many."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+
+@dataclass
+class Answer:
+    """An answer to a streamed request; times are those of perf_counter."""
+
+    begin: float = field(default_factory=time.perf_counter)
+    pieces: list[float] = field(default_factory=list)  # arrivals of pieces of text
+    tokens: int = 0
+    tokens_are_pieces: bool = False  # True: the server did not tell how many tokens there are
+    end: float | None = None  # None: it has not ended
+    error: str | None = None  # name of the error that ended it; None: it is complete, if it has ended
+    message: str = ""  # of the error
+
+    def piece(self, tokens: int) -> None:
+        """Record the arrival of a piece with a number of tokens."""
+        self.pieces.append(time.perf_counter())
+        self.tokens += tokens
+
+    def finish(self, error: str | None = None, message: str = "") -> None:
+        """Record the end, now."""
+        self.end, self.error, self.message = time.perf_counter(), error, message
+
+    @property
+    def complete(self) -> bool:
+        return self.end is not None and self.error is None
+
+    @property
+    def first(self) -> float | None:
+        """Seconds to the first token (TTFT); None if there was none."""
+        return self.pieces[0] - self.begin if self.pieces else None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds to the end; for an answer that has not ended, infinity."""
+        return float("inf") if self.end is None else self.end - self.begin
+
+    @property
+    def a_token(self) -> float | None:
+        """Seconds per token after the first piece (TPOT); None for a single token or piece."""
+        if len(self.pieces) < 2 or self.tokens < 2:
+            return None
+        return (self.pieces[-1] - self.pieces[0]) / (self.tokens - 1)
+
+    @property
+    def pauses(self) -> list[float]:
+        """Seconds between consecutive pieces (ITL); a piece may have several tokens."""
+        return [after - before for before, after in pairwise(self.pieces)]
+
+
+def completed(answers: Iterable[Answer]) -> list[Answer]:
+    return [answer for answer in answers if answer.complete]
