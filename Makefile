@@ -1,4 +1,4 @@
-# One vocabulary: setup demo real test verify verify-real gpu vllm check proto bench bench-peers
+# One vocabulary: setup demo real test verify verify-real gpu vllm clients check proto bench bench-peers
 # bench-llama llama-sources.
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +10,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 BUF := build/node_modules/.bin/buf
 PROTOS := $(wildcard proto/specdec/v2/*.proto)
 
-.PHONY: setup demo real test verify verify-real gpu vllm check proto bench bench-peers bench-llama llama-sources clean format
+.PHONY: setup demo real test verify verify-real gpu vllm clients check proto bench bench-peers bench-llama llama-sources clean format
 
 setup: $(VENV)/.done
 
@@ -45,6 +45,11 @@ verify-real: setup  ## The real pair's tests, if `make real` has made it.
 # It installs nothing, since the machine may have no network: it runs in .venv if there is one, else with PYTHON as it is.
 gpu:  ## All that only a GPU can show, in ten minutes at most; leaves build/gpu/report.md.
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m bench gpu
+
+# Each client has an environment of its own in build/clients, with pinned versions; some ten GB in all.
+CLIENTS ?=
+clients: setup  ## Third-party clients against the demo pair; writes docs/clients.md. CLIENTS="openai codex" runs some.
+	$(BIN)/python -m tests.clients --page docs/clients.md $(CLIENTS)
 
 bench: setup  ## Speed on the demo pair beside transformers, in two minutes if nothing else runs.
 	$(BIN)/specdec bench speed --quick

@@ -1,0 +1,7 @@
+// The check of a client that is no client: one use works, the others do not.
+import { called, joined, sameText, server, use } from "./uses.mjs";
+
+use("right", async () => sameText(` ${server.answer}\n`, server.answer));
+use("wrong", async () => sameText("something else", server.answer));
+use("in one piece", async () => joined([server.answer], server.answer));
+use("no city", async () => called("get_weather", { city: "London" }));
