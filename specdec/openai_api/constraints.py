@@ -115,12 +115,14 @@ def _of_tgi(wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schema(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a `response_format`. As in servers of open models, json_object may carry one too."""
+    """Return the schema of a `response_format`. As in servers of open models, json_object may carry one too, as `schema`
+    or, from huggingface_hub, as `value`."""
     if wanted["type"] == "json_object":
-        _check_format(wanted, "response_format", "type", "schema")
-        schema = wanted.get("schema")
+        field = "value" if "value" in wanted else "schema"
+        _check_format(wanted, "response_format", "type", field)
+        schema = wanted.get(field)
         if schema is not None and not isinstance(schema, dict):
-            raise refused("response_format.schema", "must be an object")
+            raise refused(f"response_format.{field}", "must be an object")
         return {"type": "object"} if schema is None else schema
     _check_format(wanted, "response_format", "type", "json_schema")
     inner = wanted.get("json_schema")

@@ -56,6 +56,12 @@ def completion(**fields: Any) -> ParsedRequest:
         ),
         ({"response_format": {"type": "json", "value": {}, "x": 1}}, "response_format.x", "unknown parameter"),
         ({"response_format": {"type": "json_object", "schema": 5}}, "response_format.schema", "must be an object"),
+        ({"response_format": {"type": "json_object", "value": 5}}, "response_format.value", "must be an object"),
+        (
+            {"response_format": {"type": "json_object", "value": {}, "schema": {}}},
+            "response_format.schema",
+            "unknown parameter",
+        ),
         ({"response_format": {"type": "json_object", "shema": {}}}, "response_format.shema", "unknown parameter"),
         ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "unknown parameter"),
         ({"response_format": {"type": "json_schema", "schema": {}}}, "response_format.schema", "unknown parameter"),
@@ -327,6 +333,7 @@ def test_what_a_text_must_look_like() -> None:
     assert described(chat(response_format={"type": "json_object"})) == {"type": "object"}
     assert described(chat(response_format={"type": "json_object", "schema": None})) == {"type": "object"}
     assert described(chat(response_format={"type": "json_object", "schema": schema})) == schema
+    assert described(chat(response_format={"type": "json_object", "value": schema})) == schema
     assert described(chat(response_format={"type": "json", "value": schema})) == schema  # huggingface_hub's
     assert described(chat(structured_outputs={"json": schema, "regex": None})) == schema
     assert completion(structured_outputs={"regex": "a+"}).message(0).grammar.regex == "a+"
