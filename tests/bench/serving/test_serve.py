@@ -267,6 +267,7 @@ def test_latencies_and_goodput() -> None:
     assert "| pause between pieces (ITL), ms | 133.3 | 100.0 | 200.0 | 200.0 | 200.0 |" in said
 
 
+@pytest.mark.verify
 async def test_ctrl_c_prints_what_was_measured(tmp_path: Path) -> None:
     """Two answers are complete, and the third is under way."""
     async with FakeServer(Act(), Act(), Act(tokens=2, then="hold")) as server:
