@@ -155,7 +155,7 @@ class Full(Mute):
 
     async def Draft(self, requests: Any, context: Any) -> None:  # type: ignore[override]
         self.opened += 1
-        await context.abort_with_status(to_status(OverloadedError("full", 5.0)))
+        await context.abort_with_status(to_status(OverloadedError("full", 60.0)))
 
 
 async def until(condition: Callable[[], object]) -> None:
