@@ -115,8 +115,8 @@ def _of_tgi(wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schema(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a `response_format`. As in servers of open models, json_object may carry one too, as `schema`
-    or, from huggingface_hub, as `value`."""
+    """Return the schema of a `response_format`. As in servers of open models, json_object may carry one too: `schema`,
+    or `value` from huggingface_hub."""
     if wanted["type"] == "json_object":
         field = "value" if "value" in wanted else "schema"
         _check_format(wanted, "response_format", "type", field)
