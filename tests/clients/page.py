@@ -21,7 +21,7 @@ installs them into `build/clients`, runs them and writes this page; `make client
 - Each use is a function in [tests/clients/checks](../tests/clients/checks).
 - Codex wants `web_search = "disabled"` and `agents.enabled = false` in its `config.toml`: OpenAI's web search and
   namespaces of tools are refused.
-- guidance joins a text from its log-probabilities, and ours have one for the token that ends it.
+- guidance joins a text from its log-probabilities. Ours have one for the token that ends it, so guidance fails below.
 """
 
 
@@ -45,7 +45,12 @@ def row(result: Result) -> str:
     bad = [f"{use}: `{_short(error)}`" for use, error in result.fails.items()]
     if result.problem is not None:
         bad.insert(0, _short(result.problem))
-    cells = (f"`{result.package}` ({result.registry})", result.version, "; ".join(result.works), "; ".join(bad) or "-")
+    cells = (
+        f"`{result.package}` ({result.registry})",
+        result.version,
+        "; ".join(result.works) or "-",
+        "; ".join(bad) or "-",
+    )
     return f"| {' | '.join(cells)} |"
 
 
