@@ -186,6 +186,7 @@ async def test_a_text_survives_every_pod_in_turn(directories: Directories) -> No
         reader = Reader(services, **fields)
         for round_ in range(1, 5):
             await reader.read(30 * round_)
+            await until(lambda: any(pod.drafter.slots_used for pod in services.drafts))  # it comes back by itself
             for pod in (services.verifiers[serving(services)], services.drafts[drafting(services)]):
                 await pod.stop()
                 await pod.start()
