@@ -39,7 +39,7 @@ _RESPONSE, _NAME_ERROR = 0x8180, 0x8183
 
 @dataclass(frozen=True)
 class Lookups:
-    """What a command did in a network of its own."""
+    """The outcome of a command in a network of its own."""
 
     status: int  # exit status
     names: set[str]  # looked up

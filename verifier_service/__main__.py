@@ -233,6 +233,9 @@ def main(
         raise typer.BadParameter("takes the place of --draft-model: give one of them", param_hint="--heads")
     if heads_tree is not None and heads is None:
         raise typer.BadParameter("needs --heads", param_hint="--heads-tree")
+    if speculation in (lacking := {"heads": heads, "local_model": draft_model}) and lacking[speculation] is None:
+        option = "--heads" if speculation == "heads" else "--draft-model"
+        raise typer.BadParameter(f"{speculation} needs {option}", param_hint="--speculation")
     by_default = default_speculation(speculation, lookahead, jacobi, max_window_rows)
     if engine == "vllm" and (by_default.lookahead is not None or by_default.jacobi):
         hint = "--speculation" if speculation == "jacobi" else "--lookahead" if jacobi is None else "--jacobi"

@@ -87,7 +87,7 @@ class VerifierLimits:
     max_waiting: int = 128  # open sessions not admitted yet
     max_window_rows: int = MAX_WINDOW_ROWS  # of a requested lookahead window
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
-    """Of requests that name neither drafters nor a window."""
+    """The speculation of requests that name neither drafters nor a window."""
 
 
 class Queue(NamedTuple):

@@ -29,7 +29,7 @@ class DeploymentError(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """What all requests of a load have in common."""
+    """The parameters common to all requests of a load."""
 
     model: str | None  # None: the only one served
     max_tokens: int

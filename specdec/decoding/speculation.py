@@ -30,9 +30,9 @@ class Scorer(IntEnum):
     """How a draft scores candidates; numbers as in specdec.v2.DraftScorer."""
 
     CALIBRATED = 1
-    """By path probability, calibrated to the target's acceptance."""
+    """The path probability, calibrated to the target's acceptance."""
     PROBABILITY = 2
-    """By the draft's own path probability."""
+    """The draft's own path probability."""
 
 
 @dataclass(frozen=True)

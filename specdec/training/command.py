@@ -21,7 +21,7 @@ from specdec.training.texts import PROMPT_TOKENS, Windows, continued, tokens_of
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a training reads, and where it runs."""
+    """The text of a training, and its device."""
 
     files: Sequence[Path]
     own_tokens: int  # written by the target

@@ -48,7 +48,7 @@ class ResumeError(ModelDirectoryError):
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What a training does; the same plan on the same texts gives the same heads, on one machine."""
+    """The parameters of a training. On one machine, the same plan and texts give the same heads."""
 
     heads: int = 5
     layers: int = 1

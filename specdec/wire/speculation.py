@@ -56,4 +56,4 @@ SPECULATIONS: Mapping[str, Speculation] = {
     **{name: Speculation(drafters=[number]) for name, number in _OWN.items()},
     "jacobi": Speculation(drafters=[DRAFTER_LOOKAHEAD], jacobi=True),
 }
-"""What each `SpeculationName` means in a request."""
+"""`SpeculationName`s to the speculation of a request."""

@@ -96,6 +96,7 @@ MISTAKES = (
         "specdec verifier --model target --draft-model foreign", CANNOT, "the tokenizers of target and foreign differ"
     ),
     Mistake("specdec verifier --model target --heads draft", CANNOT, "draft: has no Medusa heads: no tensors such as"),
+    Mistake("specdec verifier --model target --speculation heads", USAGE, "--speculation: heads needs --heads"),
     Mistake("specdec verifier --config none.yaml", USAGE, "file 'none.yaml' does not exist"),
     Mistake("specdec verifier --config typo.yaml", USAGE, "kv-token is not an option of this service; kv-tokens is"),
     Mistake("specdec verifier --config few.yaml", USAGE, "'kv-tokens in few.yaml': Input should be greater than or"),

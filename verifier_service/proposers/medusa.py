@@ -91,7 +91,8 @@ class MedusaProposer(Proposer):
             for session in step.decoding
             if step.eligibility.uses_local_model(session)
             and (text := self._texts.get(session)) is not None
-            and text.proposed != text.length == session.tree.base
+            and text.length == session.tree.base
+            and text.proposed != session.tree.base
             and session.best_nodes.expected - 1.0 < text.usefulness.expected_accepted
         ]
         with self._failing_alone():

@@ -53,10 +53,10 @@ class Average:
 
 @dataclass
 class TenantWindows:
-    """What a tenant's texts have taught about windows."""
+    """The gains of windows in a tenant's texts."""
 
     gains: dict[Lookahead, Average] = field(default_factory=dict)
-    """By size: accepted tokens a step, less the cost of the candidates' rows."""
+    """Gains by size: accepted tokens a step, less the cost of the candidates' rows."""
     budget: float = 0.0  # for trials, in tokens
 
 
