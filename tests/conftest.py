@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,16 @@ def pytest_collection_finish() -> None:
     own process; scanning all tests and their modules would pause these for half a second each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def heeding_interrupts() -> Iterator[None]:
+    """Let SIGINT reach the processes that tests start. A test run in the background ignores it, and so would they: they
+    get the default if this process has a handler. Resetting it between fork and exec is not safe beside gRPC's threads:
+    occasionally the child aborts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
