@@ -157,7 +157,7 @@ def main(
             min=0,
             max=1 << 17,
             help="Size of each tenant's suffix cache in tokens: its latest finished texts, searched by n-gram lookup "
-            "for its next requests. 0 turns it off.",
+            "for its next requests, which also share the n-grams of lookahead windows. 0 turns it off.",
         ),
     ] = 0,
     exact: Annotated[

@@ -82,9 +82,9 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
 
     `step_rows`: limit on a step's rows with prompts, lowered if fewer rows have the same cost per row;
     `max_unread_tokens`: tokens a session may be ahead of its client's reading; `suffix_cache_tokens`: tokens of
-    finished texts kept per tenant; `latency`: of the target's steps, measured by default; `controller`: one for all
-    texts, instead of one per group; `draft_model`: the local draft; `heads`: heads in its place; `proposers`:
-    additional ones; `tuning`: fitted constants.
+    finished texts kept per tenant, whose texts then share the n-grams of their windows; `latency`: of the target's
+    steps, measured by default; `controller`: one for all texts, instead of one per group; `draft_model`: the local
+    draft; `heads`: heads in its place; `proposers`: additional ones; `tuning`: fitted constants.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             engine.packer, self._queue, self._threads, eligibility, tree_slots, step_rows, prefill_rows, tuning
         )
         self._publisher = CommitPublisher(self._queue, eligibility, tuning.commits, on_cpu=on_cpu(engine))
-        self._windows = WindowsByTenant()
+        self._windows = WindowsByTenant(pooled=suffix_cache_tokens > 0)
         self._delay = StepDelay()
         self._last_step = 0.0  # end of the last step
         self._idle = True  # nothing to do since the last step

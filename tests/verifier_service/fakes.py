@@ -288,7 +288,9 @@ class Client:
         prompt_logprobs: int | None = None,
         scored_tokens: int = 0,
         cache_salt: str = "",
+        knows_its_tenant: bool = False,
     ) -> None:
+        """With `knows_its_tenant` the session has what the loop has learned from the tenant's texts before."""
         sampler = RequestSampler(sampling or Sampling(), end_tokens, rule=rule)
         request = VerifierSessionRequest(
             list(prompt),
@@ -310,7 +312,10 @@ class Client:
         )
         policy = policy or Policy(REMOTE, max_candidates, 0.0)
         chains_only = isinstance(loop, StepLoop) and loop.chains_only
-        self.session = VerifierSession(request, policy, 64, VOCABULARY, chains_only=chains_only)
+        if knows_its_tenant:
+            self.session = loop.session(request, policy, 64, VOCABULARY)
+        else:
+            self.session = VerifierSession(request, policy, 64, VOCABULARY, chains_only=chains_only)
         self.want = reference(request)
         self.mail = Mailbox()
         self.running = RunningSession(self.session, self.mail, lambda result, times: (result, times))

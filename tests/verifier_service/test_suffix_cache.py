@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.sampling import Sampling
-from specdec.decoding.speculation import OWN_DRAFTERS
+from specdec.decoding.speculation import OWN_DRAFTERS, CandidateSource
 from tests.verifier_service.fakes import BAD, Client, TextEngine, run, step_loop
 from verifier_service.backend.request import Policy
-from verifier_service.backend.result import NGRAM
+from verifier_service.backend.result import LOOKAHEAD, NGRAM
 from verifier_service.proposers.suffix_cache import BREAK, MAX_TENANTS, SuffixCache
 
 SOUND = Sampling(banned_tokens=frozenset({BAD}))
@@ -71,3 +72,27 @@ def test_who_asks_again_is_answered_in_fewer_steps(second: dict[str, Any], most:
         sources = [source for result in client.mail.results for source in result.sources]
     assert (steps[1] < steps[0] / 3) is heard
     assert (sources.count(NGRAM) > 40) is heard
+
+
+@pytest.mark.parametrize(
+    ("second", "most", "shared"),
+    [
+        ({"tenant": "a"}, 500, True),
+        ({"tenant": "b"}, 500, False),
+        ({"tenant": "a", "cache_salt": "s"}, 500, False),
+        ({"tenant": "a"}, 0, False),
+    ],
+)
+def test_a_tenants_texts_share_what_their_windows_found(second: dict[str, Any], most: int, shared: bool) -> None:
+    """With lookups off, a text without a window has candidates only from windows of texts before it."""
+    drafters = frozenset({CandidateSource.LOOKAHEAD})
+    loop = step_loop(TextEngine(20), suffix_cache_tokens=most)
+    sources: list[int] = []
+    first: dict[str, Any] = {"tenant": "a"}
+    for whose, window in ((first, Lookahead(3, 3, 3)), (second, None)):
+        policy = Policy(drafters, 64, 0.0, lookahead=window)
+        client = Client(loop, [2, 3, 4], 60, policy=policy, sampling=SOUND, knows_its_tenant=True, **whose)
+        run(loop, client)
+        assert client.tokens == client.want
+        sources = [source for result in client.mail.results for source in result.sources]
+    assert (sources.count(LOOKAHEAD) > 4) is shared

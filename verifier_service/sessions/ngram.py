@@ -65,7 +65,7 @@ class LookaheadRows(NamedTuple):
 
 class SessionNgrams:
     """The n-grams of one session. `text`: prompt and generated tokens so far; `end`: the position before which the text
-    ends."""
+    ends; `shared_pool`: in place of a pool of its own."""
 
     def __init__(
         self,
@@ -74,6 +74,7 @@ class SessionNgrams:
         sampler: RequestSampler,
         tuning: NgramTuning = DEFAULTS.ngrams,
         gain: WindowGain | None = None,
+        shared_pool: NgramPool | None = None,
     ) -> None:
         self._tuning = tuning
         self._text = np.empty(max(end, len(text)) + 1, dtype=np.int32)
@@ -89,7 +90,8 @@ class SessionNgrams:
         self._fruitless = self._skipped = 0  # consecutive steps
         self.size: Lookahead | None = None  # of the open window
         self.window: Window | None = None
-        self.pool: NgramPool | None = None
+        self._shared_pool = shared_pool
+        self.pool = shared_pool
         self.gain = WindowGain() if gain is None else gain
 
     # --- candidates ---------------------------------------------------------------------------------
@@ -169,8 +171,9 @@ class SessionNgrams:
             count = size.window + size.ngram - 3
             seeds = np.resize(self._text[max(0, self._length - count) : self._length], count)
             self.size, self.window = size, Window(size, seeds.tolist())
-            self.pool = self.pool or NgramPool(size.guesses)
-            self.pool.guesses = size.guesses
+            self.pool = self._shared_pool or self.pool or NgramPool(size.guesses)
+            if self._shared_pool is None:
+                self.pool.guesses = size.guesses
         return self._jacobi(self.window.levels[0], tree) if self.window.jacobi else _lookahead_rows(self.window, tree)
 
     def _jacobi(self, chain: Sequence[int], tree: TokenTree) -> LookaheadRows:

@@ -79,7 +79,8 @@ class VerifierSession:
         self.draft_gain = draft_gain or DraftGain(tuning=tuning.draft_gain)
         self._windows = tuning.windows
         window_gain = WindowGain(tenant_windows, tuning.windows)
-        self.ngrams = SessionNgrams(text, self.end, request.sampler, tuning.ngrams, window_gain)
+        pool = None if tenant_windows is None or request.cache_salt else tenant_windows.pool
+        self.ngrams = SessionNgrams(text, self.end, request.sampler, tuning.ngrams, window_gain, pool)
         self._checksum = request.checksum
         self.table: BlockTable | None = None
         self.computed = 0

@@ -22,10 +22,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specdec.decoding.lookahead import Lookahead
+from specdec.decoding.ngrams import NgramPool
 from verifier_service.settings.tuning import DEFAULTS, WindowTuning
 
 MAX_TENANTS = 256
 """Tenants with remembered gains; the one whose last text began first is forgotten first."""
+
+TENANT_GUESSES = 8
+"""N-grams of each first token that a tenant's texts share."""
 
 LEAST_GAIN = 1e-3
 """Gain in tokens a step below which texts are not compared: a ratio of two such gains says nothing."""
@@ -58,17 +62,23 @@ class TenantWindows:
     gains: dict[Lookahead, Average] = field(default_factory=dict)
     """Gains by size: accepted tokens a step, less the cost of the candidates' rows."""
     budget: float = 0.0  # for trials, in tokens
+    pool: NgramPool | None = None  # the n-grams of all its texts; None: each text has its own
 
 
 class WindowsByTenant:
     """The windows of all tenants, owned by the thread that makes sessions."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, pooled: bool = False) -> None:
+        """`pooled`: the texts of a tenant share their n-grams."""
+        self._pooled = pooled
         self._known: OrderedDict[str, TenantWindows] = OrderedDict()
 
     def of(self, tenant: str) -> TenantWindows:
         """Return the windows of a tenant: the same object for all its texts."""
-        found = self._known.setdefault(tenant, TenantWindows())
+        found = self._known.get(tenant)
+        if found is None:
+            pool = NgramPool(TENANT_GUESSES) if self._pooled else None
+            found = self._known[tenant] = TenantWindows(pool=pool)
         self._known.move_to_end(tenant)
         if len(self._known) > MAX_TENANTS:
             self._known.popitem(last=False)
