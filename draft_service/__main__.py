@@ -17,6 +17,7 @@ with needed_by("draft", "draft"):
     from draft_service.pass_times import PassTimes
     from draft_service.request import MIN_PROBABILITY, ExpansionPolicy
     from draft_service.servicer import DraftLimits, DraftServicer
+    from draft_service.translation import Translation
     from specdec import ports
     from specdec.command_line import run_command
     from specdec.decoding.sampling import Rule
@@ -24,7 +25,9 @@ with needed_by("draft", "draft"):
     from specdec.engine import fast_paths
     from specdec.engine.cpu_count import MAX_THREADS, threads_for
     from specdec.engine.engines.loading import load_engine
+    from specdec.engine.gguf_file import open_model
     from specdec.engine.memory import set_memory_policy
+    from specdec.engine.model_directory import ModelDirectory
     from specdec.engine.placement import DraftKind, Placement, WantedDtype
     from specdec.engine.preflight.check import Wanted, check
     from specdec.grammar.compiler import GrammarCompiler
@@ -47,6 +50,14 @@ def main(
             "file, converted on first use."
         ),
     ],
+    target_tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Directory of the target, if its tokenizer is not the draft's: its configuration and tokenizer files. "
+            "The draft then proposes the tokens that both have.",
+        ),
+    ] = None,
     engine: Annotated[
         DraftKind,
         typer.Option(
@@ -170,18 +181,36 @@ def main(
         fast_paths.log_off()
         # A session's slots hold its text and its nodes.
         identity = identity_of(directory, loaded, loaded.capacity - 1 - limits.max_nodes)
+        target, translation = translated(directory, target_tokenizer)
+        identity.tokenizer_fingerprint, identity.vocabulary_size = target.tokenizer_fingerprint, target.vocabulary
         width = expansion_width.measured(loaded, limits.defaults.max_branches)
         log.info("expansion_width", nodes_of_a_session_in_a_step=width.of_session, nodes_in_a_step=width.of_all)
         drafter = LanguageModelDrafter(
-            loaded, rows=width.of_all, rows_per_session=width.of_session, times=PassTimes(width.seconds)
+            loaded,
+            rows=width.of_all,
+            rows_per_session=width.of_session,
+            times=PassTimes(width.seconds),
+            translation=translation,
+            context=directory.context,
         )
         loop = DraftLoop(drafter)
         loop.start()
-        grammars = GrammarCompiler.of(directory)
+        grammars = GrammarCompiler.of(target)
         grammars.prepare()
-        return DraftServicer(loop, identity, limits, pod_info(loaded), grammars, GrammarTrials(directory.path))
+        trials = GrammarTrials(target.path)
+        return DraftServicer(loop, identity, limits, pod_info(loaded), grammars, trials, translation)
 
     run(server, lambda: in_a_thread_of_its_own(start), "draft")
+
+
+def translated(draft: ModelDirectory, path: Path | None) -> tuple[ModelDirectory, Translation | None]:
+    """Return the model whose tokens the draft proposes, and the translation if that is another one's."""
+    target = draft if path is None else open_model(path)
+    if target.tokenizer_fingerprint == draft.tokenizer_fingerprint:
+        return draft, None
+    translation = Translation(draft, target)
+    log.info("tokens_in_common", target=str(target.path), tokens=len(translation.common), of=target.vocabulary)
+    return target, translation
 
 
 def default_policy(

@@ -16,12 +16,14 @@ from draft_service.children import Computed, chosen, give
 from draft_service.drafter import Drafter, ExpansionError
 from draft_service.pass_times import PassTimes
 from draft_service.session import DrafterSession, RootMove
+from draft_service.translation import Translation
 from specdec.decoding.candidates import AskedRow
 from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node
 from specdec.engine.batch import Packer
 from specdec.engine.engine import Engine, draft_pass_of
 from specdec.engine.kv.slots import KVPool, Slots
+from specdec.engine.model_directory import MAX_CONTEXT
 from specdec.engine.probe import EngineProbe
 from specdec.serving.fair_turns import Pool
 
@@ -74,11 +76,17 @@ class SessionSlots:
 
 class ModelSession:
     """A session as the language model sees it. A pass computes either its pending text or its nodes: the root has no
-    children until the whole text is computed."""
+    children until the whole text is computed.
 
-    def __init__(self, session: DrafterSession, slots: Slots) -> None:
+    Without a `translation`, the model reads the tokens of the session's tree. With one, its text has other tokens, and
+    maybe more or fewer, so the position of a node differs from that in the tree.
+    """
+
+    def __init__(self, session: DrafterSession, slots: Slots, translation: Translation | None = None) -> None:
         self.session = session
         self.slots = SessionSlots(slots)
+        self._translation = translation
+        self._text = session.tree.committed if translation is None else translated(session, translation)
         self._planned: list[Node] = []  # nodes that get logits in the planned pass
         self._wanted: list[int] = []  # their rows' indices among the logits
         self._planned_text = 0  # text tokens computed by the planned pass
@@ -86,10 +94,20 @@ class ModelSession:
     @property
     def pending_text(self) -> int:
         """Committed tokens still to be computed before the session can propose anything."""
-        return self.session.tree.base - self.slots.computed
+        return len(self._text) - self.slots.computed
+
+    def fits(self, context: int) -> bool:
+        """Return whether its text, and the nodes below, fit its memory and the model's context, which a translated text
+        may exceed."""
+        if self._translation is None:
+            return True
+        text, room = len(self._text), len(self.slots.all) - self.session.max_nodes
+        return text <= room and text + self.session.policy.deepest < context
 
     def commit(self, move: RootMove) -> None:
         """Follow a commit."""
+        if self._translation is not None:  # otherwise the tree's own list has grown
+            self._text += self._translation.spelled(move.tokens)
         self.slots.follow_root(move.followed, move.alive)
 
     # --- a forward pass -----------------------------------------------------------------------------
@@ -98,7 +116,7 @@ class ModelSession:
         """Plan to compute pending text, at the start or after a correction, as one chain of at most `budget` rows.
         Return the number of rows."""
         start = self.slots.computed
-        text = self.session.tree.committed[start : start + budget]
+        text = self._text[start : start + budget]
         self._planned_text = len(text)
         rows = packer.add_rows(text, start, self.slots.add_text(len(text)))
         packer.add_path(self.slots.text, rows)
@@ -116,11 +134,17 @@ class ModelSession:
         while len(planned) < most and (not planned or -math.inf < session.best_logprob() >= break_even):
             node = session.take_best()
             planned.append(node)
-            rows.append(packer.add_row(node.token, node.position, slots.add_node(node)))
+            rows.append(packer.add_row(*self._read(node), slots.add_node(node)))
             branches.append([slots.nodes[ancestor] for ancestor in node.path()])
         packer.add_leaves(slots.text, branches, rows)
         self._wanted = [packer.want(row) for row in rows]
         return len(planned)
+
+    def _read(self, node: Node) -> tuple[int, int]:
+        """Return the token and the position of a node, as the model reads it."""
+        if self._translation is None:
+            return node.token, node.position
+        return self._translation.common[node.token], node.position + len(self._text) - self.session.tree.base
 
     def undo_plan(self) -> None:
         """Undo the plan of a failed pass: free its slots and put its nodes back on the frontier."""
@@ -140,6 +164,16 @@ class ModelSession:
         """Clear the plan, for the next pass."""
         self._planned, self._wanted, self._planned_text = [], [], 0
 
+
+def translated(session: DrafterSession, translation: Translation) -> list[int]:
+    """Return a session's committed text in the model's tokens."""
+    request = session.request
+    return [*request.own_prompt, *translation.spelled(session.tree.committed[len(request.prompt) :])]
+
+
+SPELLED = 2
+"""Tokens of the draft, for each of a target with another tokenizer, that a session has memory for; it proposes nothing
+beyond."""
 
 PAUSED_LAG_TOKENS = 512
 """Limit on a paused draft's pending committed tokens. Below it a text costs other sessions nothing, and a resumed draft
@@ -161,10 +195,9 @@ class LanguageModelDrafter(Drafter):
 
     Limits of one pass: `rows` nodes over all sessions, `rows_per_session` nodes of one session, and `prompt_budget`
     tokens of committed text, shortest remaining first. Fewer text tokens are computed while other sessions would wait
-    for them. With `times`, a pass computes no further node that lowers its rate of path probability.
+    for them. With `times`, a pass computes no further node that lowers its rate of path probability. `translation`:
+    for a target with another tokenizer, of texts whose `own_prompt` is set, up to the model's `context`.
     """
-
-    rules = frozenset(Rule)
 
     def __init__(
         self,
@@ -174,9 +207,15 @@ class LanguageModelDrafter(Drafter):
         rows_per_session: int = 4,
         prompt_budget: int = 512,
         times: PassTimes | None = None,
+        translation: Translation | None = None,
+        context: int = MAX_CONTEXT,
     ) -> None:
         self.engine = engine
+        # Where tokens are missing the draft's probability is 0, and CONTRASTIVE divides by it.
+        self.rules = frozenset(Rule) if translation is None else frozenset(Rule) - {Rule.CONTRASTIVE}
         self._forward = draft_pass_of(engine)
+        self._translation = translation
+        self._context = context
         self._pool = KVPool(engine.capacity)
         self._rows = rows
         self._rows_per_session = rows_per_session
@@ -195,7 +234,11 @@ class LanguageModelDrafter(Drafter):
         return self._pool.used
 
     def open(self, session: DrafterSession) -> None:
-        self._sessions[session] = ModelSession(session, self._pool.take(session.end + session.max_nodes))
+        tokens = session.end
+        if self._translation is not None:
+            tokens = len(session.request.own_prompt) + SPELLED * (session.end - len(session.request.prompt))
+        slots = self._pool.take(min(tokens, self._context) + session.max_nodes)
+        self._sessions[session] = ModelSession(session, slots, self._translation)
 
     def commit(self, session: DrafterSession, move: RootMove) -> None:
         self._sessions[session].commit(move)
@@ -208,7 +251,9 @@ class LanguageModelDrafter(Drafter):
 
     def best_logprob(self, session: DrafterSession) -> float:
         """Return the base class's value. A paused session gets 0 if its pending text exceeds PAUSED_LAG_TOKENS (it is
-        then read, after all others), else -inf."""
+        then read, after all others), else -inf. So does one whose text has outgrown the model."""
+        if not self._sessions[session].fits(self._context):
+            return -math.inf
         if session.policy.paused and not session.over:
             return 0.0 if self._sessions[session].pending_text > PAUSED_LAG_TOKENS else -math.inf
         return session.best_logprob()
@@ -231,6 +276,8 @@ class LanguageModelDrafter(Drafter):
                     planned.append(model_session)
                     model_session.plan_text(packer, most)
             logits = self._forward(packer.pack())
+            if self._translation is not None:
+                logits = self._translation.logits(logits)
             for model_session in planned:
                 try:
                     computed += model_session.computed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -75,6 +76,7 @@ class DrafterSessionRequest:
     grammar: CompiledGrammar | None = None  # of the generated text
     tenant: str = ""
     weight: float = 1.0  # of the tenant, relative to others
+    own_prompt: Sequence[int] = ()  # the prompt in the draft's tokens, where these are not the target's
 
     @property
     def distributions_required(self) -> bool:

@@ -14,6 +14,7 @@ from draft_service.draft_loop import DraftLoop, ServedSession
 from draft_service.metrics import metrics
 from draft_service.request import DrafterSessionRequest, ExpansionPolicy
 from draft_service.session import DrafterSession
+from draft_service.translation import Translation
 from specdec.decoding.calibration import Calibrations
 from specdec.decoding.sampling import Rule, sampling_violations
 from specdec.engine.fast_paths import fast_paths_off
@@ -73,9 +74,11 @@ class DraftServicer(
         info: model_pb2.PodInfo | None = None,
         grammars: GrammarCompiler | None = None,
         trials: GrammarTrials | None = None,
+        translation: Translation | None = None,
     ) -> None:
         """Serve a draft loop. `info`: the pod's part of statistics, besides its identity; without `grammars`, texts
-        with a grammar are refused; `trials` tries grammars before they are compiled."""
+        with a grammar are refused; `trials` tries grammars before they are compiled. `translation`: of the drafter's
+        texts, if its tokenizer is not the target's; `identity` and `grammars` are then the target's."""
         super().__init__(loop, limits.max_sessions, limits.max_sessions_per_client)
         self._started = time.monotonic()
         self._info = info or pod_info()
@@ -84,6 +87,7 @@ class DraftServicer(
         self._limits = limits
         self._calibrations = Calibrations()
         self._grammars = Grammars(grammars, trials)
+        self._translation = translation
 
     async def close(self) -> None:
         await super().close()
@@ -146,7 +150,7 @@ class DraftServicer(
         timeline.event("admitted")
 
     def takes_long(self, request: draft_pb2.DraftRequest) -> bool:
-        return super().takes_long(request) or request.open.HasField("grammar")
+        return super().takes_long(request) or request.open.HasField("grammar") or self._translation is not None
 
     async def prepare(self, request: draft_pb2.DraftRequest) -> object:
         return await self._grammars.prepare(request.open.grammar, request.open.tenant)
@@ -225,6 +229,12 @@ class DraftServicer(
         if not violations and rule not in self._loop.drafter.rules:
             served = ", ".join(known.name for known in Rule if known in self._loop.drafter.rules)
             violations.append(("rule", f"is {rule.name}, this draft serves {served}"))
+        own_prompt: list[int] = []
+        if self._translation is not None and not violations:
+            own_prompt = self._translation.prompt(prompt)
+            if len(own_prompt) >= context:
+                problem = f"has {len(own_prompt)} tokens of the draft, must have fewer than its context of {context}"
+                violations.append(("prompt_tokens", problem))
         if violations:
             raise InvalidRequestError(violations)
         wanted = DrafterSessionRequest(
@@ -237,6 +247,7 @@ class DraftServicer(
             self._grammars.compiled(message.grammar, message.tenant),
             message.tenant,
             message.tenant_weight or 1.0,
+            own_prompt,
         )
         policy = self._policy(message.policy, self._limits.max_nodes)
         try:

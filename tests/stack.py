@@ -18,6 +18,7 @@ import torch
 from grpc_health.v1 import health_pb2_grpc
 from numpy.typing import NDArray
 
+from draft_service.__main__ import translated
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftLimits, DraftServicer
@@ -256,6 +257,7 @@ async def stack(
     exact: bool = True,
     verifier_kind: type[VerifierServicer] = VerifierServicer,
     draft_kind: type[DraftServicer] = DraftServicer,
+    translates: bool = False,
     disguise: Callable[[int, model_pb2.ModelIdentity], None] = as_it_is,
     controller: SpeculationController | None = None,
     draft_model: Path | None = None,
@@ -265,8 +267,8 @@ async def stack(
 ) -> AsyncIterator[Stack]:
     """Run verifiers, an orchestrator and, unless `draft` is None, drafts; `delay` slows a draft's engine,
     `target_delay` the target's. Verifiers may have a `draft_model` or `heads`; `paged` ones take chains of candidates
-    only. `verifier_kind` and `draft_kind` replace servicers; `disguise` modifies the reported identity of a verifier by
-    number."""
+    only. `verifier_kind` and `draft_kind` replace servicers; a draft that `translates` has another tokenizer;
+    `disguise` modifies the reported identity of a verifier by number."""
     async with AsyncExitStack() as exits:
 
         async def verifier_pod(number: int) -> VerifierPod:
@@ -300,12 +302,15 @@ async def stack(
                 engine = exits.enter_context(torch_engine(directory.path, capacity=capacity, exact=False))
             if delay is not None:
                 engine = SlowEngine(engine, delay)
-            drafter = LanguageModelDrafter(engine)
+            of_target, translation = translated(directory, target) if translates else (directory, None)
+            drafter = LanguageModelDrafter(engine, translation=translation, context=directory.context)
             loop = DraftLoop(drafter)
             loop.start()
             identity, limits = identity_of(directory, engine, capacity), draft_limits or DraftLimits()
-            grammars, trials = GrammarCompiler.of(directory), GrammarTrials(directory.path)
-            service = draft_kind(loop, identity, limits, pod_info(engine), grammars, trials)
+            identity.tokenizer_fingerprint = of_target.tokenizer_fingerprint
+            identity.vocabulary_size = of_target.vocabulary
+            grammars, trials = GrammarCompiler.of(of_target), GrammarTrials(of_target.path)
+            service = draft_kind(loop, identity, limits, pod_info(engine), grammars, trials, translation)
             pod = DraftPod(service, loop=loop, drafter=drafter)
             await exits.enter_async_context(running(pod))
             return pod

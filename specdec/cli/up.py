@@ -200,7 +200,8 @@ def up(
         if models.local_draft is not None:
             wanted["local draft"] = Wanted(models.local_draft, replace(_placement(of_verifier), beside=True))
         if models.draft is not None:
-            wanted["draft"] = Wanted(models.draft, replace(_placement({"engine": "onnx"} | of_draft), is_draft=True))
+            placement = replace(_placement({"engine": "onnx"} | of_draft), is_draft=True)
+            wanted["draft"] = Wanted(models.draft, placement, translates=True)
         opened = dict(zip(wanted, check(*wanted.values()), strict=True))  # converts GGUF files
         check_text(opened["target"])
         for option, (values, at) in listening.items():

@@ -46,7 +46,7 @@ def models(target: Path | None, draft: Path | None, placement: Placement) -> Mod
     if target is not None:
         wanted["target"] = Wanted(target, placement)
     if draft is not None:
-        wanted["draft"] = Wanted(draft, Placement("onnx", is_draft=True))
+        wanted["draft"] = Wanted(draft, Placement("onnx", is_draft=True), translates=True)
     try:
         directories = check(*wanted.values())
         if target is not None:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from specdec.engine.cpu_count import cores_given
+from specdec.engine.gguf_file import open_model
 from specdec.engine.memory import free_bytes
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.placement import Placement, WantedDtype
@@ -133,7 +134,7 @@ class Stack:
             of_target, of_draft = _threads(device, drafted=models.draft is not None)
             spawn("verifier", models.target, *placed, *of_target, *local, *verifier_options)
             if models.draft is not None:
-                spawn("draft", models.draft, *of_draft, *draft_options)
+                spawn("draft", models.draft, *of_draft, *_target_tokenizer(models.draft, models.target), *draft_options)
             await_ready(*list(children))
             patience = max(MIN_FAILOVER_SECONDS, 2 * (time.monotonic() - begin))
             peers = ["--failover-seconds", f"{patience:.0f}"]
@@ -149,9 +150,18 @@ class Stack:
             stop(children.values(), drain_seconds, forced)
 
 
+def _target_tokenizer(draft: Path, target: Path) -> tuple[str, ...]:
+    """Return the option of a draft whose tokenizer is not its target's. A directory that cannot be read has none: its
+    service tells why."""
+    with contextlib.suppress(ModelDirectoryError, UnsupportedModelError, OSError):
+        if open_model(draft).tokenizer_fingerprint != open_model(target).tokenizer_fingerprint:
+            return "--target-tokenizer", str(target)
+    return ()
+
+
 def _memory_of(wanted: Wanted) -> str:
     """Return the end of an error message: the model's minimum memory, and the free memory."""
-    path, placement = wanted
+    path, placement, _ = wanted
     with contextlib.suppress(ModelDirectoryError, UnsupportedModelError, OSError):
         needed, free = memory_needed(ModelDirectory(path), placement), free_bytes(placement.device)
         return (

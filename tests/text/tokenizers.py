@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from specdec.engine.model_directory import ModelDirectory
 from specdec.text import tokenizer as text
@@ -33,6 +34,22 @@ def metaspace() -> Tokenizer:
     made = Tokenizer(models.BPE(vocab={name: n for n, name in enumerate([*SPECIAL, *words])}, merges=[]))
     made.decoder = decoders.Metaspace()
     made.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    return made
+
+
+def sentencepiece(words: Iterable[str]) -> Tokenizer:
+    """Return a tokenizer of words and letters that spells the rest in byte tokens, and begins texts with a space and
+    `<s>`, like those of SentencePiece; a space within words is part of them."""
+    letters = map(chr, range(0x21, 0x7F))
+    pieces = dict.fromkeys(["\u2581", *letters, *(word.replace(" ", "\u2581") for word in words)])
+    names = [*SPECIAL, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    scored = [(name, 0.0 if name.startswith("<") and len(name) > 1 else -10.0 + len(name)) for name in names]
+    made = Tokenizer(models.Unigram(scored, unk_id=len(SPECIAL), byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(steps)
+    made.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     return made
 
 

@@ -25,6 +25,7 @@ class Wanted(NamedTuple):
 
     path: Path
     placement: Placement = Placement()
+    translates: bool = False  # a draft that may have another tokenizer than its target
 
 
 Beside = Callable[[ModelDirectory, Dtype], MemoryNeeded]
@@ -39,8 +40,9 @@ def check(target: Wanted, *drafts: Wanted, beside: Beside | None = None) -> list
     ModuleNotFoundError for a missing package. Weights are not read, torch and transformers not imported.
     """
     directories = [check_model(wanted) for wanted in (target, *drafts)]
-    for draft in directories[1:]:
-        draft.check_pair(directories[0])
+    for wanted, draft in zip(drafts, directories[1:], strict=True):
+        if not wanted.translates:
+            draft.check_pair(directories[0])
     further = [] if beside is None else [beside(directories[0], dtype_of(directories[0], target.placement))]
     check_memory([wanted.placement for wanted in (target, *drafts)], directories, further)
     return directories

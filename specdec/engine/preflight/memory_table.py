@@ -17,7 +17,8 @@ def memory_of(wanted: Mapping[str, tuple[Wanted, ModelDirectory]]) -> dict[str, 
     A later model on the same device is counted with what earlier ones leave."""
     free: dict[str, int] = {}
     found = {}
-    for role, ((_, placement), directory) in wanted.items():
+    for role, (model, directory) in wanted.items():
+        placement = model.placement
         if not is_counted(placement):
             continue
         device = device_of(placement)
