@@ -21,7 +21,7 @@ from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DraftGainTuning
 from verifier_service.speculation.controller import BatchProfile, Controllers, Mode, SpeculationController
-from verifier_service.speculation.eligibility import Eligibility, LocalModel, is_exempt
+from verifier_service.speculation.eligibility import LOCAL_MODELS, Eligibility, LocalModel, is_exempt
 from verifier_service.verification.tree_verification import TreeVerification
 
 log = structlog.get_logger()
@@ -137,7 +137,7 @@ class AdaptiveSpeculation:
             if batch.exempt:
                 other_rows = all_rows - sum(rows_of[session] for session in led)
                 yielding = yielding and drafted <= led
-            proposed_for = proposed.sessions > 0 and before is Mode.LOCAL_DRAFT
+            proposed_for = proposed.sessions > 0 and before in LOCAL_MODELS.values()
             controller.update(
                 batch,
                 speculated=all_rows - other_rows > sessions or yielding or proposed_for,

@@ -331,7 +331,16 @@ class VerifierServicer(
             lookahead=options.lookahead,
             jacobi=options.jacobi,
             max_depth=message.max_depth,
+            why_none=self._why_none if message.unspecified else Without.NO_DRAFTER,
         )
+
+    @property
+    def _why_none(self) -> Without:
+        """The reason why a session that gets this verifier's default has no drafters, if it has none."""
+        default = self._limits.speculation.drafters
+        if not default:
+            return Without.OFF_BY_DEFAULT
+        return Without.NO_DRAFT_SERVICE if default == {CandidateSource.REMOTE} else Without.NO_DRAFTER
 
     def _by_default(self, available: SpeculationOptions, rule: Rule) -> SpeculationOptions:
         """Return this verifier's default with the `available` drafters, and heads, which orchestrators name only on

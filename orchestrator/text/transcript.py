@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.sample import Sample
 from orchestrator.text.sample_text import SampleText
+from specdec.decoding.speculation import CandidateSource
 from specdec.serving.bounded_threads import BoundedThreads
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
-from specdec.wire.decisions import add_decisions
+from specdec.wire.decisions import NO_DRAFT_SERVICE, NO_DRAFTER, OFF, add_decisions
 from specdec.wire.sources import accepted_candidates, accepted_histogram, histogram_entries, source_name
 
 SOON_SPELT = 512
@@ -218,9 +219,20 @@ class SampleTranscript:
         statistics.histogram += histogram
         statistics.overrun += len(commit.committed.tokens) - kept
         statistics.sources.update(source_name(source) for source in commit.sources[:kept])
+        if count := commit.decisions.without.get(NO_DRAFTER, 0):  # the verifier knows only of drafters that are there
+            del commit.decisions.without[NO_DRAFTER]
+            commit.decisions.without[self._why_no_drafter] += count
         add_decisions(statistics.decisions, commit.decisions)
         if self._found is None:  # after a failover, `cached_tokens` would be those of the resumption
             self._found = commit.cached_tokens
+
+    @property
+    def _why_no_drafter(self) -> str:
+        """The reason why a verifier was told of no drafter, or of none that it may use."""
+        speculation = self._sample.speculation
+        if not speculation.drafters:
+            return OFF
+        return NO_DRAFT_SERVICE if speculation.drafters == {CandidateSource.REMOTE} else NO_DRAFTER
 
     def _finish(self, reason: model_pb2.FinishReason.ValueType, stop: str) -> generation_pb2.Finish:
         """Return `finish`, with the fields known to the transcript."""

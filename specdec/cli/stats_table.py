@@ -14,7 +14,7 @@ from specdec.v2.draft_pb2 import DraftServiceGetStatsResponse
 from specdec.v2.generation_pb2 import BreakerState, GenerationServiceGetStatsResponse, PodView, RevisionView
 from specdec.v2.model_pb2 import NUMERICS_MODE_EXACT, ModelIdentity, PodInfo, SpeculationDecisions
 from specdec.v2.verifier_pb2 import GetStatsResponse
-from specdec.wire.decisions import DRAFTING_EVENTS, MODES, explained, proposed
+from specdec.wire.decisions import DRAFTING_EVENTS, MEASURED, MODES, explained, proposed
 
 WIDTH = 13
 """Characters of the column of names."""
@@ -106,7 +106,7 @@ def _speculation(mode: str, decisions: SpeculationDecisions) -> Iterator[Line]:
     now = f"now {MODES.get(mode, mode)}" if mode else ""
     if now or why:
         yield "speculation", "; ".join(filter(None, (now, why and f"so far {why}")))
-    if decisions.mode_rates and "plain_faster" not in decisions.without:
+    if decisions.mode_rates and MEASURED.isdisjoint(decisions.without):
         rates = ", ".join(f"{MODES.get(mode, mode)} {rate:.0f}" for mode, rate in sorted(decisions.mode_rates.items()))
         yield "", f"tokens/s by mode, as last measured: {rates}"
 

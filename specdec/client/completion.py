@@ -64,7 +64,7 @@ class SpeculationLimits:
 class SpeculationDecisions:
     """The decisions on how many candidates the steps of a completion had. All are empty if the server reports none."""
 
-    mode: str  # adaptive speculation's in most steps: "off", "ngram", "local_draft", "remote_draft", or "forced"
+    mode: str  # adaptive speculation's in most steps: "off", "ngram", "local_draft", "heads", ..., or "forced"
     why: str  # modes, steps with candidates, and why others had none, with figures: a line for a person
     modes: dict[str, int]  # steps by mode
     without: dict[str, int]  # steps without candidates by reason: "row_cost", "plain_faster", "nothing_proposed", ...

@@ -602,16 +602,20 @@ class SpeculationDecisions(google.protobuf.message.Message):
     """The tokens that the best candidate was expected to bring: its probability, 0 to 1."""
     @property
     def modes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """Steps by mode of adaptive speculation: "off", "ngram", "local_draft", "remote_draft"; "forced" for a text that no
-        mode governs.
+        """Steps by mode of adaptive speculation: "off", "ngram", "local_draft", "heads", "remote_draft"; "forced" for a text
+        that no mode governs.
         """
 
     @property
     def without(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """Steps without candidates, by reason. "no_drafter": nothing that the request permits can propose; "plain_faster":
-        plain decoding was measured to be as fast; "row_cost": no candidate was worth its row; "nothing_proposed": there
-        was no candidate; "draft_gains_nothing": the draft brings this text next to nothing, and is tried again later;
-        "prompts_first": the draft pauses while prompts take the CPU cores; "prompt": the step also ended a prompt.
+        """Steps without candidates, by reason. "off", "off_by_default": the request, or the verifier's default, permits no
+        drafter; "no_draft_service": only draft services are permitted, and none is there; "no_drafter": a verifier was
+        told of no drafter; "heads_not_loaded", "heads_failed", "heads_slower": the request permits heads alone, and they
+        are not there, failed, or were measured to be no faster than plain decoding; "local_model_...": the same of a local
+        draft; "plain_faster": plain decoding was measured to be as fast; "row_cost": no candidate was worth its row;
+        "nothing_proposed": there was no candidate; "draft_gains_nothing": the draft brings this text next to nothing, and
+        is tried again later; "prompts_first": the draft pauses while prompts take the CPU cores; "prompt": the step also
+        ended a prompt.
         """
 
     @property

@@ -9,10 +9,14 @@ from specdec.v2.model_pb2 import SpeculationDecisions
 ROW_COST = "row_cost"
 """A reason; the figures of `SpeculationDecisions` are means over the steps with this one."""
 
+NO_DRAFTER, OFF, NO_DRAFT_SERVICE = "no_drafter", "off", "no_draft_service"
+"""The reason of a verifier that was told of no drafter, and the reasons of an orchestrator, which knows the request."""
+
 MODES: Mapping[str, str] = {
     "off": "off",
     "ngram": "n-grams",
-    "local_draft": "local model",
+    "local_draft": "local draft",
+    "heads": "heads",
     "remote_draft": "draft service",
     "forced": "forced",
 }
@@ -29,7 +33,16 @@ PROPOSERS: Mapping[str, str] = {
 """Sources of accepted candidates in words for people."""
 
 REASONS: Mapping[str, str] = {
-    "no_drafter": "no permitted drafter is there",
+    NO_DRAFTER: "no permitted drafter is there",
+    OFF: "off by request",
+    "off_by_default": "off by the verifier's default",
+    NO_DRAFT_SERVICE: "no draft service is there, and no other drafter is permitted",
+    "heads_not_loaded": "heads are not loaded at the verifier (--heads)",
+    "local_model_not_loaded": "no local draft is loaded at the verifier (--draft-model)",
+    "heads_failed": "the verifier's heads failed",
+    "local_model_failed": "the verifier's local draft failed",
+    "heads_slower": "plain decoding is as fast as heads",
+    "local_model_slower": "plain decoding is as fast as the local draft",
     "plain_faster": "plain decoding is as fast",
     ROW_COST: "no candidate is worth its row",
     "nothing_proposed": "nothing was proposed",
@@ -38,6 +51,9 @@ REASONS: Mapping[str, str] = {
     "prompt": "the step ended a prompt",
 }
 """Reasons for steps without candidates, in words for people."""
+
+MEASURED = frozenset({"plain_faster", "heads_slower", "local_model_slower"})
+"""Reasons told with the rates of the modes."""
 
 DRAFTING_EVENTS = frozenset({"draft_paused", "draft_resumed", "draft_useless"})
 """Failover events without a failure: a working draft did not pay, paid again, or was wrong for long."""
@@ -97,7 +113,9 @@ def explained(decisions: SpeculationDecisions) -> str:
         parts += [f"{count} had none: {_reason(name, decisions)}" for name, count in reasons if name != "prompt"]
     else:
         parts = [_reason(name, decisions) for name, _ in reasons if name != "prompt" or len(reasons) == 1]
-    return f"{', '.join(named)}: {'; '.join(parts)}"
+    told = "; ".join(parts)
+    # "off by request" alone, without the mode before it.
+    return told if named == ["off"] and told.startswith("off ") else f"{', '.join(named)}: {told}"
 
 
 def proposed(sources: Mapping[str, int]) -> str:
@@ -112,7 +130,7 @@ def _reason(name: str, decisions: SpeculationDecisions) -> str:
     if name == ROW_COST and decisions.row_us:
         best = f", the best candidate brings {decisions.best_candidate:.2f}" if decisions.best_candidate else ""
         return f"a row costs {decisions.row_us / 1000:.3g} ms and must bring {decisions.break_even:.2f} tokens{best}"
-    if name == "plain_faster" and len(decisions.mode_rates) > 1:
+    if name in MEASURED and len(decisions.mode_rates) > 1:
         rates = sorted(decisions.mode_rates.items(), key=lambda entry: -entry[1])
         told = ", ".join(f"{'plain' if mode == 'off' else MODES.get(mode, mode)} {rate:.0f}" for mode, rate in rates)
         return f"{words} (tokens/s: {told})"

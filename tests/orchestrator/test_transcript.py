@@ -13,6 +13,7 @@ from orchestrator.text.transcript import SampleTranscript
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.bounded_threads import BoundedThreads
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
+from specdec.wire.speculation import SPECULATIONS
 from tests.models import make
 
 
@@ -67,6 +68,26 @@ def test_rejected_candidates_are_spelt_and_end_with_the_text(tmp_path: Path, end
     assert response is not None
     assert [(each.position, each.depth) for each in response.rejected] == places[: 2 if ends else 4]
     assert {each.bytes for each in response.rejected} == {model.tokenizer.piece(tokens[0])}
+
+
+@pytest.mark.parametrize(
+    ("speculation", "reason"),
+    [("off", "off"), ("draft", "no_draft_service"), ("ngram", "no_drafter"), ("auto", "no_drafter")],
+)
+def test_why_a_verifier_was_told_of_no_drafter(tmp_path: Path, speculation: str, reason: str) -> None:
+    model = ServedModel.of(ModelDirectory(make("llama", tmp_path / "m")))
+    asked = generation_pb2.GenerateRequest(text="abc", speculation=SPECULATIONS[speculation])
+    transcript = SampleTranscript(parse(asked, model).samples[0], model, 0.0)
+    for _ in range(2):
+        transcript.take(
+            verifier_pb2.Commit(
+                committed=model_pb2.Committed(tokens=[5]),
+                sources=[model_pb2.TOKEN_SOURCE_PLAIN],
+                steps=1,
+                decisions=model_pb2.SpeculationDecisions(modes={"off": 1}, without={"no_drafter": 1}),
+            )
+        )
+    assert dict(transcript.statistics.decisions.without) == {reason: 2}
 
 
 def test_decisions_of_a_texts_commits_are_summed(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from specdec.client.errors import from_rpc
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
 from specdec.v2 import draft_pb2, generation_pb2, model_pb2
+from specdec.wire.speculation import SPECULATIONS
 from testing.mailbox import Handed
 from tests.services.conftest import Directories
 from tests.services.test_stats import of_verifier
@@ -98,12 +99,21 @@ async def test_every_step_of_an_answer_has_a_decision(directories: Directories) 
         measured = await services.generate(PROMPT, **SAMPLED)
         unasked = await services.generate(PROMPT, plain=True, **SAMPLED)
         stats = await of_verifier(services)
-    for answer, why in ((measured, "plain_faster"), (unasked, "no_drafter")):
+    for answer, why in ((measured, "plain_faster"), (unasked, "off")):
         statistics = answer.finish.speculation
         assert dict(statistics.decisions.modes) == {"off": statistics.steps}
         assert set(statistics.decisions.without) <= {why, "prompt"}
         assert sum(statistics.decisions.without.values()) == statistics.steps
     assert stats.decisions.modes["off"] == measured.finish.speculation.steps + unasked.finish.speculation.steps
+
+
+async def test_a_drafter_that_is_not_loaded_is_named(directories: Directories) -> None:
+    async with stack(directories.target, None) as services:
+        for name in ("heads", "local_model"):
+            answer = await services.generate(PROMPT, speculation=SPECULATIONS[name], **SAMPLED)
+            decisions = answer.finish.speculation.decisions
+            assert set(decisions.without) <= {f"{name}_not_loaded", "prompt"}
+            assert decisions.without[f"{name}_not_loaded"] >= TOKENS - 1
 
 
 @pytest.mark.parametrize("drafts", [1, 2])

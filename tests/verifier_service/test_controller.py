@@ -26,7 +26,8 @@ class Pod:
     drafted: float
     plain: float
     local: float = 0.0
-    own: float | None = None  # rate with a local draft model, if it has one
+    own: float | None = None  # rate with a model of its own, if it has one
+    model: Mode = Mode.LOCAL_DRAFT  # the mode of this model
     expected: float | None = None  # true rate of plain decoding, if not the one measured
     has_drafts: bool = True
     guesses: bool = True
@@ -39,15 +40,16 @@ class Pod:
         spent = dict.fromkeys(Mode, 0.0)
         rates = {
             Mode.REMOTE_DRAFT: self.drafted,
-            Mode.LOCAL_DRAFT: self.own or 0.0,
+            self.model: self.own or 0.0,
             Mode.NGRAM: self.local,
             Mode.OFF: self.plain,
         }
+        own = None if self.own is None else self.model
         for _ in range(max(1, round(seconds / self.step))):
             mode = self.controller.mode
             spent[mode] += self.step / seconds
             self.controller.update(
-                BatchProfile(sessions, self.has_drafts, self.guesses, drawn, self.own is not None),
+                BatchProfile(sessions, self.has_drafts, self.guesses, drawn, own),
                 speculated=mode is not Mode.OFF
                 and (self.speculates or (mode is Mode.REMOTE_DRAFT and self.shares_cores)),
                 tokens=round(rates[mode] * self.step),
@@ -70,9 +72,11 @@ def test_the_verifiers_own_candidates_are_tried_now_and_then() -> None:
 @pytest.mark.parametrize("best", list(Mode))
 def test_the_best_mode_is_found(best: Mode) -> None:
     drafted, plain, local, own = (
-        2000.0 if mode is best else 1000.0 for mode in (Mode.REMOTE_DRAFT, Mode.OFF, Mode.NGRAM, Mode.LOCAL_DRAFT)
+        2000.0 if best in modes else 1000.0
+        for modes in ({Mode.REMOTE_DRAFT}, {Mode.OFF}, {Mode.NGRAM}, {Mode.LOCAL_DRAFT, Mode.HEADS})
     )
-    pod = Pod(SpeculationController(), drafted, plain, local, own)
+    model = Mode.HEADS if best is Mode.HEADS else Mode.LOCAL_DRAFT
+    pod = Pod(SpeculationController(), drafted, plain, local, own, model)
     pod.run(30)
     assert pod.controller.mode is best
     assert pod.run(300)[best] > 0.95

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS
+from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS, CandidateSource
 from specdec.v2 import model_pb2, verifier_pb2
 from tests.verifier_service.fakes import DEAR, FREE, Client, Decided, TextEngine, run, step_loop
 from tests.verifier_service.step_loop.helpers import NO_BAD, REMOTE
@@ -15,8 +15,26 @@ from verifier_service.backend.request import Policy
 from verifier_service.backend.result import Decision, StepTimes, VerifyResult, Without
 from verifier_service.servicer import response
 from verifier_service.sessions.draft_timing import DraftGain
+from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DEFAULTS
-from verifier_service.speculation.controller import Mode, ModeStats
+from verifier_service.speculation.controller import Controllers, Mode, ModeStats
+from verifier_service.speculation.eligibility import LOCAL_MODELS, Eligibility
+
+HEADS, LOCAL_MODEL, NGRAM = (
+    frozenset({drafter}) for drafter in (CandidateSource.HEADS, CandidateSource.LOCAL_MODEL, CandidateSource.NGRAM)
+)
+
+
+class Model:
+    """A model inside the verifier that may propose for every session."""
+
+    works = True
+
+    def __init__(self, drafter: CandidateSource) -> None:
+        self.drafter = drafter
+
+    def serves(self, session: VerifierSession) -> bool:
+        return True
 
 
 def decisions(client: Client) -> list[Decision]:
@@ -62,7 +80,13 @@ def test_a_candidate_that_is_not_worth_its_row_is_told_with_its_price() -> None:
     [
         (Policy(NO_DRAFTERS, 8, 0.0), Mode.REMOTE_DRAFT, Without.NO_DRAFTER, "off"),
         (Policy(OWN_DRAFTERS, 8, 0.0), Mode.OFF, Without.PLAIN_FASTER, "off"),
-        (Policy(REMOTE, 8, 0.0), Mode.NGRAM, Without.PLAIN_FASTER, "ngram"),
+        (Policy(NO_DRAFTERS, 8, 0.0, why_none=Without.OFF_BY_DEFAULT), Mode.OFF, Without.OFF_BY_DEFAULT, "off"),
+        (Policy(REMOTE, 8, 0.0), Mode.NGRAM, Without.PLAIN_FASTER, "off"),
+        (Policy(HEADS, 8, 0.0), Mode.NGRAM, Without.HEADS_NOT_LOADED, "off"),
+        (Policy(HEADS, 8, 0.0), Mode.OFF, Without.HEADS_NOT_LOADED, "off"),
+        (Policy(HEADS, 8, 0.0, forced=True), Mode.OFF, Without.HEADS_NOT_LOADED, "forced"),
+        (Policy(LOCAL_MODEL, 8, 0.0), Mode.REMOTE_DRAFT, Without.LOCAL_MODEL_NOT_LOADED, "off"),
+        (Policy(HEADS | NGRAM, 8, 0.0), Mode.OFF, Without.PLAIN_FASTER, "off"),
     ],
 )
 def test_a_session_without_drafters_says_who_left_them_out(
@@ -73,6 +97,46 @@ def test_a_session_without_drafters_says_who_left_them_out(
     run(loop, client)
     assert set(reasons(client)) == {without}
     assert {decision.mode for decision in decisions(client)} == {told}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "slower", "failed"),
+    [
+        (CandidateSource.HEADS, Without.HEADS_SLOWER, Without.HEADS_FAILED),
+        (CandidateSource.LOCAL_MODEL, Without.LOCAL_MODEL_SLOWER, Without.LOCAL_MODEL_FAILED),
+    ],
+)
+@pytest.mark.parametrize("mode", [Mode.OFF, Mode.NGRAM])
+def test_a_model_that_its_mode_excludes_is_named(
+    drafter: CandidateSource, slower: Without, failed: Without, mode: Mode
+) -> None:
+    loop, model = step_loop(TextEngine(40)), Model(drafter)
+    eligibility = Eligibility(Controllers(shared=Decided(mode)), model)
+    alone, beside = (
+        Client(loop, [3], policy=Policy(frozenset({drafter}) | others, 8, 0.0)).session for others in (set(), NGRAM)
+    )
+    excluded = eligibility.why_plain if mode is Mode.OFF else eligibility.why_nothing
+    assert excluded(alone) is slower
+    assert excluded(beside) is (Without.PLAIN_FASTER if mode is Mode.OFF else Without.NOTHING_PROPOSED)
+    assert eligibility.decision(alone).mode == "off"
+    assert eligibility.decision(beside).mode == mode.value
+    model.works = False
+    assert excluded(alone) is failed
+
+
+@pytest.mark.parametrize("mode", LOCAL_MODELS.values())
+def test_the_mode_is_named_after_the_model_that_it_uses(mode: Mode) -> None:
+    loop = step_loop(TextEngine(40))
+    (drafter,) = (drafter for drafter, its in LOCAL_MODELS.items() if its is mode)
+    eligibility = Eligibility(Controllers(), Model(drafter))
+    alone, other = (Client(loop, [3], policy=Policy(drafters, 8, 0.0)).session for drafters in ({drafter}, NGRAM))
+    for sessions, modes in (([alone], [mode, Mode.NGRAM, Mode.OFF]), ([other], [Mode.NGRAM, Mode.OFF])):
+        profile = eligibility.profile(sessions)
+        assert profile is not None
+        assert profile.modes == modes
+    decided = Eligibility(Controllers(shared=Decided(mode)), Model(drafter))
+    assert [decided.decision(session).mode for session in (alone, other)] == [mode.value, "ngram"]
+    assert decided.why_nothing(alone) is Without.NOTHING_PROPOSED
 
 
 def test_a_draft_that_rests_is_told() -> None:

@@ -14,6 +14,7 @@ from specdec.v2 import model_pb2, verifier_pb2
 from tests.verifier_service.fakes import VOCABULARY, TextEngine, step_loop
 from verifier_service.__main__ import default_speculation
 from verifier_service.backend.request import Policy
+from verifier_service.backend.result import Without
 from verifier_service.servicer import VerifierLimits, VerifierServicer
 
 LOOKAHEAD = frozenset({CandidateSource.LOOKAHEAD})
@@ -70,6 +71,14 @@ def test_it_adds_no_drafter_that_is_not_there() -> None:
     own = {"drafters": sorted(OWN_DRAFTERS), "unspecified": True}
     assert policy_of(default("always"), own).drafters == NO_DRAFTERS
     assert policy_of(default("always"), OPEN).forced
+
+
+def test_a_default_without_drafters_says_why() -> None:
+    own = {"drafters": sorted(OWN_DRAFTERS), "unspecified": True}
+    assert policy_of(default("off"), OPEN).why_none is Without.OFF_BY_DEFAULT
+    assert policy_of(default("draft"), own).why_none is Without.NO_DRAFT_SERVICE
+    assert policy_of(default("jacobi"), OPEN, **WARM).why_none is Without.NO_DRAFTER
+    assert policy_of(default("off"), {"drafters": []}).why_none is Without.NO_DRAFTER
 
 
 def test_contrastive_texts_keep_their_draft() -> None:

@@ -92,7 +92,7 @@ class Guessing:
 
 def loop_with(heads: Guessing, tree: FixedTree | None = None, **options: Any) -> StepLoop:
     proposer = MedusaProposer(heads, tree)  # type: ignore[arg-type]
-    usual: dict[str, Any] = {"controller": Decided(Mode.LOCAL_DRAFT), "latency": FREE}
+    usual: dict[str, Any] = {"controller": Decided(Mode.HEADS), "latency": FREE}
     return step_loop(options.pop("target", None) or HiddenTextEngine(60), heads=proposer, **usual | options)
 
 

@@ -7,7 +7,19 @@ import math
 import pytest
 
 from specdec.v2.model_pb2 import SpeculationDecisions
-from specdec.wire.decisions import MAX_KEYS, MAX_NAME, add_decisions, explained, main_mode, proposed
+from specdec.wire.decisions import (
+    MAX_KEYS,
+    MAX_NAME,
+    MODES,
+    OFF,
+    REASONS,
+    add_decisions,
+    explained,
+    main_mode,
+    proposed,
+)
+from verifier_service.backend import result
+from verifier_service.backend.result import Without
 
 
 def test_figures_are_means_over_the_steps_they_are_of() -> None:
@@ -51,6 +63,19 @@ def test_a_faulty_server_cannot_make_a_sum_grow_or_become_no_number() -> None:
     [
         ({}, ""),
         ({"modes": {"off": 9}, "without": {"no_drafter": 9}}, "off: no permitted drafter is there"),
+        ({"modes": {"off": 9}, "without": {"off": 8, "prompt": 1}}, "off by request"),
+        (
+            {"modes": {"off": 2, "ngram": 7}, "without": {"off": 2}},
+            "n-grams (7 steps), off (2 steps): 7 of 9 steps had candidates; 2 had none: off by request",
+        ),
+        (
+            {"modes": {"off": 9}, "without": {"heads_not_loaded": 9}},
+            "off: heads are not loaded at the verifier (--heads)",
+        ),
+        (
+            {"modes": {"off": 9}, "without": {"heads_slower": 9}, "mode_rates": {"heads": 95.6, "off": 104.2}},
+            "off: plain decoding is as fast as heads (tokens/s: plain 104, heads 96)",
+        ),
         (
             {
                 "modes": {"off": 9},
@@ -80,6 +105,11 @@ def test_a_faulty_server_cannot_make_a_sum_grow_or_become_no_number() -> None:
 )
 def test_decisions_in_words(told: dict[str, object], line: str) -> None:
     assert explained(SpeculationDecisions(**told)) == line  # type: ignore[arg-type]
+
+
+def test_every_mode_and_reason_has_words() -> None:
+    assert MODES.keys() == set(result.MODES)
+    assert REASONS.keys() == {*Without, OFF}
 
 
 def test_who_proposed_what_was_accepted() -> None:

@@ -9,6 +9,7 @@ from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.speculation import OWN_DRAFTERS, CandidateSource
 from specdec.grammar.compiler import CompiledGrammar
+from verifier_service.backend.result import Without
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Policy:
     lookahead: Lookahead | None = None  # size of a window in every step; None: chosen by its gain
     jacobi: bool = False  # windows have n-grams of 2 tokens
     max_depth: int = 0  # tokens verified ahead of the last committed one; 0: no limit
+    why_none: Without = Without.NO_DRAFTER  # why there are no drafters, if there are none
 
     def __post_init__(self) -> None:
         # Computed once: needed several times a step.

@@ -51,7 +51,21 @@ class Without(StrEnum):
     """The reason why a step of a session had no candidates; names as in specdec.v2.SpeculationDecisions."""
 
     NO_DRAFTER = "no_drafter"
-    """No drafter permitted by the session is available."""
+    """No drafter permitted by the session is available. Its orchestrator knows whether the request permits any."""
+    OFF_BY_DEFAULT = "off_by_default"
+    """The verifier's default, which the request leaves in force, permits none."""
+    NO_DRAFT_SERVICE = "no_draft_service"
+    """Draft services alone are permitted, and none is available."""
+    HEADS_NOT_LOADED = "heads_not_loaded"
+    """Heads alone propose for it, and the verifier has none."""
+    LOCAL_MODEL_NOT_LOADED = "local_model_not_loaded"
+    """A local draft alone proposes for it, and the verifier has none."""
+    HEADS_FAILED = "heads_failed"
+    LOCAL_MODEL_FAILED = "local_model_failed"
+    HEADS_SLOWER = "heads_slower"
+    """Heads alone propose for it, and its mode excludes them: it was measured to be as fast without them."""
+    LOCAL_MODEL_SLOWER = "local_model_slower"
+    """A local draft alone proposes for it, and its mode excludes it: it was measured to be as fast without it."""
     PLAIN_FASTER = "plain_faster"
     """Its mode permits none of its drafters: it was measured to be as fast without them."""
     ROW_COST = "row_cost"
@@ -78,7 +92,7 @@ class Decision(NamedTuple):
 FORCED = "forced"
 """Reported in place of a mode for sessions not governed by one."""
 
-MODES = ("off", "ngram", "local_draft", "remote_draft", FORCED)
+MODES = ("off", "ngram", "local_draft", "heads", "remote_draft", FORCED)
 
 
 @dataclass(slots=True)

@@ -247,7 +247,7 @@ class Planner:
             elif place >= decoding:
                 rows.decision = eligibility.decision(session, Without.PROMPT)
             elif place < speculating and not session.candidates().nodes:
-                rows.decision = eligibility.decision(session, Without.NOTHING_PROPOSED)
+                rows.decision = eligibility.decision(session, eligibility.why_nothing(session))
             elif place >= speculating and (why := eligibility.why_plain(session)) is not Without.ROW_COST:
                 rows.decision = eligibility.decision(session, why)
             else:

@@ -36,6 +36,8 @@ class Mode(Enum):
     """Candidates found by the verifier without a model: n-grams of the text and lookahead windows."""
     LOCAL_DRAFT = "local_draft"
     """The candidates of NGRAM, and those of a draft model in the verifier's process."""
+    HEADS = "heads"
+    """The candidates of NGRAM, and those of the target's heads."""
     REMOTE_DRAFT = "remote_draft"
     """The candidates of NGRAM, and those of draft services."""
 
@@ -145,7 +147,7 @@ class BatchProfile(NamedTuple):
     remote_draft: bool  # some sessions have a draft
     ngram: bool  # some sessions take the verifier's own candidates
     sampled: bool  # most tokens are sampled: greedy ones are far easier to predict
-    local_draft: bool = False  # the verifier has a draft model
+    local_model: Mode | None = None  # the mode of the verifier's draft model or heads, if some sessions permit them
     exempt: int = 0  # other sessions in the same step, not governed by the mode
 
     @property
@@ -156,7 +158,8 @@ class BatchProfile(NamedTuple):
     @property
     def modes(self) -> list[Mode]:
         """The modes permitted by the sessions, the most promising first."""
-        own = [Mode.LOCAL_DRAFT] * self.local_draft + [Mode.NGRAM] if self.ngram else []
+        by_model = [] if self.local_model is None else [self.local_model]
+        own = [*by_model, Mode.NGRAM] if self.ngram else []
         return [Mode.REMOTE_DRAFT] * self.remote_draft + own + [Mode.OFF]
 
 

@@ -17,6 +17,12 @@ NOTHING_PAYS = 1.0 - 1e-7
 """Break-even probability at or above which no candidate pays: as a moving average it approaches 1 without reaching
 it."""
 
+LOCAL_MODELS: Mapping[CandidateSource, Mode] = {
+    CandidateSource.LOCAL_MODEL: Mode.LOCAL_DRAFT,
+    CandidateSource.HEADS: Mode.HEADS,
+}
+"""Drafters that are a model inside the verifier, which may lack it, to the mode that uses each."""
+
 
 class LocalModel(Protocol):
     """A model inside the verifier that proposes, as far as eligibility depends on it: a local draft, or heads."""
@@ -69,7 +75,7 @@ class Eligibility:
         policy = session.policy
         if not (session.takes_own_candidates and self._may_use_local_model(session) and policy.lookahead is None):
             return False
-        if not policy.forced and self._controllers.of(session).mode is not Mode.LOCAL_DRAFT:
+        if not policy.forced and self._controllers.of(session).mode not in LOCAL_MODELS.values():
             return False
         assert self._local_model is not None
         return self._local_model.serves(session)
@@ -88,7 +94,9 @@ class Eligibility:
     def why_plain(self, session: VerifierSession) -> Without:
         """Return why a session that uses neither a remote draft nor proposers uses none."""
         if not session.speculates:
-            return Without.NO_DRAFTER
+            return session.policy.why_none
+        if (why := self._why_no_model(session)) is not None:
+            return why
         if not session.policy.remote or session.takes_own_candidates:
             return Without.PLAIN_FASTER  # proposers cost nothing but rows: only the mode excludes them
         if not session.draft_gain.helps:
@@ -96,6 +104,26 @@ class Eligibility:
         if self._controllers.of(session).mode is not Mode.REMOTE_DRAFT:
             return Without.PLAIN_FASTER
         return Without.PROMPTS_FIRST if self.prefilling else Without.ROW_COST
+
+    def why_nothing(self, session: VerifierSession) -> Without:
+        """Return why a session that uses drafters has no candidate."""
+        return self._why_no_model(session) or Without.NOTHING_PROPOSED
+
+    def _why_no_model(self, session: VerifierSession) -> Without | None:
+        """Return why no model inside the verifier proposes for a session that permits no other drafter; None if one
+        does, or another drafter may."""
+        drafters = session.policy.drafters
+        if not (session.takes_own_candidates and drafters <= LOCAL_MODELS.keys()):
+            return None
+        model = self._local_model
+        if model is None or model.drafter not in drafters:
+            return Without.HEADS_NOT_LOADED if CandidateSource.HEADS in drafters else Without.LOCAL_MODEL_NOT_LOADED
+        by_heads = model.drafter is CandidateSource.HEADS
+        if not model.works:
+            return Without.HEADS_FAILED if by_heads else Without.LOCAL_MODEL_FAILED
+        if not session.policy.forced and self._controllers.of(session).mode not in LOCAL_MODELS.values():
+            return Without.HEADS_SLOWER if by_heads else Without.LOCAL_MODEL_SLOWER
+        return None
 
     def rates(self, session: VerifierSession) -> Mapping[str, float] | None:
         """Return the tokens a second by mode, as last measured for the session's group; replaced as a whole. None:
@@ -108,7 +136,14 @@ class Eligibility:
         if not session.speculates:
             return Mode.OFF.value
         mode = self._controllers.of(session).mode
-        return (Mode.NGRAM if mode is Mode.REMOTE_DRAFT and not session.policy.remote else mode).value
+        if mode is Mode.REMOTE_DRAFT and session.policy.remote:
+            return mode.value
+        if mode in LOCAL_MODELS.values() and session.takes_own_candidates and self._may_use_local_model(session):
+            return mode.value
+        # What else the mode permits is there only for a session with a proposer that needs no model.
+        without_model = session.policy.ngram or session.policy.windows or session.grammar is not None
+        lookups = mode is not Mode.OFF and session.takes_own_candidates and without_model
+        return (Mode.NGRAM if lookups else Mode.OFF).value
 
     def profile(self, sessions: Sequence[VerifierSession], beside: int = 0) -> BatchProfile | None:
         """Return the batch profile of the sessions of a step with a common mode, with `beside` other sessions in the
@@ -121,7 +156,7 @@ class Eligibility:
             remote_draft=any(session.policy.remote and session.draft_gain.helps for session in led),
             ngram=any(session.takes_own_candidates for session in led),
             sampled=2 * sum(not session.request.sampler.sampling.greedy for session in led) > len(led),
-            local_draft=any(map(self._may_use_local_model, led)),
+            local_model=self._local_mode if any(map(self._may_use_local_model, led)) else None,
             exempt=len(sessions) - len(led) + beside,
         )
 
@@ -132,10 +167,15 @@ class Eligibility:
             session.policy.remote and session.draft_gain.helps,
             session.takes_own_candidates,
             not session.request.sampler.sampling.greedy,
-            self._may_use_local_model(session),
+            self._local_mode if self._may_use_local_model(session) else None,
         )
         mode = self._controllers.of(session).mode_for(batch, time.monotonic())
         return batch.remote_draft and mode is Mode.REMOTE_DRAFT
+
+    @property
+    def _local_mode(self) -> Mode | None:
+        """The mode that uses the local model, if there is one."""
+        return None if self._local_model is None else LOCAL_MODELS[self._local_model.drafter]
 
     def _may_use_local_model(self, session: VerifierSession) -> bool:
         model = self._local_model

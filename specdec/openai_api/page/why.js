@@ -27,6 +27,7 @@ const MODES = {
   off: "off",
   ngram: "n-grams",
   local_draft: "local draft",
+  heads: "heads",
   remote_draft: "draft service",
   forced: "forced",
 };
