@@ -31,7 +31,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from demo import corpus
-from specdec.training.medusa import HeadTraining, TrainingPlan
+from specdec.training.medusa import HeadTraining, Origin, TrainingPlan
 from specdec.training.texts import Windows
 
 HOME = Path(__file__).parent
@@ -260,12 +260,13 @@ def train_draft(minutes: float, device: str, rows: int, length: int, resume: boo
 def train_heads(steps: int, device: str) -> None:
     model = LlamaForCausalLM.from_pretrained(HOME / "target", dtype=torch.bfloat16).to(device)
     plan = TrainingPlan(heads=4, steps=steps)
-    training = HeadTraining(model, Windows(encoded(held_out=False), plan.length), plan)
+    origin = Origin("demo-target", text="", own_tokens=0)  # saved when it is over: no resumption compares its text
+    training = HeadTraining(model, Windows(encoded(held_out=False), plan.length), plan, origin)
     while not training.over:
         loss = training.step()
         if training.done % 100 == 0:
             print(f"heads: step {training.done} of {steps}, {loss:.3f} nats a token at the first head", flush=True)
-    training.save(HOME / "heads", target="demo-target")
+    training.save(HOME / "heads")
     print(f"heads: {training.accuracies()}")
 
 

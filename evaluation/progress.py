@@ -12,21 +12,13 @@ from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColu
 from rich.progress import Progress as Bar
 
 from specdec.cli.failure import say
+from specdec.progress import left
 
 Heard = Callable[[int], None]
 """Called when a text is complete, with the tokens planned for it."""
 
 LINE_SECONDS = 15.0
 """Minimum seconds between two lines, without a terminal for a bar."""
-
-
-def left(done: float, total: float, seconds: float) -> str:
-    """Return an estimate of the remaining time as text, if `done` of `total` took `seconds`; empty if nothing is
-    done."""
-    if not done:
-        return ""
-    rest = seconds * (total - done) / done
-    return f"about {rest:.0f} s left" if rest < 90 else f"about {rest / 60:.0f} min left"
 
 
 class Progress:

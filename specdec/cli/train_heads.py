@@ -14,8 +14,8 @@ from specdec.cli.failure import end_on_sigterm, fail, say
 from specdec.command_line import number
 from specdec.exit_status import ExitStatus
 from specdec.extras import check_installed
+from specdec.progress import ProgressLines
 
-REPORT_SECONDS = 10.0
 SAVE_SECONDS = 120.0
 
 
@@ -28,21 +28,21 @@ def train_heads(
         Path, typer.Argument(metavar="OUT", help="Directory to write; `--resume` goes on with what is there.")
     ],
     text: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Option(
             help="Text to train on, such as the target meets when it serves: a file, or a .jsonl file of objects with "
-            "`text` or `messages`. May be given several times."
+            "`text` or `messages`. May be given several times. With --resume it may be left out: OUT keeps it."
         ),
-    ],
+    ] = None,
     own_tokens: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=0,
             max=100_000_000,
             help="Also train on this many tokens that the target writes itself, as continuations of the text. Writing "
-            "takes longer than learning.",
+            "takes longer than learning. Default: none.",
         ),
-    ] = 0,
+    ] = None,
     heads: Annotated[int, typer.Option(min=1, max=32, help="Number of heads: positions guessed ahead.")] = 5,
     layers: Annotated[int, typer.Option(min=1, max=16, help="Residual blocks of a head.")] = 1,
     own_outputs: Annotated[
@@ -64,6 +64,8 @@ def train_heads(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished training in OUT.")] = False,
 ) -> None:
     """Train Medusa heads for a target, whose weights stay as they are. Ctrl-C keeps what was learned."""
+    if not text and not resume:
+        fail("--text: give the text to train on, or go on with --resume", ExitStatus.USAGE)
     check_installed("numpy", "structlog", "torch", "transformers")  # they take seconds to import
     from specdec.engine.model_directory import ModelDirectoryError
     from specdec.engine.placement import Placement
@@ -86,23 +88,23 @@ def train_heads(
 
         plan = TrainingPlan(heads, layers, own_outputs, steps, rows, length, rate, seed)
         until = math.inf if minutes is None else begin + 60 * minutes
-        training = prepared(directory, Wishes(text, own_tokens, device, until), plan, out, resume=resume, say=say)
+        wishes = Wishes(text or [], own_tokens, device, until)
+        training = prepared(directory, wishes, plan, out, resume=resume, say=say)
     except (ModelDirectoryError, UnsupportedModelError) as error:
         fail(str(error), ExitStatus.USAGE)
     told: list[int] = []
     for ending in (signal.SIGINT, signal.SIGTERM):  # a step is completed: half of one could not be resumed
         signal.signal(ending, lambda came, _: told.append(came))
-    reported = saved = now = time.monotonic()
+    saved = now = time.monotonic()
+    progress = ProgressLines(say, steps, begun=training.done)
     while not training.over and not told and now < until:
         loss = training.step()
         now = time.monotonic()
-        if now - reported >= REPORT_SECONDS or training.over:
-            reported = now
-            say(f"step {training.done} of {steps}, {loss:.3f} nats a token at the first head")
+        progress.heard(training.done, f"step {training.done} of {steps}, {loss:.3f} nats a token at the first head")
         if now - saved >= SAVE_SECONDS:
             saved = now
-            training.save(out, target=directory.name)
-    training.save(out, target=directory.name)
+            training.save(out)
+    training.save(out)
     if not training.over:
         say(f"stopped at step {training.done} of {steps}; the same command with --resume goes on")
     if told:

@@ -14,17 +14,18 @@ from specdec.engine.hf.pretrained import DTYPES, load
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.dtype import dtype_of
+from specdec.progress import ProgressLines
 from specdec.text.tokenizer import Tokenizer
-from specdec.training.medusa import TEXTS, HeadTraining, TrainingPlan, check_unfinished, write_texts
-from specdec.training.texts import PROMPT_TOKENS, Windows, continued, tokens_of
+from specdec.training.medusa import TEXTS, HeadTraining, Origin, TrainingPlan, check_unfinished, write_texts
+from specdec.training.texts import PROMPT_TOKENS, Windows, continued, digest_of, tokens_of
 
 
 @dataclass(frozen=True)
 class Wishes:
     """The text of a training, and its device."""
 
-    files: Sequence[Path]
-    own_tokens: int  # written by the target
+    files: Sequence[Path]  # to go on, none or those of the beginning
+    own_tokens: int | None  # written by the target; None: none, or to go on as many as at the beginning
     device: str
     until: float = math.inf  # time of `time.monotonic` after which the target writes no more
 
@@ -40,10 +41,13 @@ def prepared(
 ) -> HeadTraining:
     """Return a training at its beginning, or where the one in `out` stopped; from now on `out` has what it takes to go
     on. ModelDirectoryError, with a one-line message, if a file has no usable text or `out` nothing to go on with."""
+    text = digest_of(wishes.files) if wishes.files else None
     if resume:
-        check_unfinished(out, plan, target=directory.name)
+        origin = check_unfinished(out, plan, target=directory.name, text=text, own_tokens=wishes.own_tokens)
         windows = Windows(load_file(out / TEXTS)["tokens"], plan.length)
     else:
+        assert text is not None
+        origin = Origin(directory.name, text, wishes.own_tokens or 0)
         ids = tokens_of(wishes.files, Tokenizer(directory), min(directory.end_tokens, default=None))
         windows = Windows(ids, plan.length)  # refused before the target is loaded
     dtype = dtype_of(directory, Placement("eager", device=wishes.device))
@@ -51,15 +55,25 @@ def prepared(
     model.set_attn_implementation("sdpa")
     if not resume and wishes.own_tokens:
         say(f"the target writes {wishes.own_tokens} tokens to train on")
-        rows = -(-wishes.own_tokens // (plan.length - PROMPT_TOKENS))
+        written = plan.length - PROMPT_TOKENS  # tokens of a text
+        rows = -(-wishes.own_tokens // written)
         begun = windows.trained.flatten()  # nothing of what is held out
-        own = continued(model, begun, plan.length, rows, plan.seed, until=wishes.until)
+        lines = ProgressLines(say, rows)
+        own = continued(
+            model,
+            begun,
+            plan.length,
+            rows,
+            plan.seed,
+            until=wishes.until,
+            wrote=lambda texts: lines.heard(texts, f"{texts * written} tokens written"),
+        )
         windows = Windows(torch.cat([windows.tokens, own]), plan.length)
-    training = HeadTraining(model, windows, plan)
+    training = HeadTraining(model, windows, plan, origin)
     if resume:
         training.resume(out)
     else:
         write_texts(out, windows.tokens)
-        training.save(out, target=directory.name)
+        training.save(out)
     say(f"training {plan.heads} heads on {len(windows.tokens)} tokens")
     return training

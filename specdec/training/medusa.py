@@ -60,11 +60,21 @@ class TrainingPlan:
     seed: int = 0
 
 
+@dataclass(frozen=True)
+class Origin:
+    """The target and the text that a training was begun with."""
+
+    target: str  # its name
+    text: str  # digest of the files of text
+    own_tokens: int  # written by the target, besides
+
+
 class HeadTraining:
     """A training of Medusa heads: call `step` until `over`, and `save` at any time."""
 
-    def __init__(self, model: PreTrainedModel, windows: Windows, plan: TrainingPlan) -> None:
+    def __init__(self, model: PreTrainedModel, windows: Windows, plan: TrainingPlan, origin: Origin) -> None:
         self.plan = plan
+        self.origin = origin
         self.done = 0  # steps
         self._model = model.requires_grad_(False).eval()
         self._windows = windows
@@ -125,9 +135,9 @@ class HeadTraining:
 
     # --- files --------------------------------------------------------------------------------------
 
-    def save(self, out: Path, *, target: str) -> None:
-        """Write the heads in vLLM's layout, and the state to go on from while the training is not `over`. `target`: its
-        name. Heads without an output head of their own use the target's."""
+    def save(self, out: Path) -> None:
+        """Write the heads in vLLM's layout, and the state to go on from while the training is not `over`. Heads without
+        an output head of their own use the target's."""
         out.mkdir(parents=True, exist_ok=True)
         shape = self.heads.shape
         stored = {name: tensor.to(torch.bfloat16) for name, tensor in _named(self.heads)}
@@ -142,7 +152,7 @@ class HeadTraining:
             {
                 "model_type": "medusa",
                 "architectures": ["MedusaModel"],
-                "base_model_name_or_path": target,
+                "base_model_name_or_path": self.origin.target,
                 "hidden_size": shape.hidden,
                 "vocab_size": self.heads.vocabulary,
                 "num_heads": shape.heads,
@@ -155,7 +165,7 @@ class HeadTraining:
             for name in (STATE, PLAN, TEXTS):
                 (out / name).unlink(missing_ok=True)
             return
-        _write_json(out / PLAN, {"target": target, "plan": asdict(self.plan)})
+        _write_json(out / PLAN, {**asdict(self.origin), "plan": asdict(self.plan)})
         state: dict[str, Tensor] = {DONE: torch.tensor(self.done)}
         for number, parameter in enumerate(self._trained):
             state[f"{number}"] = parameter.detach().clone()
@@ -179,9 +189,11 @@ class HeadTraining:
         self.done = done
 
 
-def check_unfinished(out: Path, plan: TrainingPlan, *, target: str) -> None:
-    """Raise ResumeError, naming the option, unless a directory has an unfinished training of this plan for this
-    target."""
+def check_unfinished(
+    out: Path, plan: TrainingPlan, *, target: str, text: str | None = None, own_tokens: int | None = None
+) -> Origin:
+    """Return the origin of the unfinished training in a directory; ResumeError, naming the option, if there is none, or
+    one of another plan, target or text. `text`, `own_tokens`: as in Origin; None: those of the beginning."""
     missing = [name for name in (PLAN, STATE, TEXTS) if not (out / name).is_file()]
     kept = read_fields(out / PLAN)
     if kept is None or missing:
@@ -191,8 +203,16 @@ def check_unfinished(out: Path, plan: TrainingPlan, *, target: str) -> None:
         if begun.get(name) != value:
             option = name.replace("_", "-")
             raise ResumeError(f"{out}: was begun with --{option} {begun.get(name)}, cannot go on with {value}")
-    if kept.text("target") != target:
-        raise ResumeError(f"{out}: was begun for {kept.text('target')}, cannot go on for {target}")
+    origin = Origin(kept.text("target"), kept.text("text"), kept.integer("own_tokens", 0, 2**63))
+    if origin.target != target:
+        raise ResumeError(f"{out}: was begun for {origin.target}, cannot go on for {target}")
+    if text not in (None, origin.text):
+        raise ResumeError(
+            f"{out}: was begun with another --text, and keeps it: go on without --text, or begin elsewhere"
+        )
+    if own_tokens not in (None, origin.own_tokens):
+        raise ResumeError(f"{out}: was begun with --own-tokens {origin.own_tokens}, cannot go on with {own_tokens}")
+    return origin
 
 
 def write_texts(out: Path, tokens: Tensor) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,20 @@ def tokens_of(files: Sequence[Path], tokenizer: Tokenizer, end: int | None) -> T
     return torch.tensor(ids, dtype=torch.int64)
 
 
+def digest_of(files: Sequence[Path]) -> str:
+    """Return a digest of files as `tokens_of` reads them: their bytes, kinds and order. TextError if one cannot be
+    read."""
+    digest = hashlib.sha256()
+    for file in files:
+        try:
+            with file.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+        except OSError as error:
+            raise TextError(f"{file}: cannot be read: {in_one_line(error)}") from None
+        digest.update(b"jsonl" if file.suffix == ".jsonl" else b"text")
+    return digest.hexdigest()
+
+
 def _texts(file: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
     """Yield the texts of a file, and whether special tokens are still to be added."""
     try:
@@ -92,11 +107,18 @@ def _texts(file: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
 
 @torch.inference_mode()
 def continued(
-    model: PreTrainedModel, tokens: Tensor, length: int, rows: int, seed: int, *, until: float = math.inf
+    model: PreTrainedModel,
+    tokens: Tensor,
+    length: int,
+    rows: int,
+    seed: int,
+    *,
+    until: float = math.inf,
+    wrote: Callable[[int], None] = lambda rows: None,
 ) -> Tensor:
     """Return `rows` texts of `length` tokens, one after the other, int64 [rows * length]: PROMPT_TOKENS from random
     places of `tokens`, and what the target writes next, in half of the texts greedily, in half sampled at temperature
-    0.8. Fewer if `time.monotonic` reaches `until` meanwhile.
+    0.8. Fewer if `time.monotonic` reaches `until` meanwhile. `wrote` gets the number of texts so far, now and then.
 
     Heads draft for text that the target writes, which differs from what others wrote.
     """
@@ -119,4 +141,5 @@ def continued(
                 **sampled,
             ).cpu()
         )
+        wrote(min(rows, len(found) * at_once))
     return torch.cat(found)[:rows].flatten() if found else tokens[:0]

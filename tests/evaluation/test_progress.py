@@ -1,23 +1,10 @@
-"""The progress of an evaluation moves with every text, and estimates the rest."""
+"""The progress of an evaluation moves with every text."""
 
 from __future__ import annotations
 
 import pytest
 
-from evaluation.progress import LINE_SECONDS, Progress, left
-
-
-@pytest.mark.parametrize(
-    ("done", "total", "seconds", "told"),
-    [
-        (0, 100, 9.0, ""),
-        (25, 100, 10.0, "about 30 s left"),
-        (10, 100, 20.0, "about 3 min left"),
-        (100, 100, 20.0, "about 0 s left"),
-    ],
-)
-def test_the_rest_takes_as_long_as_what_is_done(done: int, total: int, seconds: float, told: str) -> None:
-    assert left(done, total, seconds) == told
+from evaluation.progress import LINE_SECONDS, Progress
 
 
 def test_without_a_terminal_there_are_a_few_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,11 +19,21 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 from specdec.text.tokenizer import Tokenizer
 from specdec.training.medusa import PLAN as PLAN_FILE
-from specdec.training.medusa import STATE, TEXTS, HeadTraining, ResumeError, TrainingPlan, check_unfinished, write_texts
-from specdec.training.texts import TextError, Windows, continued, tokens_of
+from specdec.training.medusa import (
+    STATE,
+    TEXTS,
+    HeadTraining,
+    Origin,
+    ResumeError,
+    TrainingPlan,
+    check_unfinished,
+    write_texts,
+)
+from specdec.training.texts import TextError, Windows, continued, digest_of, tokens_of
 from tests.models import VOCABULARY, make
 
 PLAN = TrainingPlan(heads=2, layers=1, steps=6, rows=2, length=16, rate=0.01)
+ORIGIN = Origin("tiny", "0123", 500)
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +56,11 @@ def weights_of(training: HeadTraining) -> list[Tensor]:
 
 def test_own_continuations_are_half_greedy_and_the_same_again(model: PreTrainedModel) -> None:
     begun = torch.randint(3, VOCABULARY, (200,), generator=torch.Generator().manual_seed(0))
-    one, again = (continued(model, begun, 40, 3, seed=1) for _ in range(2))
+    texts: list[int] = []
+    one, again = (continued(model, begun, 40, 3, seed=1, wrote=texts.append) for _ in range(2))
     assert one.shape == (120,)
     assert torch.equal(one, again)
+    assert texts == 2 * [1, 2, 3]
 
 
 @pytest.mark.parametrize("own_outputs", [False, True])
@@ -59,7 +71,7 @@ def test_heads_of_the_demo_target_learn_its_language(own_outputs: bool, tmp_path
     target.set_attn_implementation("sdpa")
     text = tokens_of([Path(argparse.__file__)], Tokenizer(directory), end=0)
     plan = TrainingPlan(heads=2, steps=16, rows=4, length=64, rate=0.003, own_outputs=own_outputs)
-    training = HeadTraining(target, Windows(text, plan.length), plan)
+    training = HeadTraining(target, Windows(text, plan.length), plan, ORIGIN)
     before = training.accuracies(most=4)
     losses = [training.step() for _ in range(plan.steps)]
     after = training.accuracies(most=4)
@@ -67,7 +79,7 @@ def test_heads_of_the_demo_target_learn_its_language(own_outputs: bool, tmp_path
     for number in range(plan.heads):
         assert after[number][10] > before[number][10] + 0.1
         assert after[number][1] <= after[number][3] <= after[number][10] <= 1.0
-    training.save(tmp_path / "heads", target="demo")
+    training.save(tmp_path / "heads")
     shape = TargetShape(training.heads.shape.hidden, directory.vocabulary)
     output = target.get_output_embeddings()
     heads = MedusaFiles.of(tmp_path / "heads", shape).load(shape, output, "cpu", torch.float32)
@@ -79,17 +91,17 @@ def test_heads_of_the_demo_target_learn_its_language(own_outputs: bool, tmp_path
 
 def test_a_training_in_two_parts_gives_the_heads_of_one(model: PreTrainedModel, tokens: Tensor, tmp_path: Path) -> None:
     windows = Windows(tokens, PLAN.length)
-    whole = HeadTraining(model, windows, PLAN)
+    whole = HeadTraining(model, windows, PLAN, ORIGIN)
     for _ in range(PLAN.steps):
         whole.step()
     for stop in (0, 4):
-        first = HeadTraining(model, windows, PLAN)
+        first = HeadTraining(model, windows, PLAN, ORIGIN)
         for _ in range(stop):
             first.step()
         out = tmp_path / str(stop)
-        first.save(out, target="tiny")
+        first.save(out)
         (out / TEXTS).write_bytes(b"")
-        second = HeadTraining(model, windows, PLAN)
+        second = HeadTraining(model, windows, PLAN, ORIGIN)
         second.resume(out)
         assert second.done == stop
         while not second.over:
@@ -101,20 +113,20 @@ def test_a_training_in_two_parts_gives_the_heads_of_one(model: PreTrainedModel, 
 def test_a_file_that_is_cut_while_it_is_written_costs_nothing(
     model: PreTrainedModel, tokens: Tensor, tmp_path: Path
 ) -> None:
-    training = HeadTraining(model, Windows(tokens, PLAN.length), PLAN)
+    training = HeadTraining(model, Windows(tokens, PLAN.length), PLAN, ORIGIN)
     training.step()
-    training.save(tmp_path, target="tiny")
+    training.save(tmp_path)
     (tmp_path / f"{STATE}.partial").write_bytes(b"cut")
     (tmp_path / TEXTS).write_bytes(b"")
-    HeadTraining(model, Windows(tokens, PLAN.length), PLAN).resume(tmp_path)
+    HeadTraining(model, Windows(tokens, PLAN.length), PLAN, ORIGIN).resume(tmp_path)
 
 
 def test_a_training_of_another_plan_or_target_is_refused(
     model: PreTrainedModel, tokens: Tensor, tmp_path: Path
 ) -> None:
-    training = HeadTraining(model, Windows(tokens, PLAN.length), PLAN)
+    training = HeadTraining(model, Windows(tokens, PLAN.length), PLAN, ORIGIN)
     training.step()
-    training.save(tmp_path, target="tiny")
+    training.save(tmp_path)
     with pytest.raises(ResumeError, match=r"no unfinished training: texts.safetensors not found"):
         check_unfinished(tmp_path, PLAN, target="tiny")
     write_texts(tmp_path, tokens)
@@ -125,6 +137,33 @@ def test_a_training_of_another_plan_or_target_is_refused(
         check_unfinished(tmp_path, other, target="tiny")
     with pytest.raises(ResumeError, match="was begun for tiny, cannot go on for small"):
         check_unfinished(tmp_path, PLAN, target="small")
+
+
+def test_a_training_of_another_text_is_refused(model: PreTrainedModel, tokens: Tensor, tmp_path: Path) -> None:
+    training = HeadTraining(model, Windows(tokens, PLAN.length), PLAN, ORIGIN)
+    write_texts(tmp_path, tokens)
+    training.save(tmp_path)
+    assert check_unfinished(tmp_path, PLAN, target="tiny") == ORIGIN
+    assert check_unfinished(tmp_path, PLAN, target="tiny", text=ORIGIN.text, own_tokens=ORIGIN.own_tokens) == ORIGIN
+    with pytest.raises(ResumeError, match="was begun with another --text, and keeps it: go on without --text, or"):
+        check_unfinished(tmp_path, PLAN, target="tiny", text="4567")
+    with pytest.raises(ResumeError, match="was begun with --own-tokens 500, cannot go on with 0"):
+        check_unfinished(tmp_path, PLAN, target="tiny", own_tokens=0)
+
+
+def test_a_text_is_known_by_what_is_read_of_it(tmp_path: Path) -> None:
+    first, second, lines = tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "b.jsonl"
+    first.write_text("one")
+    for file in (second, lines):
+        file.write_text("two")
+    known = digest_of([first, second])
+    first.rename(moved := tmp_path / "moved.txt")
+    assert digest_of([moved, second]) == known
+    assert known not in (digest_of([second, moved]), digest_of([moved, lines]), digest_of([moved]))
+    moved.write_text("on")
+    assert digest_of([moved, second]) != known
+    with pytest.raises(TextError, match=r"a.txt: cannot be read: "):
+        digest_of([first])
 
 
 def test_lines_end_where_json_lines_end(tmp_path: Path) -> None:
@@ -157,7 +196,7 @@ def test_windows_are_held_out_and_repeatable() -> None:
 
 
 def test_the_last_step_leaves_heads_that_load(model: PreTrainedModel, tokens: Tensor, tmp_path: Path) -> None:
-    training = HeadTraining(model, Windows(tokens, PLAN.length), PLAN)
-    training.save(tmp_path, target="tiny")
+    training = HeadTraining(model, Windows(tokens, PLAN.length), PLAN, ORIGIN)
+    training.save(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     assert {name.split(".")[0] for name in state} == {"blocks"}  # the target's output head is not stored again

@@ -1,0 +1,41 @@
+"""The progress of long work, with an estimate of the remaining time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+LINE_SECONDS = 10.0
+"""Minimum seconds between two lines."""
+
+
+def left(done: float, total: float, seconds: float) -> str:
+    """Return an estimate of the remaining time as text, if `done` of `total` took `seconds`; empty if nothing is
+    done."""
+    if not done:
+        return ""
+    rest = seconds * (total - done) / done
+    if rest < 90:
+        return f"about {rest:.0f} s left"
+    return f"about {rest / 60:.0f} min left" if rest < 5400 else f"about {rest / 3600:.1f} h left"
+
+
+class ProgressLines:
+    """Lines for a person, passed to `say`, about work of `total` units that begins now, `begun` of them done before: at
+    most one in LINE_SECONDS, and one at the end."""
+
+    def __init__(
+        self, say: Callable[[str], None], total: int, *, begun: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._say = say
+        self._total, self._begun = total, begun
+        self._clock = clock
+        self._began = self._told = clock()
+
+    def heard(self, done: int, line: str) -> None:
+        """Record that `done` units are done; say the `line`, with the remaining time, if one is due."""
+        now = self._clock()
+        if now - self._told >= LINE_SECONDS or done >= self._total:
+            self._told = now
+            rest = left(done - self._begun, self._total - self._begun, now - self._began)
+            self._say(line if done >= self._total else f"{line}, {rest}")
