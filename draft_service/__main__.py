@@ -232,7 +232,8 @@ def default_policy(
         raise typer.BadParameter(f"has {wrong[0]!r}, must have numbers of children", param_hint="--expansion")
     widths = tuple(map(int, words))
     for field, problem in expansion_violations("", widths, Rule.COUPLED):
-        raise typer.BadParameter(f"{field} {problem}".lstrip(), param_hint="--expansion")
+        depth_of_it = f"at depth {int(field.strip('[]')) + 1} it " if field else ""
+        raise typer.BadParameter(f"is {expansion}: {depth_of_it}{problem}", param_hint="--expansion")
     return ExpansionPolicy(max_nodes, depth[1], branches[1], min_path_probability, scorer, widths)
 
 

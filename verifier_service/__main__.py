@@ -15,8 +15,7 @@ with needed_by("verifier", "verifier"):
     from specdec import ports
     from specdec.command_line import run_command
     from specdec.decoding.lookahead import Lookahead
-    from specdec.decoding.sampling import Rule
-    from specdec.decoding.speculation import SpeculationOptions
+    from specdec.decoding.speculation import CandidateSource, SpeculationOptions
     from specdec.engine import fast_paths, start_phases
     from specdec.engine.cpu_count import MAX_THREADS, threads_for
     from specdec.engine.engine import LazyMemory, touch_memory
@@ -32,7 +31,7 @@ with needed_by("verifier", "verifier"):
     from specdec.serving.messages import speculation_from
     from specdec.serving.process.options import serving
     from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
-    from specdec.serving.validation import MAX_CANDIDATES, MAX_WINDOW_ROWS, window_violations
+    from specdec.serving.validation import MAX_CANDIDATES, MAX_WINDOW_ROWS, lookahead_violations
     from specdec.wire.speculation import SPECULATIONS, SpeculationName
     from verifier_service.heads_files import memory_of_heads, read_heads
     from verifier_service.proposers.draft_model import DraftModelProposer
@@ -309,13 +308,28 @@ def default_speculation(
         raise typer.BadParameter(
             "is given together with --lookahead, both are the window's size", param_hint="--jacobi"
         )
-    size = Lookahead(*lookahead) if lookahead is not None else None if jacobi is None else Lookahead(jacobi, 2, 1)
-    options = replace(speculation_from(SPECULATIONS[name]), lookahead=size)
-    for field, problem in window_violations("", options, Rule.COUPLED, most_rows):
-        hint = "--jacobi" if jacobi is not None else "--lookahead"
-        part = field.removeprefix(".lookahead").removeprefix(".")
-        raise typer.BadParameter(f"{part} {problem}".lstrip(), param_hint=hint)
-    return options
+    options = speculation_from(SPECULATIONS[name])
+    if jacobi is not None:
+        size, option, given = Lookahead(jacobi, 2, 1), "--jacobi", str(jacobi)
+    elif lookahead is not None:
+        size, option, given = Lookahead(*lookahead), "--lookahead", " ".join(map(str, lookahead))
+    else:
+        return options
+    problems = []
+    if CandidateSource.LOOKAHEAD not in options.drafters:
+        problems.append(f"is {given}: needs lookahead windows, which --speculation {name} leaves out")
+    for field, problem in lookahead_violations("", size, most_rows):
+        part = {".window": "W", ".ngram": "N", ".guesses": "G"}.get(field)
+        if part is None:
+            rows = f"adds {size.most_rows} tokens to a step, must add at most {most_rows} (--max-window-rows)"
+            problems.append(f"is {given}: {rows}")
+        else:
+            problems.append(problem if jacobi is not None else f"is {given}: {part} {problem}")
+    if options.jacobi and size.ngram != 2:
+        problems.append(f"is {given}: N is {size.ngram}, must be 2 with --speculation jacobi")
+    if problems:
+        raise typer.BadParameter(problems[0], param_hint=option)
+    return replace(options, lookahead=size)
 
 
 if __name__ == "__main__":

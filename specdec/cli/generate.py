@@ -33,7 +33,7 @@ from specdec.cli.report import CompletionReport
 from specdec.cli.results_file import ResultsFile, ResultsFileError
 from specdec.cli.shown import coloured, speculation_lines
 from specdec.cli.waiting import WaitReporter
-from specdec.client import Client, Speculation, build_request
+from specdec.client import Client, InvalidRequest, Speculation, build_request
 from specdec.command_line import duration
 from specdec.exit_status import ExitStatus
 from specdec.wire.speculation import ScorerName, SpeculationName
@@ -323,14 +323,17 @@ def _complete(
     client: Client, waiting: WaitReporter, prompt: str | None, options: dict[str, Any], json_output: bool
 ) -> None:
     console, report = Console(), CompletionReport()
-    with client.generate(prompt, **options) as stream, waiting:
-        report.request_id = stream.request_id
-        for chunk in stream:
-            waiting.heard()
-            report.take(chunk)
-            if not json_output:
-                sys.stdout.write(coloured(chunk, console) if console.is_terminal else chunk.text)
-                sys.stdout.flush()
+    try:
+        with client.generate(prompt, **options) as stream, waiting:
+            report.request_id = stream.request_id
+            for chunk in stream:
+                waiting.heard()
+                report.take(chunk)
+                if not json_output:
+                    sys.stdout.write(coloured(chunk, console) if console.is_terminal else chunk.text)
+                    sys.stdout.flush()
+    except InvalidRequest as error:
+        raise by_option(error, options) from None
     seconds, finish = report.seconds, report.finish
     if json_output:
         print(json.dumps(report.as_json()), flush=True)
@@ -351,6 +354,25 @@ def _complete(
             )
         for line in speculation_lines(s, err, in_colours=console.is_terminal):
             err.file.write(f"{line}\n")
+
+
+def by_option(error: InvalidRequest, options: Mapping[str, Any]) -> InvalidRequest:
+    """Return a refusal with the names of the command's `options` in place of the contract's fields."""
+    told = str(error)
+    for field, problem in error.violations:
+        told = told.replace(f"{field}: {problem}", f"{_option_of(field, options)}: {problem}", 1)
+    return InvalidRequest(told, code=error.code, reason=error.reason, violations=error.violations)
+
+
+def _option_of(field: str, options: Mapping[str, Any]) -> str:
+    """Return the option that sets a field, as in --max-depth for speculation.max_depth; the field if none does."""
+    for part in reversed(field.split(".")):
+        name, bracket, index = part.partition("[")
+        if name == "lookahead" and options["jacobi"] is not None:
+            name = "jacobi"
+        if name in options:
+            return f"--{name.replace('_', '-')}{bracket}{index}"
+    return field
 
 
 def without_draft(speculation: Speculation, options: Mapping[str, Any]) -> str:

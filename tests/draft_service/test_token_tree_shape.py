@@ -174,8 +174,8 @@ def test_the_options_of_a_draft_make_its_defaults() -> None:
             "is 5, must be at most 2 (--max-branches)",
         ),
         ({"expansion": "4,x"}, "--expansion", "has 'x', must have numbers of children"),
-        ({"expansion": "4,17"}, "--expansion", "[1] is 17, must be 1 to 16"),
-        ({"expansion": "16,16"}, "--expansion", "makes a tree of 272 nodes, must make at most 256"),
+        ({"expansion": "4,17"}, "--expansion", "is 4,17: at depth 2 it is 17, must be 1 to 16"),
+        ({"expansion": "16,16"}, "--expansion", "is 16,16: makes a tree of 272 nodes, must make at most 256"),
     ],
 )
 def test_a_wrong_option_stops_the_start_by_its_name(wrong: dict[str, Any], option: str, problem: str) -> None:

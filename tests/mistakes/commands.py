@@ -98,6 +98,16 @@ MISTAKES = (
     ),
     Mistake("specdec verifier --model target --heads draft", CANNOT, "draft: has no Medusa heads: no tensors such as"),
     Mistake("specdec verifier --model target --speculation heads", USAGE, "--speculation: heads needs --heads"),
+    Mistake(
+        "specdec verifier --model target --jacobi 500",
+        USAGE,
+        "--jacobi: is 500: adds 499 tokens to a step, must add at most 128 (--max-window-rows)",
+    ),
+    Mistake(
+        "specdec draft --model draft --expansion 4,17",
+        USAGE,
+        "--expansion: is 4,17: at depth 2 it is 17, must be 1 to 16",
+    ),
     Mistake("specdec verifier --config none.yaml", USAGE, "file 'none.yaml' does not exist"),
     Mistake("specdec verifier --config typo.yaml", USAGE, "kv-token is not an option of this service; kv-tokens is"),
     Mistake("specdec verifier --config few.yaml", USAGE, "'kv-tokens in few.yaml': Input should be greater than or"),
@@ -156,23 +166,27 @@ MISTAKES = (
 
 ASKED = (
     Mistake("specdec generate ''", REFUSED, "text: is empty, must hold at least 1 character"),
-    Mistake("specdec generate 'def' --temperature -1", REFUSED, "sampling.temperature: is -1, must be a finite number"),
-    Mistake("specdec generate 'def' --top-p 0", REFUSED, "sampling.top_p: is 0, must be in (0, 1]"),
-    Mistake("specdec generate 'def' --min-p 2", REFUSED, "sampling.min_p: is 2, must be in [0, 1]"),
+    Mistake("specdec generate 'def' --temperature -1", REFUSED, "--temperature: is -1, must be a finite number"),
+    Mistake("specdec generate 'def' --top-p 0", REFUSED, "--top-p: is 0, must be in (0, 1]"),
+    Mistake("specdec generate 'def' --min-p 2", REFUSED, "--min-p: is 2, must be in [0, 1]"),
     Mistake("specdec generate 'def' --top-k -1", USAGE, "top_k = -1: Value out of range"),
     Mistake("specdec generate 'def' --max-tokens 5000000000", USAGE, "max_tokens = 5000000000: Value out of range"),
-    Mistake("specdec generate 'def' --stop ''", REFUSED, "stop[0]: has 0 characters, must have 1 to 256"),
+    Mistake("specdec generate 'def' --stop ''", REFUSED, "--stop[0]: has 0 characters, must have 1 to 256"),
     Mistake("specdec generate 'def' --lookahead 500 5 5", REFUSED, "adds 2008 tokens to a step, must add at most 128"),
-    Mistake("specdec generate 'def' --jacobi 500", REFUSED, "adds 499 tokens to a step, must add at most 128"),
+    Mistake(
+        "specdec generate 'def' --jacobi 500",
+        REFUSED,
+        "--jacobi: is (500, 2, 1), adds 499 tokens to a step, must add at most 128",
+    ),
     Mistake(
         "specdec generate 'def' --max-branches 100000",
         REFUSED,
-        "speculation.max_branches: is 100000, must be at most 16",
+        "--max-branches: is 100000, must be at most 16",
     ),
     Mistake(
         "specdec generate 'def' --alpha 0.5", REFUSED, "contrast: is set, must be unset unless the rule is CONTRASTIVE"
     ),
-    Mistake("specdec generate 'def' --rule contrastive --alpha 2", REFUSED, "contrast.alpha: is 2, must be in (0, 1]"),
+    Mistake("specdec generate 'def' --rule contrastive --alpha 2", REFUSED, "--alpha: is 2, must be in (0, 1]"),
     Mistake("specdec generate 'def' --rule contrastive", UNREACHABLE, "needs a draft: there is no draft service"),
     Mistake("specdec generate 'def' --timeout 0.001", TRY_AGAIN, "the timeout has passed"),
 )
