@@ -20,7 +20,7 @@ def pod_view(pod: Pod, model: str = "") -> generation_pb2.PodView:
         breaker=BREAKER_STATES[pod.breaker.state],
         unfit_reason="" if pod.unfit is None else pod.unfit_reason,
         sessions=pod.load.ours,
-        capacity=pod.load.reported,
+        capacity=pod.load.now,
         numerics_fingerprint=pod.numerics,
         model=model,
     )

@@ -73,6 +73,17 @@ class PodCapacity:
         return self._told if self._clock() < self._told_until else None
 
     @property
+    def now(self) -> model_pb2.PodCapacity | None:
+        """The last report while it is valid, with the sessions of this process as they are now; else None. For people:
+        a report outlives a short text."""
+        if (told := self.reported) is None:
+            return None
+        found = model_pb2.PodCapacity()
+        found.CopyFrom(told)
+        found.sessions = self.ours + self.opening + self._others
+        return found
+
+    @property
     def sessions(self) -> int:
         """Sessions at the pod, of this process and others, including those about to be opened."""
         return self.ours + self.coming + (self._others if self.reported else 0)

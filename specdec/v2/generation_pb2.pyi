@@ -1796,7 +1796,7 @@ class PodView(google.protobuf.message.Message):
     """Its model, in the format of GenerateRequest.model."""
     @property
     def capacity(self) -> specdec.v2.model_pb2.PodCapacity:
-        """Its last reported capacity. Unset: no recent report; it reports while it has sessions."""
+        """Its last reported capacity, with the sessions of this orchestrator as they are now. Unset: no recent report."""
 
     @property
     def verifier(self) -> specdec.v2.verifier_pb2.GetStatsResponse:

@@ -9,6 +9,7 @@ import pytest
 from orchestrator.pods.admission import STALE_SECONDS, PodCapacity
 from orchestrator.pods.backoff import Backoff
 from orchestrator.pods.pods import UNFIT_SECONDS, Pod, Pods
+from orchestrator.views import pod_view
 from specdec.v2 import model_pb2
 
 
@@ -146,9 +147,22 @@ def test_others_sessions_are_forgotten_when_they_are_old_news() -> None:
         load.report(model_pb2.PodCapacity(sessions=7))
         assert load.sessions == 7
     assert load.sessions == 6
+    assert load.now == model_pb2.PodCapacity(sessions=6)
     clock.now += 1.1 * STALE_SECONDS
     assert load.reported is None
     assert load.sessions == 0
+
+
+def test_a_pod_is_shown_without_sessions_that_have_ended() -> None:
+    """Its last report may be older than the end of its last session."""
+    (pod,) = pods("a", Clock())
+    pod.load.opening = 1
+    pod.load.report(model_pb2.PodCapacity(sessions=1, room=4))
+    pod.load.opening = 0
+    with pod.load.session():
+        assert pod_view(pod).capacity == model_pb2.PodCapacity(sessions=1, room=4)
+    assert pod_view(pod).capacity == model_pb2.PodCapacity(sessions=0, room=4)
+    assert pod.load.reported == model_pb2.PodCapacity(sessions=1, room=4)
 
 
 def test_pauses_double_and_come_to_an_end() -> None:
