@@ -20,6 +20,7 @@ with needed_by("verifier", "verifier"):
     from specdec.engine.cpu_count import MAX_THREADS, threads_for
     from specdec.engine.engine import LazyMemory, touch_memory
     from specdec.engine.engines.loading import load_engine
+    from specdec.engine.heads.medusa_files import memory_of_heads
     from specdec.engine.memory import set_memory_policy
     from specdec.engine.placement import Kind, Placement, WantedDtype, Weights
     from specdec.engine.preflight.check import Wanted, check
@@ -33,7 +34,7 @@ with needed_by("verifier", "verifier"):
     from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
     from specdec.serving.validation import MAX_CANDIDATES, MAX_WINDOW_ROWS, lookahead_violations
     from specdec.wire.speculation import SPECULATIONS, SpeculationName
-    from verifier_service.heads_files import memory_of_heads, read_heads
+    from verifier_service.heads_files import read_heads
     from verifier_service.proposers.draft_model import DraftModelProposer
     from verifier_service.servicer import VerifierLimits, VerifierServicer
     from verifier_service.step_loop import StepLoop

@@ -12,8 +12,6 @@ from specdec.engine.engine import Engine, Placed, hidden_states
 from specdec.engine.heads.medusa_files import MedusaFiles, TargetShape
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.model_file import ModelDirectoryError, is_integer, read_text
-from specdec.engine.placement import Dtype
-from specdec.engine.preflight.memory_needed import MemoryNeeded
 
 if TYPE_CHECKING:  # imports torch
     from verifier_service.proposers.medusa import MedusaProposer
@@ -37,11 +35,6 @@ class HeadsFiles:
         return MedusaProposer(
             self.medusa.load(target, source.output_head, engine.device, DTYPES[engine.dtype]), self.tree
         )
-
-
-def memory_of_heads(path: Path, directory: ModelDirectory, dtype: Dtype) -> MemoryNeeded:
-    """Return the memory of heads beside a target's weights; MedusaFilesError if they do not fit the target."""
-    return MedusaFiles.of(path, TargetShape.of(directory)).memory_needed(dtype)
 
 
 def read_heads(path: Path, tree: Path | None, directory: ModelDirectory) -> HeadsFiles:

@@ -10,6 +10,7 @@ import typer
 
 from specdec.cli.failure import fail
 from specdec.engine.placement import Kind, WantedDtype
+from specdec.exit_status import ExitStatus
 
 
 def doctor(
@@ -28,6 +29,10 @@ def doctor(
             "together with the target if given."
         ),
     ] = None,
+    heads: Annotated[
+        Path | None,
+        typer.Option(help="Directory of Medusa heads for the target: check and count them too. Needs --model."),
+    ] = None,
     device: Annotated[str, typer.Option(help="Device of the target: cpu, cuda, or cuda:N.")] = "cpu",
     dtype: Annotated[WantedDtype, typer.Option(help="Data type of the target.")] = "auto",
     engine: Annotated[Kind, typer.Option(help="Engine of the target; with `vllm`, vLLM runs it.")] = "torch",
@@ -38,10 +43,12 @@ def doctor(
 
     The last line is the verdict. Exit status 0, or 1 if a model given by --model or --draft cannot run here.
     """
+    if heads is not None and model is None:
+        fail("--heads needs --model", ExitStatus.USAGE)
     from specdec.doctor.report import DoctorOptions, DoctorReport
     from specdec.doctor.table import lines
 
-    report = DoctorReport(DoctorOptions(model, draft, device, dtype, kv_tokens, engine))
+    report = DoctorReport(DoctorOptions(model, draft, device, dtype, kv_tokens, engine, heads))
     if json_output:
         print(json.dumps(report.as_json(), indent=2))
     else:

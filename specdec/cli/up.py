@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,11 +71,11 @@ def lines(found: Mapping[str, Any], *, https: bool = False) -> Iterator[str]:
 
 
 def _memory(process: int) -> int:
-    """Return the resident bytes of a process; 0 if it is gone."""
+    """Return the private resident bytes of a process, as the memory table counts them: pages of mapped files, such as
+    libraries and weights, are page cache. 0 if it is gone."""
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{process}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
+        told = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
+        return 1024 * int(told.get("RssAnon", told["VmRSS"]).split()[0])  # some sandboxes tell the sum alone
     return 0
 
 
@@ -153,6 +154,7 @@ def up(
     """
     from specdec.cli.up import description, lines
     from specdec.engine.engine import UnsupportedModelError
+    from specdec.engine.heads.medusa_files import memory_of_heads
     from specdec.engine.model_directory import ModelDirectoryError
     from specdec.engine.preflight.check import Wanted, check
     from specdec.engine.preflight.memory_table import memory_lines, memory_of
@@ -202,12 +204,14 @@ def up(
         if models.draft is not None:
             placement = replace(_placement({"engine": "onnx"} | of_draft), is_draft=True)
             wanted["draft"] = Wanted(models.draft, placement, translates=True)
-        opened = dict(zip(wanted, check(*wanted.values()), strict=True))  # converts GGUF files
+        given_heads: Path | None = of_verifier.get("heads")
+        heads = None if given_heads is None else partial(memory_of_heads, given_heads)
+        opened = dict(zip(wanted, check(*wanted.values(), beside=heads), strict=True))  # converts GGUF files
         check_text(opened["target"])
         for option, (values, at) in listening.items():
             values["port"] = at
             bound(values.get("host", "127.0.0.1"), at, option=option).close()
-        for line in memory_lines(memory_of({role: (wanted[role], opened[role]) for role in wanted})):
+        for line in memory_lines(memory_of({role: (wanted[role], opened[role]) for role in wanted}, heads=heads)):
             say(line)
 
         # 2. Start the services, and restart those that die. Until here a signal ends this process at once.

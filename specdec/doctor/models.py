@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specdec.engine.heads.medusa_files import memory_of_heads
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.check import Wanted, check
@@ -40,22 +42,39 @@ class ModelCheck(NamedTuple):
     problem: str
 
 
-def models(target: Path | None, draft: Path | None, placement: Placement) -> ModelCheck:
-    """Check a target as a verifier with this placement would, and a draft as a draft service would by default."""
+def models(target: Path | None, draft: Path | None, placement: Placement, heads: Path | None = None) -> ModelCheck:
+    """Check a target, and its heads, as a verifier with this placement would, and a draft as a draft service would by
+    default."""
+    if heads is not None and placement.kind in ("vllm", "onnx"):
+        return ModelCheck([], f"--heads: {placement.kind} gives no hidden states; use --engine torch")
+    beside = None if heads is None else partial(memory_of_heads, heads)
     wanted = {}
     if target is not None:
         wanted["target"] = Wanted(target, placement)
     if draft is not None:
         wanted["draft"] = Wanted(draft, Placement("onnx", is_draft=True), translates=True)
     try:
-        directories = check(*wanted.values())
+        directories = check(*wanted.values(), beside=beside)
         if target is not None:
             from specdec.text.check import check_text  # imports packages that may be missing
 
             check_text(directories[0])
         opened = dict(zip(wanted, directories, strict=True))
-        needed = memory_of({role: (wanted[role], directory) for role, directory in opened.items()})
+        needed = memory_of({role: (wanted[role], directory) for role, directory in opened.items()}, heads=beside)
         found = [_found(role, wanted[role].placement, opened[role], needed[role]) for role in wanted]
+        if heads is not None:
+            its = needed["heads"]
+            found.insert(
+                1,
+                found[0]._replace(
+                    role="heads",
+                    path=heads,
+                    architecture="medusa",
+                    memory=its.total,
+                    memory_at_least=its.total,
+                    memory_parts=its,
+                ),
+            )
         return ModelCheck(found, "")
     except (ModelDirectoryError, UnsupportedModelError) as error:
         return ModelCheck([], str(error))

@@ -25,7 +25,7 @@ UP = ("cli", "orchestrator", "draft", "verifier")
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """The models to check: a target as `specdec verifier` takes it, and a draft as `specdec draft` does."""
+    """The models to check: a target and heads as `specdec verifier` takes them, and a draft as `specdec draft` does."""
 
     model: Path | None = None
     draft: Path | None = None
@@ -33,6 +33,7 @@ class DoctorOptions:
     dtype: WantedDtype = "auto"
     kv_tokens: int | None = None
     engine: Kind = "torch"
+    heads: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class DoctorReport:
         if options.model is None and options.draft is None:
             return None
         target = Placement(options.engine, options.dtype, options.device, options.kv_tokens)
-        return models(options.model, options.draft, target)
+        return models(options.model, options.draft, target, options.heads)
 
     @cached_property
     def fast_paths(self) -> dict[str, FastPathOff | None] | str:

@@ -68,6 +68,22 @@ def test_a_pair_that_can_be_served() -> None:
     assert done.stdout.splitlines()[-1].startswith("Ready: the target and the draft can be served here")
 
 
+def test_heads_are_checked_and_counted_with_their_target() -> None:
+    done = doctor_here("--model", TARGET, "--heads", ROOT / "demo" / "heads", "--json")
+    assert (done.exit_code, done.stderr) == (0, "")
+    target, heads = json.loads(done.stdout)["models"]
+    assert (target["role"], heads["role"], heads["architecture"]) == ("target", "heads", "medusa")
+    assert (
+        heads["memory"]
+        == heads["memory_at_least"]
+        == heads["memory_parts"]["weights"] + heads["memory_parts"]["working"]
+    )
+    assert doctor_here("--heads", ROOT / "demo" / "heads").exit_code == 2
+    refused = doctor_here("--model", TARGET, "--heads", DRAFT)
+    assert refused.exit_code == 1
+    assert "has no Medusa heads" in refused.stderr
+
+
 def test_json_tells_the_same() -> None:
     done = doctor_here("--model", TARGET, "--json")
     assert (done.exit_code, done.stderr) == (0, "")

@@ -22,6 +22,7 @@ from draft_service.__main__ import main as draft
 from orchestrator.__main__ import main as orchestrator
 from specdec import cli
 from specdec.cli.up import lines
+from specdec.engine.memory import free_bytes
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.onnx.export import export
 from specdec.engine.placement import Placement
@@ -118,6 +119,8 @@ def test_up_tells_what_each_service_runs(up: Up, pair: Pair) -> None:
     assert [pods[role]["model"] for role in ("verifier", "draft")] == [pair.target.name, pair.exported.name]
     assert (pods["verifier"]["device"], pods["verifier"]["dtype"]) == ("cpu", "float32")
     assert all(pod["process_id"] in up.children and pod["memory_bytes"] > 10_000_000 for pod in pods.values())
+    most = memory_needed(ModelDirectory(pair.target), Placement(), free_bytes("cpu")).total  # as the table tells it
+    assert pods["verifier"]["memory_bytes"] < 1.1 * most
     *services, ask, openai_too, why, _ = lines(up.described)
     assert [line.split()[:2] for line in services] == [[role, pod["address"]] for role, pod in pods.items()]
     assert f"{pair.target.name} on cpu in float32" in services[list(pods).index("verifier")]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from specdec.engine import derived_models
+from specdec.engine.heads.medusa_files import memory_of_heads
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.placement import Placement
+from specdec.engine.placement import BYTES, Placement
 from specdec.engine.preflight.check import Wanted
 from specdec.engine.preflight.memory_needed import memory_needed
 from specdec.engine.preflight.memory_table import memory_lines, memory_of
@@ -31,6 +33,19 @@ def test_each_model_has_a_line_with_its_parts() -> None:
     assert draft.startswith("draft   ")
     weights, kv, steps, process, _, together = (float(number) for number in re.findall(r"([\d.e+-]+) GB", target))
     assert together == pytest.approx(weights + kv + steps + process, rel=0.01)
+
+
+def test_heads_are_counted_beside_the_target() -> None:
+    pair = {"target": wanted("target", Placement("torch", kv_tokens=4096)), "draft": wanted("draft", Placement("onnx"))}
+    needed = memory_of(pair, heads=partial(memory_of_heads, DEMO / "heads"))
+    assert list(needed) == ["target", "heads", "draft"]
+    assert needed["heads"].dtype == needed["target"].dtype
+    assert needed["heads"].weights == 4 * 384 * (384 + 1) * BYTES[needed["target"].dtype]
+    assert needed["heads"].total == needed["heads"].weights + needed["heads"].working
+    heads = list(memory_lines(needed))[2]
+    assert heads.startswith("heads   ")
+    assert "  none  " in heads
+    assert needed["target"] == memory_of(pair)["target"]
 
 
 def test_the_second_model_has_what_the_first_leaves() -> None:

@@ -214,6 +214,11 @@ def _scale(config: Fields | None) -> float:
     return scale
 
 
+def memory_of_heads(path: Path, directory: ModelDirectory, dtype: Dtype) -> MemoryNeeded:
+    """Return the memory of heads beside a target's weights; MedusaFilesError if they do not fit the target."""
+    return MedusaFiles.of(path, TargetShape.of(directory)).memory_needed(dtype)
+
+
 def _places(path: Path) -> dict[HeadPart, Stored]:
     """Return the tensors of heads in a directory or file, by what they are."""
     stored = [tensor for file in _files(path) for tensor in _tensors(file)]

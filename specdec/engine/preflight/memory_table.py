@@ -6,15 +6,19 @@ from collections.abc import Iterator, Mapping
 
 from specdec.engine.memory import free_bytes
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.preflight.check import Wanted, device_of, is_counted
+from specdec.engine.preflight.check import Beside, Wanted, device_of, is_counted
+from specdec.engine.preflight.dtype import dtype_of
 from specdec.engine.preflight.memory_needed import MemoryNeeded, in_gigabytes, memory_needed
 
 COLUMNS = ("", "weights", "keys and values", "steps", "process", "export", "at most")
 
 
-def memory_of(wanted: Mapping[str, tuple[Wanted, ModelDirectory]]) -> dict[str, MemoryNeeded]:
-    """Estimate the memory that models take by role, once their KV caches are full; those that vLLM places are left out.
-    A later model on the same device is counted with what earlier ones leave."""
+def memory_of(
+    wanted: Mapping[str, tuple[Wanted, ModelDirectory]], *, heads: Beside | None = None
+) -> dict[str, MemoryNeeded]:
+    """Estimate the memory that models take by role, once their KV caches are full, and the memory of `heads` beside the
+    first model; those that vLLM places are left out. A later model on the same device is counted with what earlier ones
+    leave."""
     free: dict[str, int] = {}
     found = {}
     for role, (model, directory) in wanted.items():
@@ -25,6 +29,9 @@ def memory_of(wanted: Mapping[str, tuple[Wanted, ModelDirectory]]) -> dict[str, 
         left = free.setdefault(device, free_bytes(device))
         found[role] = memory_needed(directory, placement, left)
         free[device] = max(0, left - found[role].total)
+        if heads is not None and "heads" not in found:
+            found["heads"] = heads(directory, dtype_of(directory, placement))
+            free[device] = max(0, free[device] - found["heads"].total)
     return found
 
 
@@ -32,7 +39,7 @@ def memory_lines(needed: Mapping[str, MemoryNeeded]) -> Iterator[str]:
     """Yield a line for the columns, and one for each model."""
     rows: list[tuple[str, ...]] = [COLUMNS]
     for role, memory in needed.items():
-        kv = f"{in_gigabytes(memory.kv)}, {memory.tokens} tokens"
+        kv = f"{in_gigabytes(memory.kv)}, {memory.tokens} tokens" if memory.tokens else "none"
         rest = (memory.working, memory.process, memory.export, memory.total)
         rows.append((role, f"{in_gigabytes(memory.weights)} {memory.kept_as}", kv, *map(in_gigabytes, rest)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.heads.medusa import MedusaHeads
-from specdec.engine.heads.medusa_files import MedusaFiles, MedusaFilesError, TargetShape
+from specdec.engine.heads.medusa_files import MedusaFiles, MedusaFilesError, TargetShape, memory_of_heads
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.check import Wanted, check
@@ -24,7 +24,6 @@ from specdec.engine.row_counts import ShapeRowCounts
 from specdec.engine.unsupported import UnsupportedModelError
 from tests.heads import make_heads
 from tests.models import make
-from verifier_service.heads_files import memory_of_heads
 
 HEADS, LAYERS, HIDDEN, VOCABULARY = 3, 2, 8, 21
 TARGET = TargetShape(HIDDEN, VOCABULARY)
