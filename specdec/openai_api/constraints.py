@@ -9,6 +9,8 @@ from typing import Any
 
 from specdec.grammar.ebnf import in_lark, is_ebnf
 from specdec.grammar.grammar import MAX_SOURCE_BYTES, GrammarError
+from specdec.grammar.json_schema import supported
+from specdec.grammar.unique_items import KEYWORD
 from specdec.openai_api.errors import refused, unknown
 from specdec.openai_api.fields import flag
 from specdec.openai_api.structural_tags import tags_in_lark
@@ -129,7 +131,22 @@ def _schema(wanted: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(inner, dict) or not isinstance(schema := inner.get("schema"), dict):
         raise refused("response_format.json_schema", "must be an object with a schema")
     _check_format(inner, "response_format.json_schema", "name", "description", "schema", "strict")
+    if inner.get("strict") is not None and flag(inner, "strict", where="response_format.json_schema."):
+        _check_enforced(schema)
     return schema
+
+
+def _check_enforced(schema: dict[str, Any]) -> None:
+    """Refuse a schema of a strict format that would only be checked in the finished text. Others that cannot be
+    enforced are refused by the orchestrator, strict or not."""
+    if f'"{KEYWORD}"' not in json.dumps(schema):
+        return
+    try:
+        supported(schema)
+    except GrammarError as error:
+        if f"/{KEYWORD}: " in str(error):
+            instead = f"leave out {KEYWORD}, or strict: the finished text is then checked for it"
+            raise refused("response_format", f"{error}, as strict demands: {instead}") from None
 
 
 def _check_format(given: Mapping[str, Any], name: str, *known: str) -> None:

@@ -19,6 +19,7 @@ from specdec.openai_api.requests import ParsedRequest, parse
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 TOOL_F = {"type": "function", "function": {"name": "f"}}
 MESSAGES = [{"role": "user", "content": "hello"}]
+TAGS = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
 CALLING = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 3000}
 
 
@@ -69,6 +70,17 @@ def completion(**fields: Any) -> ParsedRequest:
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}},
             "response_format.json_schema.x",
             "unknown parameter",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}}},
+            "response_format.json_schema.strict",
+            "must be true or false",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"items": TAGS}, "strict": True}}},
+            "response_format",
+            "/items/uniqueItems: cannot be enforced: items must be an enum of at most 4 values, as strict demands: "
+            "leave out uniqueItems, or strict",
         ),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "must have one constraint"),
         (
@@ -346,6 +358,25 @@ def test_what_a_text_must_look_like() -> None:
     guidance = {"whitespace_pattern": " ?", "item_separator": ",", "key_separator": ":"}
     laid_out = chat(structured_outputs={"json": json.dumps(schema), "whitespace_pattern": " ?"})
     assert described(laid_out) == {**schema, "x-guidance": guidance}
+
+
+@pytest.mark.parametrize("strict", [{}, {"strict": None}, {"strict": False}])
+def test_a_format_that_is_not_strict_may_be_checked_afterwards(strict: dict[str, Any]) -> None:
+    told = chat(response_format={"type": "json_schema", "json_schema": {"schema": TAGS, **strict}})
+    assert json.loads(told.message(0).grammar.json_schema) == TAGS
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True},
+        {"type": "object", "properties": {"uniqueItems": {"type": "string"}}},
+        {"const": "uniqueItems", "$dynamicRef": "#x"},  # refused by the orchestrator
+    ],
+)
+def test_a_strict_format_may_name_what_is_enforced(schema: dict[str, Any]) -> None:
+    told = chat(response_format={"type": "json_schema", "json_schema": {"schema": schema, "strict": True}})
+    assert json.loads(told.message(0).grammar.json_schema) == schema
 
 
 def test_null_is_silence() -> None:

@@ -169,6 +169,7 @@ def test_items_become_messages() -> None:
         ({"reasoning": "low"}, "reasoning"),
         ({"store": "yes"}, "store"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.json_schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"uniqueItems": True}, "strict": True}}}, "text.format"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": 5}, "text"),
         ({"include": [{}]}, "include"),
