@@ -12,6 +12,7 @@ from orchestrator.requests.tagged_grammar import Marks, json_rule, tagged_call, 
 from specdec.grammar.grammar import MAX_SOURCE_BYTES, GrammarError, lark_string
 from specdec.grammar.json_schema import Work, supported
 from specdec.v2 import generation_pb2, model_pb2
+from specdec.wire.cut_arguments import completed
 from specdec.wire.tool_formats import JsonCall, NamedCall, TaggedCall, ToolFormat
 
 MAX_TOOLS = 128
@@ -47,8 +48,9 @@ def tool_violations(chat: generation_pb2.ChatPrompt, model: ServedModel) -> list
         found.append(("chat.tool_name", "is the name of none of the tools"))
     for index, turn in enumerate(chat.messages):
         for place, call in enumerate(turn.tool_calls):
-            if call.arguments and _object(call.arguments) is None:
-                found.append((f"chat.messages[{index}].tool_calls[{place}].arguments", "is not a JSON object"))
+            if call.arguments and arguments_of(call) is None:
+                problem = "is not a JSON object, or the beginning of one"
+                found.append((f"chat.messages[{index}].tool_calls[{place}].arguments", problem))
     return found
 
 
@@ -100,7 +102,7 @@ def turns_for_template(messages: Sequence[generation_pb2.ChatMessage]) -> list[d
                     {
                         "type": "function",
                         "id": call.id,
-                        "function": {"name": call.name, "arguments": _object(call.arguments or "{}")},
+                        "function": {"name": call.name, "arguments": arguments_of(call)},
                     }
                     for call in turn.tool_calls
                 ],
@@ -113,6 +115,13 @@ def turns_for_template(messages: Sequence[generation_pb2.ChatMessage]) -> list[d
             yield "name", turn.name
 
     return [dict(fields(turn)) for turn in messages]
+
+
+def arguments_of(call: generation_pb2.ToolCall) -> dict[str, Any] | None:
+    """Return the arguments of a call in the conversation, as far as they go if it was cut short; None if they are no
+    object."""
+    text = call.arguments or "{}"
+    return found if (found := _object(text)) is not None else completed(text)
 
 
 def tools_for_template(tools: Sequence[generation_pb2.Tool]) -> list[dict[str, Any]] | None:

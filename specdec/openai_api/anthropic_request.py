@@ -185,7 +185,11 @@ def _of_assistant(blocks: Sequence[Any], place: str, ignored: list[str]) -> Json
             ignored.append(name)
         elif kind == "tool_use":
             _check_fields(block, name, "id", "name", "input", "caller")
-            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
+            given = block.get("input") or {}  # text: that of a call that was cut short, as its stream had it
+            function = {
+                "name": block.get("name"),
+                "arguments": given if isinstance(given, str) else json.dumps(given),
+            }
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         else:
             text += _block(block, name)

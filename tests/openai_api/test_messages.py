@@ -124,6 +124,12 @@ def test_blocks_become_messages() -> None:
     ]
 
 
+def test_a_call_that_was_cut_short_may_be_sent_back_as_it_was_streamed() -> None:
+    call = {"type": "tool_use", "id": "a", "name": "weather", "input": '{"city": "b'}
+    _, turn, _ = messages_of([*HI, {"role": "assistant", "content": [call]}, *HI])
+    assert turn["tool_calls"] == [{"id": "a", "name": "weather", "arguments": '{"city": "b'}]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

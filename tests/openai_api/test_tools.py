@@ -248,3 +248,7 @@ async def test_a_call_that_was_cut_short_is_a_call(called: tuple[ToolFormat, Pat
         assert not any(piece.delta.content for piece in pieces)
         (streamed,) = [call for piece in pieces for call in piece.delta.tool_calls or ()]
         assert streamed.function.arguments == call.function.arguments
+        back = [*MESSAGES, choice.message.model_dump(exclude_none=True)]
+        back += [{"role": "tool", "tool_call_id": call.id, "content": "cut short"}]
+        (choice,) = (await create(**asked | {"messages": back, "tool_choice": "none"})).choices
+        assert choice.finish_reason in ("stop", "length")

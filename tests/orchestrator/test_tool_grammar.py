@@ -323,6 +323,23 @@ def test_an_answer_keeps_its_beginning(model: ServedModel) -> None:
     assert tool_grammar(generation_pb2.ChatPrompt(), model, answer) is answer
 
 
+def test_a_call_that_was_cut_short_may_be_sent_back(model: ServedModel) -> None:
+    def prompt_with(arguments: str) -> list[int]:
+        call = generation_pb2.ToolCall(id="abcdefghi", name="weather", arguments=arguments)
+        turns = [
+            generation_pb2.ChatMessage(role="user", content="how warm?"),
+            generation_pb2.ChatMessage(role="assistant", tool_calls=[call]),
+            generation_pb2.ChatMessage(role="user", content="go on"),
+        ]
+        asked = generation_pb2.GenerateRequest(chat=generation_pb2.ChatPrompt(messages=turns), max_tokens=1)
+        return list(parse(asked, model).samples[0].prompt)
+
+    assert prompt_with('{"city": "K\\u00f6') == prompt_with('{"city": "K\\u00f6"}') != prompt_with("{}")
+    assert prompt_with('{"city') == prompt_with("{}") == prompt_with("")
+    with pytest.raises(InvalidRequestError, match=r"arguments: is not a JSON object, or the beginning of one"):
+        prompt_with("city")
+
+
 def test_an_answer_beside_tools_is_held_to_its_whole_schema(source: Path, tmp_path: Path) -> None:
     """Its text may be a call, which the check of a finished answer could take for one."""
     asked = chat({"f": {"type": "object"}}, messages=[generation_pb2.ChatMessage(role="user", content="hi")])

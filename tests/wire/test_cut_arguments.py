@@ -1,0 +1,90 @@
+"""Arguments that were cut anywhere are an object again, with nothing in it that was not written."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.wire.cut_arguments import completed
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def begins(part: Any, whole: Any) -> bool:
+    """Return True if a value has nothing that another one lacks."""
+    match part, whole:
+        case dict(), dict():
+            return all(name in whole and begins(value, whole[name]) for name, value in part.items())
+        case list(), list():
+            return len(part) <= len(whole) and all(map(begins, part, whole))
+        case str(), str():
+            return whole.startswith(part)
+        case (bool(), _) | (_, bool()):
+            return part is whole
+        case ((int() | float()), (int() | float())):  # 1.5e+10 may have been cut to 1 or 1.5e+1
+            return True
+    return part is whole
+
+
+@given(st.dictionaries(st.text(max_size=4), VALUES, max_size=4), st.booleans(), st.data())
+def test_a_cut_object_begins_the_whole_one(whole: dict[str, Any], ascii_alone: bool, data: st.DataObject) -> None:
+    text = json.dumps(whole, ensure_ascii=ascii_alone)
+    assert completed(text) == whole
+    cut = data.draw(st.integers(1, len(text)))
+    found = completed(text[:cut])
+    assert found is not None
+    assert begins(found, whole)
+    json.dumps(found, ensure_ascii=False).encode()  # no half of a character
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("{", {}),
+        (' {"ci', {}),
+        ('{"city"', {}),
+        ('{"city": ', {}),
+        ('{"city": "Bo', {"city": "Bo"}),
+        ('{"city": "Bo\\', {"city": "Bo"}),
+        ('{"city": "Bo\\u00', {"city": "Bo"}),
+        ('{"city": "\\ud83d', {"city": ""}),
+        ('{"city": "\\ud83d\\ude', {"city": ""}),
+        ('{"city": "\\\\ud83d', {"city": "\\ud83d"}),
+        ('{"city": "Bonn", "days": [1, 2', {"city": "Bonn", "days": [1, 2]}),
+        ('{"city": "Bonn", "days": [1, {"a": tr', {"city": "Bonn", "days": [1, {}]}),
+        ('{"days": -', {}),
+        ('{"days": 1.', {}),
+        ('{"days": 1 2', {}),
+        ('{"city": "Bonn", "note": as the model wrote, it', {"city": "Bonn"}),
+        ('{"a": {"b": {', {"a": {"b": {}}}),
+        ('{"a": 1} ', {"a": 1}),
+    ],
+)
+def test_what_is_not_finished_is_left_out(text: str, found: dict[str, Any]) -> None:
+    assert completed(text) == found
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " ", "[", "no", '"{"', '{"a": 1} and', "{city", '{"a" 1', '{"a": [1,]', '{"a": nonsense}', "{,"],
+)
+def test_what_begins_no_object_is_none(text: str) -> None:
+    assert completed(text) is None
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": "' + 200_000 * "x", '{"a": "' + 50_000 * "\\n", '{"a": [' + 20_000 * "1, ", 60_000 * '{"a":']
+)
+def test_long_texts_take_time_linear_in_their_length(text: str) -> None:
+    begin = time.process_time()
+    completed(text)
+    assert time.process_time() - begin < 2.0  # some milliseconds
