@@ -252,10 +252,13 @@ class Choice:
 class Calls:
     """The tool calls in one sample's text."""
 
-    def __init__(self, tool_format: ToolFormat, name: str, schemas: Schemas = MappingProxyType({})) -> None:
-        """`name` is unique to the sample and seeds the ids of calls. `schemas` are the functions' argument schemas."""
+    def __init__(
+        self, tool_format: ToolFormat, name: str, schemas: Schemas = MappingProxyType({}), *, forced: bool = False
+    ) -> None:
+        """`name` is unique to the sample and seeds the ids of calls. `schemas` are the functions' argument schemas.
+        `forced`: the text is calls alone."""
         self.made: list[Json] = []
-        self._reader = ToolCallReader(tool_format, schemas)
+        self._reader = ToolCallReader(tool_format, schemas, only_calls=forced)
         self._name = name
 
     def split(self, chunk: Chunk) -> tuple[str, list[Json]]:

@@ -125,7 +125,11 @@ class Gateway:
         if request.chunks:
             raise unsupported("specdec.chunks", "is for /v1/completions and /v1/chat/completions")
         tool_format = await self.tool_format(request, caller)
-        calls = None if tool_format is None else Calls(tool_format, new_request_id(), request.schemas)
+        calls = (
+            None
+            if tool_format is None
+            else Calls(tool_format, new_request_id(), request.schemas, forced=request.forces_calls)
+        )
         chunks = self._chunks(request, caller)
         first = await _first(chunks)
         return parts_of(_of_one_prompt(first, chunks), calls, reasoning=request.reasoning)
@@ -260,7 +264,7 @@ class _Answer:
         # Salted: a caller may use one request id for several requests, and matches results to calls by call id.
         if self.tool_format is None:
             return None
-        return Calls(self.tool_format, f"{self.salt}-{index}", self.request.schemas)
+        return Calls(self.tool_format, f"{self.salt}-{index}", self.request.schemas, forced=self.request.forces_calls)
 
     def choice(self, number: int, chunk: Chunk) -> Choice:
         """Return the choice of a prompt's chunk."""

@@ -134,6 +134,12 @@ class ParsedRequest:
         return len(self.prompts[0].chat.tools) > 0
 
     @property
+    def forces_calls(self) -> bool:
+        """True if the text is calls alone."""
+        chat = self.prompts[0].chat
+        return chat.tool_required or bool(chat.tool_name)
+
+    @property
     def token_ids(self) -> bool:
         """True if the answer has the token ids of prompt and text."""
         return self.options.return_prompt_token_ids

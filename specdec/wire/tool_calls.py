@@ -15,11 +15,15 @@ class ToolCallReader:
     """Reads one text, in time linear in its length. A failed call is yielded as text; white space after calls is
     dropped."""
 
-    def __init__(self, tool_format: ToolFormat, schemas: Schemas = MappingProxyType({})) -> None:
+    def __init__(
+        self, tool_format: ToolFormat, schemas: Schemas = MappingProxyType({}), *, only_calls: bool = False
+    ) -> None:
         """`schemas`: of the functions' arguments, by function. They decide which values are strings where the text does
-        not show it, and which JSON is a call in formats without a marker."""
+        not show it, and which JSON is a call in formats without a marker. `only_calls`: calls are forced, so the text
+        has nothing else."""
         self._format = tool_format
         self._schemas = schemas
+        self._only_calls = only_calls
         self._held: list[str] = []  # not yielded yet: possibly a call or its beginning
         self._cursor = Cursor()
         self._scan: Scan | None = None  # of the held text, once its marker is complete
@@ -33,8 +37,10 @@ class ToolCallReader:
 
     def finish(self, *, cut: bool = False) -> Iterator[str | ToolCall]:
         """Yield the rest at the end of the text. With `cut`, for a text cut short, an unfinished call is yielded with
-        its partial arguments, which are not valid JSON."""
+        its partial arguments, which are not valid JSON. One without a whole name is dropped if the text has only calls,
+        and so is the beginning of a marker behind a call."""
         held = "".join(self._held)
+        of_marker = self._scan is None and self._behind_call and self._format.marker.startswith(held.strip())
         begun: list[str | ToolCall] = []
         if cut and self._scan is not None:
             begun += cut_calls(held[len(self._format.marker) :], self._format, self._schemas)
@@ -44,6 +50,8 @@ class ToolCallReader:
             rest = begun
         elif cut and len(rest) > 1 and isinstance(rest[-1], str) and self._format.closing.startswith(rest[-1].strip()):
             rest.pop()  # the beginning of the last call's closing tag
+        if cut and (self._only_calls or of_marker):
+            rest = [item for item in rest if isinstance(item, ToolCall)]
         yield from rest
 
     def _read(self, text: str) -> Iterator[str | ToolCall]:

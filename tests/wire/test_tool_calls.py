@@ -291,6 +291,28 @@ def test_calls_before_one_that_was_cut_short_are_complete(tool_format: ToolForma
     assert (second.name, second.arguments) == ("weather", '{"city": "Bo')
 
 
+@pytest.mark.parametrize("tool_format", FORMATS.values(), ids=lambda tool_format: tool_format.name)
+@pytest.mark.parametrize("size", [1, 1000])
+def test_forced_calls_that_were_cut_short_leave_no_text(tool_format: ToolFormat, size: int) -> None:
+    whole = written(tool_format, [("time", {}), ("weather", {"city": "Bonn", "days": [1, 2]})])
+    found: list[str | ToolCall] = []
+    for end in range(len(whole) + 1):
+        reader = ToolCallReader(tool_format, WEATHER_SCHEMA, only_calls=True)
+        found = [item for begin in range(0, end, size) for item in reader.push(whole[begin : min(end, begin + size)])]
+        found += reader.finish(cut=True)
+        assert not [item for item in found if isinstance(item, str)], whole[:end]
+    assert found[0] == TIME
+
+
+@pytest.mark.parametrize(("behind", "told"), [("\n<tool", []), ("<", []), ("\n<toll", ["<toll"])])
+def test_the_beginning_of_a_marker_behind_a_call_is_no_text(behind: str, told: list[str]) -> None:
+    text = written(HERMES, [("time", {})]) + behind
+    reader = ToolCallReader(HERMES)
+    assert [*reader.push(text), *reader.finish(cut=True)] == [TIME, *told]
+    reader = ToolCallReader(HERMES)
+    assert [*reader.push(text), *reader.finish()] == [TIME, behind.strip()]
+
+
 def test_json_with_another_name_is_no_call_where_calls_have_no_marker() -> None:
     answer = '{"name": "Bob", "parameters": {}}'
     assert read(LLAMA, answer, schemas=WEATHER_SCHEMA) == (answer, [])
