@@ -126,7 +126,11 @@ def from_specdec(error: SpecdecError, names: Mapping[str, str] = MappingProxyTyp
 
 def _field(name: str, names: Mapping[str, str]) -> str:
     """Return the caller's name of a field: `sampling.top_p` is `top_p`, `stop_tokens[3]` may be `stop_token_ids[3]`."""
-    plain, bracket, index = _GROUP.sub("", name).partition("[")
+    bare = _GROUP.sub("", name)
+    entry = bare[: bare.find("]") + 1]
+    if entry in names:
+        return names[entry] + bare[len(entry) :]
+    plain, bracket, index = bare.partition("[")
     return names.get(plain, plain) + bracket + index
 
 

@@ -13,7 +13,8 @@ from specdec.openai_api.errors import ApiError
 from specdec.openai_api.json_text import EncodedList, Json
 from specdec.openai_api.logprobs import chat_logprobs
 from specdec.openai_api.parts import BeginPart, CallPart, EndPart, Part, ReasoningPart, TextPart
-from specdec.openai_api.responses_request import CUSTOM_INPUT, ResponsesRequest, carried
+from specdec.openai_api.responses_request import ResponsesRequest, carried
+from specdec.openai_api.responses_tools import CUSTOM_INPUT
 
 ECHOED: Json = {
     "instructions": None,
@@ -157,15 +158,18 @@ class ResponseAnswer:
         yield self._event("response.output_item.done", output_index=len(self.output) - 1, item=item)
 
     def _call(self, call: CallPart) -> Iterator[Json]:
-        if call.name in self._request.custom_tools:
+        tool = self._request.tools.get(call.name)
+        if tool is not None and tool.custom:
             prefix, kind, field, value = "ctc", "custom_tool_call", "input", _custom_input(call)
         else:
             prefix, kind, field, value = "fc", "function_call", "arguments", call.arguments
-        item = {"id": self._name(prefix), "type": kind, "call_id": call.id, "name": call.name}
+        own = call.name if tool is None else tool.name
+        item = {"id": self._name(prefix), "type": kind, "call_id": call.id, "name": own}
+        item |= {"namespace": tool.namespace} if tool is not None and tool.namespace else {}
         yield self._open({**item, "status": "in_progress", field: ""})
         self.output[-1] = item = {**item, "status": "incomplete" if call.input is None else "completed", field: value}
         yield self._of_item(f"response.{kind}_{field}.delta", delta=value)
-        name = {} if kind == "custom_tool_call" else {"name": call.name}
+        name = {} if kind == "custom_tool_call" else {"name": own}
         yield self._of_item(f"response.{kind}_{field}.done", **{field: value}, **name)
         yield self._event("response.output_item.done", output_index=len(self.output) - 1, item=item)
 

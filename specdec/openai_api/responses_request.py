@@ -17,6 +17,7 @@ from specdec.openai_api.fields import READ as CHAT_READ
 from specdec.openai_api.fields import SAME as CHAT_SAME
 from specdec.openai_api.json_text import Json
 from specdec.openai_api.requests import ParsedRequest, parse_fields
+from specdec.openai_api.responses_tools import CUSTOM_INPUT, OfferedTool, chosen, function_name, offered, places_of
 
 SAME = frozenset(
     {
@@ -126,9 +127,6 @@ NESTED: Mapping[str, tuple[str, ...]] = {
 }
 """Fields that are objects, and the names in them that are read, or ask for what happens anyway."""
 
-CUSTOM_INPUT = "input"
-"""The one argument of a custom tool's function: its input as text."""
-
 
 @dataclass(frozen=True)
 class ResponsesRequest:
@@ -138,7 +136,7 @@ class ResponsesRequest:
     fields: Json  # of the body, without nulls
     items: Sequence[Json]
     """The input items of this request, without those of earlier responses."""
-    custom_tools: frozenset[str]  # their names
+    tools: Mapping[str, OfferedTool]  # by their names for the model
     ignored: Sequence[str]  # names of unknown fields, for the answer
 
     @property
@@ -197,24 +195,26 @@ class ResponsesReader:
     def request(self, earlier: Sequence[Json] = (), cut: int = 0) -> ResponsesRequest:
         """Return the request, after the items of `earlier` responses, without the first `cut` items of both; ApiError
         if it is invalid or unsupported."""
-        given, tools = self.fields, list(_tools(self.fields.get("tools", [])))
+        given, left_out = self.fields, list[str]()
+        tools = offered(given.get("tools", []), given.get("tool_choice"), left_out)
         turns = _Turns(given.get("instructions"))
         for number, item in enumerate([*earlier, *self.items][cut:], cut - len(earlier)):
             turns.add(item, "previous_response_id" if number < 0 else f"input[{number}]")
         chat = {name: value for name, value in given.items() if name in SAME}
         chat |= {"messages": turns.messages, "max_completion_tokens": given.get("max_output_tokens")}
-        chat |= {"tools": [tool for tool, _ in tools] or None, "tool_choice": _tool_choice(given.get("tool_choice"))}
+        chat |= {"tools": [{"type": "function", "function": tool.function} for tool in tools] or None}
+        chat["tool_choice"] = chosen(given.get("tool_choice"), tools)
         chat |= {"response_format": _format(given.get("text", {})), **dict(_logprobs(given))}
         chat["reasoning_effort"] = given.get("reasoning", {}).get("effort")
         try:
             parsed = parse_fields(chat, chat=True)
         except ApiError as error:
             raise renamed(error, turns.places, NAMES) from None
-        custom = frozenset(tool["function"]["name"] for tool, is_custom in tools if is_custom)
-        ignored = (*self.ignored, *turns.ignored, *parsed.ignored)
+        ignored = (*self.ignored, *left_out, *turns.ignored, *parsed.ignored)
         if ignored and self._strict:
             raise unknown(ignored[0])
-        return ResponsesRequest(parsed.renamed(NAMES), given, self.items, custom, ignored)
+        by_name = {tool.function_name: tool for tool in tools}
+        return ResponsesRequest(parsed.renamed({**NAMES, **places_of(tools)}), given, self.items, by_name, ignored)
 
 
 def _doubled(most: int) -> Iterator[int]:
@@ -297,7 +297,7 @@ class _Turns:
     def _call(self, place: str, item: Json, arguments: object) -> None:
         last = self.messages[-1] if self.messages else {}
         turn = last if last.get("role") == "assistant" and not self._reasoning else self._assistant(place, "")
-        function = {"name": item.get("name"), "arguments": arguments}
+        function = {"name": function_name(item.get("name"), item.get("namespace")), "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         turn.setdefault("tool_calls", []).append(call)
 
@@ -347,45 +347,6 @@ def decoded(content: str) -> str | None:
         return base64.b64decode(content.removeprefix(CARRIER), validate=True).decode()
     except ValueError:
         return None
-
-
-def _tools(given: object) -> Iterator[tuple[Json, bool]]:
-    """Yield the tools as functions of a chat, and whether each is a custom tool, whose input is text."""
-    if not isinstance(given, list):
-        raise refused("tools", "must be a list")
-    for index, tool in enumerate(given):
-        place = f"tools[{index}]"
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if not isinstance(tool, dict) or kind not in ("function", "custom"):
-            raise unsupported(f"{place}.type", f"{kind!r} is not supported: tools are functions or custom ones here")
-        known = ("type", "name", "description", *(("parameters", "strict") if kind == "function" else ("format",)))
-        for field, value in tool.items():
-            if field not in known and value not in (None, False, [], ["direct"]):
-                raise unsupported(f"{place}.{field}")
-        function = {name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool}
-        if kind == "custom":
-            if (tool.get("format") or {"type": "text"}) != {"type": "text"}:
-                raise unsupported(f"{place}.format", "is not supported unless it is text")
-            properties = {CUSTOM_INPUT: {"type": "string"}}
-            function["strict"] = True  # the input is read from the arguments
-            function["parameters"] = {
-                "type": "object",
-                "properties": properties,
-                "required": [CUSTOM_INPUT],
-                "additionalProperties": False,
-            }
-        yield {"type": "function", "function": function}, kind == "custom"
-
-
-def _tool_choice(given: object) -> object:
-    """Return the tool choice of a chat."""
-    if not isinstance(given, dict):
-        if given is not None and not isinstance(given, str):
-            raise refused("tool_choice", "must be text or an object")
-        return given
-    if given.get("type") not in ("function", "custom"):
-        raise unsupported("tool_choice.type", f"{given.get('type')!r} is not supported")
-    return {"type": "function", "function": {"name": given.get("name")}}
 
 
 def _format(text: Json) -> Json | None:

@@ -13,9 +13,12 @@ import pytest
 from google.protobuf import json_format
 from google.rpc import code_pb2, error_details_pb2
 
+from specdec.client import InvalidRequest
 from specdec.openai_api import endpoints
-from specdec.openai_api.errors import ApiError
+from specdec.openai_api.errors import ApiError, from_specdec
+from specdec.openai_api.parts import CallPart
 from specdec.openai_api.response_store import ResponseStore
+from specdec.openai_api.responses_answer import ResponseAnswer
 from specdec.openai_api.responses_request import ResponsesReader
 from tests.captured_logs import captured_logs
 from tests.client.fake_server import TEXT, Act, FakeServer, rich
@@ -29,6 +32,13 @@ from tests.stack import stack
 
 TOOL: dict[str, Any] = {"type": "function", "name": "weather", "description": "Tells it.", "parameters": WEATHER}
 CUSTOM: dict[str, Any] = {"type": "custom", "name": "patch", "description": "Changes it."}
+AGENTS: dict[str, Any] = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Helpers.",
+    "tools": [{**TOOL, "name": "ask"}, CUSTOM],
+}
+SEARCH: dict[str, Any] = {"type": "web_search", "external_web_access": False}
 
 
 @contextmanager
@@ -179,6 +189,15 @@ def test_items_become_messages() -> None:
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [TOOL, SEARCH], "tool_choice": "required"}, "tools[1].type"),
+        ({"tools": [TOOL, {"type": "code_interpreter"}]}, "tools[1].type"),
+        ({"tools": [{**AGENTS, "name": ""}]}, "tools[0].name"),
+        ({"tools": [{**AGENTS, "name": 60 * "n"}]}, "tools[0].tools[0].name"),
+        ({"tools": [{**AGENTS, "name": "my agents"}]}, "tools[0].tools[0].name"),
+        ({"tools": [{**AGENTS, "description": 5}]}, "tools[0].description"),
+        ({"tools": [{**AGENTS, "tools": {}}]}, "tools[0].tools"),
+        ({"tools": [{**AGENTS, "tools": [AGENTS]}]}, "tools[0].tools[0].type"),
+        ({"tools": [{**AGENTS, "tools": [{**TOOL, "defer_loading": True}]}]}, "tools[0].tools[0].defer_loading"),
         ({"tools": [{**CUSTOM, "format": {"type": "grammar"}}]}, "tools[0].format"),
         ({"tools": [{**TOOL, "nonsense": 1}]}, "tools[0].nonsense"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -330,6 +349,47 @@ async def test_the_oldest_items_are_dropped_if_allowed() -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             await http.client.responses.create(model="fake", input=items)
     assert caught.value.code == "context_length_exceeded"
+
+
+def test_tools_of_a_namespace_are_functions_with_its_name_before_theirs() -> None:
+    fields = {"model": "m", "input": "hi", "tools": [AGENTS, TOOL, SEARCH]}
+    request = ResponsesReader(fields).request()
+    told = [(tool.name, tool.description) for tool in request.chat.message(0).chat.tools]
+    assert told == [
+        ("agents__ask", "Helpers.\n\nTells it."),
+        ("agents__patch", "Helpers.\n\nChanges it."),
+        ("weather", "Tells it."),
+    ]
+    assert list(request.ignored) == ["tools[2]"]  # the web search: the model may do without
+    with pytest.raises(ApiError, match=r"tools\[2\]: unknown parameter"):
+        ResponsesReader(fields, strict=True).request()
+    for name, meant in (("ask", "agents__ask"), ("weather", "weather")):
+        chosen = ResponsesReader({**fields, "tools": [AGENTS, TOOL], "tool_choice": {"type": "function", "name": name}})
+        assert chosen.request().chat.message(0).chat.tool_name == meant
+    refusal = InvalidRequest("", violations=[("chat.tools[1].parameters", "is wrong"), ("chat.tools[2].name", "too")])
+    error = from_specdec(refusal, request.chat.names)
+    assert error.message == "tools[0].tools[1].parameters: is wrong; tools[1].name: too"
+
+
+def test_a_call_of_a_tool_of_a_namespace_is_told_by_both_names() -> None:
+    call = {"type": "function_call", "call_id": "a", "name": "ask", "namespace": "agents", "arguments": "{}"}
+    (turn,) = messages_of([call])
+    assert turn["tool_calls"] == [{"id": "a", "name": "agents__ask", "arguments": "{}"}]
+    answer = ResponseAnswer(
+        ResponsesReader({"model": "m", "input": "hi", "tools": [AGENTS]}).request(), "r", stored=False
+    )
+    events = [
+        *answer.add(CallPart("a", "agents__ask", "{}")),
+        *answer.add(CallPart("b", "agents__patch", '{"input": "x"}')),
+    ]
+    found = [{name: item.get(name) for name in ("type", "name", "namespace")} for item in answer.output]
+    assert found == [
+        {"type": "function_call", "name": "ask", "namespace": "agents"},
+        {"type": "custom_tool_call", "name": "patch", "namespace": "agents"},
+    ]
+    assert [event["item"]["namespace"] for event in events if "item" in event] == 4 * ["agents"]
+    (done,) = [event for event in events if event["type"] == "response.function_call_arguments.done"]
+    assert done["name"] == "ask"
 
 
 async def test_tools_are_called_as_in_a_chat(models: Models, tmp_path: Path) -> None:

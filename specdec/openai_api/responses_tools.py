@@ -1,0 +1,150 @@
+"""Tools of the Responses API as functions of a chat: functions, custom tools, and namespaces of both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.openai_api.errors import ApiError, refused, unsupported
+from specdec.openai_api.json_text import Json
+
+CUSTOM_INPUT = "input"
+"""The one argument of a custom tool's function: its input as text."""
+
+JOINT = "__"
+"""Stands between a namespace and the name of a tool in it, in the name of the function."""
+
+WEB_SEARCH = "web_search"
+"""Start of the types of OpenAI's web search."""
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_KNOWN = {
+    "function": ("type", "name", "description", "parameters", "strict"),
+    "custom": ("type", "name", "description", "format"),
+    "namespace": ("type", "name", "description", "tools"),
+}
+"""Fields that are read, by type of a tool."""
+
+
+@dataclass(frozen=True)
+class OfferedTool:
+    """A tool that the caller runs."""
+
+    function: Json  # as in a chat
+    name: str  # the caller's
+    place: str  # in the request
+    namespace: str = ""  # the caller's; "" for none
+    custom: bool = False  # its input is text
+
+    @property
+    def function_name(self) -> str:
+        """Its name for the model."""
+        return function_name(self.name, self.namespace)
+
+
+def function_name(name: Any, namespace: Any) -> Any:
+    """Return the name of a tool for the model. Values of the wrong type are refused with the rest of the chat."""
+    return f"{namespace}{JOINT}{name}" if namespace and isinstance(name, str) else name
+
+
+def offered(given: object, choice: object, ignored: list[str]) -> list[OfferedTool]:
+    """Return the tools that the caller runs. A web search that the model may do without is left out, and its place
+    appended to `ignored`; other tools that OpenAI runs are refused."""
+    if not isinstance(given, list):
+        raise refused("tools", "must be a list")
+    found, searches = list[OfferedTool](), list[tuple[str, str]]()
+    for index, tool in enumerate(given):
+        place, kind = f"tools[{index}]", _kind(tool)
+        if kind.startswith(WEB_SEARCH):
+            searches.append((place, kind))
+        elif kind == "namespace":
+            found += _of_namespace(tool, place)
+        else:
+            found.append(_of_caller(tool, place))
+    for place, kind in searches:
+        if not found or choice not in (None, "auto", "none"):
+            raise _unknown_kind(place, kind)
+        ignored.append(place)
+    return found
+
+
+def chosen(given: object, tools: Sequence[OfferedTool]) -> object:
+    """Return the tool choice of a chat."""
+    if not isinstance(given, dict):
+        if given is not None and not isinstance(given, str):
+            raise refused("tool_choice", "must be text or an object")
+        return given
+    if given.get("type") not in ("function", "custom"):
+        raise unsupported("tool_choice.type", f"{given.get('type')!r} is not supported")
+    name = given.get("name")
+    named = [tool for tool in tools if tool.name == name]
+    if len(named) == 1:  # perhaps of a namespace, which a choice cannot say
+        name = named[0].function_name
+    return {"type": "function", "function": {"name": name}}
+
+
+def places_of(tools: Sequence[OfferedTool]) -> Mapping[str, str]:
+    """Return the names of a chat's tools in errors, to their places in the request."""
+    return {f"tools[{index}]": tool.place for index, tool in enumerate(tools)}
+
+
+def _kind(tool: object) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return kind if isinstance(kind, str) else repr(kind)
+
+
+def _unknown_kind(place: str, kind: str) -> ApiError:
+    problem = f"{kind!r} is not supported: tools are functions, custom ones or namespaces of them here"
+    return unsupported(f"{place}.type", problem)
+
+
+def _of_namespace(tool: Json, place: str) -> Iterator[OfferedTool]:
+    """Yield the tools of a namespace, each described by the namespace's words and its own."""
+    _check_fields(tool, place, "namespace")
+    namespace, words, inner = tool.get("name"), tool.get("description") or "", tool.get("tools")
+    if not isinstance(namespace, str) or not namespace:
+        raise refused(f"{place}.name", "must be text that is not empty")
+    if not isinstance(words, str):
+        raise refused(f"{place}.description", "must be text")
+    if not isinstance(inner, list):
+        raise refused(f"{place}.tools", "must be a list")
+    for index, member in enumerate(inner):
+        where = f"{place}.tools[{index}]"
+        made = _of_caller(member, where, namespace)
+        if not isinstance(made.name, str) or not _NAME.fullmatch(made.function_name):
+            problem = (
+                f"makes {str(made.function_name)[:80]!r} with its namespace, must make at most 64 letters, digits, "
+            )
+            raise refused(f"{where}.name", f"{problem}underscores and hyphens")
+        own = made.function.get("description")
+        described = "\n\n".join(text for text in (words, own) if isinstance(text, str) and text)
+        made.function.update(name=made.function_name, **({"description": described} if described else {}))
+        yield made
+
+
+def _of_caller(tool: Any, place: str, namespace: str = "") -> OfferedTool:
+    """Return a function or a custom tool."""
+    kind = _kind(tool)
+    if kind not in ("function", "custom"):
+        raise _unknown_kind(place, kind)
+    _check_fields(tool, place, kind)
+    function = {name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool}
+    if kind == "custom":
+        if (tool.get("format") or {"type": "text"}) != {"type": "text"}:
+            raise unsupported(f"{place}.format", "is not supported unless it is text")
+        function["strict"] = True  # the input is read from the arguments
+        function["parameters"] = {
+            "type": "object",
+            "properties": {CUSTOM_INPUT: {"type": "string"}},
+            "required": [CUSTOM_INPUT],
+            "additionalProperties": False,
+        }
+    return OfferedTool(function, tool.get("name"), place, namespace, custom=kind == "custom")
+
+
+def _check_fields(tool: Json, place: str, kind: str) -> None:
+    for field, value in tool.items():
+        if field not in _KNOWN[kind] and value not in (None, False, [], ["direct"]):
+            raise unsupported(f"{place}.{field}")
