@@ -15,7 +15,7 @@ from typing import Any
 
 from specdec.client import Chunk, Finish, Logprobs
 from specdec.openai_api.json_text import Json, as_bytes, encoded, json_list, json_object
-from specdec.openai_api.logprobs import EncodedLogprobs, TextOffset, chat_logprobs, completion_logprobs
+from specdec.openai_api.logprobs import EncodedLogprobs, TextOffset, chat_logprobs, completion_logprobs, of_text
 from specdec.openai_api.prompts import AnsweredPrompt
 from specdec.wire.tool_calls import ToolCall, ToolCallReader
 from specdec.wire.tool_formats import ToolFormat
@@ -76,11 +76,13 @@ class Choice:
         prompt: AnsweredPrompt | None = None,
         token_ids: bool = False,
         stop_tokens: Collection[int] = (),
+        tells_end: bool = True,
     ) -> None:
         """`first_sample`: the first sample of its prompt, with which the prompt's tokens are counted. `reasoning`:
         include the reasoning, if any. `calls`: collects tool calls; None if the text has none. `prompt`: the prompt, if
         a completion's choice shows anything of it. `chunks`: include the tokens of each chunk; `token_ids`: include
-        token ids. `stop_tokens`: the request's own end tokens."""
+        token ids. `stop_tokens`: the request's own end tokens. `tells_end`: log-probabilities cover the token that ends
+        the text."""
         self._calls = calls
         self.index = index
         self.first_sample = first_sample
@@ -91,6 +93,7 @@ class Choice:
         self._wants_reasoning = reasoning
         self._wants_token_ids = token_ids
         self._stop_tokens = stop_tokens
+        self._tells_end = tells_end
         self._tokens: list[str] = []  # ids, in decimal
         self._last_token: int | None = None
         self._completion_tokens = 0
@@ -134,7 +137,7 @@ class Choice:
             piece = {"index": self.index, "delta": {"reasoning": reasoning} if reasoning else {}}
             piece["delta"] |= {"content": text} if said else {}
             piece["delta"] |= {"tool_calls": calls} if calls else {}
-        logprobs = chunk.logprobs[chunk.reasoning_tokens :]
+        logprobs = of_text(chunk, with_end=self._tells_end)
         piece["logprobs"] = self._logprobs_of(logprobs) if logprobs else None
         piece |= {"finish_reason": None} if chunk.finish is None else self._end(chunk.finish)
         if self._wants_chunks and chunk.tokens:
@@ -149,7 +152,7 @@ class Choice:
         """Keep a chunk for `whole`; `seed` is the request's."""
         self._text.append(self._said(chunk)[0])
         self._reasoning.append(self._thought(chunk))
-        logprobs = chunk.logprobs[chunk.reasoning_tokens :]
+        logprobs = of_text(chunk, with_end=self._tells_end)
         if logprobs or chunk.finish:  # not before the prompt is complete: their offsets begin at its end
             self._logprobs.add(logprobs)
         self._own |= self._note(chunk, seed)

@@ -132,7 +132,7 @@ class Gateway:
         )
         chunks = self._chunks(request, caller)
         first = await _first(chunks)
-        return parts_of(_of_one_prompt(first, chunks), calls, reasoning=request.reasoning)
+        return parts_of(_of_one_prompt(first, chunks), calls, reasoning=request.reasoning, with_end=request.tells_end)
 
     async def tokenized(self, request: TokenizeRequest, names: Names, caller: Caller) -> Tokenized:
         """Return the tokens of a prompt. `names`: how the caller's API names the fields, for errors."""
@@ -256,6 +256,7 @@ class _Answer:
                 prompt=self.prompts[index // request.samples] if self.prompts and not request.chat else None,
                 token_ids=request.token_ids,
                 stop_tokens=stop_tokens,
+                tells_end=request.tells_end,
             )
             for index in range(request.samples * len(request.prompts))
         ]

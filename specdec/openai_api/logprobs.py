@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
-from specdec.client import Logprobs, Piece, PromptToken
+from specdec.client import Chunk, Logprobs, Piece, PromptToken
 from specdec.openai_api.json_text import Json, encoded, json_list, json_object
 
 MIN_LOGPROB = -9999.0
@@ -30,6 +30,14 @@ class TextOffset:
         begin = self._length
         self._length += len(self._decoder.decode(piece.bytes))
         return begin
+
+
+def of_text(chunk: Chunk, *, with_end: bool) -> list[Logprobs]:
+    """Return the log-probabilities of a chunk's tokens behind the reasoning; `with_end`: also of a token that ends the
+    text and is no part of it."""
+    found = chunk.logprobs[chunk.reasoning_tokens :]
+    ended = chunk.finish is not None and chunk.finish.reason == "stop" and not chunk.finish.stop
+    return found[:-1] if ended and not with_end else found
 
 
 def chat_logprobs(found: Iterable[Logprobs]) -> Json:

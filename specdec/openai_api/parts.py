@@ -10,6 +10,7 @@ from typing import Any
 
 from specdec.client import Chunk, Finish, Logprobs
 from specdec.openai_api.answers import REASONS, Calls
+from specdec.openai_api.logprobs import of_text
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,11 @@ Part = BeginPart | ReasoningPart | TextPart | CallPart | EndPart
 
 
 async def parts_of(
-    chunks: AsyncGenerator[Chunk, None], calls: Calls | None, *, reasoning: bool
+    chunks: AsyncGenerator[Chunk, None], calls: Calls | None, *, reasoning: bool, with_end: bool
 ) -> AsyncGenerator[Part, None]:
     """Yield the parts of a sample, its beginning first and its end last. `calls`: reads its tool calls, None if it may
-    have none; `reasoning`: include the reasoning. The logprobs of text that may still become a call are held back with
-    it."""
+    have none; `reasoning`: include the reasoning; `with_end`: as in `of_text`. The logprobs of text that may still
+    become a call are held back with it."""
     logprobs: list[Logprobs] = []
     begun = False
     async with aclosing(chunks):
@@ -82,7 +83,7 @@ async def parts_of(
                 yield BeginPart(0 if chunk.resolved is None else chunk.resolved.prompt_tokens)
             if chunk.reasoning and reasoning:
                 yield ReasoningPart(chunk.reasoning)
-            logprobs += chunk.logprobs[chunk.reasoning_tokens :]
+            logprobs += of_text(chunk, with_end=with_end)
             for item in [chunk.text] if calls is None else calls.items(chunk):
                 if not isinstance(item, str):
                     yield CallPart(item["id"], item["function"]["name"], item["function"]["arguments"])

@@ -145,6 +145,13 @@ class ParsedRequest:
         return self.options.return_prompt_token_ids
 
     @property
+    def tells_end(self) -> bool:
+        """True if log-probabilities cover the token that ends the text. A chat's are those of its content, as at
+        OpenAI: only if the text shows that token, or token ids stand beside them, as in vLLM."""
+        options = self.options
+        return not self.chat or self.token_ids or options.show_special_tokens or options.include_stop
+
+    @property
     def logprobs(self) -> bool:
         return self.options.HasField("logprobs")
 

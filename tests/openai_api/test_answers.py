@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
 from google.protobuf.json_format import ParseDict
@@ -12,10 +14,13 @@ from specdec.client.completion import Chunk, Finish, read_chunk
 from specdec.openai_api.answers import Choice, statistics
 from specdec.openai_api.event_stream import typed_event_of
 from specdec.openai_api.json_text import EncodedList, Json, encoded
-from specdec.openai_api.parts import EndPart, TextPart
+from specdec.openai_api.logprobs import of_text
+from specdec.openai_api.parts import EndPart, TextPart, parts_of
+from specdec.openai_api.requests import parse
 from specdec.openai_api.responses_answer import ResponseAnswer
 from specdec.openai_api.responses_request import ResponsesReader
 from specdec.v2 import generation_pb2 as pb
+from specdec.v2.model_pb2 import FINISH_REASON_STOP
 
 TOP = 20
 
@@ -35,6 +40,43 @@ def chunk(*, spelt: bool = True, last: bool = False) -> Chunk:
     if last:
         ParseDict({"reason": "FINISH_REASON_STOP"}, response.finish)
     return read_chunk(response)
+
+
+@pytest.mark.parametrize(
+    ("fields", "chat", "told"),
+    [
+        ({}, True, 1),
+        ({}, False, 2),
+        ({"return_token_ids": True}, True, 2),
+        ({"skip_special_tokens": False}, True, 2),
+        ({"include_stop_str_in_output": True}, True, 2),
+    ],
+)
+async def test_logprobs_of_a_chat_are_those_of_its_content(fields: dict[str, Any], chat: bool, told: int) -> None:
+    """An end token is no content, unless the text shows it or token ids stand beside."""
+    prompt = {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": "hi"}
+    request = parse(json.dumps({"model": "m", **prompt, **fields}).encode(), chat=chat)
+    choice = Choice(0, first_sample=True, chat=chat, logprobs=True, tells_end=request.tells_end)
+    streamed = [choice.piece(each, None)["logprobs"] for each in (chunk(), chunk(last=True))]
+    name = "content" if chat else "tokens"
+    assert sum(len(logprobs[name]) for logprobs in streamed if logprobs) == told
+    choice = Choice(0, first_sample=True, chat=chat, logprobs=True, tells_end=request.tells_end)
+    for each in (chunk(), chunk(last=True)):
+        choice.gather(each, None)
+    assert len(json.loads(choice.whole())["logprobs"][name]) == told
+
+    async def chunks() -> AsyncGenerator[Chunk, None]:
+        for each in (chunk(), chunk(last=True)):
+            yield each
+
+    parts = [part async for part in parts_of(chunks(), None, reasoning=True, with_end=request.tells_end)]
+    assert sum(len(part.logprobs) for part in parts if isinstance(part, TextPart)) == told
+
+
+def test_logprobs_of_a_text_with_a_stop_string_are_all_there() -> None:
+    response = pb.GenerateResponse(tokens=[97], finish=pb.Finish(reason=FINISH_REASON_STOP, stop="a"))
+    response.logprobs.add(chosen=-0.5, chosen_bytes=b"a")
+    assert len(of_text(read_chunk(response), with_end=False)) == 1
 
 
 def finish_of(chunk: Chunk) -> Finish:
