@@ -41,7 +41,7 @@ class OfferedTool:
     @property
     def function_name(self) -> str:
         """Its name for the model."""
-        return function_name(self.name, self.namespace)
+        return str(function_name(self.name, self.namespace))
 
 
 def function_name(name: Any, namespace: Any) -> Any:

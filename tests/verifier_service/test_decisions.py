@@ -113,7 +113,8 @@ def test_a_model_that_its_mode_excludes_is_named(
     loop, model = step_loop(TextEngine(40)), Model(drafter)
     eligibility = Eligibility(Controllers(shared=Decided(mode)), model)
     alone, beside = (
-        Client(loop, [3], policy=Policy(frozenset({drafter}) | others, 8, 0.0)).session for others in (set(), NGRAM)
+        Client(loop, [3], policy=Policy(frozenset({drafter}) | others, 8, 0.0)).session
+        for others in (NO_DRAFTERS, NGRAM)
     )
     excluded = eligibility.why_plain if mode is Mode.OFF else eligibility.why_nothing
     assert excluded(alone) is slower
@@ -129,7 +130,9 @@ def test_the_mode_is_named_after_the_model_that_it_uses(mode: Mode) -> None:
     loop = step_loop(TextEngine(40))
     (drafter,) = (drafter for drafter, its in LOCAL_MODELS.items() if its is mode)
     eligibility = Eligibility(Controllers(), Model(drafter))
-    alone, other = (Client(loop, [3], policy=Policy(drafters, 8, 0.0)).session for drafters in ({drafter}, NGRAM))
+    alone, other = (
+        Client(loop, [3], policy=Policy(drafters, 8, 0.0)).session for drafters in (frozenset({drafter}), NGRAM)
+    )
     for sessions, modes in (([alone], [mode, Mode.NGRAM, Mode.OFF]), ([other], [Mode.NGRAM, Mode.OFF])):
         profile = eligibility.profile(sessions)
         assert profile is not None
