@@ -17,8 +17,8 @@ from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Rule, Sampling, sampling_violations
 from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS, SpeculationOptions
 from specdec.grammar.grammar import GrammarError
-from specdec.grammar.json_schema import supported_source
-from specdec.grammar.unique_items import UniqueItems
+from specdec.grammar.json_schema.rewriting import supported_source
+from specdec.grammar.json_schema.unique_items import UniqueItems
 from specdec.serving.echo import echo
 from specdec.serving.errors import (
     InvalidRequestError,

@@ -13,7 +13,7 @@ from orchestrator.requests.reasoning import Reasoning, reasoning_message
 from specdec.decoding.block_hashes import cache_scope
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import SpeculationOptions
-from specdec.grammar.unique_items import UniqueItems
+from specdec.grammar.json_schema.unique_items import UniqueItems
 from specdec.v2 import generation_pb2, model_pb2
 
 

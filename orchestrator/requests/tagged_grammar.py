@@ -14,7 +14,9 @@ from typing import Any
 
 from specdec.grammar.compiler import STYLE
 from specdec.grammar.grammar import GrammarError, lark_string
-from specdec.grammar.json_schema import FORMAT_PATTERNS, LIBRARY_FORMATS, Work, json_text, supported
+from specdec.grammar.json_schema.rewriter import Work
+from specdec.grammar.json_schema.rewriting import json_text, supported
+from specdec.grammar.json_schema.strings import FORMAT_PATTERNS, LIBRARY_FORMATS
 from specdec.wire.tool_arguments import is_text, property_schemas, resolved, types_of
 from specdec.wire.tool_formats import TaggedCall
 

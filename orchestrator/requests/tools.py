@@ -10,7 +10,8 @@ from typing import Any
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.tagged_grammar import Marks, json_rule, tagged_call, tagged_problem
 from specdec.grammar.grammar import MAX_SOURCE_BYTES, GrammarError, lark_string
-from specdec.grammar.json_schema import Work, supported
+from specdec.grammar.json_schema.rewriter import Work
+from specdec.grammar.json_schema.rewriting import supported
 from specdec.v2 import generation_pb2, model_pb2
 from specdec.wire.cut_arguments import completed
 from specdec.wire.tool_formats import JsonCall, NamedCall, TaggedCall, ToolFormat

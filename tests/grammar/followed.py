@@ -12,7 +12,7 @@ import numpy as np
 from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar, Kind
-from specdec.grammar.json_schema import supported
+from specdec.grammar.json_schema.rewriting import supported
 from specdec.text.tokenizer import Tokenizer
 
 DEMO = ModelDirectory(Path(__file__).parent.parent.parent / "demo" / "target")

@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from pydantic import UUID4, BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
 
 from specdec.grammar.grammar import GrammarError
-from specdec.grammar.json_schema import supported
+from specdec.grammar.json_schema.rewriting import supported
 from tests.grammar.followed import Followed
 
 

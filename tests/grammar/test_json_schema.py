@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jsonschema.validators import Draft202012Validator, validator_for
 
 from specdec.grammar.grammar import GrammarError
-from specdec.grammar.json_values import LARGEST
+from specdec.grammar.json_schema.numbers import LARGEST
 from tests.grammar.followed import Followed
 
 INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}

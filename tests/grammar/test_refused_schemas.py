@@ -11,13 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.grammar.grammar import GrammarError
-from specdec.grammar.json_schema import (
-    MAX_COMBINATIONS,
-    MAX_TOLD_CHARACTERS,
-    MAX_UNIQUE,
-    supported,
-    supported_source,
-)
+from specdec.grammar.json_schema.arrays import MAX_UNIQUE
+from specdec.grammar.json_schema.rewriting import MAX_COMBINATIONS, MAX_TOLD_CHARACTERS, supported, supported_source
 from tests.grammar.followed import Followed
 
 

@@ -13,8 +13,15 @@ from jsonschema.validators import validator_for
 from pydantic import BaseModel, TypeAdapter
 
 from specdec.grammar.grammar import GrammarError
-from specdec.grammar.json_schema import supported, supported_source
-from specdec.grammar.unique_items import ITEM_WORK, MAX_CHARACTERS, MAX_WORK, VISIT_WORK, UniqueItems, UniquenessVerdict
+from specdec.grammar.json_schema.rewriting import supported, supported_source
+from specdec.grammar.json_schema.unique_items import (
+    ITEM_WORK,
+    MAX_CHARACTERS,
+    MAX_WORK,
+    VISIT_WORK,
+    UniqueItems,
+    UniquenessVerdict,
+)
 
 SET: dict[str, Any] = {
     "type": "array",

@@ -9,18 +9,14 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from specdec.grammar.grammar import GrammarError
-from specdec.grammar.json_values import list_of, object_of
-from specdec.grammar.references import Document
-
-Schema = Any
+from specdec.grammar.json_schema.references import Document
+from specdec.grammar.json_schema.schemas import Schema
+from specdec.grammar.json_schema.values import list_of, object_of
 
 Select = Callable[[Any], Iterable[tuple[str, Any]]]
 """Returns the parts of a value to which a subschema applies, each after its place in the value, a JSON pointer."""
 
 KEYWORD = "uniqueItems"
-
-MAX_REFERENCES = 50
-"""Most references followed in a row."""
 
 MAX_CHARACTERS = 1 << 18
 """Most characters of a text that is checked: parsing takes some 10 ms."""
@@ -145,13 +141,13 @@ class UniqueItems:
 
     def _containers(self, schema: Schema) -> frozenset[str]:
         """Return the types with parts that a schema may allow."""
-        for _ in range(MAX_REFERENCES):
-            if not isinstance(schema, dict) or "$ref" not in schema or "type" in schema:
+        found = schema
+        for found in self._document.chain(schema, "/$ref"):
+            if not isinstance(found, dict) or "type" in found:
                 break
-            schema = self._document.resolved(schema, "/$ref")
-        if not isinstance(schema, dict):
-            return CONTAINERS if schema is True else frozenset()
-        kinds = schema.get("type", list(CONTAINERS))
+        if not isinstance(found, dict):
+            return CONTAINERS if found is True else frozenset()
+        kinds = found.get("type", list(CONTAINERS))
         return CONTAINERS.intersection(map(str, kinds if isinstance(kinds, list) else [kinds]))
 
 

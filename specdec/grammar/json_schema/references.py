@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
@@ -11,6 +11,10 @@ from specdec.grammar.grammar import GrammarError
 
 MAX_REFERENCE_CHARACTERS = 1000
 """Most characters of a reference: each is followed again wherever it is met."""
+
+
+MAX_REFERENCES = 50
+"""Most references followed in a row."""
 
 
 class Document:
@@ -46,6 +50,15 @@ class Document:
         if not isinstance(found, dict | bool):
             raise GrammarError(f"{place}: {reference[:80]} is not in the schema: put what it names under $defs")
         return found
+
+    def chain(self, schema: Any, place: str) -> Iterator[Any]:
+        """Yield a schema, what it refers to, and so on, at most `MAX_REFERENCES` references further."""
+        yield schema
+        for _ in range(MAX_REFERENCES):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                return
+            schema = self.resolved(schema, place)
+            yield schema
 
     def _addresses(self) -> Mapping[str, Any]:
         """Return the schemas with an address: the document, and what has an `$id` or an `$anchor`."""

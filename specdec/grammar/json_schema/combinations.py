@@ -1,0 +1,121 @@
+"""Schemas made of others: `allOf`, `anyOf`, `oneOf`, `$ref`, `not`, and `if` with `then` and `else`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.grammar.json_schema.negation import negation
+from specdec.grammar.json_schema.rewriter import Rewrite, Rewriter
+from specdec.grammar.json_schema.schemas import Schema, any_of, both
+from specdec.grammar.json_schema.values import are_texts, list_of, object_of
+
+IF_ALONE = frozenset(["if", "then", "else"])
+"""Keywords of a part of allOf that consists of a condition."""
+
+
+def rewrite_combinations(rewriter: Rewriter, part: Rewrite) -> None:
+    source, place = part.source, part.place
+    cases, grouped = _cases(rewriter, source, place)
+    part.conditions.extend(cases)
+    discriminator = _discriminator(rewriter, source.get("oneOf"), place)
+    for key in ("allOf", "anyOf", "oneOf"):
+        if key == "oneOf" and discriminator is not None:
+            named = {"required": [discriminator]}
+            ways = [rewriter.schema(way, f"{place}/oneOf/{n}") for n, way in enumerate(source["oneOf"])]
+            part.conditions.append(any_of([both(way, named) for way in ways]))
+        elif isinstance(parts := source.get(key), list):
+            inner = [(n, schema) for n, schema in enumerate(parts) if id(schema) not in grouped]
+            if inner or not parts:
+                part.keywords[key] = [rewriter.schema(schema, f"{place}/{key}/{n}") for n, schema in inner]
+        elif key in source:
+            part.keywords[key] = parts
+    if "$ref" in source:
+        part.keywords["$ref"] = rewriter.reference(source, f"{place}/$ref")
+    if "not" in source:
+        part.conditions.append(negation(rewriter, source["not"], f"{place}/not"))
+    if "if" in source and ("then" in source or "else" in source) and id(source) not in grouped:
+        part.conditions.append(_conditional(rewriter, source, place))
+
+
+def _conditional(rewriter: Rewriter, schema: Mapping[str, Any], place: str) -> Schema:
+    """Return if, then and else as alternatives that exclude one another."""
+    asked, inner = schema["if"], f"{place}/if"
+    held, broken = rewriter.schema(asked, inner), negation(rewriter, asked, inner)
+    if "then" in schema:
+        held = both(held, rewriter.schema(schema["then"], f"{place}/then"))
+    if "else" in schema:
+        broken = both(broken, rewriter.schema(schema["else"], f"{place}/else"))
+    return any_of([held, broken])
+
+
+def _cases(rewriter: Rewriter, schema: Mapping[str, Any], place: str) -> tuple[list[Schema], set[int]]:
+    """Return conditions for the ifs that ask for values of the same property, each condition a list of cases, and the
+    identities of the schemas with these ifs. Rewritten one by one, these ifs would make too many combinations."""
+    groups: dict[str, list[tuple[list[Any], Mapping[str, Any]]]] = {}
+    if schema.get("type") == "object":
+        parts = [part for part in list_of(schema.get("allOf")) if object_of(part).keys() <= IF_ALONE]
+        for part in (schema, *parts):
+            if "if" in part and (found := _asked_value(part["if"], schema.get("required"))) is not None:
+                groups.setdefault(found[0], []).append((found[1], part))
+    conditions, grouped = list[Schema](), set[int]()
+    for name, members in groups.items():
+        if len(members) == 1:
+            continue
+        grouped |= {id(part) for _, part in members}
+        values = list({json.dumps(value): value for asked, _ in members for value in asked}.values())
+        inner = [
+            {key: rewriter.schema(part[key], f"{place}/{key}") for key in ("then", "else") if key in part}
+            for _, part in members
+        ]
+        rewriter.count(place, 8 * len(values) * len(members))
+        cases: list[Schema] = []
+        for value in values:
+            case: Schema = {"properties": {name: {"const": value}}, "required": [name]}
+            for (asked, _), then in zip(members, inner, strict=True):
+                case = both(case, then.get("then" if value in asked else "else", True))
+            cases.append(case)
+        other = negation(rewriter, {"properties": {name: {"enum": values}}, "required": [name]}, f"{place}/if")
+        for then in inner:
+            other = both(other, then.get("else", True))
+        conditions.append(any_of([*cases, other]))
+    return conditions, grouped
+
+
+def _asked_value(asked: Any, required: Any) -> tuple[str, list[Any]] | None:
+    """Return the one property that an `if` asks for, and the values it asks for, in objects with these `required`
+    properties; None if it asks for anything else."""
+    if not isinstance(asked, dict) or not asked.keys() <= {"properties", "required", "type"}:
+        return None
+    properties = object_of(asked.get("properties"))
+    if len(properties) != 1 or asked.get("type", "object") != "object":
+        return None
+    ((name, inner),) = properties.items()
+    needed = list_of(asked.get("required"))
+    if not set(map(str, needed)) <= {name} or name not in (*needed, *list_of(required)):
+        return None
+    if not isinstance(inner, dict) or inner.keys() - {"type"} not in ({"const"}, {"enum"}):
+        return None
+    values = [inner["const"]] if "const" in inner else list_of(inner["enum"])
+    return (name, values) if all(isinstance(value, str) for value in values) else None
+
+
+def _discriminator(rewriter: Rewriter, parts: Any, place: str) -> str | None:
+    """Return a property with other values in each part of a oneOf, so that no value with it fits two of them; None if
+    there is none. Generators do not require it where it has a default, though they always write it."""
+    found: dict[str, list[set[str]]] = {}
+    for part in list_of(parts):
+        rewriter.count(place)
+        *_, part = rewriter.document.chain(part, place)
+        if not isinstance(part, dict) or part.get("type") != "object":
+            return None
+        for name, inner in object_of(part.get("properties")).items():
+            values = [inner["const"]] if "const" in object_of(inner) else list_of(object_of(inner).get("enum"))
+            rewriter.count(place, len(values))
+            if are_texts(values) and values:
+                found.setdefault(name, []).append(set(values))
+    for name, sets in found.items():
+        if len(sets) == len(parts) > 0 and len(set().union(*sets)) == sum(map(len, sets)):
+            return name
+    return None

@@ -1,0 +1,80 @@
+"""Numbers as llguidance holds them, 64-bit floats: bounds, `const` and `enum`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from specdec.grammar.json_schema.rewriter import Rewrite, Rewriter, refused
+from specdec.grammar.json_schema.values import is_number
+
+BOUNDS = {
+    "minimum": ("exclusiveMaximum", 1),
+    "exclusiveMinimum": ("maximum", 1),
+    "maximum": ("exclusiveMinimum", -1),
+    "exclusiveMaximum": ("minimum", -1),
+}
+"""Bounds of numbers: the opposite one, and the direction away from the bound."""
+
+LARGEST = 2**63 - 1024
+"""The largest bound llguidance can hold a number to: below 2^63, as a 64-bit float."""
+
+
+def rewrite_listed_values(rewriter: Rewriter, part: Rewrite) -> None:
+    """Copy `const` and `enum`, unless llguidance would write one of their numbers as another."""
+    for key in ("const", "enum"):
+        if key in part.source:
+            rounded, size = inexact(part.source[key])
+            rewriter.count(part.place, size)
+            for wrong in rounded:
+                raise refused(part.place, key, f"{wrong} has more digits than a 64-bit float; write it as a string")
+            part.keywords[key] = part.source[key]
+
+
+def rewrite_bounds(part: Rewrite) -> None:
+    for key in BOUNDS:
+        if key in part.source:
+            part.keywords[key] = rewritten_bound(key, part.source[key], part.place)
+    if part.source.get("maximum") == 2**63 - 1 and part.source.get("type") == "integer":
+        part.keywords["maximum"] = 2**63 - 1  # the one bound above LARGEST that is exact
+
+
+def rewritten_bound(key: str, value: Any, place: str) -> Any:
+    """Return the value of a bound that llguidance holds numbers to exactly, and that allows no further number."""
+    _, away = BOUNDS[key]
+    if not is_number(value):
+        return value  # draft 4's flag, or wrong
+    if value * away > LARGEST:
+        raise refused(place, key, f"must be between -{LARGEST} and {LARGEST}")
+    return _nearest(value, away)
+
+
+def _nearest(value: float, away: int) -> float:
+    """Return the nearest exact bound: above `value` if `away` is 1, else below."""
+    if value * away < -LARGEST:
+        return -LARGEST * away
+    if isinstance(value, float):
+        return value
+    rounded = float(value)
+    return int(rounded if (int(rounded) - value) * away >= 0 else math.nextafter(rounded, math.inf * away))
+
+
+def is_exact(value: Any) -> bool:
+    """Return True for a number that a 64-bit float holds."""
+    return is_number(value) and abs(value) <= 2**53
+
+
+def inexact(value: Any) -> tuple[list[str], int]:
+    """Return the numbers in a value that llguidance would write as another number, since it holds them as 64-bit
+    floats, and how many values there are in all."""
+    ahead, found, size = [value], list[str](), 0
+    while ahead:
+        size += 1
+        match ahead.pop():
+            case dict() as inner:
+                ahead += inner.values()
+            case list() as inner:
+                ahead += inner
+            case int() as number if abs(number) > 2**53 and (abs(number) >= 2**63 or int(float(number)) != number):
+                found.append(str(number)[:40] if number.bit_length() < 1000 else "a number")
+    return found, size

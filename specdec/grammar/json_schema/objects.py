@@ -1,0 +1,95 @@
+"""Objects: their properties by name and pattern, those left over, and what one property requires of others."""
+
+from __future__ import annotations
+
+from specdec.grammar.grammar import GrammarError
+from specdec.grammar.json_schema.property_names import rewrite_property_names
+from specdec.grammar.json_schema.rewriter import Rewrite, Rewriter
+from specdec.grammar.json_schema.schemas import Schema, both
+from specdec.grammar.json_schema.strings import name_pattern
+from specdec.grammar.json_schema.values import are_objects, are_texts, list_of, object_of, pointer_part
+
+
+def rewrite_object(rewriter: Rewriter, part: Rewrite) -> None:
+    source, place, keywords = part.source, part.place, part.keywords
+    keywords.update({key: source[key] for key in ("properties", "patternProperties") if key in source})
+    if isinstance(properties := source.get("properties"), dict):
+        keywords["properties"] = {
+            name: rewriter.schema(inner, f"{place}/properties/{pointer_part(name)}")
+            for name, inner in properties.items()
+        }
+    if isinstance(patterns := source.get("patternProperties"), dict):
+        keywords["patternProperties"] = {}
+        for name, inner in patterns.items():
+            key = name_pattern(rewriter, name, f"{place}/patternProperties")
+            value = rewriter.schema(inner, f"{place}/patternProperties/{pointer_part(name)}")
+            keywords["patternProperties"][key] = both(keywords["patternProperties"].get(key, True), value)
+    named = are_objects(keywords, "properties", "patternProperties")
+    if "additionalProperties" in source:
+        additional = rewriter.schema(source["additionalProperties"], f"{place}/additionalProperties")
+        keywords["additionalProperties"] = additional
+    elif "unevaluatedProperties" in source and named:
+        _rewrite_unevaluated(rewriter, part)
+    if "propertyNames" in source and named:
+        rewrite_property_names(rewriter, part)
+    for key in ("dependencies", "dependentRequired", "dependentSchemas"):
+        _rewrite_dependencies(rewriter, part, key)
+
+
+def _rewrite_dependencies(rewriter: Rewriter, part: Rewrite, key: str) -> None:
+    """Have each property absent, or what it requires met."""
+    dependencies = part.source.get(key, {})
+    if not isinstance(dependencies, dict):
+        raise GrammarError(f"{part.place}/{key}: must be an object")
+    for name, wanted in dependencies.items():
+        inner = f"{part.place}/{key}/{pointer_part(name)}"
+        then = {"required": [name, *wanted]} if are_texts(wanted) else rewriter.schema(wanted, inner)
+        absent = {"properties": {name: False}}
+        part.conditions.append({"anyOf": [absent, {"allOf": [{"required": [name]}, then]}]})
+
+
+def _rewrite_unevaluated(rewriter: Rewriter, part: Rewrite) -> None:
+    """Enforce `unevaluatedProperties` by additionalProperties, beside the names of all parts that always apply."""
+    place = f"{part.place}/unevaluatedProperties"
+    names, patterns = dict[str, None](), dict[str, None]()
+    if _evaluated(rewriter, part.source, place, names, patterns, set()):
+        return
+    part.keywords["properties"] = dict.fromkeys(names, True) | part.keywords.get("properties", {})
+    if patterns:
+        keys = [name_pattern(rewriter, pattern, place) for pattern in patterns]
+        known = part.keywords.get("patternProperties", {})
+        part.keywords["patternProperties"] = dict.fromkeys(keys, True) | known
+    part.keywords["additionalProperties"] = rewriter.schema(part.source["unevaluatedProperties"], place)
+
+
+def _evaluated(
+    rewriter: Rewriter,
+    schema: Schema,
+    place: str,
+    names: dict[str, None],
+    patterns: dict[str, None],
+    seen: set[int],
+) -> bool:
+    """Add the names and patterns of the properties that a schema evaluates; return True if it evaluates all. `seen`:
+    identities of schemas on the way here."""
+    rewriter.count(place)
+    if not isinstance(schema, dict) or id(schema) in seen:
+        return False
+    seen.add(id(schema))
+    if "additionalProperties" in schema or (len(seen) > 1 and "unevaluatedProperties" in schema):
+        return True
+    names |= dict.fromkeys(object_of(schema.get("properties")))
+    patterns |= dict.fromkeys(object_of(schema.get("patternProperties")))
+    always = list(list_of(schema.get("allOf")))
+    if "$ref" in schema:
+        always.append(rewriter.document.resolved(schema, place))
+    every = [_evaluated(rewriter, inner, place, names, patterns, seen) for inner in always]
+    perhaps = [*list_of(schema.get("anyOf")), *list_of(schema.get("oneOf"))]
+    perhaps += [schema[key] for key in ("if", "then", "else") if key in schema]
+    perhaps += object_of(schema.get("dependentSchemas")).values()
+    for inner in perhaps:
+        more, further = dict[str, None](), dict[str, None]()
+        whole = _evaluated(rewriter, inner, place, more, further, set(seen))
+        if whole or set(more) - set(names) or set(further) - set(patterns):
+            raise GrammarError(f"{place}: cannot be enforced beside alternatives: use additionalProperties in each")
+    return any(every)

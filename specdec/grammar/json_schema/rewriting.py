@@ -1,0 +1,145 @@
+"""The entry points, and the rewriting of whole schemas: keyword by keyword, definition by definition."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.grammar.grammar import MAX_SOURCE_BYTES, GrammarError, Kind, source_violation
+from specdec.grammar.json_schema.arrays import rewrite_array
+from specdec.grammar.json_schema.combinations import rewrite_combinations
+from specdec.grammar.json_schema.numbers import rewrite_bounds, rewrite_listed_values
+from specdec.grammar.json_schema.objects import rewrite_object
+from specdec.grammar.json_schema.rewriter import Rewrite, Rewriter, Work, refused
+from specdec.grammar.json_schema.schemas import Schema, alternatives
+from specdec.grammar.json_schema.strings import rewrite_string
+from specdec.grammar.json_schema.unique_items import UniqueItems
+from specdec.grammar.json_schema.values import list_of, object_of
+from specdec.grammar.patterns import PatternError
+
+MAX_COMBINATIONS = 32
+"""Most alternatives that the conditions of one object may make together: llguidance follows them side by side."""
+
+MAX_TOLD_CHARACTERS = 320
+"""Most characters of a problem: its place may be deep."""
+
+COPIED = frozenset(["maxLength", "maxProperties", "minLength", "minProperties", "multipleOf", "required", "type"])
+"""Keywords that llguidance enforces, with values that hold no schema."""
+
+
+def supported_source(source: str, *, checks: bool = False) -> tuple[str, UniqueItems | None]:
+    """Return the JSON of an equivalent schema that llguidance takes; GrammarError if there is none. With `checks`, also
+    one that allows more, and the check that a finished text needs. A source that is not a JSON object is returned as it
+    is: compilation will say why."""
+    if problem := source_violation(Kind.JSON_SCHEMA, (source,)):
+        raise GrammarError(problem)
+    try:
+        schema = json.loads(source)
+    except (ValueError, RecursionError):
+        return source, None
+    if not isinstance(schema, dict):
+        return source, None
+    found, check = _rewritten(schema, Work(), checks=checks)
+    return json_text(found), check
+
+
+def supported(schema: Mapping[str, Any], work: Work | None = None) -> Mapping[str, Any]:
+    """Return an equivalent schema that llguidance takes; GrammarError if there is none. With llguidance's `lenient` the
+    schema itself, since what cannot be enforced is to be ignored."""
+    found, _ = _rewritten(schema, work or Work(), checks=False)
+    return found
+
+
+def json_text(schema: Mapping[str, Any]) -> str:
+    """Return the JSON of a schema; GrammarError if it is too long. Half a character, which UTF-8 does not have, stays
+    escaped."""
+    for ascii_alone in (False, True):
+        found, size = list[str](), 0
+        try:
+            for piece in json.JSONEncoder(ensure_ascii=ascii_alone).iterencode(schema):
+                found.append(piece)
+                size += len(piece.encode())
+                if size > MAX_SOURCE_BYTES:
+                    raise GrammarError(f"takes more than {MAX_SOURCE_BYTES} bytes with its conditions written out")
+        except UnicodeEncodeError:
+            continue
+        except RecursionError:
+            break
+        return "".join(found)
+    raise GrammarError("nests too deep")
+
+
+def _rewritten(schema: Mapping[str, Any], work: Work, *, checks: bool) -> tuple[Mapping[str, Any], UniqueItems | None]:
+    """Return what `supported` returns; with `checks`, also the check of what the schema leaves out, if anything."""
+    if object_of(schema.get("x-guidance")).get("lenient") is True:
+        return schema, None
+    try:
+        rewriter = _SchemaRewriter(schema, work, checks=checks)
+        return rewriter.whole(), rewriter.check()
+    except GrammarError as error:
+        told = str(error)
+        if len(told) <= MAX_TOLD_CHARACTERS:
+            raise
+        half = MAX_TOLD_CHARACTERS // 2
+        raise GrammarError(f"{told[:half]} ... {told[-half:]}") from None
+    except RecursionError:
+        raise GrammarError("nests too deep") from None
+    except PatternError as error:  # the work of a whole request is done
+        raise GrammarError(f"cannot be enforced: an expression {error}") from None
+
+
+class _SchemaRewriter(Rewriter):
+    def __init__(self, root: Mapping[str, Any], work: Work, *, checks: bool) -> None:
+        super().__init__(root, work, checks=checks)
+        self._root = root
+
+    def whole(self) -> dict[str, Any]:
+        found = self.schema(self._root, "")
+        if found is False:
+            raise GrammarError("matches no text")
+        result: dict[str, Any] = {} if found is True else found
+        definitions = {}
+        while self.pending:
+            name, target, place = self.pending.pop()
+            definitions[name] = self.schema(target, place)
+        result |= {"$defs": definitions} if definitions else {}
+        return result | {key: self._root[key] for key in ("x-guidance",) if key in self._root}
+
+    def check(self) -> UniqueItems | None:
+        """Return the check of what the result leaves out; None if nothing."""
+        return UniqueItems(self._root, self.document, self.unenforced) if self.unenforced else None
+
+    def schema(self, schema: Schema, place: str) -> Schema:
+        self.count(place, len(schema) if isinstance(schema, dict) else 0)
+        if not isinstance(schema, dict):
+            if isinstance(schema, bool):
+                return schema
+            raise GrammarError(f"{place or '/'}: must be an object, true or false")
+        part = Rewrite(schema, place, {key: schema[key] for key in COPIED if key in schema})
+        rewrite_listed_values(self, part)
+        rewrite_bounds(part)
+        rewrite_string(self, part)
+        rewrite_array(self, part)
+        rewrite_object(self, part)
+        rewrite_combinations(self, part)
+        for key in ("$dynamicRef", "$recursiveRef"):
+            if key in schema:
+                raise refused(place, key, "use $ref")
+        return _with_conditions(part)
+
+
+def _with_conditions(part: Rewrite) -> Schema:
+    """Return a rewritten schema with its conditions as further parts of allOf."""
+    if False in part.conditions:
+        return False
+    if conditions := [condition for condition in part.conditions if condition is not True]:
+        numbers = [number for condition in conditions if (number := len(alternatives(condition))) > 1]
+        if math.prod(numbers) > MAX_COMBINATIONS and len(numbers) > 1:
+            raise GrammarError(
+                f"{part.place or '/'}: has conditions that make more than {MAX_COMBINATIONS} combinations: list the "
+                "allowed objects in anyOf"
+            )
+        part.keywords["allOf"] = [*list_of(part.keywords.get("allOf")), *conditions]
+    return part.keywords

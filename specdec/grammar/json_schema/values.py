@@ -1,0 +1,41 @@
+"""JSON values in schemas, which may have the wrong shape: tests of shapes, and parts of JSON pointers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeGuard
+
+
+def are_objects(schema: Mapping[str, Any], *keys: str) -> bool:
+    """Return True unless a keyword's value is of the wrong type, which compilation refuses."""
+    return all(isinstance(schema.get(key, {}), dict) for key in keys)
+
+
+def are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def is_at_most(value: Any, limit: int) -> bool:
+    return is_number(value) and value <= limit
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def list_of(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def is_one_of(value: Any, known: Iterable[str]) -> TypeGuard[str]:
+    """Return True if a value is one of these names."""
+    return isinstance(value, str) and value in known
+
+
+def object_of(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def pointer_part(key: str) -> str:
+    """Return a key as part of a JSON pointer, cut to what an error can show."""
+    return key.replace("~", "~0").replace("/", "~1")[:40]
