@@ -1,8 +1,15 @@
-"""Exporting a graph takes ten seconds: graphs without new parts are left to `make verify`."""
+"""Graphs without new parts are left to `make verify`, since exporting one takes ten seconds; and fixtures."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
+import torch
+
+from tests.models import make
 
 EXPORTED_LATER = {"gemma3", "llama", "mistral", "qwen2"}
 """Their parts occur in the graphs of gemma2, qwen3 and opt."""
@@ -16,3 +23,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             exports = "onnx_directory" in item.fixturenames or chosen.get("subject") == "onnx"
             if exports and chosen.get("model") in EXPORTED_LATER:
                 item.add_marker(pytest.mark.verify)
+
+
+@pytest.fixture(scope="session")
+def one_thread() -> Iterator[None]:
+    """Small matrices on a shared machine: more threads only contend."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def saved_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture
+def directory(saved_llama: Path, tmp_path: Path) -> Path:
+    """A model directory for a test to break."""
+    return Path(shutil.copytree(saved_llama, tmp_path / "llama"))

@@ -4,100 +4,43 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import onnx
 import pytest
 import transformers
 
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.hf.pretrained import DTYPES, load
-from specdec.engine.model_directory import (
-    COPY_GRAPH,
-    DESCRIPTION,
-    GRAPH,
-    LEFT_OUT,
-    ModelDirectory,
-    ModelDirectoryError,
-)
-from specdec.engine.onnx.engine import OnnxEngine
-from specdec.engine.onnx.export import copy_graph
+from specdec.engine.model_directory import LEFT_OUT, ModelDirectory
 from specdec.engine.preflight.memory_needed import numbers_of_a_token
 from specdec.engine.preflight.quantisation import check_outliers, quantised_by
-from tests.models import CONTEXT, END, VOCABULARY, make
+from tests.engine.broken_directories import (
+    CONFIG,
+    GENERATION,
+    ODD_FILES,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    Break,
+    become,
+    edit,
+    refused,
+    write,
+)
+from tests.models import CONTEXT, END, VOCABULARY
 
 ROOT = Path(__file__).parent.parent.parent
-MAX_LINE_CHARACTERS = 600
 NOBODY = 65534
-
-Break = Callable[[Path], None]
-"""Breaks a directory."""
-
-CONFIG, GENERATION = "config.json", "generation_config.json"
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 FILES = (CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG)
-
 VOCABULARIES = "must be an integer from 2 to 16777216"
 CONTEXTS = "must be an integer from 64 to 1073741824"
 ENDS = f"must be an integer from 0 to {VOCABULARY - 1}"
 IDS = "an integer from 0 to 4294967295"
 TEXT = "must be a string of Unicode characters"
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make("llama", tmp_path_factory.mktemp("models") / "llama")
-
-
-@pytest.fixture
-def directory(whole: Path, tmp_path: Path) -> Path:
-    """A directory for a test to break."""
-    return Path(shutil.copytree(whole, tmp_path / "llama"))
-
-
-def edit(name: str, **fields: Any) -> Break:
-    """Replace fields of a JSON file."""
-
-    def edited(directory: Path) -> None:
-        file = directory / name
-        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-
-    return edited
-
-
-def write(name: str, content: bytes) -> Break:
-    """Replace a whole file."""
-
-    def written(directory: Path) -> None:
-        (directory / name).write_bytes(content)
-
-    return written
-
-
-def become(name: str, making: Callable[[Path], object]) -> Break:
-    """Replace a file by something else."""
-
-    def replaced(directory: Path) -> None:
-        (directory / name).unlink(missing_ok=True)
-        making(directory / name)
-
-    return replaced
-
-
-ODD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "directory": (lambda file: file.mkdir(), "is not a regular file"),
-    "fifo": (os.mkfifo, "is not a regular file"),
-    "device": (lambda file: file.symlink_to("/dev/zero"), "is not a regular file"),
-    "dangling": (lambda file: file.symlink_to("gone"), '(a link to "gone"): cannot be read: No such file'),
-    "loop": (lambda file: file.symlink_to(file.name), "cannot be read: Too many levels of symbolic links"),
-}
-
 ODD_CONTENTS: dict[str, tuple[bytes, str]] = {
     "list": (b"[1, 2]", "not a JSON object but [1, 2]"),
     "utf-16": ('{"vocab_size": 5}'.encode("utf-16"), "is not UTF-8"),
@@ -199,16 +142,6 @@ def cases() -> Iterator[tuple[str, Break, str, str]]:
 
 
 CASES = list(cases())
-
-
-def refused(make: Callable[[], object]) -> str:
-    """Return the one-line message of the refusal."""
-    with pytest.raises(ModelDirectoryError) as error:
-        make()
-    line = str(error.value)
-    assert len(line.splitlines()) == 1
-    assert len(line) < MAX_LINE_CHARACTERS
-    return line
 
 
 @pytest.mark.parametrize(
@@ -333,77 +266,6 @@ def test_what_overrules_a_wrong_end_token(directory: Path) -> None:
     assert ModelDirectory(directory).end_tokens == {END}  # the tokenizer's own
     edit(TOKENIZER_CONFIG, eos_token=None)(directory)
     assert ModelDirectory(directory).end_tokens == frozenset()
-
-
-class TestExport:
-    """The additional files of an exported model."""
-
-    @pytest.fixture
-    def exported(self, directory: Path) -> Path:
-        """As large as a real export where its size matters: it computes nothing."""
-        pools = {"key_0": [2, 16], "value_0": [2, 16]}
-        taken = {"all": ["n", VOCABULARY]} | {name: ["s", *sizes] for name, sizes in pools.items()}
-        given = {"logits": "all"} | {f"new_{name}": name for name in pools}
-        tensor = onnx.helper.make_tensor_value_info
-        graph = onnx.helper.make_graph(
-            [onnx.helper.make_node("Identity", [source], [name]) for name, source in given.items()],
-            "model",
-            [tensor(name, onnx.TensorProto.FLOAT, sizes) for name, sizes in taken.items()],
-            [tensor(name, onnx.TensorProto.FLOAT, taken[source]) for name, source in given.items()],
-        )
-        opset = onnx.helper.make_opsetid("", 23)
-        onnx.save(onnx.helper.make_model(graph, opset_imports=[opset], ir_version=10), directory / GRAPH)
-        onnx.save(copy_graph("float32"), directory / COPY_GRAPH)
-        description = {"dtype": "float32", "pools": [[2, 16, 16]], "window": None}
-        (directory / DESCRIPTION).write_text(json.dumps(description))
-        assert self.engine(directory).vocabulary == VOCABULARY
-        return directory
-
-    def engine(self, directory: Path) -> OnnxEngine:
-        return OnnxEngine(ModelDirectory(directory), capacity=64, threads=1)
-
-    @pytest.mark.parametrize("name", [GRAPH, COPY_GRAPH, DESCRIPTION])
-    @pytest.mark.parametrize("kind", ["directory", "fifo"])
-    def test_odd_files(self, exported: Path, name: str, kind: str) -> None:
-        making, said = ODD_FILES[kind]
-        become(name, making)(exported)
-        assert refused(lambda: self.engine(exported)) == f"{exported / name}: {said}"
-
-    @pytest.mark.parametrize(
-        ("fields", "said"),
-        [
-            ({"pools": [[2, float("inf"), 16]]}, "damaged"),
-            ({"window": "x"}, "damaged"),
-            ({"window": [1]}, "damaged"),
-        ],
-    )
-    def test_odd_descriptions(self, exported: Path, fields: dict[str, Any], said: str) -> None:
-        edit(DESCRIPTION, **fields)(exported)
-        assert refused(lambda: self.engine(exported)).startswith(f"{exported / DESCRIPTION}: {said}")
-
-    def test_a_description_that_is_nested_deeply(self, exported: Path) -> None:
-        (exported / DESCRIPTION).write_bytes(b"[" * 100_000)
-        assert "nested too deeply" in refused(lambda: self.engine(exported))
-
-    @pytest.mark.parametrize(
-        ("file", "fields", "said"),
-        [
-            (
-                DESCRIPTION,
-                {"pools": [[2, -16, 16]]},
-                "key_0 has the shape [2, 16], must have [2, -16] as in specdec.json",
-            ),
-            (
-                DESCRIPTION,
-                {"pools": [[2, 16, 16]] * 2},
-                "key_1 has the shape None, must have [2, 16] as in specdec.json",
-            ),
-            (CONFIG, {"vocab_size": 640}, "logits has the shape [320], must have [640] as in config.json"),
-        ],
-    )
-    def test_a_graph_of_other_sizes(self, exported: Path, file: str, fields: dict[str, Any], said: str) -> None:
-        edit(file, **fields)(exported)
-        assert refused(lambda: self.engine(exported)) == f"{exported / GRAPH}: {said}"
 
 
 @pytest.mark.parametrize(
