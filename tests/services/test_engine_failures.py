@@ -14,7 +14,7 @@ from specdec.client.errors import from_rpc
 from specdec.serving.errors import InvalidRequestError, ModelFailureError, ServiceError
 from specdec.v2 import verifier_pb2
 from tests.services.conftest import Directories
-from tests.services.test_failover import Frozen, Reader, changes, same, service_of, serving, slow_target
+from tests.services.interrupted import Frozen, Reader, changes, same, service_of, serving, slow_target
 from tests.services.test_generation import WARM
 from tests.stack import ALWAYS, Stack, VerifierPod, stack, until
 

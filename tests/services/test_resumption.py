@@ -21,7 +21,7 @@ from orchestrator.servicer import GenerationServicer
 from specdec.client import AsyncClient, Chunk, PromptChanged
 from specdec.engine.model_directory import ModelDirectory
 from tests.services.conftest import Directories
-from tests.services.test_failover import slow_target
+from tests.services.interrupted import slow_target
 from tests.stack import Pod, Stack, running, stack
 
 LATE = datetime(2025, 12, 31, 23, 59, 59, 500_000, tzinfo=UTC)

@@ -24,7 +24,7 @@ from orchestrator.pods.pods import Pods
 from orchestrator.servicer import GenerationServicer
 from specdec.client import AsyncClient, InvalidRequest, NotFound
 from tests.services.conftest import Directories
-from tests.services.test_failover import slow_target
+from tests.services.interrupted import slow_target
 from tests.stack import Pod, Stack, long_steps, running, stack, until
 
 OPTIONS: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "ignore_end_token": True, "timeout": 60}
