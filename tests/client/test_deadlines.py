@@ -1,0 +1,138 @@
+"""Both clients: deadlines and cancellation end calls, and free the server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+from google.rpc import code_pb2
+
+from specdec.client import AsyncClient, Cancelled, Client, DeadlineExceeded
+from tests.client.calls import BREAK, ROUNDING, retry_info, until, written
+from tests.client.fake_server import TEXT, TOKENS, Act, FakeServer, rich
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
+
+
+async def test_deadline_of_a_call_replaces_the_clients(connect: Any) -> None:
+    async with FakeServer(Act(6, "hold")) as server, connect(server) as client:
+        await client.models()  # connects first, which may be slow on a busy machine
+        stream = client.generate("hi", timeout=2.0)
+        assert written([await anext(stream), await anext(stream)])[1] == TOKENS[:6]
+        with pytest.raises(DeadlineExceeded):
+            await anext(stream)
+        await until(server.freed)
+        assert server.calls[0].seconds_left <= 2.0 * ROUNDING
+
+
+async def test_no_deadline(connect: Any) -> None:
+    async with FakeServer() as server, connect(server) as client:
+        await client.complete("hi", timeout=None)
+    assert server.calls[0].seconds_left is None or server.calls[0].seconds_left > 1e6
+
+
+async def test_a_retry_has_the_time_that_is_left(connect: Any) -> None:
+    acts = [Act(3, "abort"), rich(code_pb2.UNAVAILABLE, retry_info(0, 250_000_000))]
+    async with FakeServer(*acts) as server, connect(server) as client:
+        assert written([chunk async for chunk in client.generate("hi", timeout=5.0)]) == (TEXT, TOKENS)
+    assert server.calls[2].seconds_left <= 4.7 * ROUNDING  # two pauses: at least 50 ms, and the server's delay
+
+
+async def test_the_deadline_ends_the_retries(connect: Any) -> None:
+    async with FakeServer(script=itertools.repeat(BREAK)) as server, connect(server, max_retries=10**6) as client:
+        with pytest.raises(DeadlineExceeded):
+            [chunk async for chunk in client.generate("hi", timeout=2.0)]
+    assert len(server.calls) > 1
+
+
+async def test_does_not_wait_past_the_deadline(connect: Any) -> None:
+    async with FakeServer(rich(code_pb2.UNAVAILABLE, retry_info(3600))) as server, connect(server) as client:
+        with pytest.raises(DeadlineExceeded, match="refused"):
+            await client.complete("hi")
+
+
+async def test_cancel_frees_the_server(connect: Any) -> None:
+    async with FakeServer(Act(6, "hold")) as server, connect(server) as client:
+        stream = client.generate("hi")
+        assert (await anext(stream)).tokens == TOKENS[:3]
+        stream.cancel()
+        await until(server.freed)
+        with pytest.raises(Cancelled):
+            await anext(stream)
+
+
+async def test_cancel_ends_a_pending_read(connect: Any) -> None:
+    async with FakeServer(Act(0, "hold")) as server, connect(server) as client:
+        stream = client.generate("hi")
+        reading = asyncio.create_task(stream.__anext__())
+        await until(server.held)
+        stream.cancel()
+        with pytest.raises(Cancelled):
+            await reading
+
+
+async def test_cancel_ends_a_pause(connect: Any) -> None:
+    async with FakeServer(rich(code_pb2.UNAVAILABLE, retry_info(3600))) as server, connect(server) as client:
+        stream = client.generate("hi", timeout=None)
+        reading = asyncio.create_task(stream.__anext__())
+        await until(server.called)
+        stream.cancel()
+        with pytest.raises(Cancelled):
+            await reading
+
+
+async def test_leaving_the_context_frees_the_server(connect: Any) -> None:
+    async with FakeServer(Act(6, "hold")) as server, connect(server) as client:
+        async with client.generate("hi") as stream:
+            await anext(stream)
+        await until(server.freed)
+
+
+async def test_dropping_a_synchronous_stream_frees_the_server() -> None:
+    def take_one(client: Client) -> None:
+        for _ in client.generate("hi"):
+            break
+
+    async with FakeServer(Act(6, "hold")) as server:
+        with Client(server.address) as client:
+            await asyncio.to_thread(take_one, client)
+            await until(server.freed)
+
+
+async def test_cancelling_the_task_frees_the_server() -> None:
+    async with FakeServer(Act(0, "hold")) as server, AsyncClient(server.address) as client:
+        stream = client.generate("hi")
+        reading = asyncio.create_task(stream.__anext__())
+        await until(server.held)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        await until(server.freed)
+        with pytest.raises(Cancelled):
+            await anext(stream)
+
+
+async def test_closing_the_client_ends_its_calls(connect: Any) -> None:
+    async with FakeServer(Act(0, "hold")) as server, connect(server) as client:
+        reading = asyncio.create_task(client.generate("hi").__anext__())
+        await until(server.held)
+        await client.close()
+        with pytest.raises(Cancelled):
+            await reading
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_closing_the_client_ends_a_call_that_waits_for_its_next_try(connect: Any, streams: bool) -> None:
+    """The call ends without another connection."""
+    async with FakeServer(rich(code_pb2.UNAVAILABLE, retry_info(3))) as server, connect(server) as client:
+        asking = client.generate("hi").__anext__() if streams else client.complete("hi")
+        call = asyncio.ensure_future(asking)
+        await until(server.called)
+        for _ in range(2):  # their answers follow the refusal on the same connection: the call is in its back-off
+            await client.models()
+        await client.close()
+        with pytest.raises(Cancelled):
+            await call
+    assert len(server.calls) == 1
