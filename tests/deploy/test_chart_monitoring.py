@@ -21,8 +21,8 @@ from tests.deploy.chart import (
     selects,
     services,
 )
+from tests.deploy.chart_values import EVERYTHING, PORTS
 from tests.deploy.expressions import DASHBOARD, RULES, alerts
-from tests.deploy.test_chart import EVERYTHING, PORTS
 
 
 class TestWhatIsWatched:

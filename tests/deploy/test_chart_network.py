@@ -23,7 +23,7 @@ from tests.deploy.chart import (
     services,
     templates,
 )
-from tests.deploy.test_chart import COMBINATIONS, EVERYTHING
+from tests.deploy.chart_values import COMBINATIONS, EVERYTHING
 
 ANYWHERE: Object = {"ipBlock": {"cidr": "203.0.113.7/32"}}
 DNS: Object = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}}

@@ -6,7 +6,7 @@ import helm_python
 import pytest
 
 from tests.deploy.chart import ALONE, SMALL, Object, at, merged, of_kind, render
-from tests.deploy.test_chart import ROUTE
+from tests.deploy.chart_values import ROUTE
 
 WRONG: dict[str, tuple[Object, str]] = {
     "no model": ({"models": {}}, "models: is empty"),
@@ -159,7 +159,6 @@ WRONG: dict[str, tuple[Object, str]] = {
     "a tag that is a number": (at("defaults/image/tag", 1.1), "/defaults/image/tag"),
     "a digest that is none": (at("defaults/image/digest", "latest"), "/defaults/image/digest"),
 }
-
 
 WRONG_ALONE: dict[str, tuple[Object, str]] = {
     "nobody may call them": (at("networkPolicy/draftClients", []), "networkPolicy.draftClients: is empty"),

@@ -30,7 +30,7 @@ from tests.deploy.chart import (
     services,
     text,
 )
-from tests.deploy.test_chart import COMBINATIONS, COMMANDS, EVERYTHING, WHOLE
+from tests.deploy.chart_values import COMBINATIONS, COMMANDS, EVERYTHING, WHOLE
 
 SET_BY_THE_CHART = {
     *("config", "host", "port", "health_port", "metrics_port", "drain_seconds", "stop_with_stdin"),

@@ -25,8 +25,8 @@ from tests.deploy.chart import (
     selects,
     templates,
 )
+from tests.deploy.chart_values import COMBINATIONS, EVERYTHING, EXAMPLE_VALUES
 from tests.deploy.expressions import metrics
-from tests.deploy.test_chart import COMBINATIONS, EVERYTHING, EXAMPLE_VALUES
 
 
 class TestRollouts:
