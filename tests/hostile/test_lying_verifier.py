@@ -23,12 +23,21 @@ from specdec.v2 import generation_pb2_grpc
 from tests.certificates import Authority
 from tests.faults.cluster import Models
 from tests.hostile import log_volume
-from tests.hostile.lying_verifier import LIES, LyingVerifier
+from tests.hostile.lying_verifier import Lie, LyingVerifier
+from tests.hostile.message_lies import COMMITS, OPENINGS, changing
+from tests.hostile.session_lies import CONDUCTS
 from tests.hostile.texts import MAX_DETAILS, Outcome, ask, pulse_of
 from tests.hostile.vitals import resident_mib
 from tests.stack import Stack, served, stack, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+LIES: dict[str, Lie] = (
+    {name: changing("commit", change) for name, change in COMMITS.items()}
+    | {name: changing("opened", change) for name, change in OPENINGS.items()}
+    | {lie.__name__.replace("_", " "): lie for lie in CONDUCTS}
+)
+"""All lies, by description."""
 
 SHOWN = (
     "made no step",
