@@ -21,7 +21,7 @@ from draft_service.language_model import LanguageModelDrafter
 from specdec.decoding.query import SamplingQuery
 from specdec.decoding.step_logits import StepLogits
 from specdec.engine.engine import Pass
-from verifier_service.scheduling import planner
+from verifier_service.scheduling import planner, step_candidates
 from verifier_service.scheduling.planner import StepPlan
 from verifier_service.step_loop import StepLoop
 from verifier_service.verification import tree_verification
@@ -93,6 +93,7 @@ def of_verifier(loop: StepLoop) -> Stages:
         (loop, "_seconds_to_wait", "wait?"),
         (loop._planner, "plan", "plan"),
         (planner, "select_candidates", "choose candidates"),
+        (step_candidates, "select_candidates", "choose candidates"),
         (loop._planner, "prepare", "plan the next (beside)"),
         (loop, "_launch", "launch"),
         (tree_verification, "verify_trees", "verify"),

@@ -60,7 +60,7 @@ def prompt_of(length: int, seed: int = 1) -> list[int]:
 def in_chunks_of(rows: int, services: Stack) -> None:
     """Make the verifiers compute prompts in chunks."""
     for pod in services.verifiers:
-        pod.loop._planner._prefill_rows = rows
+        pod.loop._planner._prompts._prefill_rows = rows
 
 
 def told(responses: list[generation_pb2.GenerateResponse]) -> list[generation_pb2.PromptToken]:

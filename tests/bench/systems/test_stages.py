@@ -14,7 +14,7 @@ from draft_service.language_model import LanguageModelDrafter
 from tests.draft_service.fakes import Engine
 from tests.verifier_service.fakes import Client, DeviceTextEngine, run, step_loop
 from tests.verifier_service.step_loop.helpers import NO_BAD
-from verifier_service.scheduling import planner
+from verifier_service.scheduling import planner, step_candidates
 from verifier_service.verification import tree_verification
 from verifier_service.verification.tree_verification import VerifiedStep
 
@@ -47,7 +47,12 @@ def test_what_a_stage_calls_counts_once() -> None:
 
 
 def test_a_step_loop_works_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner, name in ((planner, "select_candidates"), (tree_verification, "verify_trees"), (VerifiedStep, "apply")):
+    for owner, name in (
+        (planner, "select_candidates"),
+        (step_candidates, "select_candidates"),
+        (tree_verification, "verify_trees"),
+        (VerifiedStep, "apply"),
+    ):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # restored at the end
     engine = DeviceTextEngine(8)
     loop = step_loop(engine)

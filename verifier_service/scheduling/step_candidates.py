@@ -1,0 +1,171 @@
+"""The candidates and lookahead windows of a step: for all tenants together where that is fair, else tenant by tenant.
+
+C, the joint choice, has the highest goodput of the whole step (`token_budget.py`). C_i has the highest goodput of a
+step of tenant i alone, with the windows that would open there. With w_i the weight of tenant i and W the sum of
+weights, C is kept if every tenant gets at least its part of the token rate that it would have alone:
+
+    E_i(C) / T(C)  >=  (w_i / W) * E_i(C_i) / A_i(C_i)          (`Division.is_fair`)
+
+where E_i are the expected tokens of i's sessions (1 for a root, its path probability for a candidate), and T and A_i
+the seconds of the joint step and of i's step alone. Otherwise tenant i gets C_i, or the best k_i candidates and windows
+if its part of the step leaves room for k_i < |C_i| rows (`Division.candidates`).
+
+A session that is forced to speculate gets its best candidate in any case, even at a loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from specdec.decoding.tree import Node
+from verifier_service.costs.step_latency import StepLatency
+from verifier_service.costs.token_budget import select_candidates
+from verifier_service.proposers.ngrams import open_windows, window_rows
+from verifier_service.scheduling.step_shares import Division
+from verifier_service.sessions.ngram import LookaheadRows
+from verifier_service.sessions.running_session import RunningSession
+from verifier_service.sessions.session import VerifierSession
+from verifier_service.speculation.eligibility import Eligibility
+
+
+class StepCandidates(NamedTuple):
+    """What the speculating sessions of a step have in it, by their index."""
+
+    nodes: list[list[Node]]
+    windows: list[LookaheadRows | None]
+    break_even: float  # probability
+
+
+@dataclass
+class Alone:
+    """The candidates of a tenant in a step of its own."""
+
+    places: list[int]  # of its sessions among the speculating ones
+    roots: int
+    nodes: list[list[Node]]
+    break_even: float
+    rows: int = 0  # of lookahead windows
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.nodes))
+
+    @property
+    def extra(self) -> int:
+        """Rows beyond its roots."""
+        return self.count + self.rows
+
+    @property
+    def tokens(self) -> float:
+        """Expected tokens."""
+        return self.roots + sum(map(_tokens, self.nodes))
+
+
+@dataclass(frozen=True)
+class CandidateChoice:
+    """The choice of candidates for one step. `spent`: seconds that the proposers took for it; `free`: tree slots, a
+    limit on the rows of candidates and windows together."""
+
+    latency: StepLatency
+    eligibility: Eligibility
+    spent: float
+    free: int
+
+    def for_all(self, sessions: Sequence[VerifierSession], decoding: int, *, may_explore: bool) -> StepCandidates:
+        """Choose for `sessions` in a step of `decoding` ones. Only a step of one tenant `may_explore` the cost of rows:
+        no prompt and no other tenant may wait for an experiment."""
+        offers = [session.candidates() for session in sessions]
+        explore = decoding > 0 and may_explore
+        found = select_candidates(offers, self.latency, decoding, self.free, self.spent, explore=explore)
+        if found.exploring is not None:
+            self.latency.explore(found.exploring)
+        _insist(sessions, found.nodes, self.free)
+        left = self.free - sum(map(len, found.nodes))
+        # One experiment a step: with two, their costs could not be told apart.
+        may_explore = may_explore and found.exploring is None
+        windows = open_windows(
+            sessions, found.nodes, decoding, left, self.latency, self.eligibility, may_explore=may_explore
+        )
+        return StepCandidates(found.nodes, windows, found.break_even)
+
+    def by_tenant(self, speculating: Sequence[RunningSession], decoding: int, division: Division) -> StepCandidates:
+        """Choose for `speculating` sessions in a step of `decoding` ones, divided among tenants."""
+        sessions = [entry.session for entry in speculating]
+        offers = [session.candidates() for session in sessions]
+        joint = select_candidates(offers, self.latency, decoding, self.free, self.spent)
+        _insist(sessions, joint.nodes, self.free)
+        own = {
+            tenant: self._alone([sessions[i] for i in places], places, len(division.tenants[tenant].decoders))
+            for tenant, places in _places(speculating).items()
+        }
+        windowed = sum(alone.rows for alone in own.values())
+        rows = sum(map(len, joint.nodes)) + windowed
+        got = {
+            tenant: alone.roots + sum(_tokens(joint.nodes[i]) for i in alone.places) for tenant, alone in own.items()
+        }
+        # The joint choice has the highest total goodput: keep it where no tenant pays for it.
+        if division.is_fair(rows, got, {tenant: (alone.extra, alone.tokens) for tenant, alone in own.items()}):
+            # No more windows than the tenants would open apart: `is_fair` counted these.
+            left = min(self.free - sum(map(len, joint.nodes)), windowed)
+            windows = open_windows(sessions, joint.nodes, decoding, left, self.latency, self.eligibility)
+            return StepCandidates(joint.nodes, windows, joint.break_even)
+        return self._within_parts(sessions, own, division)
+
+    def _alone(self, sessions: Sequence[VerifierSession], places: list[int], roots: int) -> Alone:
+        """Return what a tenant's sessions would have in a step of their own."""
+        offers = [session.candidates() for session in sessions]
+        found = select_candidates(offers, self.latency, roots, self.free, self.spent)
+        _insist(sessions, found.nodes, self.free)
+        alone = Alone(places, roots, found.nodes, found.break_even)
+        left = self.free - alone.count
+        alone.rows = window_rows(sessions, alone.nodes, roots, left, self.latency, self.eligibility)
+        return alone
+
+    def _within_parts(
+        self, sessions: Sequence[VerifierSession], own: dict[str, Alone], division: Division
+    ) -> StepCandidates:
+        """Give each tenant what it would have alone, as far as its part of the step allows."""
+        allowed = division.candidates({tenant: alone.extra for tenant, alone in own.items()})
+        chosen: list[list[Node]] = [[] for _ in sessions]
+        windows: list[LookaheadRows | None] = [None] * len(sessions)
+        free = self.free
+        for tenant, alone in own.items():
+            most, some, nodes = min(free, allowed[tenant]), [sessions[i] for i in alone.places], alone.nodes
+            # Fewer than it would have alone: choose the best of them again.
+            if most < alone.count:
+                offers = [session.candidates() for session in some]
+                nodes = select_candidates(offers, self.latency, alone.roots, most, self.spent).nodes
+            _insist(some, nodes, most)
+            count = sum(map(len, nodes))
+            opened = open_windows(some, nodes, alone.roots, most - count, self.latency, self.eligibility)
+            free -= count + sum(len(window.nodes) for window in opened if window is not None)
+            for i, of_session, window in zip(alone.places, nodes, opened, strict=True):
+                chosen[i], windows[i] = of_session, window
+        return StepCandidates(chosen, windows, min(alone.break_even for alone in own.values()))
+
+
+def _insist(sessions: Sequence[VerifierSession], chosen: list[list[Node]], most: int) -> None:
+    """Add the best candidate of each session that is forced to speculate and got none, as long as there are at most
+    `most` in all."""
+    left = most - sum(map(len, chosen))
+    for place, session in enumerate(sessions):
+        if left > 0 and session.policy.forced and not chosen[place] and (best := session.candidates().nodes):
+            chosen[place] = best[:1]
+            left -= 1
+
+
+def _places(entries: Sequence[RunningSession]) -> dict[str, list[int]]:
+    """Return the indices of each tenant's sessions."""
+    found: defaultdict[str, list[int]] = defaultdict(list)
+    for place, entry in enumerate(entries):
+        found[entry.tenant].append(place)
+    return found
+
+
+def _tokens(nodes: Sequence[Node]) -> float:
+    """Return the expected number of accepted candidates."""
+    return sum(math.exp(node.path_logprob()) for node in nodes)

@@ -1,0 +1,150 @@
+"""The prompt tokens of a step: chunks beside decoding sessions, within their tenants' parts and the memory for logits.
+
+With T_v(n) the seconds of a step over n rows, and s the slowdown of steps with prompts (`PrefillSlowdown`):
+
+- Decoding sessions sit out while urgent prompts of other tenants are computed (`TenantShares.urgent`) if the step gets
+  shorter by more than a factor. With p urgent prompt rows, d decoding sessions, and d' of them that do not yield:
+
+      T_v(p + d)  >  worth_a_wait * T_v(p + d')
+
+- Chunks of prompts fill the rest of the step (`prefill.py`).
+- Rows of prompts with log-probabilities have logits. m of them fit beside k candidates if m + k <= MAX_STEP_CANDIDATES.
+- c tokens of a tenant with t seconds left in its part fit beside r rows if
+
+      s * (T_v(r + c) - T_v(r))  <=  t
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+from specdec.engine.working_memory import MAX_STEP_CANDIDATES
+from verifier_service.costs.step_latency import StepLatency
+from verifier_service.scheduling.cpu_threads import ThreadPolicy
+from verifier_service.scheduling.prefill import PrefillSlowdown, prefill_chunks
+from verifier_service.scheduling.shares import NOBODY, Urgent, prompt_weights
+from verifier_service.scheduling.step_shares import Division, StepShares
+from verifier_service.sessions.running_session import RunningSession
+from verifier_service.settings.tuning import PrefillTuning
+
+Chunk = tuple[RunningSession, int]
+"""A session, and the number of its prompt's tokens to compute."""
+
+
+class StepPrompts:
+    """Chooses the chunks of prompts in a step. Limits on rows: `step_rows` for prompts beside decoding sessions, within
+    the time limit of chunked prefill; `prefill_rows` for prompts alone."""
+
+    def __init__(
+        self, threads: ThreadPolicy, shares: StepShares, step_rows: int, prefill_rows: int, tuning: PrefillTuning
+    ) -> None:
+        self._threads = threads
+        self._shares = shares
+        self._step_rows = step_rows
+        self._prefill_rows = prefill_rows
+        self._tuning = tuning
+        self.slowdown = PrefillSlowdown(tuning)
+
+    def worth_sitting_out(
+        self, prompts: Sequence[RunningSession], urgent: Urgent, decoding: Sequence[RunningSession]
+    ) -> bool:
+        """Return whether sessions yielding to `urgent` prompts sit out this step: only if it gets notably shorter."""
+        # In the flat region of T_v decoding sessions hardly delay the prompts, and sitting out would gain nothing.
+        rows = sum(entry.session.computable for entry in prompts if entry.tenant in urgent.tenants)
+        if not rows:
+            return False
+        staying = sum(entry.tenant not in urgent.yielding for entry in decoding)
+        rows = min(rows, self._prefill_rows)
+        latency = self._threads.latency
+        return latency.of(rows + len(decoding)) > self._tuning.worth_a_wait * latency.of(rows + staying)
+
+    def chunks(
+        self,
+        prompts: Sequence[RunningSession],
+        urgent: Urgent,
+        decoding: int,
+        rows: int,
+        candidates: int,
+        division: Division | None,
+        *,
+        goes_first: bool,
+    ) -> list[Chunk]:
+        """Return the tokens of each prompt to compute beside `rows` rows of `decoding` sessions, which have
+        `candidates` candidates. Prompts of urgent tenants come before others; with `goes_first` neither decoding
+        sessions nor their tenant's part limit them."""
+        chunks = self._filling(prompts, urgent, decoding, rows, goes_first=goes_first)
+        chunks = self._with_room_for_scores(chunks, candidates)
+        if division is None:
+            return chunks
+        return self._within_parts(chunks, division, urgent if goes_first else NOBODY, rows)
+
+    def _filling(
+        self, prompts: Sequence[RunningSession], urgent: Urgent, decoding: int, rows: int, *, goes_first: bool
+    ) -> list[Chunk]:
+        """Return the chunks that fill the step."""
+        first = [entry for entry in prompts if entry.tenant in urgent.tenants]
+        others = [entry for entry in prompts if entry.tenant not in urgent.tenants]
+        latency, tuning = self._threads.latency, self._tuning
+
+        def chunks(of: Sequence[RunningSession], waiting: int, most: int, urgent_rows: int = 0) -> list[int]:
+            remaining, slowdown = [entry.session.computable for entry in of], self.slowdown.factor
+            weights = prompt_weights(of)
+            return prefill_chunks(remaining, waiting, latency, rows, most, slowdown, tuning, weights, urgent_rows)
+
+        most = self._step_rows if decoding else self._prefill_rows
+        if goes_first:
+            ahead = chunks(first, 0, max(tuning.min_chunk_tokens, self._prefill_rows - rows))
+        else:
+            ahead = chunks(first, decoding, most)
+        rest = chunks(others, decoding, most, sum(ahead))
+        return [*zip(first, ahead, strict=True), *zip(others, rest, strict=True)]
+
+    def _with_room_for_scores(self, chunks: list[Chunk], candidates: int) -> list[Chunk]:
+        """Cut the chunks of prompts with log-probabilities to the memory for logits left by the step's candidates."""
+        scored = [(entry, chunk) for entry, chunk in chunks if entry.session.scores_prompt]
+        most = max(self._tuning.min_chunk_tokens, MAX_STEP_CANDIDATES - candidates)
+        if sum(chunk for _, chunk in scored) <= most:
+            return chunks
+        return [(entry, chunk) for entry, chunk in chunks if not entry.session.scores_prompt] + _cut(scored, most)
+
+    def _within_parts(self, chunks: Sequence[Chunk], division: Division, unlimited: Urgent, rows: int) -> list[Chunk]:
+        """Cut chunks to their tenants' parts of the step, beside `rows` rows; those of `unlimited` tenants stay
+        whole."""
+        kept: list[Chunk] = []
+        latency = self._threads.latency
+        of_tenant: defaultdict[str, list[Chunk]] = defaultdict(list)
+        for entry, chunk in chunks:
+            of_tenant[entry.tenant].append((entry, chunk))
+        for tenant, own in of_tenant.items():
+            seconds = division.prompt_seconds.get(tenant)
+            if seconds is not None and tenant not in unlimited.tenants:
+                own = _cut(own, self._fitting(seconds, rows, latency))
+                count = sum(chunk for _, chunk in own)
+                took = (latency.of(rows + count) - latency.of(rows)) * self.slowdown.factor
+                self._shares.charge(tenant, took - seconds)
+            rows += sum(chunk for _, chunk in own)
+            kept += own
+        return kept
+
+    def _fitting(self, seconds: float, rows: int, latency: StepLatency) -> int:
+        """Return the rows of prompts that fit in these seconds of a step, beside `rows` rows."""
+        # The part is in seconds of this step, T_v in seconds of short texts: divide by the slowdown.
+        fitting = latency.rows_within(latency.of(rows) + seconds / self.slowdown.factor) - rows
+        # A prompt must progress: what its least chunk takes beyond its part is charged to the next steps.
+        return max(fitting, self._tuning.min_chunk_tokens if seconds > 0 else 0)
+
+
+def _cut(chunks: list[Chunk], most: int) -> list[Chunk]:
+    """Return chunks cut to `most` tokens in total, in proportion, rounded in favour of the first ones."""
+    left = sum(chunk for _, chunk in chunks)
+    if left <= most:
+        return chunks
+    cut = []
+    for entry, chunk in chunks:
+        own = math.ceil(most * chunk / left) if left else 0
+        most, left = most - own, left - chunk
+        if own:
+            cut.append((entry, own))
+    return cut
