@@ -205,7 +205,7 @@ class DraftSession:
             self._abort_silent(self._awaited_since, now)
 
     def on_commit(self, commit: verifier_pb2.Commit) -> bool:
-        """Forward the target's decisions; return True if the draft is at work and they do not count against it."""
+        """Forward the target's decisions. Return True if the draft is working, and none of them counts against it."""
         self._awaited_since = None
         self._flow.committed()
         paused = self._control.paused

@@ -58,8 +58,8 @@ class Generation:
         self._drafting = Drafting(self._context, sink=self._verification)
 
     async def run(self) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        """Yield the responses of this sample; the last one carries `finish`. A consumer that asks for the next response
-        has read this one, or will read both together."""
+        """Yield the responses of this sample; the last one carries `finish`. When the consumer asks for the next
+        response, the client counts as having read this one, unless both are sent together."""
         first = uncommitted = True
         await self._transcript.resume(self._resuming)
         timeline = self._context.timeline

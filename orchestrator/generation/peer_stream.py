@@ -20,8 +20,8 @@ from specdec.serving.errors import DeadlineError, NotBuiltError, PeerLostError, 
 from specdec.serving.propagation import carried
 
 DEADLINE_SLACK_SECONDS = 0.1
-"""Seconds before the caller's deadline within which a peer's DEADLINE_EXCEEDED is taken for that deadline. The two
-machines start their clocks as far apart as a message takes."""
+"""A peer's DEADLINE_EXCEEDED within this many seconds of the caller's deadline is taken for it: the timers of the two
+machines start a message's travel time apart."""
 
 MAX_LOGGED_BYTES = 1024
 """Limit in bytes on a peer's reason for ending a session, as logged: no service of ours gives a longer one."""

@@ -35,8 +35,8 @@ class SpeculationState:
         return replace(self, outlook=outlook_from(commit))
 
     def worth_a_draft(self, sample: Sample) -> bool:
-        """Return True if it pays to ask a draft. A verifier cannot judge that for a session it believes to have no
-        draft, so one is tried then."""
+        """Return True if asking a draft pays. A verifier that believes the session to have no draft cannot tell: then
+        one is tried."""
         return self.outlook.drafting_wanted or sample.forces_drafting or not self.drafted
 
     def verify_policy(self, context: SampleContext) -> verifier_pb2.VerifyPolicy:
@@ -77,9 +77,9 @@ class SpeculationState:
 
 BREAK_EVEN_SHARE = 0.03
 """Ratio of the min path probability sent to a draft to the break-even probability. The draft's own limit applies if it
-is higher. Nodes worth verifying a step later are less probable now than nodes verified now. (By `python -m bench
-simulate`: a share of 1 left nothing to expand ahead, 0.3 was still too high, and 0.1 gave eight sessions of a pod 8 %
-less throughput.)"""
+is higher. The ratio is far below 1: a node's path probability rises once its ancestors are committed, so a node that
+pays a step later may not pay now. (By `python -m bench simulate`: a ratio of 1 left nothing to expand ahead, 0.3 was
+still too high, and 0.1 gave eight sessions of a pod 8 % less throughput.)"""
 
 FIRST_MIN_PROBABILITY = 0.1
 """Lower limit of the min path probability until the first commit. A first step does not wait for less probable nodes,

@@ -199,7 +199,7 @@ class Verification:
                     opened = await self._open(stream)
                     with pod.load.session(), pod.admission.session(context.sample.tenant):
                         yield opened
-                        if context.text.unscored == 1 and not context.text.scored:  # the only token has none
+                        if context.text.unscored == 1 and not context.text.scored:  # the prompt's only token has none
                             context.text.scored = 1
                             yield verifier_pb2.PromptLogprobs(first=1)
                         check = CommitCheck(context.sample, context.model, opened.identity.context_tokens)

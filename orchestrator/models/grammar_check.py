@@ -104,7 +104,7 @@ class GrammarCheck:
         counted: bool = False,
     ) -> None:
         """Count a pod's death under a grammar. `in_a_row`: consecutive deaths of verifiers under one text without
-        growth, this one included; 0: this is not one more. `of_all`: the deaths of all pods, with the grammar or
+        growth, this one included; 0 if this death does not count. `of_all`: the deaths of all pods, with the grammar or
         without. `counted`: the text has counted this death already, at this pod or another."""
         key, now = key_of(grammar, tenant), time.monotonic()
         deaths = self._deaths.setdefault(key, deque())
@@ -156,8 +156,8 @@ class GrammarWatch:
         self._text = text
         self._field = f"grammar.{grammar.kind.value}"
         self._suspect = False  # a pod has died since the last trial
-        self._counted = False  # a death counts since a pod last got the text: draft and verifier may die together
-        self._verifier_counted = False  # a verifier's
+        self._counted = False  # a death was counted since a pod last got the text: draft and verifier may die together
+        self._verifier_counted = False  # the same for a verifier's death
         self._died_at: dict[Pod, float] = {}  # monotonic times
         self._in_a_row = 0  # deaths of verifiers since the text last grew
         self._length = -1  # of the text at the last one

@@ -46,7 +46,7 @@ class Revision:
         self.stats = OrchestratorStats()
         self.readiness = Readiness(peers, model)
         self.resuming = BoundedThreads("resumed texts", 1, MAX_RESUMING)
-        """Detokenise again, for resumed texts, the tokens their clients have already."""
+        """Threads that detokenise again what the clients of resumed texts have already."""
         self._finder = finder
         self._idle = asyncio.Event()
         self._idle.set()

@@ -18,8 +18,8 @@ CONTEXT = 8
 """Earlier tokens decoded with new ones: what a token spells depends on whether it begins the text."""
 
 SEARCHED = 4096
-"""Tokens at the end of a prompt to search for the context: special tokens and bytes of an unfinished run do not
-count."""
+"""Tokens at the end of a prompt that are searched for this context. Special tokens and single bytes of characters do
+not count towards it."""
 
 
 class Detokenizer:

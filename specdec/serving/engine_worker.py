@@ -3,7 +3,7 @@
 An exception in a pass (out of memory, a device error, a text the model cannot take) does not identify the session at
 fault. If the engine still computes, the sessions of the step are retried one by one (`StepRetry`): clients see a pause.
 If it does not, all sessions end so that they can continue at another pod, and the worker takes no more until it
-recovers. If recovery takes too long, the process ends: a lost GPU is usable by a new process, if by any.
+recovers. If recovery takes too long, the process ends: only a new one can use a lost GPU again.
 
 On a memory shortage (`engine/shortage.py`) no session is at fault. Free memory is returned to the system and, after a
 pause, the sessions are computed one by one, which needs less. After several steps in a row without memory, the process

@@ -209,7 +209,7 @@ def depth_violations(
 def token_tree_violations(
     field: str, message: generation_pb2.Speculation | draft_pb2.DraftPolicy, rule: Rule
 ) -> list[tuple[str, str]]:
-    """Return violations of what a message says about the token tree of a draft service, but its number of nodes."""
+    """Return violations of a message's fields about the token tree of a draft service, except its number of nodes."""
     found = depth_violations(field, message) + _above(field, message.max_branches, "max_branches", MAX_BRANCHES)
     if not 0 <= message.min_path_probability < 1:
         problem = f"is {message.min_path_probability:g}, must be in [0, 1)"
@@ -296,8 +296,8 @@ def window_violations(
     elif rule is Rule.CONTRASTIVE:
         found.append((asked, "is set, needs a rule other than CONTRASTIVE, where only a draft's candidates can win"))
     elif rule is Rule.REJECTION and (options.jacobi or (size is not None and size.ngram == 2)):
-        # The row below a token of the chain would both draw and guess: a guess that depends on the noise of its place
-        # is not a proposal that this noise may test.
+        # The row below a token of the chain would use its noise twice: to draw the target's token, and for the next
+        # guess. Under REJECTION a guess must not depend on the noise that tests it.
         found.append((asked, "asks for Jacobi decoding, which tests its own choices: needs temperature 0 or COUPLED"))
     elif rule is Rule.REJECTION and CandidateSource.REMOTE in options.drafters:
         found.append((asked, "is set, needs drafters without REMOTE under REJECTION: only one may draw at a place"))
