@@ -7,13 +7,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jiter
+
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.tagged_grammar import Marks, json_rule, tagged_call, tagged_problem
 from specdec.grammar.grammar import MAX_SOURCE_BYTES, GrammarError, lark_string
 from specdec.grammar.json_schema.rewriter import Work
 from specdec.grammar.json_schema.rewriting import supported
 from specdec.v2 import generation_pb2, model_pb2
-from specdec.wire.cut_arguments import completed
 from specdec.wire.tool_formats import JsonCall, NamedCall, TaggedCall, ToolFormat
 
 MAX_TOOLS = 128
@@ -122,7 +123,7 @@ def arguments_of(call: generation_pb2.ToolCall) -> dict[str, Any] | None:
     """Return the arguments of a call in the conversation, as far as they go if it was cut short; None if they are no
     object."""
     text = call.arguments or "{}"
-    return found if (found := _object(text)) is not None else completed(text)
+    return found if (found := _object(text)) is not None else _cut_object(text)
 
 
 def tools_for_template(tools: Sequence[generation_pb2.Tool]) -> list[dict[str, Any]] | None:
@@ -158,6 +159,22 @@ def _object(text: str) -> dict[str, Any] | None:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _cut_object(text: str) -> dict[str, Any] | None:
+    """Parse a JSON object that was cut short, without the name, word or escape that is unfinished at its end; None if
+    the text is anything else."""
+    data = text.encode(errors="replace")
+    try:
+        jiter.from_json(data)
+    except ValueError as error:
+        if not str(error).startswith("EOF"):
+            return None
+    try:
+        found = jiter.from_json(data, partial_mode="trailing-strings")
+    except ValueError:
         return None
     return found if isinstance(found, dict) else None
 
